@@ -27,6 +27,7 @@ from .mesh import Mesh, make_mesh
 from .partition import combine, partition
 from .planning import Plan, plan, trace
 from .precision import LossScale, Policy, cast
+from .printing import print
 from .random import fold_in, key, split
 from .reshard import device_get, reshard
 from .schedule.remat import remat
@@ -42,13 +43,20 @@ from .update import value_and_update
 from .validate import validate
 from .verify import verify
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Deferred", "LossScale", "Mesh", "P", "Plan", "Policy", "Sharded", "ShardingError", "Strategy", "accelerate",
     "accumulate", "all_gather", "all_to_all", "axis_index", "axis_size", "cast", "check", "checkpoint", "column",
     "combine", "data", "decoding", "defer", "device_get", "device_put", "devices", "fold_in", "from_callback",
     "fully_shard", "gather_for_metrics", "grad", "hf", "ia3", "init", "interop", "key", "local_range", "lora",
     "main_first", "make_mesh", "materialize", "models", "nn", "on_host", "optim", "partition", "peft", "plan", "plot",
-    "pmax", "pmean", "pmin", "ppermute", "pslice", "psum", "psum_scatter", "pvary", "random", "recording", "remat",
-    "replicated", "reshard", "row", "rules", "scan", "shard_map", "show", "split", "state_dict", "strategy",
+    "pmax", "pmean", "pmin", "ppermute", "print", "pslice", "psum", "psum_scatter", "pvary", "random", "recording",
+    "remat", "replicated", "reshard", "row", "rules", "scan", "shard_map", "show", "split", "state_dict", "strategy",
     "to_device", "trace", "tree", "unshard", "validate", "value_and_grad", "value_and_update", "verify", "wait",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    """Return the public names alone, which are those that a notebook completes."""
+    return [*__all__, "__version__"]

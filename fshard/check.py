@@ -14,7 +14,8 @@ from torch import Tensor
 
 from . import tree
 from ._call import compare_result_types, result_types
-from ._comm import Transfer, coords_of, index_of, transfer_rows
+from ._comm import Transfer, coords_of, index_of, transfer_rows, transfer_table
+from ._display import page
 from ._typecheck import same_numbers
 from .errors import ShardingError, checked, fail, join_limited, raise_all
 from .init import Deferred
@@ -60,12 +61,19 @@ class Checked:
     ranks: tuple[int, ...] = (0,)
 
     def __repr__(self) -> str:
-        axes = format_axes(self.mesh)
+        return "\n".join([self._title(), *transfer_rows(self.transfers), *self._uneven_rows()])
+
+    def _repr_html_(self) -> str:
+        return page(self._title(), transfer_table(self.transfers), *self._uneven_rows())
+
+    def _title(self) -> str:
         n = math.prod(self.mesh.values())
         count = f"{len(self.transfers)} transfers" if len(self.transfers) != 1 else "1 transfer"
         sent = size(sum(t.sent for t in self.transfers))
-        lines = [f"checked on {n} ranks ({axes}): {count} of each, which sends {sent}", *transfer_rows(self.transfers)]
-        return "\n".join([*lines, *_uneven_rows(self.uneven, self.mesh, self.ranks)])
+        return f"checked on {n} ranks ({format_axes(self.mesh)}): {count} of each, which sends {sent}"
+
+    def _uneven_rows(self) -> list[str]:
+        return _uneven_rows(self.uneven, self.mesh, self.ranks)
 
 
 @checked

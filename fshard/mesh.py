@@ -34,6 +34,7 @@ from ._comm import (
     simulate,
     start_watchdog,
 )
+from ._display import Cell, View, grid
 from .errors import checked, fail
 from .spec import format_axes
 
@@ -64,6 +65,7 @@ class Mesh:
         )
         self.transfers: list[Transfer] = []
         self.host = HOST  # the device of host memory; that of a plan is another than the device, which is fake
+        self._fakes: Any = None  # of an abstract mesh: buffers that calls share are of one mode
         self._comm: Comm | None = None  # simulated ranks have one for each run
         if kind == "abstract":
             self._comm = AbstractComm(self.axes, self.coords(rank), self.transfers)
@@ -84,8 +86,9 @@ class Mesh:
         if self.kind == "process" and self.size > 1:
             refuse_transfer("shard_map")
         if self._comm is not None:
-            fake = self.kind == "abstract"
-            with fake_tensors() if fake else contextlib.nullcontext():
+            if self.kind == "abstract" and self._fakes is None:
+                self._fakes = fake_tensors()
+            with self._fakes or contextlib.nullcontext():
                 return [f(self._comm, self.ranks[0])]
         return simulate(self.axes, f)
 
@@ -111,6 +114,9 @@ class Mesh:
         axes = format_axes(self.axes)
         return f"Mesh({axes}; {self.kind}, {self.size} x {self.device.type})"
 
+    def _repr_html_(self) -> str:
+        return mesh_grid(self)._repr_html_()
+
     def __reduce__(self) -> Any:
         raise TypeError("a Mesh refers to live devices and cannot be pickled: make it again with fs.make_mesh")
 
@@ -126,6 +132,21 @@ def planned_mesh(axes: Mapping[str, int], rank: int, observer: Observer, *, acce
     mesh.host = torch.device("meta") if accelerator else HOST
     mesh._comm = PlannedComm(mesh.axes, mesh.coords(rank), observer, peers=not accelerator)
     return mesh
+
+
+def mesh_grid(mesh: Mesh) -> View:
+    """Draw the ranks of a mesh: the last axis runs across, all others down. The rank of this process is marked."""
+    *rest, last = mesh.axes
+    n = mesh.axes[last]
+
+    def cell(rank: int) -> Cell:
+        coords = mesh.coords(rank)
+        own = mesh.kind == "process" and rank in mesh.ranks
+        return Cell([rank], [f"rank {rank}: {format_axes(coords)}{', this process' * own}"], own)
+
+    down = [format_axes({a: mesh.coords(r)[a] for a in rest}) for r in range(0, mesh.size, n)]
+    cells = [[cell(r + i) for i in range(n)] for r in range(0, mesh.size, n)]
+    return grid(repr(mesh), down, [f"{last}={i}" for i in range(n)], cells)
 
 
 def _identity(mesh: Mesh) -> tuple[Any, ...]:

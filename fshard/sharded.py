@@ -15,7 +15,19 @@ from .errors import ShardingError, checked, fail, raise_all
 from .init import Deferred
 from .mesh import Mesh
 from .random import check_key, fold_in
-from .spec import Box, P, box_bounds, box_shape, describe, is_spec, local_box, same_placement, spec_errors
+from .spec import (
+    Box,
+    P,
+    box_bounds,
+    box_shape,
+    describe,
+    draw,
+    format_number,
+    is_spec,
+    local_box,
+    same_placement,
+    spec_errors,
+)
 
 
 class Placement(NamedTuple):
@@ -36,8 +48,12 @@ class Sharded:
     indexing, functions of torch and numpy, and attributes of tensors are errors that say so; `==` too, which Python
     would otherwise answer by identity.
 
-    >>> materialize(init.zeros((64, 256)), column("model"), make_mesh(model=4), key=key(0))
-    f32[64, 256@model]
+    Its repr shows the value of a 0-d leaf, which every rank has.
+
+    >>> mesh = make_mesh(model=4)
+    >>> materialize({"w": init.zeros((64, 256)), "step": init.full((), 0.1)}, {"w": column("model"), "step": P()}, mesh,
+    ...             key=key(0))
+    {'w': f32[64, 256@model], 'step': f32[] 0.1}
     """
 
     __slots__ = ("_donated_to", "_shards", "placement")
@@ -117,7 +133,15 @@ class Sharded:
         return bool(self.item())
 
     def __repr__(self) -> str:
-        return describe(self.dtype, self.shape, self.spec)
+        text = describe(self.dtype, self.shape, self.spec)
+        # A number is whole on every rank, so its value needs no transfer. A fake or donated leaf has none.
+        if self.shape or not self._shards or type(self._shards[0]) is not Tensor or self._shards[0].is_meta:
+            return text
+        return f"{text} {format_number(self._shards[0])}"
+
+    def _repr_html_(self) -> str:
+        """Draw the blocks and the ranks that have them."""
+        return draw(repr(self), self.shape, self.spec, self.mesh.axes, itemsize=self.dtype.itemsize)._repr_html_()
 
     def __deepcopy__(self, memo: Any) -> Sharded:
         return Sharded(self.shape, self.spec, self.mesh, [x.clone() for x in self.shards])

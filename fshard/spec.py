@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
 from typing import Any
 
+import numpy as np
 import torch
 
 from . import tree as _tree
+from ._display import View, page, picture, table
 from .errors import ShardingError, checked, fail, must_be, raise_all, shown
 
 Axis = str | tuple[str, ...] | None
@@ -89,6 +91,17 @@ class P:
     def __repr__(self) -> str:
         entries = ["..." if e is ... else repr(e) for e in self.entries]
         return f"P({', '.join([*entries, *[f'memory={self.memory!r}'] * (self.memory != 'device')])})"
+
+    def _repr_html_(self) -> str:
+        """Show the axes that split each dim, below each other."""
+        at = self.entries.index(...) if ... in self.entries else len(self.entries)
+        rows = []
+        for i, entry in enumerate(self.entries):
+            dim = "dims between" if entry is ... else f"dim {i if i < at else i - len(self.entries)}"
+            axes = () if entry is ... else names_of(entry)
+            rows.append((dim, f"split over {', then over '.join(axes)}" if axes else "not split"))
+        rows += [("other dims", "not split")] * (... not in self.entries)
+        return page(repr(self), table([*rows, *[("memory", "of the host")] * (self.memory == "host")]))
 
     def __reduce__(self) -> Any:
         return functools.partial(P, memory=self.memory), self.entries
@@ -188,6 +201,26 @@ def local_box(shape: Sequence[int], spec: P, sizes: Mapping[str, int], coords: M
         start, length = part_range(n, [sizes[a] for a in axes], [coords[a] for a in axes])
         box.append(slice(start, start + length))
     return tuple(box)
+
+
+def part_ranks(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> dict[tuple[tuple[int, int], ...], list[int]]:
+    """Return the bounds of each different part of a leaf, and the ranks that have it.
+
+    >>> part_ranks((5,), P("model"), {"data": 2, "model": 2})
+    {((0, 3),): [0, 2], ((3, 5),): [1, 3]}
+    """
+    parts = spec.parts(len(shape))
+    lines = []  # of each dim, the bounds of the part at every position over its axes
+    for n, axes in zip(shape, parts, strict=True):
+        cut = [sizes[a] for a in axes]
+        ranges = (part_range(n, cut, coords) for coords in np.ndindex(*cut))
+        lines.append([(start, start + length) for start, length in ranges])
+    ranks: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for rank, coords in enumerate(np.ndindex(*sizes.values())):
+        at = dict(zip(sizes, coords, strict=True))
+        indices = [functools.reduce(lambda i, a: i * sizes[a] + at[a], axes, 0) for axes in parts]
+        ranks.setdefault(tuple(line[i] for line, i in zip(lines, indices, strict=True)), []).append(rank)
+    return ranks
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
@@ -321,6 +354,17 @@ def short_dtype(dtype: torch.dtype) -> str:
     return _SHORT.get(stem, stem) + name[len(stem) :] if stem in _SHORT else name
 
 
+def format_number(x: torch.Tensor) -> str:
+    """Format the number of a 0-d tensor, with the digits that its dtype can tell apart.
+
+    >>> format_number(torch.tensor(0.1)), format_number(torch.tensor(0.1, dtype=torch.float64) * 3)
+    ('0.1', '0.30000000000000004')
+    """
+    x = x.detach().cpu()
+    narrow = x.is_floating_point() and x.element_size() < 4 and x.dtype != torch.float16  # of these numpy has only one
+    return str((x.float() if narrow else x).numpy()[()])
+
+
 def relative_box(inner: Box, outer: Box) -> Box:
     """Return the slices of a box relative to a box that contains it.
 
@@ -357,3 +401,24 @@ def describe(dtype: torch.dtype, shape: Sequence[int], spec: P | None = None) ->
     dims = [f"{n}@{'+'.join(axes)}" if axes else str(n) for n, axes in zip(shape, parts, strict=True)]
     memory = "<host>" if spec is not None and spec.memory == "host" else ""
     return f"{short_dtype(dtype)}{memory}[{', '.join(dims)}]"
+
+
+def draw(title: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int], *, itemsize: int = 0) -> View:
+    """Draw a leaf's blocks with the ranks that have each of them.
+
+    >>> draw("x", (5, 8), P("data", "model"), {"data": 2, "model": 2})
+    x on data=2, model=2
+           0:4   4:8
+         ┌─────┬─────┐
+     0:3 │  0  │  1  │
+         ├─────┼─────┤
+     3:5 │  2  │  3  │
+         └─────┴─────┘
+    """
+
+    def place(rank: int) -> str:
+        coords = np.unravel_index(rank, tuple(sizes.values()))
+        return format_axes({a: int(i) for a, i in zip(sizes, coords, strict=True)})
+
+    return picture(f"{title} on {format_axes(sizes)}", shape, part_ranks(shape, spec, sizes), itemsize=itemsize,
+                   place=place, on_host=spec.memory == "host")  # fmt: skip

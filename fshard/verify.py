@@ -27,6 +27,7 @@ from ._compare import (
     sum_over_ranks,
     widen,
 )
+from ._display import page, table
 from .errors import ShardingError, checked, fail, join_limited, raise_all
 from .mesh import Mesh, make_mesh
 from .reshard import device_get
@@ -57,6 +58,15 @@ class Verified:
         noise = f"; only noise: {join_limited(self.noise, 3)}" if self.noise else ""
         meshes = "; ".join(self.meshes) + (f"; in {self.orders} orders of the examples" if self.orders > 1 else "")
         return f"verified: {count} the same on {meshes} (largest relative error {self.error:.0e}{noise})"
+
+    def _repr_html_(self) -> str:
+        if len(self.meshes) == 1:
+            return page(repr(self))
+        rows = [("results compared", f"{self.leaves}"), ("same on", self.meshes[0]),
+                *[("", mesh) for mesh in self.meshes[1:]], ("largest relative error", f"{self.error:.0e}")]  # fmt: skip
+        rows += [("orders of the examples", f"{self.orders}")] * (self.orders > 1)
+        rows += [("differ by noise only", join_limited(self.noise, 3))] * bool(self.noise)
+        return page("verified", table(rows))
 
 
 @checked

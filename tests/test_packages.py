@@ -36,6 +36,12 @@ NAMESPACES = [
 ]  # fmt: skip
 
 
+def test_completion_of_the_library_shows_public_names_alone() -> None:
+    assert dir(fs) == sorted([*fs.__all__, "__version__"])
+    assert [n for n in dir(fs) if n.startswith("_")] == ["__version__"]
+    assert all(hasattr(fs, name) for name in dir(fs))
+
+
 def module_name(file: Path) -> str:
     """`spec`, `models.gpt2`, `models` for its `__init__`, `fshard` for the library's own."""
     parts = file.relative_to(ROOT).with_suffix("").parts

@@ -162,7 +162,7 @@ def test_results_are_placed_by_a_prefix_of_specs():
         return {"p": {"w": x, "b": [x[:, 0], None]}, "loss": fs.psum(x.sum(), "a")}, ()
 
     out, empty = mapped(f, ins=P("a"), out=({"p": P("a"), "loss": P()}, P()))(torch.ones(4, 3))
-    assert repr(out) == "{'p': {'w': f32[4@a, 3], 'b': [f32[4@a], None]}, 'loss': f32[]}"
+    assert repr(out) == "{'p': {'w': f32[4@a, 3], 'b': [f32[4@a], None]}, 'loss': f32[] 12.0}"
     assert empty == ()
     assert out["loss"].item() == 12
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P, Sharded
+from fshard._comm import fake_tensors
 from fshard.spec import box_shape, local_box
 from tests.lib.assertions import error_text
 from tests.lib.operations import Operations
@@ -111,7 +112,7 @@ def test_shards_are_contiguous_and_do_not_require_grad():
 
 def test_numbers_become_tensors():
     placed = fs.device_put({"i": 3, "j": 3, "f": 0.5, "b": True, "c": 1j}, P(), fs.make_mesh(a=2))
-    assert repr(placed) == "{'i': i64[], 'j': i64[], 'f': f32[], 'b': bool[], 'c': c64[]}"
+    assert repr(placed) == "{'i': i64[] 3, 'j': i64[] 3, 'f': f32[] 0.5, 'b': bool[] True, 'c': c64[] 1j}"
     assert placed["i"] is not placed["j"]
     assert fs.device_get(placed) == {"i": 3, "j": 3, "f": 0.5, "b": True, "c": 1j}
 
@@ -162,11 +163,30 @@ def test_error_text_of_an_unknown_rank():
 # --- the leaf ----------------------------------------------------------------------------------------------
 
 
+def test_repr_of_a_number_has_its_value_without_a_transfer_where_there_is_one():
+    put = lambda x, mesh: fs.device_put({"n": x, "v": torch.ones(1)}, {"n": P(), "v": P()}, mesh)  # noqa: E731
+    values = [(0.1, torch.float32, "0.1"), (0.1, torch.bfloat16, "0.100097656"), (-3, torch.int8, "-3")]
+    with fs.recording() as log:
+        for number, dtype, text in values:
+            leaf = put(torch.tensor(number, dtype=dtype, requires_grad=dtype.is_floating_point), fs.make_mesh(a=2))["n"]
+            assert repr(leaf).split(" ") == [repr(leaf).split("[")[0] + "[]", text]
+            assert fs.device_get(leaf).item() == pytest.approx(float(text), rel=1e-6)
+    assert log == []
+    for mesh in (fs.make_mesh(kind="abstract", a=2), ONE):
+        assert repr(put(torch.tensor(0.5), mesh)) == ("{'n': f32[] 0.5, 'v': f32[1]}" if mesh is ONE else
+                                                      "{'n': f32[], 'v': f32[1]}")  # fmt: skip
+    with fake_tensors():
+        assert repr(put(torch.tensor(0.5), ONE)["n"]) == "f32[]"
+    donated = put(torch.tensor(0.5), ONE)["n"]
+    fs.shard_map(lambda x: x + 1, mesh=ONE, out_specs=P(), donate=0)(donated)
+    assert repr(donated) == "f32[]"
+    assert f"loss {put(torch.tensor(0.5), ONE)['n']}" == "loss f32[] 0.5"
+
+
 def test_repr_and_sizes_of_a_leaf():
     leaf = fs.device_put(torch.zeros(6, 4, dtype=torch.bfloat16), P(None, ("a", "b")), fs.make_mesh(a=2, b=2))
     assert repr(leaf) == str(leaf) == f"{leaf}" == "bf16[6, 4@a+b]"
     assert (leaf.ndim, leaf.numel(), leaf.nbytes) == (2, 24, 48)
-    assert repr(fs.device_put(torch.zeros(()), P(), ONE)) == "f32[]"
     assert repr(fs.device_put(torch.zeros(2, 3), P(..., "one"), ONE)) == "f32[2, 3@one]"
     assert not isinstance(leaf, torch.Tensor)
     with pytest.raises(AttributeError):
@@ -408,7 +428,7 @@ def test_a_leaf_of_one_element_has_a_value():
     assert (ONE_ELEMENT.item(), float(ONE_ELEMENT), int(ONE_ELEMENT), bool(ONE_ELEMENT)) == (3.0, 3.0, 3, True)
     assert f"{ONE_ELEMENT:.2f}" == "3.00"
     text = error_text(lambda x: x < 4, ONE_ELEMENT)
-    assert text == f"<: f32[] is a placed leaf and no tensor\n  fix: x.item() is its value, {ADVICE}"
+    assert text == f"<: f32[] 3.0 is a placed leaf and no tensor\n  fix: x.item() is its value, {ADVICE}"
     assert "has 4 elements" in error_text(bool, LEAF)
 
 

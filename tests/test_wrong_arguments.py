@@ -199,6 +199,7 @@ CALLS = [
     Call("local_range", fs.local_range, {"n": 2, "axis": "data", "size": 4}, inside=True,
          words={"n": "of the dim", "axis": "4 over ", "size": "over 'data'"}),
     inside(fs.to_device, x=W),
+    Call("print", lambda sep: fs.print("w", W, sep=sep), {"sep": " "}, inside=True),
     # transforms
     Call("unshard", fs.unshard, {"params": {"w": W[:, :2], "b": V}, "specs": SPECS, "axis": "model",
          "shapes": DESCRIBED, "dtype": torch.float32, "reduce_dtype": torch.float32}, inside=True,

@@ -10,7 +10,7 @@ from torch import Tensor
 from fshard._torch_compat import FakeTensorMode, without_modes
 
 from .packing import part_shape
-from .protocol import Axes, PendingTransfer, size_of
+from .protocol import Axes, PendingTransfer, index_of, size_of
 from .record import Split, Transfer, note, reduction, transfer
 
 
@@ -33,6 +33,11 @@ class AbstractComm:
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         pass  # there is one rank
+
+    def with_all_texts(
+        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
+    ) -> None:  # fmt: skip
+        f({index_of(tuple(self.sizes), self.sizes, self.coords): text})  # there is one rank
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         self._note(reduction(op), [x], axes)

@@ -17,6 +17,7 @@ from .description import Description, disagreement
 from .functional import FunctionalGroup, call_distributed
 from .gloo import GlooConnections
 from .p2p import PeerGroup
+from .packing import pad
 from .protocol import Axes, PendingTransfer, index_of, ranks_over
 from .record import note, reduction
 
@@ -84,6 +85,20 @@ class ProcessComm:
         if any(header != mine.header for header in headers):
             me = index_of(axes, self.sizes, self.coords)
             raise disagreement(mine, [None if i == me else header for i, header in enumerate(headers)])
+
+    def with_all_texts(
+        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
+    ) -> None:  # fmt: skip
+        mine = torch.frombuffer(bytearray(f"{text}\n".encode()), dtype=torch.uint8).to(device)
+        texts = [mine]
+        if self._axes:
+            self.agree(verb, self._axes, device)
+            group = self._group(self._axes, mine)
+            lengths = group.all_gather(torch.tensor(len(mine), device=device)).tolist()
+            rows = group.all_gather(pad(mine, 0, max(lengths)))
+            texts = [row[:n] for row, n in zip(rows, lengths, strict=True)]
+        if all(at == 0 for at in self.coords.values()):
+            f({rank: bytes(row.tolist()).decode()[:-1] for rank, row in enumerate(texts)})
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         note(self, reduction(op), [x], axes)

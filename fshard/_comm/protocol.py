@@ -42,6 +42,14 @@ class Comm(Protocol):
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         """Raise ShardingError on every rank unless all ranks of `axes` pass the same `what`."""
 
+    def with_all_texts(
+        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
+    ) -> None:  # fmt: skip
+        """Call `f` once, on one rank, with the text of each rank of the mesh; no other rank goes on before its text.
+
+        All ranks must call it. It is no transfer of the program: it is neither recorded nor counted.
+        """
+
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         """Reduce over the ranks by `op`, one of "sum", "max", "min": [*S] -> [*S]."""
 

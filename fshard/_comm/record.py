@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fshard import _callsite
+from fshard._display import Html, bar, page, table
 from fshard.spec import size
 
 from .packing import part_shape
@@ -63,9 +64,15 @@ class Recording(list[Transfer]):
     """The transfers of a `recording`. Its repr is a table by line, operation, axes and phase."""
 
     def __repr__(self) -> str:
+        return "\n".join([self._title(), *transfer_rows(self)])
+
+    def _repr_html_(self) -> str:
+        return page(self._title(), transfer_table(self))
+
+    def _title(self) -> str:
         ranks = len({t.rank for t in self})
         count = f"{len(self)} transfer{'s' * (len(self) != 1)} of {ranks} rank{'s' * (ranks != 1)}"
-        return "\n".join([f"{count}, {size(sum(t.sent for t in self))} sent in all", *transfer_rows(self)])
+        return f"{count}, {size(sum(t.sent for t in self))} sent in all"
 
 
 _MOST_ROWS = 20
@@ -76,20 +83,37 @@ def transfer_rows(transfers: Sequence[Transfer]) -> list[str]:
 
     Of more than 20 rows those that send most are listed, and the others counted.
     """
-    groups: dict[tuple[Any, ...], list[Transfer]] = {}
+    listed, rest = _grouped(transfers)
+    texts = [(f"{count:5d}", op, axes, phase, f"{size(sent):>10}", where)
+             for count, op, axes, phase, where, sent in listed]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    rows = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in texts]
+    return [*rows, *[f"  {count:5d}  {text}, {size(sent)}" for count, text, sent in rest]]
+
+
+def transfer_table(transfers: Sequence[Transfer]) -> Html:
+    """Return the rows of `transfer_rows` as a table, with bars of the bytes sent."""
+    listed, rest = _grouped(transfers)
+    whole = max(1, sum(t.sent for t in transfers))
+    rows = [(f"{count}", op, axes, phase, size(sent), bar(sent / whole, f"{100 * sent / whole:.3g} %"), where)
+            for count, op, axes, phase, where, sent in listed]  # fmt: skip
+    rows += [(f"{count}", text, "", "", size(sent), bar(sent / whole, f"{100 * sent / whole:.3g} %"), "")
+             for count, text, sent in rest]  # fmt: skip
+    return table(rows, head=("transfers", "operation", "axes", "", "bytes sent", "", "line"), align="rlllrll")
+
+
+def _grouped(
+    transfers: Sequence[Transfer],
+) -> tuple[list[tuple[int, str, str, str, str, int]], list[tuple[int, str, int]]]:
+    """Return (count, operation, axes, phase, line, bytes sent) of each row, and (count, text, bytes) of the others."""
+    groups: dict[tuple[str, str, str, str], list[int]] = {}
     for t in transfers:
-        groups.setdefault((t.op, t.axes, t.phase, str(t.where or "")), []).append(t)
-    sent = {key: sum(t.sent for t in group) for key, group in groups.items()}
-    listed = set(sorted(groups, key=lambda key: -sent[key])[:_MOST_ROWS])
-    table = [(f"{len(group):5d}", key[0], "+".join(key[1]), key[2], f"{size(sent[key]):>10}", key[3])
-             for key, group in groups.items() if key in listed]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    rows = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-    rest = [key for key in groups if key not in listed]
-    if rest:
-        count = sum(len(groups[key]) for key in rest)
-        rows.append(f"  {count:5d}  of {len(rest)} other rows, {size(sum(sent[key] for key in rest))}")
-    return rows
+        groups.setdefault((t.op, "+".join(t.axes), t.phase, str(t.where or "")), []).append(t.sent)
+    listed = set(sorted(groups, key=lambda key: -sum(groups[key]))[:_MOST_ROWS])
+    rows = [(len(sent), *key, sum(sent)) for key, sent in groups.items() if key in listed]
+    rest = [sent for key, sent in groups.items() if key not in listed]
+    others = (sum(map(len, rest)), f"of {len(rest)} other rows", sum(map(sum, rest)))
+    return rows, [others][: len(rest)]
 
 
 _record: Recording | None = None
@@ -181,6 +205,22 @@ def reduction(op: str) -> str:
 def is_observed() -> bool:
     """Return whether a record or a checker needs the line of each collective."""
     return _record is not None or checker() is not None
+
+
+@contextlib.contextmanager
+def recomputing() -> Iterator[None]:
+    """Repeat a computation of the program within, whose results it has already had: it prints nothing again."""
+    before = is_recomputing()
+    _thread.recomputing = True
+    try:
+        yield
+    finally:
+        _thread.recomputing = before
+
+
+def is_recomputing() -> bool:
+    """Return whether this rank repeats a computation."""
+    return getattr(_thread, "recomputing", False)
 
 
 @contextlib.contextmanager

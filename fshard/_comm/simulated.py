@@ -140,6 +140,8 @@ class _Run:
 
 def _describe(signature: tuple[Any, ...]) -> str:
     op, axes, shape, dtype, *_ = signature
+    if shape is None:
+        return f"{op} over {', '.join(map(repr, axes))}"
     return f"{op} over {', '.join(map(repr, axes))} of {str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
@@ -169,6 +171,15 @@ class SimulatedComm:
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         pass  # every exchange compares what its ranks call
+
+    def with_all_texts(
+        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
+    ) -> None:  # fmt: skip
+        def call(texts: list[str]) -> list[None]:  # on the last rank to enter, while the others wait
+            f(dict(enumerate(texts)))
+            return [None] * len(texts)
+
+        self._exchange((verb, tuple(self.sizes), None, None), text, call)
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         def combine(xs: list[Tensor]) -> list[Tensor]:

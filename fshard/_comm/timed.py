@@ -15,8 +15,8 @@ from .record import Split, Transfer, reduction, transfer
 class Watch(Protocol):
     """Receives reports, on the thread of the rank. Operations between two reports of one transfer are part of it."""
 
-    def begin_transfer(self, transfer: Transfer, ranks: tuple[int, ...]) -> int:
-        """Report the start of a transfer between these ranks; return a number for it."""
+    def begin_transfer(self, transfer: Transfer | None, ranks: tuple[int, ...]) -> int:
+        """Report the start of a transfer between these ranks, None for one of texts; return a number for it."""
 
     def end_start(self, number: int) -> None:
         """Report that a pending transfer has started: the rank goes on with other work."""
@@ -47,6 +47,13 @@ class TimedComm:
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         self._comm.agree(what, axes, device)
+
+    def with_all_texts(
+        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
+    ) -> None:  # fmt: skip
+        number = self._watch.begin_transfer(None, tuple(ranks_over(tuple(self.sizes), self.sizes, self.coords)))
+        self._comm.with_all_texts(text, verb, device, f)
+        self._watch.end_transfer(number, [])
 
     def _begin(self, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> int:
         ranks = tuple(ranks_over(axes, self.sizes, self.coords))

@@ -9,8 +9,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from fshard._display import page, table
 from fshard.errors import checked, fail
-from fshard.spec import Box, describe
+from fshard.spec import Box, describe, size
 
 
 @runtime_checkable
@@ -88,6 +89,10 @@ class Deferred:
 
     def __repr__(self) -> str:
         return f"{describe(self.dtype, self.shape)} = {describe_initializer(self.init)}"
+
+    def _repr_html_(self) -> str:
+        cells = describe(self.dtype, self.shape), describe_initializer(self.init), size(self.nbytes)
+        return page(table([cells], head=("described leaf", "initializer", "bytes"), align="llr"))
 
 
 def describe_initializer(init: object) -> str:

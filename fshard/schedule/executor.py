@@ -28,6 +28,7 @@ from fshard._comm import (
     Region,
     checker,
     is_observed,
+    recomputing,
     start_copy_to_device,
     start_copy_to_host,
     storage_key,
@@ -174,7 +175,7 @@ class Executor:
 
     def _recompute_block(self, i: int, weights: Sequence[Tensor], x: FlatTree) -> BlockGraph:
         """Run a block again, under the autocast of forward."""
-        with self.autocast():
+        with self.autocast(), recomputing():
             return self._run_block(i, weights, x, True)[0]
 
     def _run_block(

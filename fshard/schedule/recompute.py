@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
-from fshard._comm import stop_after_transfers, transfer_count
+from fshard._comm import recomputing, stop_after_transfers, transfer_count
 from fshard._torch_compat import version_of
 from fshard.errors import ShardingError, fail
 from fshard.spec import short_dtype
@@ -126,7 +126,7 @@ def refill(discarded: Sequence[weakref.ref[SavedTensor]], run: Callable[[], Any]
             raise _StopRecomputation
         return new
 
-    with contextlib.suppress(_StopRecomputation), saved_tensors_hooks(save, SavedTensor.get):
+    with contextlib.suppress(_StopRecomputation), recomputing(), saved_tensors_hooks(save, SavedTensor.get):
         run()
     if count < len(needed):
         raise _differs(f"it saved {len(needed) - count} tensors fewer than in forward")

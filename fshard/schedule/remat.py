@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fshard import tree
-from fshard._comm import checker, in_region, region
+from fshard._comm import checker, in_region, recomputing, region
 from fshard._ops import differentiable_dtype
 from fshard._torch_compat import in_transform, is_batched, is_grad_tracking, is_wrapped, named_as
 from fshard.errors import checked, fail
@@ -77,6 +77,13 @@ class _Body:
 
     f: Callable[..., tuple[Tensor, ...]]
 
+    def repeat(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Compute `f` again."""
+        if torch.compiler.is_dynamo_compiling():
+            return self.f(*xs)
+        with recomputing():
+            return self.f(*xs)
+
     def vjp(self, xs: Sequence[Tensor], wanted: Sequence[bool], grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Return the vjp of `f` at `xs`, recomputed; `None` for dtypes without gradients, and if not `wanted`.
 
@@ -86,7 +93,7 @@ class _Body:
         which = [i for i, x in enumerate(xs) if differentiable_dtype(x) and (wanted[i] or not any(wanted))]
 
         def product(*chosen: Tensor) -> Tensor:
-            pairs = _differentiable_pairs(self.f(*_replace(xs, which, chosen)), grads)
+            pairs = _differentiable_pairs(self.repeat(*_replace(xs, which, chosen)), grads)
             return sum(_inner_product(y, g) for y, g in pairs)  # type: ignore[return-value]
 
         chosen_grads = torch.func.grad(product, tuple(range(len(which))))(*[xs[i] for i in which])
@@ -99,7 +106,7 @@ class _Body:
         which = [i for i, x in enumerate(xs) if wanted[i]]
         inputs = [xs[i].detach().requires_grad_() for i in which]
         with torch.enable_grad():
-            results = self.f(*_replace([x.detach() for x in xs], which, inputs))
+            results = self.repeat(*_replace([x.detach() for x in xs], which, inputs))
         pairs = [(y, g) for y, g in _differentiable_pairs(results, grads) if y.requires_grad]
         del results
         input_grads = torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
@@ -109,7 +116,7 @@ class _Body:
         """Return the jvp of `f` at `xs`."""
         which = [i for i, t in enumerate(tangents) if t is not None]
         primals, known = tuple(xs[i] for i in which), tuple(tangents[i] for i in which)
-        body = lambda *chosen: self.f(*_replace(xs, which, chosen))  # noqa: E731
+        body = lambda *chosen: self.repeat(*_replace(xs, which, chosen))  # noqa: E731
         results, rates = torch.func.jvp(body, primals, known)  # type: ignore[misc]  # a pair without has_aux
         return tuple(t if differentiable_dtype(y) else None for y, t in zip(results, rates, strict=True))
 

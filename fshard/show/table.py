@@ -6,11 +6,11 @@ No storage is read: shapes, specs and axis sizes are enough, so a mesh may be a 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,14 @@ import optree
 import torch
 
 from fshard import tree
+from fshard._display import Html, Row, View, bar, page, table
 from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
 from fshard.init import Deferred, describe_initializer
-from fshard.mesh import Mesh
+from fshard.mesh import Mesh, mesh_grid
 from fshard.sharded import Sharded
-from fshard.spec import P, describe, format_axes, is_spec, part_lengths, size, spec_errors
+from fshard.spec import P, describe, draw, format_axes, is_spec, part_range, size, spec_errors
 
-from .grid import Sizes, View, div, mesh_grid, picture, sizes_of
-
+Sizes = Mapping[str, int]
 # Bytes on each device: an int where all devices have the same number, else an array that broadcasts over the mesh.
 Bytes = Any
 # The number of a file in `stored(model-00001-of-00004.safetensors: h.0.w)`, and a number in the dotted name: 00001, 0.
@@ -34,7 +34,9 @@ _CANDIDATES = 16  # rows of one look that a sibling is compared with: the longes
 
 
 @checked
-def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold: bool = True) -> View:
+def show(
+    tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, against: Any = None, fold: bool = True
+) -> View:  # fmt: skip
     """Show a tree as a table: each leaf's dtype, shape and split, its initializer, and its bytes on one device.
 
     One placed leaf is shown as a picture of the ranks that have each block, a mesh as the grid of its ranks.
@@ -43,6 +45,7 @@ def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold
         tree: `Deferred`, `Sharded` or tensor leaves, or specs, or a mesh.
         mesh: a mesh, or axis sizes such as `{"data": 64, "model": 8}`; by default that of the placed leaves.
         specs: the leaves' specs, a prefix tree; by default those of the placed leaves.
+        against: other specs of the leaves, a prefix tree: show what moves if the leaves are resharded to them.
         fold: show equal siblings with numbers for names (`h.0`, `h.1`, ...; `h.0`, `h.2`, ...) once.
 
     >>> h = [{"up": fs.init.normal((64, 256), std=0.02)} for _ in range(12)]
@@ -53,6 +56,15 @@ def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold
     scale           f32[64]             ones                      256 B
     total  196,672 parameters, 768.2 KiB; 192.2 KiB on each of 4 devices (model=4)
 
+    With `against`, the bytes are those that each device receives in `fs.reshard(tree, against)`, which sends the parts
+    in one exchange. Beside them stand the collectives of the same effect inside a region; a slice moves nothing. One
+    leaf is drawn in both layouts.
+
+    >>> show({"w": fs.init.zeros((8, 6))}, specs=P("data"), against=P(None, "data"), mesh={"data": 2})
+                                                          received per device
+    w  f32[8@data, 6] → f32[8, 6@data]  all_to_all data                  48 B
+    moves  96 B; 48 B to each of 2 devices (data=2)
+
     The total of a tree with a group `params`, such as a train state, counts the parameters apart from other values.
 
     Raises ShardingError listing every leaf that does not fit its spec, and for leaves on different meshes.
@@ -60,10 +72,23 @@ def show(tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, fold
     if isinstance(tree, Mesh):
         return mesh_grid(tree)
     leaves, sizes = _leaves(tree, mesh, specs)
-    if len(leaves) == 1 and optree.tree_is_leaf(tree) and leaves[0].spec is not None and sizes:
-        return picture(leaves[0].type, leaves[0].shape, leaves[0].spec, sizes)
-    root = _node("", tree, iter(leaves), fold)
-    return View(_text_table(root, sizes), _html_table(root, sizes))
+    is_one = len(leaves) == 1 and optree.tree_is_leaf(tree) and leaves[0].spec is not None and bool(sizes)
+    if against is None:
+        if is_one:
+            return _picture(leaves[0], sizes)
+        root = _node("", tree, iter(leaves), fold)
+        return View(_text_table(root, sizes), _html_table(root, sizes))
+    if not sizes:
+        raise fail("show: against= needs a mesh", fix='pass mesh=, or axis sizes such as mesh={"data": 64}')
+    others, _ = _leaves(tree, sizes, against)
+    moved = [_moved(a, b, sizes) for a, b in zip(leaves, others, strict=True)]
+    if is_one:
+        before, after, said = _picture(leaves[0], sizes), _picture(others[0], sizes), _described_move(moved[0], sizes)
+        pair = "".join(f'<div style="display: inline-block; vertical-align: top; margin-right: 3em">{view.html}</div>'
+                       for view in (before, after))  # fmt: skip
+        return View(f"{before.text}\n{said}\n{after.text}", page(Html(pair), said))
+    root = _node("", tree, iter(moved), fold)
+    return View(_text_table(root, sizes, is_move=True), _html_table(root, sizes, is_move=True))
 
 
 # --- leaves -------------------------------------------------------------------------------------------------
@@ -75,6 +100,7 @@ class _Leaf:
     init: str = ""
     shape: tuple[int, ...] = ()
     spec: P | None = None
+    itemsize: int = 0
     has_bytes: bool = False  # False for specs, numbers, and leaves that were shown before
     numel: int = 0
     nbytes: int = 0
@@ -88,7 +114,7 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Le
     if mesh is None and len(meshes) > 1:
         names = [format_axes(dict(axes)) for axes in sorted(meshes)]
         raise fail("show: leaves on different meshes", *names, fix="pass mesh=, or show them one by one")
-    sizes = sizes_of(mesh) if mesh is not None else dict(*meshes)
+    sizes = _sizes_of(mesh) if mesh is not None else dict(*meshes)
     flat = [None] * len(leaves) if specs is None else tree.broadcast(specs, tree_, name="specs", leaf=is_spec)
     seen: dict[int, str] = {}
     errors: list[ShardingError] = []
@@ -106,15 +132,19 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any) -> tuple[list[_Le
             continue
         type_ = describe(x.dtype, shape, spec)
         if id(x) in seen:
-            out.append(_Leaf(type_, f"= {seen[id(x)]}", shape, spec))
+            out.append(_Leaf(type_, f"= {seen[id(x)]}", shape, spec, x.dtype.itemsize))
             continue
         seen[id(x)] = tree.dotted(path)
         init = describe_initializer(x.init) if isinstance(x, Deferred) else ""
         local = _bytes_per_device(shape, spec or P(), tuple(sizes.items()), x.dtype.itemsize) if sizes else x.nbytes
         memories = (0, local) if spec is not None and spec.memory == "host" else (local, 0)
-        out.append(_Leaf(type_, init, shape, spec, True, x.numel(), x.nbytes, *memories))
+        out.append(_Leaf(type_, init, shape, spec, x.dtype.itemsize, True, x.numel(), x.nbytes, *memories))
     raise_all(errors)
     return out, sizes
+
+
+def _sizes_of(mesh: Mesh | Sizes) -> Sizes:
+    return mesh.axes if isinstance(mesh, Mesh) else dict(mesh)
 
 
 def _spec_errors(where: str, shape: tuple[int, ...], spec: P | None, sizes: Sizes) -> list[ShardingError]:
@@ -131,17 +161,83 @@ def _spec_errors(where: str, shape: tuple[int, ...], spec: P | None, sizes: Size
 @functools.lru_cache(maxsize=4096)
 def _bytes_per_device(shape: tuple[int, ...], spec: P, axes: tuple[tuple[str, int], ...], itemsize: int) -> Bytes:
     """Bytes of a leaf on every device."""
-    sizes = dict(axes)
     out: Bytes = itemsize
     for n, names in zip(shape, spec.parts(len(shape)), strict=True):
-        cut = [sizes[a] for a in names]
-        if n % math.prod(cut) == 0:
-            out = out * (n // math.prod(cut))
-            continue
-        order = sorted(range(len(names)), key=lambda i: list(sizes).index(names[i]))
-        line = np.array(part_lengths(n, cut)).reshape(cut).transpose(order)
-        out = out * line.reshape([k if a in names else 1 for a, k in sizes.items()])
+        ranks = math.prod(k for a, k in axes if a in names)
+        start, stop = (0, n // ranks) if n % ranks == 0 else _ranges(n, names, axes)
+        out = out * (stop - start)
     return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _ranges(n: int, names: tuple[str, ...], axes: tuple[tuple[str, int], ...]) -> tuple[Bytes, Bytes]:
+    """Return the start and the stop of the part of range(n) on every device: arrays that broadcast over the mesh."""
+    sizes = dict(axes)
+    cut = [sizes[a] for a in names]
+    order = sorted(range(len(names)), key=lambda i: list(sizes).index(names[i]))
+    line = np.array([part_range(n, cut, at) for at in np.ndindex(*cut)])
+    starts, lengths = (line[:, i].reshape(cut).transpose(order) for i in range(2))
+    shape = [k if a in names else 1 for a, k in axes]
+    return starts.reshape(shape), (starts + lengths).reshape(shape)
+
+
+# --- two layouts ----------------------------------------------------------------------------------------------
+
+
+def _picture(leaf: _Leaf, sizes: Sizes) -> View:
+    return draw(leaf.type, leaf.shape, leaf.spec or P(), sizes, itemsize=leaf.itemsize)
+
+
+def _moved(a: _Leaf, b: _Leaf, sizes: Sizes) -> _Leaf:
+    """Return a row for a move between the two layouts of a leaf: its bytes are those that each device receives."""
+    if not a.has_bytes:
+        return a
+    old, new = a.spec or P(), b.spec or P()
+    axes = tuple(sizes.items())
+    wanted: Bytes = a.itemsize
+    kept: Bytes = a.itemsize
+    for n, one, other in zip(a.shape, old.parts(len(a.shape)), new.parts(len(a.shape)), strict=True):
+        (start, stop), (new_start, new_stop) = _ranges(n, one, axes), _ranges(n, other, axes)
+        wanted = wanted * (new_stop - new_start)
+        kept = kept * np.maximum(np.minimum(stop, new_stop) - np.maximum(start, new_start), 0)
+    init = _collectives(old.parts(len(a.shape)), new.parts(len(a.shape)), sizes)
+    if old.memory != new.memory:
+        init = f"{init}, copy to {'host' if new.memory == 'host' else 'the device'}".removeprefix("stays, ")
+    same = a.type == b.type
+    return replace(a, type=a.type if same else f"{a.type} → {b.type}", init=init, local=wanted - kept, host=0)
+
+
+def _collectives(old: Sequence[Sequence[str]], new: Sequence[Sequence[str]], sizes: Sizes) -> str:
+    """Return the collectives that move the parts, in the order that moves least.
+
+    The last axes of a dim can be gathered, new ones slice it; an axis that does both, on two dims, is an all_to_all.
+    Where one dim loses axes and gets others, or another order of them, no such collective has the same effect.
+    """
+    lost: list[str] = []
+    got: list[str] = []
+    is_exchange = False
+    for one, other in zip(old, new, strict=True):
+        first, second = ([a for a in axes if sizes[a] > 1] for axes in (one, other))
+        pairs = zip(first, second, strict=False)
+        same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        lost, got = lost + first[same:], got + second[same:]
+        is_exchange = is_exchange or len(first) > same < len(second)
+    if is_exchange:
+        return f"exchange {'+'.join(dict.fromkeys(lost + got))}"
+    words = {"slice": [a for a in got if a not in lost], "all_to_all": [a for a in lost if a in got],
+             "all_gather": [a for a in lost if a not in got]}  # fmt: skip
+    return ", ".join(f"{name} {'+'.join(axes)}" for name, axes in words.items() if axes) or "stays"
+
+
+def _described_move(leaf: _Leaf, sizes: Sizes) -> str:
+    return f"{leaf.init}: {_received(leaf.local, sizes)}"
+
+
+def _received(local: Bytes, sizes: Sizes) -> str:
+    """Return the bytes that all devices receive, and those of one."""
+    n = math.prod(sizes.values())
+    total = int(np.broadcast_to(local, tuple(sizes.values())).sum())
+    return f"moves  {size(total)}; {_span(local)} to each of {n} devices ({format_axes(sizes)})"
 
 
 # --- nodes --------------------------------------------------------------------------------------------------
@@ -176,9 +272,34 @@ def _node(name: str, tree_: Any, leaves: Iterator[_Leaf], fold: bool) -> _Node |
     if all(str(e).isdecimal() for e in order):
         order.sort(key=int)
     nodes = [node for node in (made[e] for e in order) if node is not None]
+    if isinstance(tree_, dict) and all(isinstance(e, str) for e in order):
+        nodes = _grouped(nodes, fold)
     children = _fold(nodes) if fold else nodes
-    if not children:
-        return None
+    return _group(name, children) if children else None
+
+
+def _grouped(nodes: Sequence[_Node], fold: bool) -> list[_Node]:
+    """Put nodes with dotted names, as `h.0.weight` of a module, below nodes for the parts of their names."""
+    groups: dict[tuple[str, bool], list[_Node]] = {}  # a leaf `h` and a group `h` have a node each
+    for node in nodes:
+        head, _, rest = node.name.partition(".")
+        is_dotted = all(node.name.split(".")) and bool(rest)
+        groups.setdefault((head, True) if is_dotted else (node.name, False), []).append(
+            replace(node, name=rest) if is_dotted else node
+        )
+    out = []
+    for (name, is_dotted), inside in groups.items():
+        if not is_dotted:
+            out += inside
+            continue
+        children = _grouped(inside, fold)
+        if all(c.name.isdecimal() for c in children):
+            children.sort(key=lambda c: int(c.name))
+        out.append(_group(name, _fold(children) if fold else children))
+    return out
+
+
+def _group(name: str, children: Sequence[_Node]) -> _Node:
     return _Node(
         name=name,
         leaf=None,
@@ -325,37 +446,54 @@ def _total(root: _Node, sizes: Sizes) -> str:
     return f"{whole}; {_span(root.one)} on each of {n} devices ({format_axes(sizes)}){on_host}"
 
 
-def _text_table(root: _Node | None, sizes: Sizes) -> str:
+def _heading(root: _Node, sizes: Sizes, *, is_move: bool) -> str:
+    if not root.has_bytes:
+        return ""
+    return f"{'received ' * is_move}per device" if sizes else "bytes"
+
+
+def _text_table(root: _Node | None, sizes: Sizes, *, is_move: bool = False) -> str:
     rows = list(_rows(_top_nodes(root)))
     if root is None or not rows:
         return "(no leaves)"
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    widths[3] = max(widths[3], len("per device")) if root.has_bytes and sizes else widths[3]
-    head = [("", "", "", "per device")] if root.has_bytes and sizes else []
+    heading = _heading(root, sizes, is_move=is_move) if sizes else ""
+    widths[3] = max(widths[3], len(heading))
+    head = [("", "", "", heading)] if heading else []
     lines = []
     for *left, nbytes in [*head, *rows]:
         cells = [text.ljust(w) for text, w in zip(left, widths, strict=False) if w]
         lines.append("  ".join([*cells, nbytes.rjust(widths[3])]).rstrip())
-    return "\n".join([*lines, f"total  {_total(root, sizes)}"] if root.has_bytes else lines)
+    return "\n".join([*lines, *_last_line(root, sizes, is_move=is_move)])
+
+
+def _last_line(root: _Node, sizes: Sizes, *, is_move: bool) -> list[str]:
+    last = _received(root.one, sizes) if is_move else f"total  {_total(root, sizes)}"
+    return [last] if root.has_bytes else []
 
 
 # --- HTML ---------------------------------------------------------------------------------------------------
 
 
-def _html_table(root: _Node | None, sizes: Sizes) -> str:
+def _html_table(root: _Node | None, sizes: Sizes, *, is_move: bool = False) -> Html:
     if root is None:
-        return div("(no leaves)")
-    is_open = len(list(_rows(_top_nodes(root)))) <= 40
-    total = [f"<div>total  {escape(_total(root, sizes))}</div>"] if root.has_bytes else []
-    return div(*(_html_row(node, 0, is_open) for node in _top_nodes(root)), *total)
+        return page("(no leaves)")
+    nodes = _top_nodes(root)
+    third = "moved by" if is_move else "initializer"
+    head = ["leaf", "type", third if any(row[2] for row in _rows(nodes)) else "",
+            _heading(root, sizes, is_move=is_move), ""]  # fmt: skip
+    most = max(1, int(np.max(root.one + root.host)))
+    lines = _last_line(root, sizes, is_move=is_move)
+    return page(table([_html_row(node, most) for node in nodes], head=head, align="lllrl"), *lines)
 
 
-def _html_row(node: _Node, depth: int, is_open: bool) -> str:
-    name, *cells, last = _cells(node)
-    spans = "".join(f"<span>{escape(text)}</span>" for text in cells)
-    line = f'<span class="name" style="padding-left: {2 * depth}ch">{escape(name)}</span>{spans}'
-    if not last.children:
-        return f'<div class="row">{line}</div>'
-    inside = "\n".join(_html_row(child, depth + 1, is_open) for child in last.children)
-    state = " open" if is_open else ""
-    return f'<details{state}><summary class="row">{line}</summary>\n{inside}</details>'
+def _html_row(node: _Node, most: int, times: int = 1) -> Row:
+    """Return the row of a node, and of those below; its bar is the share of all equal subtrees in `most` bytes."""
+    *cells, last = _cells(node)
+    times *= _chain(node)[1]
+    children = [_html_row(child, most, times) for child in last.children]
+    if not last.has_bytes:
+        return Row([*cells, ""], children)
+    share = int(np.max(last.one + last.host)) * times / most
+    count, nbytes = (times * n // last.times for n in (last.numel, last.nbytes))
+    return Row([*cells, bar(share, f"{100 * share:.3g} %")], children, f"{count:,} elements, {size(nbytes)} in all")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import io
 import itertools
 import json
 import os
@@ -430,6 +432,30 @@ def different_collectives() -> None:
             check_values(mesh, ("data",))
 
 
+def printing() -> None:
+    """Print by messages, and by the collectives of CUDA: rank 0 does for all, and names a rank that does not print."""
+    mesh, rank = fs.make_mesh(a=2, b=2), dist.get_rank()
+
+    def say(x: Tensor | str) -> None:
+        fs.print("b is", fs.axis_index("b"), x)
+        if rank == 3 and mesh._comm._connections is not None:
+            fs.psum(torch.ones(2), ("a", "b"))
+        else:
+            fs.print()
+
+    step = fs.shard_map(say, mesh=mesh, out_specs=P(), check="never")
+    x, lines = (torch.eye(2) if rank == 3 else "é"), ["[a=0..1, b=0] b is 0 é", "[a=0, b=1] b is 1 é"]
+    lines += ["[a=1, b=1] b is 1 tensor([[1., 0.],", "                          [0., 1.]])"]
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(fs.ShardingError, match="=0  print") as e:
+        step(x)
+    assert "=3  all_reduce" in str(e.value)
+    assert out.getvalue().splitlines() == (lines if rank == 0 else [])
+    mesh._comm._connections = None
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        step(x)
+    assert out.getvalue().splitlines() == ([*lines, "[a=0..1, b=0..1] "] if rank == 0 else [])
+
+
 def process_groups() -> None:
     """Count the process groups that are made: none for messages, else those of the axes of a collective, once."""
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
@@ -451,6 +477,7 @@ def process_groups() -> None:
 def test_wrong_meshes_results_and_collectives_are_errors_on_every_rank(ranks: Pool) -> None:
     ranks(4, meshes)
     ranks(4, process_groups)
+    ranks(4, printing)
     ranks(2, bad_results)
     ranks(2, different_collectives)
 

@@ -31,7 +31,7 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard._comm import region
+from fshard._comm import in_region, region
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -436,8 +436,9 @@ def session(name: str, mesh: fs.Mesh) -> list[str]:
         screen.truncate()
         statements, expression = compiled(example.source)
         try:
-            exec(statements, names)
-            value = eval(expression, names)
+            with contextlib.nullcontext() if in_region() else contextlib.redirect_stdout(screen):  # of `fs.print`
+                exec(statements, names)
+                value = eval(expression, names)
             outputs.append(screen.getvalue() + ("" if value is None else repr(value)))
         except fs.ShardingError as e:
             if example.exc_msg is None:

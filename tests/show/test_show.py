@@ -8,9 +8,9 @@ import torch
 
 import fshard as fs
 from fshard import P
-from fshard.show import table as display
-from fshard.show.grid import layout
+from fshard.show import size
 from fshard.show.table import show
+from fshard.spec import describe, draw
 from tests.lib.assertions import error_text
 
 SIZES = {"data": 2, "model": 4}
@@ -24,6 +24,12 @@ def gpt(layers):
         }
 
     return {"wte": fs.init.normal((50, 64)), "h": [block() for _ in range(layers)], "head": fs.init.zeros((64, 50))}
+
+
+
+
+def layout(shape, spec, *, mesh):
+    return draw(describe(torch.float32, shape, spec).removeprefix("f32"), shape, spec, mesh)
 
 
 SPECS = {"wte": P("model"), "h": fs.column("model"), "head": fs.column(("data", "model"))}
@@ -233,7 +239,7 @@ def test_work_is_linear_in_the_size_of_the_tree():
 
 
 def test_size():
-    got = [display.size(n) for n in (0, 1023, 1024, 1536, 2**20, 3 * 2**30, 5 * 2**40, 2**60)]
+    got = [size(n) for n in (0, 1023, 1024, 1536, 2**20, 3 * 2**30, 5 * 2**40, 2**60)]
     assert got == ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "3.0 GiB", "5.0 TiB", "1048576.0 TiB"]
 
 
