@@ -85,6 +85,11 @@ class PlannedComm:
                   split: Sequence[Any] = ()) -> Tensor:  # fmt: skip
         return self._pending(op, [x], axes, (), lambda group: lambda: [run(group)], split)()[0]
 
+    def with_all_texts(
+        self, text: str, verb: str, device: Any, f: Callable[[Mapping[int, str]], None]
+    ) -> None:  # fmt: skip
+        f({index_of(tuple(self.sizes), self.sizes, self.coords): text})  # there is one rank
+
     def agree(self, what: str, axes: Axes, device: Any) -> None:
         pass  # there is one rank
 

@@ -88,6 +88,10 @@ class Storages:
         """Return the storage of a tensor; None for one that exists outside of the run."""
         return self._alive.get(storage_id(x))
 
+    def is_newest(self, x: Tensor) -> bool:
+        """Return whether a tensor is in the storage that was allocated last."""
+        return bool(self.all) and self.get(x) is self.all[-1]
+
     def add(self, x: Tensor, name: str, where: Site | None, **facts: Any) -> Storage:
         """Begin to follow the storage of a tensor."""
         key, storage = storage_id(x), x.untyped_storage()

@@ -15,15 +15,15 @@ from torch import Tensor
 from fshard import tree
 from fshard._call import CallPlan
 from fshard._callsite import Site, site
-from fshard._comm import Transfer, recording
+from fshard._comm import Transfer, recording, transfer_rows, transfer_table
+from fshard._display import Row, bar, page, table
 from fshard._operations import OperationMode, tensors_in
 from fshard._torch_compat import in_backward, storage_id
 from fshard.devices import Device
 from fshard.errors import checked
 from fshard.mesh import planned_mesh
 from fshard.shard_map import ShardMapped, planned_calls
-from fshard.show import size
-from fshard.spec import format_axes, short_dtype
+from fshard.spec import format_axes, short_dtype, size
 
 from .events import Event, Kind, Operation, Phase, Start, Wait
 from .flops import bytes_of, dtype_of, flops_of, is_optimizer_step, kind_of, name_of, written_by
@@ -31,6 +31,13 @@ from .memory import PARTS, Memory, Storage, Storages, gradients_among, part_of
 from .roofline import Roofline, roofline
 
 _MOST_LARGEST = 8
+_aten = torch.ops.aten
+# Formulas of torch's gradients add into zeros that they have just made; of fake tensors they add out of place.
+_IN_PLACE = {
+    _aten.scatter_add.default: _aten.scatter_add_.default, _aten.index_add.default: _aten.index_add_.default,
+    _aten.scatter.src: _aten.scatter_.src, _aten.scatter.value: _aten.scatter_.value,
+    _aten.index_put.default: _aten.index_put_.default,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,16 +65,44 @@ class Plan:
     time: Roofline | None = None
 
     def __repr__(self) -> str:
-        n, m = math.prod(self.mesh.values()), self.memory
-        lines = [f"planned on {n} ranks ({format_axes(self.mesh)}), as rank {self.rank}"]
-        lines.append(f"peak {size(m.peak)} per device" + (f" at {m.where}" if m.where else ""))
-        lines += [f"  {part:<12} {size(m.parts[part]):>10}" for part in PARTS if m.parts[part]]
-        for (kind, dtype), flops in self.flops.items():
-            lines.append(f"  {kind} {short_dtype(dtype)}: {flops:.3e} FLOPs")
-        counts = Counter((t.op, "+".join(t.axes), t.phase) for t in self.transfers)
-        for (op, axes, phase), count in counts.items():
-            lines.append(f"  {count:5d}  {op:<14} {axes:<12} {phase}")
-        return "\n".join(lines)
+        rows = [f"  {size(n):>10}  {100 * n / max(1, self.memory.peak):3.0f} %  {part}" for part, n in self._parts()]
+        flops = [f"  {flops:10.3e}  {kind} in {short_dtype(dtype)}" for (kind, dtype), flops in self.flops.items()]
+        return "\n".join([self._title(), self._peak(), *rows, *self._notes(), *["FLOPs of the rank"][: len(flops)],
+                          *flops, self._sent(), *transfer_rows(self.transfers)])  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        peak = max(1, self.memory.peak)
+        parts = [Row((part, size(n), bar(n / peak, f"{100 * n / peak:.3g} %"), ""), [
+            Row((what, size(nbytes), bar(nbytes / peak, f"{100 * nbytes / peak:.3g} %"), str(where or "")))
+            for nbytes, what, where in self.memory.largest if what.startswith(part)
+        ]) for part, n in self._parts()]  # fmt: skip
+        work = [(kind, short_dtype(dtype), f"{flops:.3e}") for (kind, dtype), flops in self.flops.items()]
+        return page(
+            self._title(), self._peak(), table(parts, head=("at the peak", "bytes", "", "line"), align="lrll", most=8),
+            *self._notes(), *[table(work, head=("FLOPs of the rank", "dtype", ""), align="llr")][: len(work)],
+            self._sent(), *[transfer_table(self.transfers)][: len(self.transfers)],
+        )  # fmt: skip
+
+    def _title(self) -> str:
+        return f"planned on {math.prod(self.mesh.values())} ranks ({format_axes(self.mesh)}), as rank {self.rank}"
+
+    def _peak(self) -> str:
+        where = f", at {self.memory.where}" if self.memory.where else ""
+        return f"peak {size(self.memory.peak)} of each device{where}"
+
+    def _parts(self) -> list[tuple[str, int]]:
+        return [(part, n) for part, n in self.memory.parts.items() if n]
+
+    def _notes(self) -> list[str]:
+        notes = [f"host memory {size(self.memory.host)}"] if self.memory.host else []
+        if self.device is not None and self.time is not None:
+            share = 100 * self.memory.peak / self.device.memory
+            notes.append(f"{self.device.name}: {share:.3g} % of its memory; {self.time!r}")
+        return notes
+
+    def _sent(self) -> str:
+        count = f"{len(self.transfers)} transfer{'s' * (len(self.transfers) != 1)}"
+        return f"{count} of the rank, which sends {size(sum(t.sent for t in self.transfers))}"
 
 
 @checked
@@ -87,8 +122,8 @@ def plan(f: ShardMapped, *args: Any, device: Device | None = None) -> Plan:
     planned too, and the one with the higher peak is returned.
 
     >>> step = shard_map(lambda x: psum(x.sum(), "data"), mesh=make_mesh(data=4), in_specs=(P("data"),), out_specs=P())
-    >>> plan(step, fs.init.zeros((8, 3))).memory.arguments
-    24
+    >>> plan(step, fs.init.zeros((8, 3))).memory.peak
+    40
 
     Raises ShardingError where `f` does, and for a program that needs the value of a tensor.
     """
@@ -166,6 +201,8 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace == "prim":  # a question about a tensor
             return func(*args, **kwargs)
+        if func in _IN_PLACE and in_backward() and self.storages.is_newest(args[0]):
+            func = _IN_PLACE[func]
         inputs = tensors_in(args, kwargs)
         before = {storage_id(x) for x in inputs}
         out = None if is_optimizer_step(func) else func(*args, **kwargs)

@@ -9,7 +9,6 @@ the same function. README.md in this folder says how to read the report.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 from collections.abc import Callable
@@ -144,24 +143,12 @@ def measured(name: str, which: str) -> dict[str, Any]:
         return run
 
     cost = measure_step(setup, warmup=1)
-    same = tuple(found["transfers"]) == plan.transfers
+    both = found["transfers"], plan.transfers
+    same = tuple(both[0]) == both[1]
     return {"peak": cost.peak, "start": cost.start, "arguments": found["arguments"], "planned": plan.memory.peak,
             "planned arguments": plan.memory.arguments, "parts": plan.memory.parts, "where": str(plan.memory.where),
             "transfers": len(found["transfers"]), "transfers are equal": same,
-            "differ": [] if same else [(str(a), str(b)) for a, b in zip(found["transfers"], plan.transfers, strict=False)
-                                       if a != b][:3]}  # fmt: skip
-
-
-def job(cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    out = []
-    for name, which in cases:
-        try:
-            out.append(measured(name, which))
-        except Exception as e:
-            out.append({"failed": f"{type(e).__name__}: {e}"[:2000]})
-            raise
-        gc.collect()
-    return out
+            "differ": [(str(a), str(b)) for a, b in zip(*both, strict=False) if a != b][:3]}  # fmt: skip
 
 
 def main() -> None:
@@ -175,7 +162,7 @@ def main() -> None:
     figures = {}
     for case in args.only:
         name, _, which = case.partition("/")
-        rows = [r[0] for r in run_on_ranks(2, job, [(name, which)])]
+        rows = run_on_ranks(2, measured, name, which)
         row = max(rows, key=lambda r: r["peak"])
         row["error"] = row["planned"] / row["peak"] - 1
         figures[case] = row

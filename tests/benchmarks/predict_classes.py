@@ -1,8 +1,8 @@
 """Memory of a ResNet-50 with many classes, from shapes alone: `python -m tests.benchmarks.predict_classes`.
 
-One rank of an abstract mesh runs a train step on fake tensors, forward, backward and SGD with momentum, and the bytes
-of the storages that are alive are followed. Nothing is computed. `tests/e2e/test_benchmarks.py` asserts that the
-prediction is what a real step of a small ResNet allocates. README.md in this folder says how to read the report.
+`fs.plan` of a train step: forward, backward and SGD with momentum. Nothing is computed. `tests/e2e/test_benchmarks.py`
+asserts that the prediction is what a real step of a small ResNet allocates. README.md in this folder says how to read
+the report.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from torch import Tensor
 import fshard as fs
 from fshard import P, nn, optim
 from fshard.models import resnet
-from tests.lib.operations import Operations
 
 from .init import MIB
+from .step_cost import measure_step
 
 CLASSES = {"1k": 1_000, "50k": 50_000, "100k": 100_000, "500k": 500_000, "1M": 1_000_000, "2M": 2_000_000}
 HEADS = ("replicated", "row", "column", "row half", "column half", "row zero", "column zero", "column chunked")
@@ -37,11 +38,11 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes of one rank: the arguments of a step, what it keeps from forward to backward, and the most at one time."""
+    """Bytes of one rank: the arguments of a step, the most at one time, and those of it that are activations."""
 
     arguments: int
-    activations: int
     peak: int
+    activations: int
 
 
 @dataclass
@@ -82,16 +83,11 @@ class Run:
         part = h[:, slice(*fs.local_range(w.shape[1], "data", size=h.shape[1]))]
         return nn.cross_entropy(nn.linear(part, w.mT, b, axis="data", split="row"), y, donate=True), state
 
-    def step(self, watched: Watched | None = None) -> Any:
+    def step(self) -> Any:
         """Return the mapped step: (trees, x, y) -> (loss, trees)."""
 
         def body(trees: Any, x: Tensor, y: Tensor) -> Any:
-            def loss_fn(params: Any) -> Any:
-                out = self.loss(params, trees["state"], x, y)
-                if watched is not None:
-                    watched.note_forward()
-                return out
-
+            loss_fn = lambda params: self.loss(params, trees["state"], x, y)  # noqa: E731
             if self.chunked:
                 step = fs.value_and_update(loss_fn, self.opt, in_backward="fc.w", has_aux=True)
                 (loss, state), params, opt = step(trees["params"], trees["opt"])
@@ -100,47 +96,38 @@ class Run:
                 params, opt = self.opt.update(grads, trees["opt"], trees["params"])
             return loss, {"params": params, "opt": opt, "state": state}
 
-        def observed(trees: Any, x: Tensor, y: Tensor) -> Any:
-            if watched is None or (self.mesh.kind != "abstract" and int(fs.axis_index("data"))):
-                return body(trees, x, y)
-            watched.arguments = sum(t.nbytes for t in fs.tree.leaves((trees, x, y)))
-            with watched.operations:
-                return body(trees, x, y)
-
-        return fs.shard_map(observed, mesh=self.mesh, in_specs=(self.tree_specs, P("data"), P("data")),
+        return fs.shard_map(body, mesh=self.mesh, in_specs=(self.tree_specs, P("data"), P("data")),
                             out_specs=(P(), self.tree_specs), donate=0, check="never")  # fmt: skip
-
-
-class Watched:
-    """The memory of the body of a step."""
-
-    def __init__(self) -> None:
-        self.operations, self.arguments, self.forward = Operations(), 0, 0
-
-    def note_forward(self) -> None:
-        self.forward = self.operations.live
-
-    def prediction(self) -> Prediction:
-        return Prediction(self.arguments, self.forward, self.arguments + self.operations.peak)
 
 
 def predict(cfg: resnet.Config, head: str, ranks: int, batch: int, pixels: int) -> Prediction:
     """Return the bytes of a rank, from shapes."""
-    run, watched = Run(cfg, head, fs.make_mesh(kind="abstract", data=ranks), batch), Watched()
+    run = Run(cfg, head, fs.make_mesh(kind="abstract", data=ranks), batch)
     x = fs.init.zeros((batch, cfg.num_channels, pixels, pixels))
-    run.step(watched)(run.trees, x, fs.init.zeros((batch,), dtype=torch.int64))
-    return watched.prediction()
+    memory = fs.plan(run.step(), run.trees, x, fs.init.zeros((batch,), dtype=torch.int64)).memory
+    return Prediction(memory.arguments, memory.peak, memory.parts["activations"])
 
 
-def measure(cfg: resnet.Config, head: str, ranks: int, batch: int, pixels: int) -> Prediction:
-    """Return the bytes of the first rank of a simulated mesh, in a step that is run."""
-    run, watched = Run(cfg, head, fs.make_mesh(kind="simulated", data=ranks), batch), Watched()
-    trees = fs.materialize(run.trees, run.tree_specs, run.mesh, key=fs.key(0))
-    x = fs.random.normal(fs.key(1), (batch, cfg.num_channels, pixels, pixels))
-    y = torch.arange(batch) % cfg.num_labels
-    _, trees = run.step()(trees, x, y)  # buffers that are made once
-    run.step(watched)(trees, x, y)
-    return watched.prediction()
+def measure(cfg: resnet.Config, head: str, batch: int, pixels: int) -> tuple[int, int]:
+    """Return the bytes of the arguments, and the most at one time, in a step that one rank runs."""
+    run, arguments = Run(cfg, head, fs.make_mesh(data=1), batch), 0
+
+    def setup() -> Callable[[], object]:
+        nonlocal arguments
+        trees = fs.materialize(run.trees, run.tree_specs, run.mesh, key=fs.key(0))
+        x = fs.random.normal(fs.key(1), (batch, cfg.num_channels, pixels, pixels))
+        y = torch.arange(batch) % cfg.num_labels
+        arguments = sum(leaf.shards[0].nbytes for leaf in fs.tree.leaves(trees)) + x.nbytes + y.nbytes
+        step = run.step()
+
+        def once() -> None:
+            nonlocal trees
+            _, trees = step(trees, x, y)
+
+        return once
+
+    cost = measure_step(setup, warmup=1)
+    return arguments, cost.peak - (cost.start - arguments)
 
 
 def main() -> None:

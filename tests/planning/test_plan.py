@@ -22,7 +22,7 @@ T = 16
 
 
 def train(mesh: fs.Mesh, cfg: Any = CFG, *, sharded: bool = True, host: bool = False, remat: bool = False,
-          steps: int = 1, donate: Any = 0, rows: int = 8, t: int = T, **layout: Any) -> tuple[Any, Any, Any]:  # fmt: skip
+          steps: int = 1, donate: Any = 0, rows: int = 8, **layout: Any) -> tuple[Any, Any, Any]:  # fmt: skip
     """A train step of a Llama, its described arguments, and their specs."""
     data, model = (a if mesh.axes.get(a, 0) > 1 else None for a in ("data", "model"))
     how, described = llama.Layout(data, model, **layout), llama.init(cfg)
@@ -42,7 +42,7 @@ def train(mesh: fs.Mesh, cfg: Any = CFG, *, sharded: bool = True, host: bool = F
         params, opt_state = opt.update(grads, state["opt"], state["params"])
         return {"params": params, "opt": opt_state}, loss
 
-    ids = fs.init.zeros((rows, t), dtype=torch.int64)
+    ids = fs.init.zeros((rows, T), dtype=torch.int64)
     return step, ({"params": described, "opt": opt.init(described)}, ids, ids), (placed, P(data), P(data))
 
 
