@@ -194,7 +194,8 @@ def test_programs_of_every_kind_are_traced(axes: dict[str, int]) -> None:
 
     programs = {
         "verbs": (verbs, X[:4]), "summed": (summed, X[:1]), "remat": (fs.remat(torch.sin), X[:0]),
-        "scattered": (lambda x: fs.psum_scatter(x.sum(0), "data"), X), "nothing": (lambda x: x, X), "printed": (lambda x: fs.print(x.shape) or x.sin(), X),
+        "scattered": (lambda x: fs.psum_scatter(x.sum(0), "data"), X), "nothing": (lambda x: x, X),
+        "printed": (lambda x: fs.print(x.shape) or x.sin(), X),
         "complex": (lambda x: fs.psum(x.sum() * 1j, "data"), X),
     }  # fmt: skip
     for name, (f, x) in programs.items():
