@@ -233,10 +233,13 @@ def roofline(plan: Plan) -> Figure:
                      linewidths=0, label=label if i < _MOST_LINES else None)  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte of memory traffic", ylabel="FLOP/s", xlim=(low, high),
              title=f"{device.name}, rank {plan.rank} of {format_axes(plan.mesh)}: {_ms(time.seconds)}, "
-                   f"MFU {time.mfu:.0%}; {others / time.seconds:.0%} in operations without FLOPs")  # fmt: skip
+                   f"MFU {time.mfu:.0%}\n{others / time.seconds:.0%} in operations without FLOPs, "
+                   f"{sum(time.exposed.values()) / time.seconds:.0%} waiting for transfers")  # fmt: skip
     reached = [flops / seconds for _, (flops, _, seconds) in rows]
     axes.set_ylim(min(reached) / 5, max(device.flops[d] for d in used) * 3)
-    axes.yaxis.set_major_formatter(lambda rate, _: f"{rate / 1e12:g} T")
+    for axis, unit in ((axes.xaxis, ""), (axes.yaxis, "T")):
+        axis.set_major_locator(import_module("matplotlib.ticker").LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(lambda x, _, unit=unit: f"{x / 1e12 if unit else x:g} {unit}".rstrip())
     axes.minorticks_off()
     legend = axes.legend(loc="lower right", title="share of the time", fontsize=9)
     for handle in legend.legend_handles:

@@ -15,8 +15,8 @@ from .record import Split, Transfer, reduction, transfer
 class Watch(Protocol):
     """Receives reports, on the thread of the rank. Operations between two reports of one transfer are part of it."""
 
-    def begin_transfer(self, transfer: Transfer, ranks: tuple[int, ...]) -> int:
-        """Report the start of a transfer between these ranks; return a number for it."""
+    def begin_transfer(self, transfer: Transfer | None, ranks: tuple[int, ...]) -> int:
+        """Report the start of a transfer between these ranks, None for one of texts; return a number for it."""
 
     def end_start(self, number: int) -> None:
         """Report that a pending transfer has started: the rank goes on with other work."""

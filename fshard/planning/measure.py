@@ -59,7 +59,7 @@ class CudaClock:
 
 class _Started(NamedTuple):
     number: int
-    transfer: Transfer
+    transfer: Transfer | None  # None: the exchange of texts that fs.print makes
     ranks: tuple[int, ...]
     is_pending: bool  # a wait follows, as another entry
 
@@ -105,7 +105,7 @@ class Recorder(OperationMode):
         self.clock, self.device, self.buffers = clock, device, buffers
         self.live = self.peak = 0
         self._storages: dict[int, Any] = {}
-        self._begun: tuple[Any, Transfer, tuple[int, ...]] | None = None  # the transfer that is being started
+        self._begun: tuple[Any, Transfer | None, tuple[int, ...]] | None = None  # the transfer that is being started
         self._waits_from: Any = None
         self._number = -1
         self._follow(arguments)
@@ -153,7 +153,7 @@ class Recorder(OperationMode):
 
     # --- the reports of the comm ---
 
-    def begin_transfer(self, transfer: Transfer, ranks: tuple[int, ...]) -> int:
+    def begin_transfer(self, transfer: Transfer | None, ranks: tuple[int, ...]) -> int:
         self._number += 1
         self._begun = self.clock.now(), transfer, ranks
         return self._number
@@ -266,7 +266,11 @@ def timeline(rank: int, name: str, record: Record) -> Timeline:
         if e.operation is not None:
             compute.append(e.operation._replace(start=e.start, end=e.end, phase=phase))
         elif e.started is not None:
-            t, axes = e.started.transfer, "+".join(e.started.transfer.axes)
+            t = e.started.transfer
+            if t is None:
+                compute.append(Slice("print", e.start, e.end, "", phase, {"waits_for": "print"}))
+                continue
+            axes = "+".join(t.axes)
             row = transfers.setdefault(axes, [])
             end = record.end if e.started.is_pending else e.end
             row.append(Slice(t.op, e.start, end, str(t.where or ""), t.phase, facts_of(t)))

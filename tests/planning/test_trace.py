@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from fshard._comm import Transfer
+from fshard._comm import TimedComm, Transfer
 from fshard.models import gpt2
 from fshard.planning import measure
 from fshard.planning.chrome import Slice, Timeline, chrome_events, fitted
@@ -126,6 +126,7 @@ def test_transfers_are_those_that_a_recording_sees(traced: Any) -> None:
     assert got == want
     assert {s.phase for _, s, _ in rows} == {"forward", "backward"}
     assert all(s.start <= s.end for _, s, _ in rows)
+    assert [t.memory[0][0] for t in run.timelines] == [0.0, 0.0]  # each rank has a clock of its own
     starts = {rank: [s for r, s, _ in rows if r == rank] for rank in (0, 1)}
     assert all(
         a.start < b.end and b.start < a.end for a, b in zip(*starts.values(), strict=True)
@@ -193,7 +194,9 @@ def test_programs_of_every_kind_are_traced(axes: dict[str, int]) -> None:
 
     programs = {
         "verbs": (verbs, X[:4]), "summed": (summed, X[:1]), "remat": (fs.remat(torch.sin), X[:0]),
-        "nothing": (lambda x: x, X), "complex": (lambda x: fs.psum(x.sum() * 1j, "data"), X),
+        "scattered": (lambda x: fs.psum_scatter(x.sum(0), "data"), X), "nothing": (lambda x: x, X),
+        "printed": (lambda x: fs.print(x.shape) or x.sin(), X),
+        "complex": (lambda x: fs.psum(x.sum() * 1j, "data"), X),
     }  # fmt: skip
     for name, (f, x) in programs.items():
         mapped = fs.shard_map(f, mesh=mesh, in_specs=(P("data"),), out_specs=P("data"), check="never")
@@ -202,6 +205,12 @@ def test_programs_of_every_kind_are_traced(axes: dict[str, int]) -> None:
         run = fs.trace(mapped, x)
         check_format(run.json())
         assert len(run.timelines) == mesh.size, name
+        with fs.recording() as log:
+            mapped(x)
+        slices = [(t.rank, s) for t in run.timelines for row in t.transfers.values() for s in row]
+        assert Counter((rank, s.name, s.facts["sent_bytes"]) for rank, s in slices) == Counter(
+            (t.rank, t.op, t.sent) for t in log
+        )
         assert_same(fs.device_get(run.result), fs.device_get(mapped(x)))
 
 
@@ -239,15 +248,73 @@ def test_clocks_of_groups_are_those_of_their_own_ranks() -> None:
     assert got == [[(1.0, 2.0)], [(2.0, 2.0), (4.0, 4.0)], [(0.0, 1.0), (1.5, 4.0)], [(1.0, 1.0)]]
 
 
+# --- timelines ------------------------------------------------------------------------------------------------
+
+
+def test_transfer_lasts_from_its_start_to_the_end_of_the_wait_for_it() -> None:
+    transfer = Transfer("all_gather", ("data", "model"), torch.float32, 8, None, "backward", ranks=4)
+    started = [{"started": measure._Started(i, transfer, (0, 1), i != 1)} for i in range(4)]
+    product, total = ({"operation": Slice(name, 0, 0)} for name in ("aten.mm", "aten.add"))
+    rows: list[Any] = [started[0], product, {"waited": 0}, started[1], started[2], {"waited": 2}, started[3], total]
+    phases = ["forward", "backward", "backward", *["forward"] * 5]
+    entries = [measure._Entry(i, i + 0.5, 10 + i, i, phases[i], **row) for i, row in enumerate(rows)]
+    got = measure.timeline(0, "rank 0", Record(-1.0, 9.0, 7, entries))
+    start, wait = (f"{verb} all_gather over data+model" for verb in ("start", "wait for"))
+    assert [(s.name, s.start, s.end) for s in got.compute] == [
+        (start, 0, 0.5), ("aten.mm", 1, 1.5), (wait, 2, 2.5), (wait, 3, 3.5), (wait, 4, 5.5), (start, 6, 6.5),
+        ("aten.add", 7, 7.5),
+    ]  # fmt: skip
+    assert [s.phase for s in got.compute] == ["forward", "backward", "backward", *["update"] * 4]
+    (moved,) = got.transfers.values()
+    assert [(s.start, s.end) for s in moved] == [(0, 2.5), (3, 3.5), (4, 5.5), (6, 9.0)]
+    assert [s.facts.get("note") for s in moved] == [None, None, None, "never waited for"]
+    assert moved[0].facts == {"sent_bytes": 24, "argument_bytes": 8, "dtype": "f32", "ranks": 4}
+    assert got.memory[:4] == ((-1.0, 7), (0, 10), (0.5, 0), (1, 11))  # at first, a peak, at the end, the next peak
+
+
+def test_timed_comm_reports_each_start_and_wait_around_those_of_its_comm() -> None:
+    log: list[str] = []
+
+    class Inner:
+        sizes, coords, has_values, is_scheduled = {"data": 2}, {"data": 0}, True, True
+
+        def reduce(self, *_: Any, **__: Any) -> Any:
+            log.append("reduce")
+            return lambda: log.append("waited") or ["result"]  # type: ignore[func-returns-value]
+
+        def all_reduce(self, *_: Any) -> str:
+            log.append("all_reduce")
+            return "result"
+
+    class Watch:
+        def begin_transfer(self, transfer: Transfer, ranks: tuple[int, ...]) -> int:
+            log.append(f"begin {transfer.op} of {ranks}")
+            return 7
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda number, *results: log.append(f"{name} {number} {results}")
+
+    comm = TimedComm(Inner(), Watch())  # type: ignore[arg-type]
+    comm.reduce([X], ("data",))()
+    comm.all_reduce(X, "max", ("data",))
+    assert log == [
+        "begin all_reduce of (0, 1)", "reduce", "end_start 7 ()", "begin_wait 7 ()", "waited",
+        "end_transfer 7 (['result'],)", "begin all_reduce max of (0, 1)", "all_reduce", "end_transfer 7 (['result'],)",
+    ]  # fmt: skip
+
+
 # --- Chrome's format --------------------------------------------------------------------------------------------
 
 
 def test_transfers_that_overlap_have_a_lane_each() -> None:
     times = [(0.0, 3.0), (1.0, 2.0), (1.5, 4.0), (3.0, 5.0), (2.0, 2.0)]
-    timeline = Timeline(0, "rank 0", (), {"data": tuple(Slice("all_gather", a, b) for a, b in times)}, ())
+    compute = (Slice("a", 0.0, 1.0), Slice("b", 1.0 - 1e-12, 2.0), Slice("c", 2.0, 2.0), Slice("d", 3.0, 4.5))
+    timeline = Timeline(0, "rank 0", compute, {"data": tuple(Slice("all_gather", a, b) for a, b in times)}, ())
     events = chrome_events([timeline])
     check_format({"traceEvents": events, "displayTimeUnit": "ms"})
-    lanes = {(e["ts"], e["dur"]): e["tid"] for e in events if e["ph"] == "X"}
+    lanes = {(e["ts"], e["dur"]): e["tid"] for e in events if e["ph"] == "X" and e["tid"]}
+    slices = [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and not e["tid"]]
+    assert slices == [("a", 0.0, 1e6), ("b", 1e6, 1e6), ("c", 2e6, 0.0), ("d", 3e6, 1.5e6)]
     assert lanes[0.0, 3e6] == lanes[3e6, 2e6] == 1
     assert lanes[1e6, 1e6] == lanes[2e6, 0.0] == 2
     assert lanes[1.5e6, 2.5e6] == 3
