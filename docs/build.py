@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[1]
 PROJECT = ("CONTRIBUTING.md", "CHANGELOG.md", "tests/benchmarks/README.md")
 LEGEND = """
 Shapes are those of one rank, in lines such as `[B, D]{V} -> [B, D]{I}     transpose: pvary     cost: 2(n-1)/n bytes`:
-B examples of D features; a tensor that *varies* (V) over the axis, or is *invariant* (I), the same on each of its ranks.
-`[D, H@model]` is a dim split over the mesh axis `model`. The transpose is the backward pass. A cost is in bytes that a
+B examples of D features, in a tensor that *varies* (V) over the axis or is *invariant* (I), the same on each of its
+ranks. `[D, H@model]` is a dim split over the mesh axis `model`. The transpose is the backward pass. A cost is in bytes that a
 rank sends, of the bytes of its argument, over n ranks.
 """
 
@@ -70,7 +70,9 @@ def signature(value: Any, name: str) -> str:
         p if p.annotation is empty else p.replace(annotation=Annotation(p.annotation))
         for p in found.parameters.values()
     ]
-    result = empty if inspect.isclass(value) or found.return_annotation is empty else Annotation(found.return_annotation)
+    result = (
+        empty if inspect.isclass(value) or found.return_annotation is empty else Annotation(found.return_annotation)
+    )
     text = str(found.replace(parameters=parameters, return_annotation=result))
     if len(name + text) <= 100:
         return name + text
@@ -138,13 +140,15 @@ def entry(name: str, value: Any) -> str:
 
 
 def first_sentence(value: Any) -> str:
-    return plain(" ".join(inspect.cleandoc(value.__doc__ or "").split("\n\n")[0].split()).split(". ")[0]).replace("|", "\\|")
+    return plain(" ".join(inspect.cleandoc(value.__doc__ or "").split("\n\n")[0].split()).split(". ")[0]).replace(
+        "|", "\\|"
+    )
 
 
 def reference() -> dict[str, str]:
     """Every page of the API reference, by its path: one for each namespace, opened by a table of its names."""
     pages = {}
-    listed = ["# API reference", LEGEND, "| namespace | |", "|---|---|"]
+    listed = ["# API reference", LEGEND, "| namespace | summary |", "|---|---|"]
     for name, module in namespaces():
         public = names(module)
         if not public:
@@ -153,7 +157,7 @@ def reference() -> dict[str, str]:
         listed.append(f"| [`{name}`]({name}.md) | {first_sentence(module)} |")
         rows = [f"| [`{key}`](#{name}.{key}) | {first_sentence(value)} |" for key, value in public]
         about = [] if module is fs else [markdown(module.__doc__ or "")]
-        text = [f"# {name}", *about, "", "| | |", "|---|---|", *rows, ""]
+        text = [f"# {name}", *about, "", "| name | summary |", "|---|---|", *rows, ""]
         pages[page] = "\n\n".join(["\n".join(text), *[entry(f"{name}.{key}", value) for key, value in public]])
     return {"api/index.md": "\n".join(listed)} | pages
 
@@ -214,7 +218,7 @@ def pages() -> dict[str, str]:
             continue
         text = path.read_text() if path.suffix == ".md" else notebook(path) if path.suffix == ".ipynb" else code(path)
         base = page if path.is_file() else f"{page}/index.md"
-        fences = re.split(r"(^```.*?^```$)", text, flags=re.M | re.S)  # no links in code
+        fences = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)  # no links in code
         found[name] = "".join(
             part if i % 2 else LINK.sub(lambda link, base=base: follow(base, link[1]), part)  # type: ignore[misc]
             for i, part in enumerate(fences)
@@ -225,7 +229,10 @@ def pages() -> dict[str, str]:
 def menu(found: dict[str, str]) -> list[dict[str, Any]]:
     """Guides in the order in which the README links them, then the others."""
     linked = LINK.findall(found["README.md"])
-    guides = sorted((p for p in found if p.startswith("docs/")), key=lambda p: (p not in linked, linked.index(p) if p in linked else 0, p))
+    guides = sorted(
+        (p for p in found if p.startswith("docs/")),
+        key=lambda p: (p not in linked, linked.index(p) if p in linked else 0, p),
+    )
     rest = [p for p in found if not p.startswith(("docs/", "api/", "notebooks/")) and p != "README.md"]
     return [
         {"Home": "README.md"},
@@ -248,7 +255,11 @@ def build(site: Path) -> None:
             file = Path(folder, name)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
-        write(load_config(str(ROOT / "docs" / "mkdocs.yml"), docs_dir=folder, site_dir=str(site), nav=menu(found), strict=True))
+        write(
+            load_config(
+                str(ROOT / "docs" / "mkdocs.yml"), docs_dir=folder, site_dir=str(site), nav=menu(found), strict=True
+            )
+        )
 
 
 if __name__ == "__main__":

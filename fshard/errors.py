@@ -23,7 +23,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ShardingError(ValueError):
-    """Error of a program that fshard refuses. The message says what and where, shows the facts and names the fix."""
+    """Error of a program that fshard refuses. The message says what and where, shows the facts and names the fix.
+
+    >>> device_put(torch.ones(2, 2), P("modle"), mesh)
+    Traceback (most recent call last):
+        ...
+    ShardingError: device_put: tree: the mesh has no axis 'modle'
+      shape  [2, 2]    spec  P('modle')    mesh  data=2, model=4
+      fix: use one of ['data', 'model']
+    """
 
 
 def fail(what: str, *notes: str, fix: str = "", **facts: object) -> ShardingError:
