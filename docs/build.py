@@ -27,8 +27,8 @@ PROJECT = ("CONTRIBUTING.md", "CHANGELOG.md", "tests/benchmarks/README.md")
 LEGEND = """
 Shapes are those of one rank, in lines such as `[B, D]{V} -> [B, D]{I}     transpose: pvary     cost: 2(n-1)/n bytes`:
 B examples of D features, in a tensor that *varies* (V) over the axis or is *invariant* (I), the same on each of its
-ranks. `[D, H@model]` is a dim split over the mesh axis `model`. The transpose is the backward pass. A cost is in bytes that a
-rank sends, of the bytes of its argument, over n ranks.
+ranks. `[D, H@model]` is a dim split over the mesh axis `model`. The transpose is the backward pass. A cost is in bytes
+that a rank sends, of the bytes of its argument, over n ranks.
 """
 
 # --- the API reference ---------------------------------------------------------------------------------------
