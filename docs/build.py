@@ -31,6 +31,12 @@ ranks. `[D, H@model]` is a dim split over the mesh axis `model`. The transpose i
 that a rank sends, of the bytes of its argument, over n ranks.
 """
 
+STYLE = """
+.md-grid { max-width: 78rem; } /* lines of 120 characters */
+.md-typeset pre > code { font-size: 0.8em; }
+.md-typeset td:first-child code { white-space: nowrap; }
+"""
+
 # --- the API reference ---------------------------------------------------------------------------------------
 
 
@@ -88,10 +94,18 @@ def signature(value: Any, name: str) -> str:
     return name + text
 
 
+SHAPE = re.compile(r"(?<![\w\]])\[[^\[\]]*\](?:\{[^{}]*\})?|\{[VI][^{}]*\}")  # int64 [B@data, T]{V}
+
+
 def plain(line: str) -> str:
-    """Text in which markdown sees no tags and no emphasis, outside of backticks."""
+    """Text in which markdown sees no tags and no emphasis, outside of backticks; shapes and types are code."""
     parts = re.split(r"(`+[^`]*`+)", line)
-    return "".join(p if i % 2 else re.sub(r"([*_<])", r"\\\1", p) for i, p in enumerate(parts))
+    for i in range(0, len(parts), 2):
+        text = re.split(f"({SHAPE.pattern})", parts[i])
+        text[::2] = [re.sub(r"([*_])", r"\\\1", t).replace("<", "&lt;") for t in text[::2]]
+        text[1::2] = [f"`{t}`" for t in text[1::2]]
+        parts[i] = "".join(text)
+    return "".join(parts)
 
 
 def markdown(docstring: str) -> str:
@@ -238,7 +252,12 @@ def menu(found: dict[str, str]) -> list[dict[str, Any]]:
         {"Home": "README.md"},
         {"Guides": guides},
         {"Notebooks": sorted(p for p in found if p.startswith("notebooks/"))},
-        {"API": ["api/index.md", *sorted(p for p in found if p.startswith("api/fs"))]},
+        {
+            "API": [
+                "api/index.md",
+                *sorted((p for p in found if p.startswith("api/fs")), key=lambda p: p.removesuffix(".md")),
+            ]
+        },
         {"Code": rest},
     ]
 
@@ -255,6 +274,7 @@ def build(site: Path) -> None:
             file = Path(folder, name)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
+        Path(folder, "style.css").write_text(STYLE)
         write(
             load_config(
                 str(ROOT / "docs" / "mkdocs.yml"), docs_dir=folder, site_dir=str(site), nav=menu(found), strict=True

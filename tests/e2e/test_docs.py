@@ -517,3 +517,60 @@ def test_wrong_docstring_example_fails() -> None:
         del DOCUMENTED["wrong"]
     assert not matches("4", "tensor(3)")
     assert matches("tensor(...)", "tensor(3)")
+
+
+# --- the site -----------------------------------------------------------------------------------------------
+
+DOCSTRING = """Sum `x[i]` over an axis: x [B, D]{V} -> [B]{I}, *always*.
+
+    [B, D]{V} -> [B, D]{I}     cost: 2(n-1)/n bytes
+
+Args:
+    axis, size: <names>
+        of axes
+
+>>> psum(1, "data")
+2
+
+Raises ShardingError.
+"""
+MARKDOWN = """Sum `x[i]` over an axis: x `[B, D]{V}` -> `[B]{I}`, \\*always\\*.
+
+    [B, D]{V} -> [B, D]{I}     cost: 2(n-1)/n bytes
+
+
+**Args:**
+
+- `axis, size`: &lt;names>
+  of axes
+
+
+```pycon
+>>> psum(1, "data")
+2
+```
+
+Raises ShardingError."""
+
+
+def test_reference_shows_shapes_arguments_and_examples() -> None:
+    assert build.markdown(DOCSTRING) == MARKDOWN
+    assert build.signature(fs.psum, "fs.psum") == "fs.psum(x: Any, axis: Axis) -> Any"
+    assert build.signature(fs.optim.adamw, "adamw").splitlines()[:3] == [
+        "adamw(", "    lr: float | Schedule,", "    *,"]  # fmt: skip
+
+
+def test_reference_has_every_public_name_once() -> None:
+    text = "\n".join(build.reference().values())
+    for name, module in build.namespaces():
+        for key, _ in build.names(module):
+            assert text.count(f"{{ #{name}.{key} }}") == 1
+
+
+def test_site_has_the_pages_that_others_link_to() -> None:
+    pages = build.pages()
+    assert {"README.md", "docs/the-law.md", "examples/index.md", "notebooks/1-shard-a-matrix.ipynb.md"} <= set(pages)
+    assert "(notebooks/index.md)" in pages["README.md"]
+    assert "<table" in pages["notebooks/1-shard-a-matrix.ipynb.md"]
+    menu = str(build.menu(pages | build.reference()))
+    assert not [page for page in pages if f"'{page}'" not in menu]
