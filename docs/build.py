@@ -55,6 +55,11 @@ def names(module: ModuleType) -> list[tuple[str, Any]]:
     return [(key, value) for key, value in found if not isinstance(value, ModuleType)]
 
 
+def documented(value: Any) -> str:
+    """The docstring of a function or class; of an alias of types none."""
+    return value.__doc__ or "" if inspect.isroutine(value) or inspect.isclass(value) else ""
+
+
 class Annotation:
     """Types as they are written: `inspect` would quote them."""
 
@@ -67,10 +72,9 @@ class Annotation:
 
 def signature(value: Any, name: str) -> str:
     """`fs.psum(x: Any, axis: Axis) -> Any`, a parameter on each line if that is long."""
-    try:
-        found = inspect.signature(value)
-    except (TypeError, ValueError):
-        return name
+    if not documented(value):
+        return f"{name} = {Annotation(value)}".replace("collections.abc.", "").replace("typing.", "")
+    found = inspect.signature(value)
     empty = inspect.Parameter.empty
     parameters = [
         p if p.annotation is empty else p.replace(annotation=Annotation(p.annotation))
@@ -143,7 +147,7 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
 def entry(name: str, value: Any) -> str:
     """The documentation of one public name."""
     text = [f"## {name.removeprefix('fs.') if name.count('.') == 1 else name.rpartition('.')[2]} {{ #{name} }}"]
-    text += ["", "```python", signature(value, name), "```", "", markdown(value.__doc__ or "")]
+    text += ["", "```python", signature(value, name), "```", "", markdown(documented(value))]
     for key, member in members(value) if inspect.isclass(value) else ():
         shown = f"{name.rpartition('.')[2]}.{key}"
         text += ["", f"### {shown} {{ #{name}.{key} }}", ""]
@@ -153,10 +157,8 @@ def entry(name: str, value: Any) -> str:
     return "\n".join(text)
 
 
-def first_sentence(value: Any) -> str:
-    return plain(" ".join(inspect.cleandoc(value.__doc__ or "").split("\n\n")[0].split()).split(". ")[0]).replace(
-        "|", "\\|"
-    )
+def first_sentence(docstring: str) -> str:
+    return plain(" ".join(inspect.cleandoc(docstring).split("\n\n")[0].split()).split(". ")[0]).replace("|", "\\|")
 
 
 def reference() -> dict[str, str]:
@@ -168,8 +170,10 @@ def reference() -> dict[str, str]:
         if not public:
             continue
         page = f"api/{name}.md"
-        listed.append(f"| [`{name}`]({name}.md) | {first_sentence(module)} |")
-        rows = [f"| [`{key}`](#{name}.{key}) | {first_sentence(value)} |" for key, value in public]
+        listed.append(f"| [`{name}`]({name}.md) | {first_sentence(module.__doc__ or '')} |")
+        rows = [
+            f"| [`{key}`](#{name}.{key}) | {first_sentence(documented(value) or 'A type.')} |" for key, value in public
+        ]
         about = [] if module is fs else [markdown(module.__doc__ or "")]
         text = [f"# {name}", *about, "", "| name | summary |", "|---|---|", *rows, ""]
         pages[page] = "\n\n".join(["\n".join(text), *[entry(f"{name}.{key}", value) for key, value in public]])
