@@ -26,9 +26,15 @@ ROOT = Path(__file__).parents[1]
 PROJECT = ("CONTRIBUTING.md", "CHANGELOG.md", "tests/benchmarks/README.md")
 LEGEND = """
 Shapes are those of one rank, in lines such as `[B, D]{V} -> [B, D]{I}     transpose: pvary     cost: 2(n-1)/n bytes`:
-B examples of D features; a tensor that *varies* (V) over the axis, or is *invariant* (I), the same on each of its ranks.
-`[D, H@model]` is a dim split over the mesh axis `model`. The transpose is the backward pass. A cost is in bytes that a
-rank sends, of the bytes of its argument, over n ranks.
+B examples of D features, in a tensor that *varies* (V) over the axis or is *invariant* (I), the same on each of its
+ranks. `[D, H@model]` is a dim split over the mesh axis `model`. The transpose is the backward pass. A cost is in bytes
+that a rank sends, of the bytes of its argument, over n ranks.
+"""
+
+STYLE = """
+.md-grid { max-width: 78rem; } /* lines of 120 characters */
+.md-typeset pre > code { font-size: 0.8em; }
+.md-typeset td:first-child code { white-space: nowrap; }
 """
 
 # --- the API reference ---------------------------------------------------------------------------------------
@@ -49,6 +55,11 @@ def names(module: ModuleType) -> list[tuple[str, Any]]:
     return [(key, value) for key, value in found if not isinstance(value, ModuleType)]
 
 
+def documented(value: Any) -> str:
+    """The docstring of a function or class; of an alias of types none."""
+    return value.__doc__ or "" if inspect.isroutine(value) or inspect.isclass(value) else ""
+
+
 class Annotation:
     """Types as they are written: `inspect` would quote them."""
 
@@ -61,16 +72,17 @@ class Annotation:
 
 def signature(value: Any, name: str) -> str:
     """`fs.psum(x: Any, axis: Axis) -> Any`, a parameter on each line if that is long."""
-    try:
-        found = inspect.signature(value)
-    except (TypeError, ValueError):
-        return name
+    if not documented(value):
+        return f"{name} = {Annotation(value)}".replace("collections.abc.", "").replace("typing.", "")
+    found = inspect.signature(value)
     empty = inspect.Parameter.empty
     parameters = [
         p if p.annotation is empty else p.replace(annotation=Annotation(p.annotation))
         for p in found.parameters.values()
     ]
-    result = empty if inspect.isclass(value) or found.return_annotation is empty else Annotation(found.return_annotation)
+    result = (
+        empty if inspect.isclass(value) or found.return_annotation is empty else Annotation(found.return_annotation)
+    )
     text = str(found.replace(parameters=parameters, return_annotation=result))
     if len(name + text) <= 100:
         return name + text
@@ -86,10 +98,18 @@ def signature(value: Any, name: str) -> str:
     return name + text
 
 
+SHAPE = re.compile(r"(?<![\w\]])\[[^\[\]]*\](?:\{[^{}]*\})?|\{[VI][^{}]*\}")  # int64 [B@data, T]{V}
+
+
 def plain(line: str) -> str:
-    """Text in which markdown sees no tags and no emphasis, outside of backticks."""
+    """Text in which markdown sees no tags and no emphasis, outside of backticks; shapes and types are code."""
     parts = re.split(r"(`+[^`]*`+)", line)
-    return "".join(p if i % 2 else re.sub(r"([*_<])", r"\\\1", p) for i, p in enumerate(parts))
+    for i in range(0, len(parts), 2):
+        text = re.split(f"({SHAPE.pattern})", parts[i])
+        text[::2] = [re.sub(r"([*_])", r"\\\1", t).replace("<", "&lt;") for t in text[::2]]
+        text[1::2] = [f"`{t}`" for t in text[1::2]]
+        parts[i] = "".join(text)
+    return "".join(parts)
 
 
 def markdown(docstring: str) -> str:
@@ -127,7 +147,7 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
 def entry(name: str, value: Any) -> str:
     """The documentation of one public name."""
     text = [f"## {name.removeprefix('fs.') if name.count('.') == 1 else name.rpartition('.')[2]} {{ #{name} }}"]
-    text += ["", "```python", signature(value, name), "```", "", markdown(value.__doc__ or "")]
+    text += ["", "```python", signature(value, name), "```", "", markdown(documented(value))]
     for key, member in members(value) if inspect.isclass(value) else ():
         shown = f"{name.rpartition('.')[2]}.{key}"
         text += ["", f"### {shown} {{ #{name}.{key} }}", ""]
@@ -137,23 +157,25 @@ def entry(name: str, value: Any) -> str:
     return "\n".join(text)
 
 
-def first_sentence(value: Any) -> str:
-    return plain(" ".join(inspect.cleandoc(value.__doc__ or "").split("\n\n")[0].split()).split(". ")[0]).replace("|", "\\|")
+def first_sentence(docstring: str) -> str:
+    return plain(" ".join(inspect.cleandoc(docstring).split("\n\n")[0].split()).split(". ")[0]).replace("|", "\\|")
 
 
 def reference() -> dict[str, str]:
     """Every page of the API reference, by its path: one for each namespace, opened by a table of its names."""
     pages = {}
-    listed = ["# API reference", LEGEND, "| namespace | |", "|---|---|"]
+    listed = ["# API reference", LEGEND, "| namespace | summary |", "|---|---|"]
     for name, module in namespaces():
         public = names(module)
         if not public:
             continue
         page = f"api/{name}.md"
-        listed.append(f"| [`{name}`]({name}.md) | {first_sentence(module)} |")
-        rows = [f"| [`{key}`](#{name}.{key}) | {first_sentence(value)} |" for key, value in public]
+        listed.append(f"| [`{name}`]({name}.md) | {first_sentence(module.__doc__ or '')} |")
+        rows = [
+            f"| [`{key}`](#{name}.{key}) | {first_sentence(documented(value) or 'A type.')} |" for key, value in public
+        ]
         about = [] if module is fs else [markdown(module.__doc__ or "")]
-        text = [f"# {name}", *about, "", "| | |", "|---|---|", *rows, ""]
+        text = [f"# {name}", *about, "", "| name | summary |", "|---|---|", *rows, ""]
         pages[page] = "\n\n".join(["\n".join(text), *[entry(f"{name}.{key}", value) for key, value in public]])
     return {"api/index.md": "\n".join(listed)} | pages
 
@@ -214,7 +236,7 @@ def pages() -> dict[str, str]:
             continue
         text = path.read_text() if path.suffix == ".md" else notebook(path) if path.suffix == ".ipynb" else code(path)
         base = page if path.is_file() else f"{page}/index.md"
-        fences = re.split(r"(^```.*?^```$)", text, flags=re.M | re.S)  # no links in code
+        fences = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)  # no links in code
         found[name] = "".join(
             part if i % 2 else LINK.sub(lambda link, base=base: follow(base, link[1]), part)  # type: ignore[misc]
             for i, part in enumerate(fences)
@@ -225,13 +247,21 @@ def pages() -> dict[str, str]:
 def menu(found: dict[str, str]) -> list[dict[str, Any]]:
     """Guides in the order in which the README links them, then the others."""
     linked = LINK.findall(found["README.md"])
-    guides = sorted((p for p in found if p.startswith("docs/")), key=lambda p: (p not in linked, linked.index(p) if p in linked else 0, p))
+    guides = sorted(
+        (p for p in found if p.startswith("docs/")),
+        key=lambda p: (p not in linked, linked.index(p) if p in linked else 0, p),
+    )
     rest = [p for p in found if not p.startswith(("docs/", "api/", "notebooks/")) and p != "README.md"]
     return [
         {"Home": "README.md"},
         {"Guides": guides},
         {"Notebooks": sorted(p for p in found if p.startswith("notebooks/"))},
-        {"API": ["api/index.md", *sorted(p for p in found if p.startswith("api/fs"))]},
+        {
+            "API": [
+                "api/index.md",
+                *sorted((p for p in found if p.startswith("api/fs")), key=lambda p: p.removesuffix(".md")),
+            ]
+        },
         {"Code": rest},
     ]
 
@@ -248,7 +278,12 @@ def build(site: Path) -> None:
             file = Path(folder, name)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
-        write(load_config(str(ROOT / "docs" / "mkdocs.yml"), docs_dir=folder, site_dir=str(site), nav=menu(found), strict=True))
+        Path(folder, "style.css").write_text(STYLE)
+        write(
+            load_config(
+                str(ROOT / "docs" / "mkdocs.yml"), docs_dir=folder, site_dir=str(site), nav=menu(found), strict=True
+            )
+        )
 
 
 if __name__ == "__main__":

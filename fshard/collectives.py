@@ -63,6 +63,9 @@ def pmean(x: Any, axis: Axis) -> Any:
         [B, D]{V} -> [B, D]{I}     transpose: pvary / n     cost: 2(n-1)/n bytes
 
     A mean of means is the mean only of equal counts: for unequal ones, psum the sums and the counts.
+
+    >>> pmean(axis_index("model").float(), "model")                  # model=4
+    tensor(1.5000)
     """
 
     def mean(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -78,7 +81,11 @@ def pmean(x: Any, axis: Axis) -> Any:
 def pvary(x: Any, axis: Axis) -> Any:
     """Let each rank use an invariant value in its own way: its gradients are summed over the axis.
 
-    [B, D]{I} -> [B, D]{V}     transpose: psum     cost: none forward, 2(n-1)/n bytes backward
+        [B, D]{I} -> [B, D]{V}     transpose: psum     cost: none forward, 2(n-1)/n bytes backward
+
+    >>> loss = lambda w: pmean(pvary(w, "data") * axis_index("data"), "data")      # data=2: the mean of 0 and w
+    >>> grad(loss)(torch.tensor(3.0))
+    tensor(0.5000)
     """
     return _on_leaves("pvary", x, axis, lambda comm, axes, xs: apply_map(Vary(comm, axes), xs),
                       of_number=lambda number, n: number)  # fmt: skip
@@ -91,13 +98,20 @@ def pmax(x: Any, axis: Axis, *, grad: Literal["tied"] | None = None) -> Any:
         [B, D]{V} -> [B, D]{I}     transpose: raises; with grad="tied" split evenly among the ranks with the maximum
 
     NaN on any rank gives NaN.
+
+    >>> pmax(axis_index("model"), "model")                           # model=4
+    tensor(3)
     """
     return _minmax("max", x, axis, grad)
 
 
 @checked
 def pmin(x: Any, axis: Axis, *, grad: Literal["tied"] | None = None) -> Any:
-    """Return the elementwise minimum over the ranks of a mesh axis; see `pmax`."""
+    """Return the elementwise minimum over the ranks of a mesh axis; see `pmax`.
+
+    >>> pmin(axis_index("model") + 5, "model")
+    tensor(5)
+    """
     return _minmax("min", x, axis, grad)
 
 
@@ -113,6 +127,9 @@ def all_gather(
     `size` is the global size of the dim, needed only if the axis does not divide it (without `size`, and with
     arguments that the axis does not divide, the ranks first exchange their sizes). Use "invariant" if the result is
     one logical value, "varying" if each rank uses it in its own way.
+
+    >>> all_gather(axis_index("model")[None], "model")               # model=4
+    tensor([0, 1, 2, 3])
     """
 
     def gather(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -127,7 +144,10 @@ def all_gather(
 def psum_scatter(x: Any, axis: Axis, dim: int = 0) -> Any:
     """Sum over the ranks, each keeping its own part of a dim.
 
-    [B, D]{V} -> [B@axis, D]{V}     transpose: all_gather     cost: (n-1)/n bytes
+        [B, D]{V} -> [B@axis, D]{V}     transpose: all_gather     cost: (n-1)/n bytes
+
+    >>> psum_scatter(torch.ones(8) * axis_index("model"), "model")   # model=4: 0 + 1 + 2 + 3
+    tensor([6., 6.])
     """
 
     def scatter(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -140,7 +160,10 @@ def psum_scatter(x: Any, axis: Axis, dim: int = 0) -> Any:
 def pslice(x: Any, axis: Axis, dim: int = 0) -> Any:
     """Keep this rank's part of a dim of an invariant value.
 
-    [B, D]{I} -> [B@axis, D]{V}     transpose: all_gather(to="invariant")     cost: none forward
+        [B, D]{I} -> [B@axis, D]{V}     transpose: all_gather(to="invariant")     cost: none forward
+
+    >>> pslice(torch.arange(8), "model")                             # model=4: the first rank
+    tensor([0, 1])
     """
 
     def keep(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -157,6 +180,9 @@ def all_to_all(x: Any, axis: Axis, *, split: int, concat: int, size: int | None 
         cost: (n-1)/n bytes
 
     `size` is the global size of the gathered dim, needed only if the axis does not divide it.
+
+    >>> all_to_all(torch.ones(4, 1), "model", split=0, concat=1).shape      # model=4
+    torch.Size([1, 4])
     """
 
     def exchange(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -192,7 +218,11 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
 
 @checked
 def axis_index(axis: str | tuple[str, ...]) -> Tensor:
-    """Return this rank's position along an axis, or over a tuple of axes flattened: a 0-d int64 tensor, {V}."""
+    """Return this rank's position along an axis, or over a tuple of axes flattened: a 0-d int64 tensor, {V}.
+
+    >>> all_gather(axis_index("data")[None], "data")                 # data=2
+    tensor([0, 1])
+    """
     current = region("axis_index")
     names = known_axes("axis_index", current, axis)
     out = torch.tensor(index_of(names, current.sizes, current.coords), dtype=torch.int64, device=current.device)
@@ -203,7 +233,11 @@ def axis_index(axis: str | tuple[str, ...]) -> Tensor:
 
 @checked
 def axis_size(axis: Axis) -> int:
-    """Return the number of ranks along an axis, or a tuple of axes; 1 for `None`."""
+    """Return the number of ranks along an axis, or a tuple of axes; 1 for `None`.
+
+    >>> axis_size("model"), axis_size(("data", "model")), axis_size(None)
+    (4, 8, 1)
+    """
     if axis is None:
         return 1
     current = region("axis_size")

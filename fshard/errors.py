@@ -32,6 +32,13 @@ class ShardingError(ValueError):
 
     Its traceback has the frames of the user's code alone, in Python, pytest and IPython, which shows the message first.
     With the environment variable FSHARD_TRACEBACK=full it has all frames, those of fshard and torch too.
+
+    >>> device_put(torch.ones(2, 2), P("modle"), mesh)
+    Traceback (most recent call last):
+        ...
+    ShardingError: device_put: tree: the mesh has no axis 'modle'
+      shape  [2, 2]    spec  P('modle')    mesh  data=2, model=4
+      fix: use one of ['data', 'model']
     """
 
     def _render_traceback_(self) -> list[str]:

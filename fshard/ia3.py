@@ -162,7 +162,14 @@ def apply(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScaledWeight(AdaptedWeight):
-    """A matrix with a scale of its outputs, x @ base * scale, or of its inputs, (x * scale) @ base. Made by `apply`."""
+    """A matrix with a scale of its outputs, x @ base * scale, or of its inputs, (x * scale) @ base. Made by `apply`.
+
+    >>> config, params = Config("w"), {"w": torch.ones(3, 4)}
+    >>> scales = device_get(materialize(init(config, params), P(), mesh, key=key(0)))
+    >>> view = apply(config, params, scales)["w"]
+    >>> type(view).__name__, fs.nn.linear(torch.ones(2, 3), view).shape
+    ('ScaledWeight', torch.Size([2, 4]))
+    """
 
     children = ("base", "scale")
 

@@ -51,6 +51,11 @@ class Mesh:
     Attributes: `axes` (name -> size, in order), `kind` ("process", "simulated" or "abstract"), `device`,
     `size` (ranks in all), `ranks` (those this process runs; of an abstract mesh `rank`, the first by default),
     `transfers` (what an abstract mesh would have transferred, since it was made).
+
+    >>> mesh.axes, mesh.size
+    ({'data': 2, 'model': 4}, 8)
+    >>> mesh.coords(6)
+    {'data': 1, 'model': 2}
     """
 
     def __init__(

@@ -109,19 +109,31 @@ class P:
 
 @checked
 def row(axis: str | tuple[str, ...]) -> P:
-    """Split dim 0 over `axis`. With `[in, out]` matrices and `x @ w` this splits the inputs."""
+    """Split dim 0 over `axis`. With `[in, out]` matrices and `x @ w` this splits the inputs.
+
+    >>> row("model")
+    P('model')
+    """
     return P(axis)
 
 
 @checked
 def column(axis: str | tuple[str, ...]) -> P:
-    """Split the last dim over `axis`. With `[in, out]` matrices and `x @ w` this splits the outputs."""
+    """Split the last dim over `axis`. With `[in, out]` matrices and `x @ w` this splits the outputs.
+
+    >>> column("model")
+    P(..., 'model')
+    """
     return P(..., axis)
 
 
 @checked
 def replicated() -> P:
-    """Keep the full leaf on every device."""
+    """Keep the full leaf on every device.
+
+    >>> replicated()
+    P()
+    """
     return P()
 
 

@@ -71,7 +71,12 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
 
 
 def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
-    """Return the tree of that structure with these leaves."""
+    """Return the tree of that structure with these leaves.
+
+    >>> found, treedef = flatten({"b": [1, 2], "a": 0})
+    >>> unflatten(treedef, [10 * leaf for leaf in found])
+    {'b': [10, 20], 'a': 0}
+    """
     if not torch.compiler.is_dynamo_compiling():
         try:
             return optree.tree_unflatten(treedef, leaves)
@@ -87,7 +92,11 @@ def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
 
 
 def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """Return the leaves in order."""
+    """Return the leaves in order.
+
+    >>> leaves({"b": [1, 2], "a": 0})
+    [0, 1, 2]
+    """
     return flatten(tree, is_leaf)[0]
 
 

@@ -391,6 +391,7 @@ CALLS = [
          {"f": STEP, "x": V, "path": None, "device": None}, words={"x": r"args\[0\]"}),
     *prefixed("plot",
         outside(fs.plot.memory, run=PLAN), outside(fs.plot.roofline, plan=PLAN), outside(fs.plot.traffic, plan=PLAN),
+    ),
     outside(fs.plan_table, step_of=planned_step, layouts=[{"data": 2}], device=fs.devices.H100, tokens=4, headroom=0.5,
             progress=False),
     *prefixed("planning",

@@ -51,7 +51,9 @@ class TimedComm:
     def with_all_texts(
         self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
     ) -> None:  # fmt: skip
+        number = self._watch.begin_transfer(None, tuple(ranks_over(tuple(self.sizes), self.sizes, self.coords)))
         self._comm.with_all_texts(text, verb, device, f)
+        self._watch.end_transfer(number, [])
 
     def _begin(self, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> int:
         ranks = tuple(ranks_over(axes, self.sizes, self.coords))

@@ -48,7 +48,12 @@ Scalar = bool | int | float | str
 
 @dataclass(frozen=True, repr=False)
 class Saved:
-    """A tensor leaf in a checkpoint, shown as `f32[64, 256]`; `same_as` is the first path of the same leaf."""
+    """A tensor leaf in a checkpoint, shown as `f32[64, 256]`; `same_as` is the first path of the same leaf.
+
+    >>> saved = fs.checkpoint.inspect("out", step=25)["params.up"]
+    >>> saved.shape, saved.dtype
+    ((64, 256), torch.float32)
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -17,7 +17,12 @@ from .order import Integers, Rows, counted, epoch_order, integers, permute, posi
 
 
 class Bucketed(NamedTuple):
-    """A global batch: `rows` int64 [B], the examples; `counted` bool [B], those that are no repetition; `length`."""
+    """A global batch: `rows` int64 [B], the examples; `counted` bool [B], those that are no repetition; `length`.
+
+    >>> rows, counted, length = buckets([3, 9, 4, 8], [4, 12], batch=2).indices(None, step=0)
+    >>> rows, counted, length
+    (tensor([0, 2]), tensor([True, True]), 4)
+    """
 
     rows: Tensor
     counted: Tensor
@@ -30,6 +35,10 @@ class Buckets:
 
     Attributes: `lengths`, to which the batches of each bucket are padded; `batch`, their sizes; `members`, the examples
     of each bucket, in the order of the data. A bucket without examples is left out.
+
+    >>> found = buckets([3, 9, 4, 8], [4, 12], batch=2)
+    >>> found.lengths, found.batch, found.steps()
+    ((4, 12), (2, 2), 2)
     """
 
     lengths: tuple[int, ...]

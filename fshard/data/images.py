@@ -25,6 +25,10 @@ class ImageFolder:
     """A map-style dataset, made by `image_folder`: `images[i]` is (uint8 [C, H, W], label).
 
     Attributes: `classes`, the names of the labels; `files`, in the order of the dataset; `labels`, of each file.
+
+    >>> folder = image_folder("photos", size=(4, 4))
+    >>> folder.classes, folder.labels, len(folder)
+    (('cat', 'dog'), (0, 0, 1), 3)
     """
 
     path: Path

@@ -34,6 +34,10 @@ class Sampler:
     """A batch sampler, made by `sampler`: each iteration begins at `step` again.
 
     Its length is the number of steps to the end of `epoch`; without `epoch` it has no end and no length.
+
+    >>> mesh = fs.make_mesh(data=2)
+    >>> list(sampler(None, 8, 4, mesh, epoch=0))
+    [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
 
     key: Tensor | None
@@ -127,6 +131,11 @@ def batches(loader: DataLoader[Any], *, spec: Any = None) -> Iterator[Any]:
             Its workers decode, and prefetch in order.
         spec: as of `load`: a spec, or a prefix tree of specs that split dim 0 as the sampler does; rows alone are split
             if left out.
+
+    >>> mesh = fs.make_mesh(data=2)
+    >>> loader = DataLoader(torch.arange(8), batch_sampler=sampler(None, 8, 4, mesh, epoch=0))
+    >>> list(batches(loader))
+    [i64[4@data], i64[4@data]]
 
     Raises ShardingError for a loader without such a sampler or that may change the order, and for leaves that `load`
     refuses. The errors of a dataset are raised as the loader raises them.

@@ -19,6 +19,12 @@ class Decoder(NamedTuple):
 
     step(ids [B, T], mask [B, S] or None, cache) -> (logits of the last token [B, V@model], the cache with these tokens)
     reorder(cache, rows [B]) -> the cache of these rows; for beams
+
+    >>> def step(ids, mask, cache):                          # the likeliest token is the next number
+    ...     return torch.nn.functional.one_hot((ids[:, -1] + 1) % 8, 8).float(), None
+    >>> decoder = Decoder(step, lambda cache, rows: cache, None)
+    >>> decoder.step(torch.tensor([[3]]), None, decoder.cache)[0]
+    tensor([[0., 0., 0., 0., 1., 0., 0., 0.]])
     """
 
     step: Callable[[Tensor, Tensor | None, Any], tuple[Tensor, Any]]
@@ -27,7 +33,15 @@ class Decoder(NamedTuple):
 
 
 def check_ids(verb: str, ids: Tensor) -> None:
-    """Raise ShardingError unless ids are integers [B, T]."""
+    """Raise ShardingError unless ids are integers [B, T].
+
+    >>> check_ids("generate", torch.ones(3))
+    Traceback (most recent call last):
+        ...
+    ShardingError: generate: ids must be int64 or int32 [B, T]
+      got torch.float32 of shape [3]
+      fix: ids[None] for one sequence; ids.long()
+    """
     if ids.ndim != 2 or ids.dtype not in (torch.int32, torch.int64):
         raise fail(f"{verb}: ids must be int64 or int32 [B, T]", f"got {ids.dtype} of shape {list(ids.shape)}",
                    fix="ids[None] for one sequence; ids.long()")  # fmt: skip

@@ -141,6 +141,9 @@ def argmax(logits: Tensor, axis: Axis, size: int) -> Tensor:
     """Return the class of the highest logit, the first among equals: [B, V@axis] -> [B]{I}; `size` is V.
 
     Of a row with NaN it is the class of the first one, as in torch.
+
+    >>> argmax(torch.tensor([[0.1, 0.7, 0.7]]), None, 3)
+    tensor([1])
     """
     if not logits.ndim:
         raise fail("argmax: logits are one number", fix="[B, V]")

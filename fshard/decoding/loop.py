@@ -36,6 +36,12 @@ def generate(
 
     The loop ends with the last sequence of all ranks: they agree on it by a transfer of one number for each token. A
     compiled program and an abstract mesh run all steps.
+
+    >>> def step(ids, mask, cache):                          # the likeliest token is the next number
+    ...     return torch.nn.functional.one_hot((ids[:, -1] + 1) % 8, 8).float(), None
+    >>> decoder = Decoder(step, lambda cache, rows: cache, None)
+    >>> generate(decoder, torch.tensor([[3]]), new=3, options=Options(), size=8)
+    tensor([[3, 4, 5, 6]])
     """
     check_ids("generate", ids)
     options.check_call(prompt=ids.shape[1], new=new, key=key)
@@ -104,6 +110,9 @@ def global_batch(verb: str, n: int, axis: Axis, *, word: str) -> int:
     """Return the rows of all ranks over `axis`, of which this rank has `n`; `word` says in errors how to state it.
 
     Without values, on an abstract mesh, every rank is assumed to have `n`.
+
+    >>> global_batch("generate", 3, "data", word="data")      # data=2
+    6
     """
     if axis and not region(verb).comm.has_values:
         return n * axis_size(axis)

@@ -16,7 +16,11 @@ from fshard.spec import Box, describe, size
 
 @runtime_checkable
 class Initializer(Protocol):
-    """Fills any box of a leaf. The value of an element depends on the key and its global index alone."""
+    """Fills any box of a leaf. The value of an element depends on the key and its global index alone.
+
+    >>> isinstance(fs.init.normal((3,)).init, Initializer)
+    True
+    """
 
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the part of a leaf of global `shape` that `box` selects."""
@@ -29,6 +33,9 @@ class Scope:
     A part of that tree, or the tree as a part of a larger one, so has the same values. `owners` are the names of the
     leaves whose draws determine the values, if these are not its own: a copy of a leaf has the values of that leaf. It
     is filled with the keys of the owners, int64[owners, 2].
+
+    >>> Deferred((3,), torch.float32, Normal(), Scope("dense")).scope
+    Scope(name='dense', owners=())
     """
 
     name: str
@@ -96,7 +103,11 @@ class Deferred:
 
 
 def describe_initializer(init: object) -> str:
-    """Describe an initializer by its own `describe()`, or by name and non-default fields: `trunc_normal(std=0.02)`."""
+    """Describe an initializer by its own `describe()`, or by name and non-default fields: `trunc_normal(std=0.02)`.
+
+    >>> describe_initializer(Normal(0.0, 0.02))
+    'normal(std=0.02)'
+    """
     own = getattr(init, "describe", None)
     if callable(own):
         return str(own())

@@ -28,7 +28,11 @@ Nonlinearity = Literal["linear", "sigmoid", "tanh", "relu", "leaky_relu", "selu"
 
 @dataclass(frozen=True)
 class Normal:
-    """Draws from N(mean, std^2)."""
+    """Draws from N(mean, std^2).
+
+    >>> fs.init.normal((3,), std=0.02).init
+    Normal(mean=0.0, std=0.02)
+    """
 
     mean: float = 0.0
     std: float = 1.0
@@ -39,7 +43,11 @@ class Normal:
 
 @dataclass(frozen=True)
 class TruncNormal:
-    """Draws from N(mean, std^2) within [a, b]."""
+    """Draws from N(mean, std^2) within [a, b].
+
+    >>> fs.init.trunc_normal((3,), std=0.02).init
+    TruncNormal(mean=0.0, std=0.02, a=-2.0, b=2.0)
+    """
 
     mean: float = 0.0
     std: float = 1.0
@@ -53,7 +61,11 @@ class TruncNormal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Draws from U[low, high)."""
+    """Draws from U[low, high).
+
+    >>> fs.init.uniform((3,), low=-1.0).init
+    Uniform(low=-1.0, high=1.0)
+    """
 
     low: float = 0.0
     high: float = 1.0
@@ -64,7 +76,11 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Full:
-    """One value everywhere."""
+    """One value everywhere.
+
+    >>> fs.init.full((3,), 0.5).init
+    Full(value=0.5)
+    """
 
     value: float = 0.0
 
@@ -77,7 +93,11 @@ class Full:
 
 @dataclass(frozen=True)
 class Eye:
-    """`gain` on the diagonal, 0 elsewhere."""
+    """`gain` on the diagonal, 0 elsewhere.
+
+    >>> fs.init.eye(3).init
+    Eye(gain=1.0)
+    """
 
     gain: float = 1.0
 
@@ -91,7 +111,11 @@ class Eye:
 
 @dataclass(frozen=True)
 class Arange:
-    """start + step * i."""
+    """start + step * i.
+
+    >>> fs.init.arange(4, start=1).init
+    Arange(start=1, step=1)
+    """
 
     start: float = 0
     step: float = 1
@@ -104,7 +128,11 @@ class Arange:
 
 @dataclass(frozen=True)
 class Orthogonal:
-    """A random orthonormal matrix, times `gain`."""
+    """A random orthonormal matrix, times `gain`.
+
+    >>> fs.init.orthogonal((3, 3)).init
+    Orthogonal(gain=1.0)
+    """
 
     gain: float = 1.0
 
@@ -160,6 +188,9 @@ def trunc_normal(
     """Describe a leaf of N(mean, std^2) cut to [a, b], values and not multiples of std.
 
     The meaning of the bounds is that of `torch.nn.init.trunc_normal_`.
+
+    >>> trunc_normal((8, 4), std=0.02)
+    f32[8, 4] = trunc_normal(std=0.02)
     """
     if not a < b:
         raise fail(f"trunc_normal: the range from a={a} to b={b} is empty", fix="a < b")
@@ -170,7 +201,11 @@ def trunc_normal(
 
 @checked
 def uniform(shape: Shape, *, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None) -> Deferred:
-    """Describe a leaf of U[low, high)."""
+    """Describe a leaf of U[low, high).
+
+    >>> uniform((8, 4), low=-0.1, high=0.1)
+    f32[8, 4] = uniform(low=-0.1, high=0.1)
+    """
     if not low < high:
         raise fail(f"uniform: the range from low={low} to high={high} is empty", fix="low < high")
     return _describe(shape, Uniform(low, high), dtype)
@@ -178,31 +213,52 @@ def uniform(shape: Shape, *, low: float = 0.0, high: float = 1.0, dtype: torch.d
 
 @checked
 def full(shape: Shape, value: float, *, dtype: torch.dtype | None = None) -> Deferred:
-    """Describe a leaf with one value everywhere."""
+    """Describe a leaf with one value everywhere.
+
+    >>> full((8, 4), 0.5)
+    f32[8, 4] = full(0.5)
+    """
     return _describe(shape, Full(value), dtype)
 
 
 @checked
 def zeros(shape: Shape, *, dtype: torch.dtype | None = None) -> Deferred:
-    """Describe a leaf of zeros."""
+    """Describe a leaf of zeros.
+
+    >>> zeros((8, 4), dtype=torch.bfloat16)
+    bf16[8, 4] = zeros
+    """
     return full(shape, 0.0, dtype=dtype)
 
 
 @checked
 def ones(shape: Shape, *, dtype: torch.dtype | None = None) -> Deferred:
-    """Describe a leaf of ones."""
+    """Describe a leaf of ones.
+
+    >>> ones((8, 4))
+    f32[8, 4] = ones
+    """
     return full(shape, 1.0, dtype=dtype)
 
 
 @checked
 def eye(n: int, m: int | None = None, *, gain: float = 1.0, dtype: torch.dtype | None = None) -> Deferred:
-    """Describe an [n, m] matrix with `gain` on its diagonal and zeros elsewhere; m is n by default."""
+    """Describe an [n, m] matrix with `gain` on its diagonal and zeros elsewhere; m is n by default.
+
+    >>> device_get(materialize(eye(2, 3), P(), mesh, key=key(0)))
+    tensor([[1., 0., 0.],
+            [0., 1., 0.]])
+    """
     return _describe((n, n if m is None else m), Eye(gain), dtype)
 
 
 @checked
 def arange(n: int, *, start: float = 0, step: float = 1, dtype: torch.dtype | None = None) -> Deferred:
-    """Describe the vector start + step * i for i < n: int64 unless start or step is a float or `dtype` is passed."""
+    """Describe the vector start + step * i for i < n: int64 unless start or step is a float or `dtype` is passed.
+
+    >>> device_get(materialize(arange(4, start=1), P("data"), mesh, key=key(0)))
+    tensor([1, 2, 3, 4])
+    """
     kind = torch.int64 if isinstance(start, int) and isinstance(step, int) else None
     return _describe(n, Arange(start, step), dtype or kind)
 
@@ -213,6 +269,10 @@ def orthogonal(shape: Shape, *, gain: float = 1.0, dtype: torch.dtype | None = N
 
     Every device computes the whole matrix, on the CPU, and keeps its part. Source: Saxe et al., 2013, "Exact
     solutions to the nonlinear dynamics of learning in deep linear neural networks"; Mezzadri, 2007, for the signs.
+
+    >>> q = device_get(materialize(orthogonal((4, 4)), P("data"), mesh, key=key(0)))
+    >>> torch.allclose(q @ q.mT, torch.eye(4), atol=1e-5)
+    True
     """
     described = _describe(shape, Orthogonal(gain), dtype)
     if described.ndim < 2:
@@ -236,7 +296,13 @@ def zero_row(leaf: Deferred, row: int) -> Deferred:
 
 @checked
 def fans(shape: Sequence[int], in_dim: int = -2, out_dim: int = -1) -> tuple[int, int]:
-    """Return (fan_in, fan_out): the sizes of the two dims, each times the product of all other dims."""
+    """Return (fan_in, fan_out): the sizes of the two dims, each times the product of all other dims.
+
+    >>> fans((64, 256))
+    (64, 256)
+    >>> fans((64, 3, 5, 5), in_dim=1, out_dim=0)
+    (75, 1600)
+    """
     if len(shape) < 2:
         raise fail(f"a leaf of shape {list(shape)} has no fans", fix="two dims or more, or normal(std=...)")
     for name, dim in (("in_dim", in_dim), ("out_dim", out_dim)):
@@ -265,7 +331,11 @@ def kaiming_uniform(
     shape: Sequence[int], *, a: float = 0.0, mode: Mode = "fan_in", nonlinearity: Nonlinearity = "leaky_relu",
     in_dim: int = -2, out_dim: int = -1, dtype: torch.dtype | None = None,
 ) -> Deferred:  # fmt: skip
-    """Describe a leaf of U(-b, b), b = gain sqrt(3 / fan). Source: He et al., 2015, "Delving deep into rectifiers"."""
+    """Describe a leaf of U(-b, b), b = gain sqrt(3 / fan). Source: He et al., 2015, "Delving deep into rectifiers".
+
+    >>> kaiming_uniform((64, 256))
+    f32[64, 256] = uniform(low=-0.3062, high=0.3062)
+    """
     bound = _gain(nonlinearity, a) * math.sqrt(3 / _fan(mode, shape, in_dim, out_dim))
     return uniform(shape, low=-bound, high=bound, dtype=dtype)
 
@@ -275,7 +345,11 @@ def kaiming_normal(
     shape: Sequence[int], *, a: float = 0.0, mode: Mode = "fan_in", nonlinearity: Nonlinearity = "leaky_relu",
     in_dim: int = -2, out_dim: int = -1, dtype: torch.dtype | None = None,
 ) -> Deferred:  # fmt: skip
-    """Describe a leaf of N(0, gain^2 / fan). Source: He et al., 2015."""
+    """Describe a leaf of N(0, gain^2 / fan). Source: He et al., 2015.
+
+    >>> kaiming_normal((64, 256), nonlinearity="relu")
+    f32[64, 256] = normal(std=0.1768)
+    """
     return normal(shape, std=_gain(nonlinearity, a) / math.sqrt(_fan(mode, shape, in_dim, out_dim)), dtype=dtype)
 
 
@@ -283,7 +357,11 @@ def kaiming_normal(
 def xavier_uniform(
     shape: Sequence[int], *, gain: float = 1.0, in_dim: int = -2, out_dim: int = -1, dtype: torch.dtype | None = None
 ) -> Deferred:
-    """Describe a leaf of U(-b, b), b = gain sqrt(6 / (fan_in + fan_out)). Source: Glorot & Bengio, 2010."""
+    """Describe a leaf of U(-b, b), b = gain sqrt(6 / (fan_in + fan_out)). Source: Glorot & Bengio, 2010.
+
+    >>> xavier_uniform((64, 256))
+    f32[64, 256] = uniform(low=-0.1369, high=0.1369)
+    """
     bound = _xavier_gain(gain) * math.sqrt(6 / max(1, sum(fans(shape, in_dim, out_dim))))
     return uniform(shape, low=-bound, high=bound, dtype=dtype)
 
@@ -292,5 +370,9 @@ def xavier_uniform(
 def xavier_normal(
     shape: Sequence[int], *, gain: float = 1.0, in_dim: int = -2, out_dim: int = -1, dtype: torch.dtype | None = None
 ) -> Deferred:
-    """Describe a leaf of N(0, 2 gain^2 / (fan_in + fan_out)). Source: Glorot & Bengio, 2010."""
+    """Describe a leaf of N(0, 2 gain^2 / (fan_in + fan_out)). Source: Glorot & Bengio, 2010.
+
+    >>> xavier_normal((64, 256))
+    f32[64, 256] = normal(std=0.07906)
+    """
     return normal(shape, std=_xavier_gain(gain) * math.sqrt(2 / max(1, sum(fans(shape, in_dim, out_dim)))), dtype=dtype)

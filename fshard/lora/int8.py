@@ -34,7 +34,11 @@ LARGEST = 127
 
 @dataclass(frozen=True, eq=False)
 class Int8(Weight):
-    """A matrix as values * scale: |error| of an element is at most half the scale of its output. Made by `quantize`."""
+    """A matrix as values * scale: |error| of an element is at most half the scale of its output. Made by `quantize`.
+
+    >>> quantize({"w": torch.ones(1, 2)})["w"].values
+    tensor([[127, 127]], dtype=torch.int8)
+    """
 
     children = ("values", "scale")
 

@@ -33,6 +33,9 @@ class Leaf:
             looked up; None for a leaf that is no matrix.
         inputs: the number of input dims.
         why: the reason why it is no matrix.
+
+    >>> Leaf("layers.0.mlp.down", "w", "io")
+    Leaf(module='layers.0.mlp.down', part='w', layout='io', inputs=1, why='')
     """
 
     module: str

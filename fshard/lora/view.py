@@ -45,6 +45,12 @@ class LoraWeight(AdaptedWeight):
     """A matrix with low-rank factors: x @ base + (dropout(x) @ a @ b) * scale. Made by `apply`.
 
     `base` may be a Weight: another adapter's, or a quantized matrix.
+
+    >>> config, params = fs.lora.Config("w", rank=2), {"w": torch.ones(3, 4)}
+    >>> adapters = fs.materialize(fs.lora.init(config, params), P(), mesh, key=fs.key(0))
+    >>> view = fs.lora.apply(config, params, fs.device_get(adapters))["w"]
+    >>> type(view).__name__, fs.nn.linear(torch.ones(2, 3), view).shape
+    ('LoraWeight', torch.Size([2, 4]))
     """
 
     children = ("base", "a", "b", "magnitude", "key")

@@ -48,6 +48,9 @@ class Config:
 
     `mlm` predicts masked words, `pooler` summarizes a sequence at its first token, and `nsp`, on top of it, predicts
     whether a second sentence follows the first. The embedding of `pad_token_id` is initialized to zero and not trained.
+
+    >>> bert.Config(num_hidden_layers=2).hidden_size
+    768
     """
 
     vocab_size: int = 30522
@@ -84,7 +87,11 @@ class Config:
 
 @checked
 def init(cfg: Config) -> Any:
-    """The described parameters: matrices and embeddings N(0, initializer_range^2), norms 1, biases and padding 0."""
+    """The described parameters: matrices and embeddings N(0, initializer_range^2), norms 1, biases and padding 0.
+
+    >>> list(init(cfg))
+    ['word', 'position', 'type', 'ln', 'h', 'mlm']
+    """
     d, h, f, std = cfg.hidden_size, cfg.num_attention_heads, cfg.intermediate_size, cfg.initializer_range
     k = d // h
 
@@ -113,7 +120,12 @@ def init(cfg: Config) -> Any:
 
 @checked
 def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """Heads, hidden units and the vocabulary over `model`; the rest replicated. `fs.fully_shard` adds a data axis."""
+    """Heads, hidden units and the vocabulary over `model`; the rest replicated. `fs.fully_shard` adds a data axis.
+
+    >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
+    >>> params["word"]
+    f32[32@model, 16]
+    """
     m = model
     heads = {"w": P(None, m), "b": P(m)}
     block = {
@@ -142,6 +154,9 @@ def apply(
     [B@data, T] is 0 for the first sentence (the default) and 1 for the second. `params` are as placed. Pass their
     `specs` if they vary over `layout.data` or are split over it (FSDP): each block is then unsharded just before it
     runs. `key` turns dropout on; `remat` recomputes blocks in backward.
+
+    >>> apply(cfg, params, ids).shape
+    torch.Size([2, 4, 16])
     """
     top = _unshard(cfg, params, layout, specs, *_EMBEDDINGS)
     x = _encode(cfg, params, top, ids, layout, specs, mask=mask, types=types, key=key, remat=remat)
@@ -210,7 +225,11 @@ def _block(
 def logits(
     cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, **options: Any
 ) -> Tensor:
-    """Logits of the word at each position: ids [B@data, T] -> [B@data, T, V@model]; `options` are those of `apply`."""
+    """Logits of the word at each position: ids [B@data, T] -> [B@data, T, V@model]; `options` are those of `apply`.
+
+    >>> logits(cfg, params, ids).shape
+    torch.Size([2, 4, 32])
+    """
     top = _unshard(cfg, params, layout, specs, *_EMBEDDINGS, "mlm")
     x = _encode(cfg, params, top, ids, layout, specs, **options)
     head = top["mlm"]
@@ -226,6 +245,9 @@ def loss(
     """Mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets [B@data, T] of -100 are ignored.
 
     `options` are those of `apply`.
+
+    >>> loss(cfg, params, ids, ids)
+    tensor(3.47...)
     """
     out = logits(cfg, params, ids, layout=layout, **options)
     return nn.cross_entropy(out, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data,
@@ -237,6 +259,9 @@ def embed(cfg: Config, params: Any, ids: Tensor, *, mask: Tensor | None = None, 
     """Sentence embeddings of length 1: ids [B@data, T] -> [B@data, D]{I model}; `options` are those of `apply`.
 
     The dot product of two is the cosine of their angle. Source: Reimers & Gurevych, 2019, "Sentence-BERT".
+
+    >>> embed(cfg, params, ids).shape
+    torch.Size([2, 16])
     """
     return F.normalize(pool(apply(cfg, params, ids, mask=mask, **options), mask), dim=-1)
 
@@ -256,14 +281,26 @@ def pool(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
 @checked
 def pooled(cfg: Config, params: Any, x: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None) -> Tensor:
-    """The pooler's summary of each sequence: hidden states [B@data, T, D] of `apply` -> [B@data, D]{I model}."""
+    """The pooler's summary of each sequence: hidden states [B@data, T, D] of `apply` -> [B@data, D]{I model}.
+
+    >>> cfg = bert.Config(32, 16, 1, 2, 32, pooler=True)
+    >>> params = fs.device_get(fs.materialize(init(cfg), P(), mesh, key=fs.key(0)))
+    >>> pooled(cfg, params, apply(cfg, params, ids)).shape
+    torch.Size([2, 16])
+    """
     p = _unshard(cfg, params, layout, specs, "pooler")["pooler"]
     return torch.tanh(flat_linear(x[:, 0], p))
 
 
 @checked
 def follows(cfg: Config, params: Any, x: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None) -> Tensor:
-    """Logits that the second sentence follows the first (0) or not (1): x of `pooled` -> [B@data, 2]{I model}."""
+    """Logits that the second sentence follows the first (0) or not (1): x of `pooled` -> [B@data, 2]{I model}.
+
+    >>> cfg = bert.Config(32, 16, 1, 2, 32, pooler=True, nsp=True)
+    >>> params = fs.device_get(fs.materialize(init(cfg), P(), mesh, key=fs.key(0)))
+    >>> follows(cfg, params, pooled(cfg, params, apply(cfg, params, ids))).shape
+    torch.Size([2, 2])
+    """
     return flat_linear(x, _unshard(cfg, params, layout, specs, "nsp")["nsp"])
 
 
@@ -316,6 +353,9 @@ def theirs(path: tree.Path) -> FileTensor:
 def config(folder: StrPath, **heads: bool) -> Config:
     """Read a `Config` from the `config.json` of a folder, which does not list the `heads`.
 
+    >>> config("my-bert") == cfg
+    True
+
     Raises ShardingError for another type of model.
     """
     return read_config(folder, Config, _FIXED, None, **heads)
@@ -352,6 +392,10 @@ def save(
     """Write a folder that `from_pretrained` reads, of a class with the heads of `cfg`; `params` may be placed.
 
     `like`: see `hf.save`.
+
+    >>> save("again", cfg, params)
+    >>> config("again") == cfg
+    True
     """
     kind = "BertForPreTraining" if cfg.nsp else "BertForMaskedLM" if cfg.mlm else "BertModel"
     config = file_config(cfg, kind)

@@ -28,6 +28,11 @@ class Cache(NamedTuple):
     """Keys and values of all blocks for `length` tokens, with room for `capacity`; `Cache(capacity)` is empty.
 
     A call consumes the cache it is passed: the returned cache reuses its storage.
+
+    >>> cache = Cache(8)
+    >>> logits, cache = fs.models.gpt2.apply(cfg, params, ids, cache=cache)
+    >>> logits.shape, cache.length
+    (torch.Size([2, 4, 32]), 4)
     """
 
     capacity: int

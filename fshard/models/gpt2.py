@@ -42,7 +42,11 @@ from .transformer import (
 @checked
 @dataclass(frozen=True)
 class Config:
-    """Sizes and rates, named as in Hugging Face's `GPT2Config`. The head is tied to the token embedding."""
+    """Sizes and rates, named as in Hugging Face's `GPT2Config`. The head is tied to the token embedding.
+
+    >>> gpt2.Config(n_layer=2, n_embd=128, n_head=4).n_positions
+    1024
+    """
 
     vocab_size: int = 50257
     n_positions: int = 1024
@@ -70,7 +74,11 @@ class Config:
 
 @checked
 def init(cfg: Config) -> Any:
-    """The described parameters. Projections into the residual stream are drawn with std / sqrt(2 n_layer)."""
+    """The described parameters. Projections into the residual stream are drawn with std / sqrt(2 n_layer).
+
+    >>> list(init(cfg))
+    ['wte', 'wpe', 'h', 'ln_f']
+    """
     d, h, k, f = cfg.n_embd, cfg.n_head, cfg.n_embd // cfg.n_head, cfg.n_inner or 4 * cfg.n_embd
     std, residual = cfg.initializer_range, cfg.initializer_range / math.sqrt(2 * max(1, cfg.n_layer))
 
@@ -94,7 +102,12 @@ def init(cfg: Config) -> Any:
 
 @checked
 def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """Heads, hidden units and the vocabulary over `model`; the rest replicated. `fs.fully_shard` adds a data axis."""
+    """Heads, hidden units and the vocabulary over `model`; the rest replicated. `fs.fully_shard` adds a data axis.
+
+    >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
+    >>> params["wte"]
+    f32[32@model, 16]
+    """
     m = model
     block = {
         "ln_1": P(),
@@ -117,6 +130,9 @@ def apply(
     `params` are as placed. Pass their `specs` if they vary over `layout.data` or are split over it (FSDP): each block
     is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward. `mask`
     [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
+
+    >>> apply(cfg, params, ids).shape
+    torch.Size([2, 4, 32])
     """
     x, top, blocks = _forward(cfg, params, ids, ("wte", "wpe", "ln_f"), layout, specs, key, remat, mask, cache)
     logits = layout.column_linear(x, ids.shape[1], top["wte"].transpose(0, 1))  # [B, T, V@model]
@@ -131,6 +147,9 @@ def states(
     """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
 
     The parameters need no head.
+
+    >>> states(cfg, params, ids).shape
+    torch.Size([2, 4, 16])
     """
     x, *_ = _forward(cfg, params, ids, ("wte", "wpe", "ln_f"), layout, specs, key, remat, mask)
     return layout.whole(x, ids.shape[1])
@@ -219,7 +238,11 @@ def theirs(path: tree.Path) -> FileTensor:
 
 @checked
 def config(folder: StrPath) -> Config:
-    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
+    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
+
+    >>> config("my-gpt2") == cfg
+    True
+    """
     return read_config(folder, Config, _FIXED, _ABSENT)
 
 
@@ -243,6 +266,10 @@ def save(
     """Write a folder that `GPT2LMHeadModel.from_pretrained` reads; `params` may be placed on a mesh.
 
     `like`: see `hf.save`.
+
+    >>> save("again", cfg, params)
+    >>> config("again") == cfg
+    True
     """
     config = file_config(cfg, "GPT2LMHeadModel")
     write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))

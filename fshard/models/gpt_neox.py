@@ -52,6 +52,9 @@ class Config:
 
     `rope_parameters` are those of `rope.frequencies`; the defaults of rope_type, rope_theta and
     partial_rotary_factor are "default", 10000 and 0.25.
+
+    >>> gpt_neox.Config(num_hidden_layers=2).hidden_size
+    6144
     """
 
     vocab_size: int = 50432
@@ -86,7 +89,11 @@ class Config:
 
 @checked
 def init(cfg: Config) -> Any:
-    """The described parameters: matrices are drawn from N(0, initializer_range^2)."""
+    """The described parameters: matrices are drawn from N(0, initializer_range^2).
+
+    >>> list(init(cfg))
+    ['wte', 'h', 'ln_f', 'head']
+    """
     d, h, f, v = cfg.hidden_size, cfg.num_attention_heads, cfg.intermediate_size, cfg.vocab_size
     k, std = d // h, cfg.initializer_range
 
@@ -111,7 +118,12 @@ def init(cfg: Config) -> Any:
 
 @checked
 def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """Heads, hidden units and the vocabulary over `model`; the rest replicated. `fs.fully_shard` adds a data axis."""
+    """Heads, hidden units and the vocabulary over `model`; the rest replicated. `fs.fully_shard` adds a data axis.
+
+    >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
+    >>> params["wte"]
+    f32[32@model, 32]
+    """
     m, bias = model, cfg.attention_bias
     block = {
         "ln_1": P(),
@@ -135,6 +147,9 @@ def apply(
     `params` are as placed. Pass their `specs` if they vary over `layout.data` or are split over it (FSDP): each block
     is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward. `mask`
     [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
+
+    >>> apply(cfg, params, ids).shape
+    torch.Size([2, 4, 32])
     """
     names = ("wte", "ln_f") if cfg.tie_word_embeddings else ("wte", "ln_f", "head")
     x, top, blocks = _forward(cfg, params, ids, names, layout, specs, key, remat, mask, cache)
@@ -151,6 +166,9 @@ def states(
     """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
 
     The parameters need no head.
+
+    >>> states(cfg, params, ids).shape
+    torch.Size([2, 4, 32])
     """
     x, *_ = _forward(cfg, params, ids, ("wte", "ln_f"), layout, specs, key, remat, mask)
     return layout.whole(x, ids.shape[1])
@@ -266,7 +284,11 @@ def theirs(path: tree.Path) -> FileTensor:
 
 @checked
 def config(folder: StrPath) -> Config:
-    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
+    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
+
+    >>> config("my-gpt-neox") == cfg
+    True
+    """
     raw = config_of(folder)
     theta = raw.get("rotary_emb_base") or _ROPE["rope_theta"]
     rotary = rope.parameters(raw, theta=theta, partial=raw.get("rotary_pct") or _ROPE["partial_rotary_factor"])
@@ -302,6 +324,10 @@ def save(
     """Write a folder that `GPTNeoXForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
 
     `like`: see `hf.save`.
+
+    >>> save("again", cfg, params)
+    >>> config("again") == cfg
+    True
     """
     config = file_config(cfg, "GPTNeoXForCausalLM")
     write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))

@@ -43,7 +43,11 @@ from .transformer import (
 @checked
 @dataclass(frozen=True)
 class Config:
-    """Sizes and rates, named as in Hugging Face's `GPTJConfig`. `rotary_dim`: rotated dims of each head."""
+    """Sizes and rates, named as in Hugging Face's `GPTJConfig`. `rotary_dim`: rotated dims of each head.
+
+    >>> gptj.Config(n_layer=2).rotary_dim
+    64
+    """
 
     vocab_size: int = 50400
     n_positions: int = 2048
@@ -77,7 +81,11 @@ class Config:
 
 @checked
 def init(cfg: Config) -> Any:
-    """The described parameters: matrices are drawn from N(0, initializer_range^2)."""
+    """The described parameters: matrices are drawn from N(0, initializer_range^2).
+
+    >>> list(init(cfg))
+    ['wte', 'h', 'ln_f', 'head']
+    """
     d, h, k, v = cfg.n_embd, cfg.n_head, cfg.n_embd // cfg.n_head, cfg.vocab_size
     f, std = cfg.n_inner or 4 * d, cfg.initializer_range
 
@@ -102,7 +110,12 @@ def init(cfg: Config) -> Any:
 
 @checked
 def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """Heads, hidden units and the vocabulary over `model`; the rest replicated. `fs.fully_shard` adds a data axis."""
+    """Heads, hidden units and the vocabulary over `model`; the rest replicated. `fs.fully_shard` adds a data axis.
+
+    >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
+    >>> params["wte"]
+    f32[32@model, 16]
+    """
     m = model
     block = {
         "ln_1": P(),
@@ -127,6 +140,9 @@ def apply(
     `params` are as placed. Pass their `specs` if they vary over `layout.data` or are split over it (FSDP): each block
     is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward. `mask`
     [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
+
+    >>> apply(cfg, params, ids).shape
+    torch.Size([2, 4, 32])
     """
     x, top, blocks = _forward(cfg, params, ids, ("wte", "ln_f", "head"), layout, specs, key, remat, mask, cache)
     w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
@@ -142,6 +158,9 @@ def states(
     """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
 
     The parameters need no head.
+
+    >>> states(cfg, params, ids).shape
+    torch.Size([2, 4, 16])
     """
     x, *_ = _forward(cfg, params, ids, ("wte", "ln_f"), layout, specs, key, remat, mask)
     return layout.whole(x, ids.shape[1])
@@ -236,7 +255,11 @@ def theirs(path: tree.Path) -> FileTensor:
 
 @checked
 def config(folder: StrPath) -> Config:
-    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
+    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
+
+    >>> config("my-gptj") == cfg
+    True
+    """
     return read_config(folder, Config, _FIXED, _ABSENT)
 
 
@@ -261,6 +284,10 @@ def save(
     """Write a folder that `GPTJForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
 
     `like`: see `hf.save`.
+
+    >>> save("again", cfg, params)
+    >>> config("again") == cfg
+    True
     """
     config = file_config(cfg, "GPTJForCausalLM")
     write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))

@@ -176,6 +176,10 @@ def specs(cfg: BaseConfig, *, model: Axis = None) -> Any:
     """Key and value heads with their queries, hidden units and the vocabulary over `model`; the rest replicated.
 
     `fs.fully_shard` adds a data axis.
+
+    >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
+    >>> params["wte"]
+    f32[32@model, 16]
     """
     return specs_with(cfg, model, {
         "gate": column_specs(cfg, "gate", model), "up": column_specs(cfg, "up", model),
@@ -217,6 +221,9 @@ def apply(
 
     With the rope_type dynamic or longrope, angles depend on the longest sequence of the batch so far. Cached keys are
     not rotated again, as in transformers: the logits are not those of one call with all the tokens.
+
+    >>> apply(cfg, params, ids).shape
+    torch.Size([2, 4, 32])
     """
     run, top, x, blocks = forward(cfg, params, ids, init(cfg), _block, layout=layout, specs=specs, key=key,
                                   remat=remat, mask=mask, cache=cache)  # fmt: skip
@@ -232,6 +239,9 @@ def states(
     """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
 
     The parameters need no head.
+
+    >>> states(cfg, params, ids).shape
+    torch.Size([2, 4, 16])
     """
     run, top, x, _ = forward(cfg, params, ids, init(cfg), _block, layout=layout, specs=specs, key=key, remat=remat,
                              mask=mask, logits=False)  # fmt: skip
@@ -356,7 +366,11 @@ def theirs(path: tree.Path) -> FileTensor:
 
 @checked
 def config(folder: StrPath) -> Config:
-    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
+    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
+
+    >>> config("my-llama") == cfg
+    True
+    """
     return read_config(folder, Config, _FIXED, _ABSENT, rope_parameters=rope.parameters(config_of(folder)))
 
 
@@ -390,6 +404,10 @@ def save(
     """Write a folder that `LlamaForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
 
     `like`: see `hf.save`.
+
+    >>> save("again", cfg, params)
+    >>> config("again") == cfg
+    True
     """
     write(path, params, theirs, config=file_config(cfg, "LlamaForCausalLM"), like=like, max_shard_bytes=max_shard_bytes,
           described=init(cfg))  # fmt: skip

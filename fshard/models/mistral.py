@@ -51,13 +51,21 @@ _ABSENT = {"bos_token_id": 1, "eos_token_id": 2}  # of a config.json without the
 
 @checked
 def config(folder: StrPath) -> Config:
-    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
+    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
+
+    >>> config("my-mistral") == cfg
+    True
+    """
     return read_config(folder, Config, _FIXED, _ABSENT, rope_parameters=rope.parameters(config_of(folder)))
 
 
 @checked
 def load(path: StrPath) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder written by `save_pretrained`; see `llama.load`."""
+    """The config and the described parameters of a folder written by `save_pretrained`; see `llama.load`.
+
+    >>> cfg, weights = load("my-mistral")
+    >>> params = fs.materialize(weights, specs(cfg, model="model"), mesh, key=fs.key(0))
+    """
     cfg = config(path)
     return cfg, llama.read_weights(path, cfg)
 
@@ -69,6 +77,10 @@ def save(
     """Write a folder that `MistralForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
 
     `like`: see `hf.save`.
+
+    >>> save("again", cfg, params)
+    >>> config("again") == cfg
+    True
     """
     write(path, params, theirs, config=file_config(cfg, "MistralForCausalLM"),
           like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))  # fmt: skip

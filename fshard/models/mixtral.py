@@ -50,6 +50,9 @@ class Config(llama.BaseConfig):
     Each token goes to `num_experts_per_tok` of `num_local_experts` experts, the likeliest, the first among equals.
     `loss` adds the load balancing loss of the router times `router_aux_loss_coef` if `output_router_logits`, as
     transformers does, and its z-loss times `router_z_loss_coef`, which transformers has not.
+
+    >>> mixtral.Config(num_hidden_layers=2).num_local_experts
+    8
     """
 
     intermediate_size: int = 14336
@@ -120,6 +123,9 @@ def apply(
     goes to, which may differ between meshes.
 
     A program that is compiled, where shapes may not depend on values, computes every expert for every token.
+
+    >>> apply(cfg, params, ids).shape
+    torch.Size([2, 4, 32])
     """
     run, top, x, outs = _forward(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
                                  cache=cache)  # fmt: skip
@@ -135,6 +141,9 @@ def states(
     """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
 
     The parameters need no head.
+
+    >>> states(cfg, params, ids).shape
+    torch.Size([2, 4, 16])
     """
     run, top, x, _ = _forward(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
                               logits=False)  # fmt: skip
@@ -152,6 +161,9 @@ def losses(
     times its mean probability: K if balanced. "z" is the mean square of the log of the sum of exponentials of the
     router's logits. Both are over the tokens of all layers and ranks, without those that `mask` leaves out; of none
     they are 0.
+
+    >>> losses(cfg, params, ids, ids)
+    {'cross_entropy': tensor(3.5229), 'balance': tensor(2.2363), 'z': tensor(4.3002)}
     """
     run, top, x, outs = _forward(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
     ce = nn.cross_entropy(run.logits(top, x), targets, axis=layout.model, size=cfg.vocab_size, over=layout.data,
@@ -173,6 +185,9 @@ def loss(
     """Mean cross-entropy in nats over the targets of all ranks, and the router's losses as `cfg` weighs them: [] {I}.
 
     Targets of -100 are ignored.
+
+    >>> loss(cfg, params, ids, ids)
+    tensor(3.52...)
     """
     parts = losses(cfg, params, ids, targets, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
     out = parts["cross_entropy"] + cfg.router_z_loss_coef * parts["z"]
@@ -339,7 +354,11 @@ def theirs(path: tree.Path) -> FileTensor:
 
 @checked
 def config(folder: StrPath) -> Config:
-    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
+    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
+
+    >>> config("my-mixtral") == cfg
+    True
+    """
     rotary = rope.parameters(config_of(folder), theta=_THETA)
     return read_config(folder, Config, _FIXED, _ABSENT, rope_parameters=rotary)
 
@@ -364,6 +383,10 @@ def save(
     """Write a folder that `MixtralForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
 
     `like`: see `hf.save`.
+
+    >>> save("again", cfg, params)
+    >>> config("again") == cfg
+    True
     """
     write(path, params, theirs, config=file_config(cfg, "MixtralForCausalLM"),
           like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))  # fmt: skip

@@ -51,13 +51,21 @@ _FIXED = {"model_type": "qwen3"}
 
 @checked
 def config(folder: StrPath) -> Config:
-    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model."""
+    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
+
+    >>> config("my-qwen3") == cfg
+    True
+    """
     return read_config(folder, Config, _FIXED, rope_parameters=rope.parameters(config_of(folder)))
 
 
 @checked
 def load(path: StrPath) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder written by `save_pretrained`; see `llama.load`."""
+    """The config and the described parameters of a folder written by `save_pretrained`; see `llama.load`.
+
+    >>> cfg, weights = load("my-qwen3")
+    >>> params = fs.materialize(weights, specs(cfg, model="model"), mesh, key=fs.key(0))
+    """
     cfg = config(path)
     return cfg, llama.read_weights(path, cfg)
 
@@ -69,6 +77,10 @@ def save(
     """Write a folder that `Qwen3ForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
 
     `like`: see `hf.save`.
+
+    >>> save("again", cfg, params)
+    >>> config("again") == cfg
+    True
     """
     write(path, params, theirs, config=file_config(cfg, "Qwen3ForCausalLM"),
           like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))  # fmt: skip

@@ -262,6 +262,9 @@ def features(
     With `train` the norms use the statistics of the images of all ranks of `layout.data`, and the new state is their
     running average; otherwise they use the state. `params` are as placed. Pass their `specs` if they are split over
     `layout.data` (FSDP). Each stage is unsharded just before it runs; `remat` recomputes stages in backward.
+
+    >>> features(cfg, weights["params"], weights["state"], images, train=False)[0].shape
+    torch.Size([2, 8])
     """
     described = init(cfg)
     if x.ndim != 4 or x.shape[1] != cfg.num_channels or not x.is_floating_point():
@@ -373,6 +376,10 @@ def apply(
 
     `batch` are the axes of `layout.data` that do not split the classes. Without a head: the features. `options` are
     those of `features`.
+
+    >>> logits, state = apply(cfg, weights["params"], weights["state"], images, train=True)
+    >>> logits.shape
+    torch.Size([2, 8])
     """
     x, new = features(cfg, params, state, x, train=train, layout=layout, **options)
     if not cfg.num_labels:
@@ -450,6 +457,9 @@ def theirs(path: tree.Path) -> FileTensor:
 def config(folder: StrPath, **fields: Any) -> Config:
     """Read a `Config` from the `config.json` of a folder; `fields` replace its own.
 
+    >>> config("my-resnet") == cfg
+    True
+
     Raises ShardingError for another type of model, and for one that was trained as a regression or for several classes
     at once.
     """
@@ -493,6 +503,10 @@ def save(
     """Write a folder that `from_pretrained` reads, of {"params": ..., "state": ...}, which may be placed on a mesh.
 
     `like`: see `hf.save`. Raises ShardingError for the stem "cifar", which transformers does not have.
+
+    >>> save("again", cfg, weights)
+    >>> config("again") == cfg
+    True
     """
     if cfg.stem != "imagenet":
         raise fail(f"resnet.save: stem={cfg.stem!r}: transformers has no such model", fix="fs.checkpoint.save")

@@ -180,6 +180,10 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
     """Heads with their relative positions, hidden units and the vocabulary over `model`; the rest replicated.
 
     `fs.fully_shard` adds a data axis.
+
+    >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
+    >>> params["wte"]
+    f32[32@model, 16]
     """
     column, row, bias = {"w": P(None, model)}, {"w": P(model)}, {"bias": P(None, model)}
     attention = {"norm": P(), "q": column, "k": column, "v": column, "proj": row}
@@ -208,6 +212,9 @@ def apply(
     over `layout.data` or are split over it (FSDP): each block is then unsharded just before it runs. `key` turns
     dropout on; `remat` recomputes blocks in backward. `mask` [B@data, S] and `decoder_mask` [B@data, T] are 0 for
     padding, on either side: no token attends to it.
+
+    >>> apply(cfg, params, ids, ids).shape
+    torch.Size([2, 4, 32])
     """
     call = _Call.of(cfg, params, ids, layout, specs, key, remat, ("wte", *_STACKS, *_head(cfg)))
     source = layout.enter(_encode(call, ids, mask), ids.shape[1])  # once for all blocks
@@ -222,6 +229,9 @@ def encode(
     """The last hidden states of the encoder: ids [B@data, S] -> [B@data, S, D]{I model}; arguments as of `apply`.
 
     The parameters need neither a decoder nor a head.
+
+    >>> encode(cfg, params, ids).shape
+    torch.Size([2, 4, 16])
     """
     call = _Call.of(cfg, params, ids, layout, specs, key, remat, ("wte", "encoder"))
     return layout.whole(_encode(call, ids, mask), ids.shape[1])
@@ -237,6 +247,9 @@ def decode(
 
     `mask` is that of the source. With a `cache` the result is (logits, the updated cache): it has the keys and values
     of the tokens before, which `decoder_mask` covers too, and of the source, which is projected by the first call only.
+
+    >>> decode(cfg, params, encode(cfg, params, ids), ids).shape
+    torch.Size([2, 4, 32])
     """
     call = _Call.of(cfg, params, decoder_ids, layout, specs, key, remat, ("wte", "decoder", *_head(cfg)))
     logits, cache = _decode(call, pvary(states, layout.model), decoder_ids, mask, decoder_mask, cache)
@@ -449,6 +462,9 @@ def loss(
     """Mean cross-entropy in nats over the targets [B@data, T] of all ranks: [] {I}. Targets of -100 are ignored.
 
     The decoder is fed the targets one position later (`shifted`); the other arguments are those of `apply`.
+
+    >>> loss(cfg, params, ids, ids)
+    tensor(1.23...)
     """
     logits = apply(cfg, params, ids, shifted(cfg, targets), layout=layout, specs=specs, key=key, remat=remat, mask=mask,
                    decoder_mask=decoder_mask)  # fmt: skip
@@ -490,6 +506,9 @@ def generate(
     padded on the left where `decoder_mask` is 0. The source is encoded once, and each block projects it once. `mask`
     [B@data, S] is 0 for padding of the source. The rest is as for `gpt2.generate`: the likeliest token, draws by `key`,
     beams, the end of a text, and all other `options` of `fs.decoding.Options`.
+
+    >>> generate(cfg, params, ids, new=3).shape
+    torch.Size([2, 4])
     """
     chosen = Options.of(with_tokens(options, cfg.eos_token_id, cfg.pad_token_id, cfg.vocab_size))
     check_ids("generate", ids)
@@ -567,6 +586,9 @@ def config(folder: StrPath) -> Config:
     """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
 
     `load` sees in the weights too whether the head is tied: transformers 5 does not say so in config.json.
+
+    >>> config("my-t5") == cfg
+    True
     """
     contents = config_of(folder)
     kind = contents.get("model_type")
@@ -618,6 +640,10 @@ def save(
     """Write a folder that `T5ForConditionalGeneration.from_pretrained` reads; `params` may be placed on a mesh.
 
     `like`: see `hf.save`.
+
+    >>> save("again", cfg, params)
+    >>> config("again") == cfg
+    True
     """
     config = {"architectures": [f"{_CLASSES[cfg.model_type]}ForConditionalGeneration"], "is_encoder_decoder": True,
               **asdict(cfg), "num_decoder_layers": cfg.decoder_layers}  # fmt: skip

@@ -189,6 +189,9 @@ def _lookup(ids: Tensor, table: Tensor, axis: Axis, size: int | None) -> Tensor:
 def layer_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
     """Compute (x - mean) / sqrt(var + eps) * w + b over the last dim: [..., D] -> [..., D].
 
+    >>> layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), torch.zeros(2))
+    tensor([[-1.0000,  1.0000]])
+
     Source: Ba et al., 2016.
     """
     return F.layer_norm(x, x.shape[-1:], w, b, eps)
@@ -199,6 +202,9 @@ def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6) -> Tensor
     """Compute x / sqrt(mean(x^2) + eps) * w over the last dim, in float32 or better: [..., D] -> [..., D].
 
     Half precision is rounded once, after the product with `w`; Llama's own code rounds before it too.
+    >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2))
+    tensor([[0.8485, 1.1314]])
+
     Source: Zhang & Sennrich, 2019.
     """
     return F.rms_norm(x, x.shape[-1:], w, eps)
@@ -301,7 +307,11 @@ def dropout(
 
 @checked
 def gelu(x: Tensor) -> Tensor:
-    """Compute the tanh form of GELU, as GPT-2 does: [...] -> [...]. Source: Hendrycks & Gimpel, 2016."""
+    """Compute the tanh form of GELU, as GPT-2 does: [...] -> [...]. Source: Hendrycks & Gimpel, 2016.
+
+    >>> gelu(torch.tensor([-1.0, 0.0, 1.0]))
+    tensor([-0.1588,  0.0000,  0.8412])
+    """
     return F.gelu(x, approximate="tanh")
 
 

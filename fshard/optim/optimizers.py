@@ -57,6 +57,10 @@ class Transform(_Step):
 
     A transform that multiplies each leaf by a number may have `factors` too, which returns those numbers: the optimizer
     then scales while it steps, without a second tree of gradients.
+
+    >>> clip = clip_by_global_norm(1.0, {"w": P()})
+    >>> clip.update({"w": torch.tensor([3.0, 4.0])}, clip.init(None), None)[0]
+    {'w': tensor([0.6000, 0.8000])}
     """
 
     factors: Callable[[Any, Any, Any], tuple[list[Tensor], Any]] | None = None  # one factor per leaf, and the new state
@@ -65,7 +69,13 @@ class Transform(_Step):
 @checked
 @dataclass(frozen=True, repr=False)
 class Optimizer(_Step):
-    """A step of the parameters: `update(grads, state, params) -> (params, state)`."""
+    """A step of the parameters: `update(grads, state, params) -> (params, state)`.
+
+    >>> opt = sgd(0.1)
+    >>> params, state = opt.update({"w": torch.ones(2)}, opt.init({"w": torch.ones(2)}), {"w": torch.ones(2)})
+    >>> params
+    {'w': tensor([0.9000, 0.9000])}
+    """
 
     scaled: Callable[[Any, Any, Any, list[Tensor]], tuple[Any, Any]] | None = None  # `update` by grads * factors
     elementwise: bool = False  # the step of an element reads nothing but its gradient, its moments and the count
@@ -266,6 +276,11 @@ def clip_by_global_norm(max_norm: float, specs: Any) -> Transform:
     `specs` are those of the parameters, or a prefix. The state is `{"norm": 0-d float32}`, the norm before the clip,
     for logs. The formula is that of `torch.nn.utils.clip_grad_norm_`: a NaN makes all gradients NaN, an infinity
     becomes NaN and makes all others 0.
+
+    >>> clip = clip_by_global_norm(1.0, {"w": P("model")})
+    >>> grads, _ = clip.update({"w": torch.ones(1)}, clip.init(None), None)      # model=4: the norm is 2
+    >>> grads
+    {'w': tensor([0.5000])}
 
     Source: Pascanu et al., 2013, "On the difficulty of training recurrent neural networks".
     """

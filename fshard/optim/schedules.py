@@ -33,7 +33,11 @@ def _progress(count: Tensor, steps: int) -> Tensor:
 
 @checked
 def constant(value: float) -> Schedule:
-    """Return the same number at every step."""
+    """Return the same number at every step.
+
+    >>> constant(3e-4)(100)
+    0.0003
+    """
     return _schedule(lambda count: torch.full_like(count, value))
 
 

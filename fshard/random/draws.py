@@ -275,7 +275,11 @@ def normal_box(
     key: Tensor, shape: Sequence[int], box: Box, *, mean: float = 0.0, std: float = 1.0,
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    """`normal` for an explicit box of the global shape, without a mesh; initializers use the three `_box` functions."""
+    """`normal` for an explicit box of the global shape, without a mesh; initializers use the three `_box` functions.
+
+    >>> torch.equal(normal_box(key(0), (6,), (slice(2, 4),)), normal(key(0), (6,))[2:4])
+    True
+    """
     return _draw("normal", key, shape, box, _normal(mean, std, dtype), device)
 
 
@@ -284,7 +288,11 @@ def trunc_normal_box(
     key: Tensor, shape: Sequence[int], box: Box, *, mean: float = 0.0, std: float = 1.0, a: float = -2.0,
     b: float = 2.0, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    """`trunc_normal` for an explicit box of the global shape."""
+    """`trunc_normal` for an explicit box of the global shape.
+
+    >>> torch.equal(trunc_normal_box(key(0), (6,), (slice(2, 4),)), trunc_normal(key(0), (6,))[2:4])
+    True
+    """
     return _draw("trunc_normal", key, shape, box, _trunc_normal(mean, std, a, b, dtype), device)
 
 
@@ -292,7 +300,11 @@ def trunc_normal_box(
 def bernoulli_box(
     key: Tensor, shape: Sequence[int], box: Box, *, p: float = 0.5, device: torch.device | None = None
 ) -> Tensor:
-    """`bernoulli` for an explicit box of the global shape."""
+    """`bernoulli` for an explicit box of the global shape.
+
+    >>> torch.equal(bernoulli_box(key(0), (6,), (slice(2, 4),)), bernoulli(key(0), (6,))[2:4])
+    True
+    """
     return _draw("bernoulli", key, shape, box, _bernoulli(p), device)
 
 
@@ -301,7 +313,11 @@ def uniform_box(
     key: Tensor, shape: Sequence[int], box: Box, *, low: float = 0.0, high: float = 1.0,
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    """`uniform` for an explicit box of the global shape."""
+    """`uniform` for an explicit box of the global shape.
+
+    >>> torch.equal(uniform_box(key(0), (6,), (slice(2, 4),)), uniform(key(0), (6,))[2:4])
+    True
+    """
     return _draw("uniform", key, shape, box, _uniform(low, high, dtype), device)
 
 
@@ -346,7 +362,11 @@ def trunc_normal(
     key: Tensor, shape: Sequence[int], *, spec: P = _REPLICATED, mean: float = 0.0, std: float = 1.0,
     a: float = -2.0, b: float = 2.0, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    """Draw from N(mean, std^2) cut to [a, b]: values, not multiples of std, as in `torch.nn.init.trunc_normal_`."""
+    """Draw from N(mean, std^2) cut to [a, b]: values, not multiples of std, as in `torch.nn.init.trunc_normal_`.
+
+    >>> trunc_normal(key(0), (3,), std=0.02)
+    tensor([-0.0051,  0.0236,  0.0126])
+    """
     return _draw_local("trunc_normal", key, shape, spec, _trunc_normal(mean, std, a, b, dtype), device)
 
 
@@ -355,7 +375,11 @@ def uniform(
     key: Tensor, shape: Sequence[int], *, spec: P = _REPLICATED, low: float = 0.0, high: float = 1.0,
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    """Draw from U[low, high): never `high`, also where the dtype would round to it."""
+    """Draw from U[low, high): never `high`, also where the dtype would round to it.
+
+    >>> uniform(key(0), (3,), low=-1.0)
+    tensor([-0.2019,  0.7610,  0.4714])
+    """
     return _draw_local("uniform", key, shape, spec, _uniform(low, high, dtype), device)
 
 
@@ -363,7 +387,11 @@ def uniform(
 def bernoulli(
     key: Tensor, shape: Sequence[int], *, p: float = 0.5, spec: P = _REPLICATED, device: torch.device | None = None
 ) -> Tensor:
-    """Draw a bool mask, True with probability p to within 2^-33; p = 0 and p = 1 are exact."""
+    """Draw a bool mask, True with probability p to within 2^-33; p = 0 and p = 1 are exact.
+
+    >>> bernoulli(key(0), (6,), p=0.5)
+    tensor([ True, False, False, False, False,  True])
+    """
     return _draw_local("bernoulli", key, shape, spec, _bernoulli(p), device)
 
 
@@ -373,6 +401,9 @@ def randint(
     device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
     """Draw int64s of range(low, high), each with probability 1 / (high - low) to within 2^-32.
+
+    >>> randint(key(0), (6,), low=0, high=10)
+    tensor([3, 8, 7, 6, 9, 3])
 
     Raises ShardingError unless 0 < high - low <= 2^31.
     """
@@ -390,6 +421,10 @@ def randint(
 
 @checked
 def bits(key: Tensor, shape: Sequence[int], *, spec: P = _REPLICATED, device: torch.device | None = None) -> Tensor:
-    """Draw the random words themselves: 32 bits in each int64."""
+    """Draw the random words themselves: 32 bits in each int64.
+
+    >>> bits(key(0), (2,))
+    tensor([1713891541, 3781805453])
+    """
     distribution = _Distribution(lambda w: w, torch.int64)
     return _draw_local("bits", key, shape, spec, distribution, device)

@@ -76,7 +76,15 @@ def split(key: Tensor, n: int = 2) -> Tensor:
 
 
 def check_key(verb: str, key: object) -> None:
-    """Raise ShardingError, naming `verb`, unless `key` is a key."""
+    """Raise ShardingError, naming `verb`, unless `key` is a key.
+
+    >>> check_key("draw", torch.ones(3))
+    Traceback (most recent call last):
+        ...
+    ShardingError: draw: not a key
+      got  f32[3]    needed  i64[2]
+      fix: fs.key(0)
+    """
     if isinstance(key, Tensor) and key.dtype == torch.int64 and tuple(key.shape) == (2,):
         return
     fix = "fs.key(0)"

@@ -26,6 +26,12 @@ class Strategy:
             replicated.
         release, prefetch, backward_prefetch: options of `scan`, `Apply.unshard` and the models' `Layout`.
         offload_params, offload_optimizer: keep parameters and gradients, or the optimizer's state, in host memory.
+
+    >>> fsdp = fs.strategy("FULL_SHARD", axis="data")
+    >>> fsdp.param_specs({"w": fs.init.zeros((8, 4))})
+    {'w': P('data')}
+    >>> fsdp.release, fsdp.prefetch
+    (True, 1)
     """
 
     name: str

@@ -40,6 +40,11 @@ def unshard(
         reduce_dtype: gradients are summed over the ranks in it, by default in `dtype`, and then cast to the dtype of
             the leaf.
 
+    >>> split = {"w": P("data"), "b": P()}
+    >>> parts = {"w": torch.ones(2, 3), "b": torch.ones(3)}         # of one rank
+    >>> unshard(parts, split, "data")["w"].shape                      # data=2
+    torch.Size([4, 3])
+
     Raises ShardingError if a dim is split by `axis` and, minor to it, by another axis that stays: the pieces of such a
     dim cannot be joined.
     """

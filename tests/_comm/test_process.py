@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -146,7 +147,14 @@ def opening_example_on_ranks(axes: dict[str, int]) -> Any:
         assert transfers.keys() == {0, 1, 2, 3}
         begin, end = (max(t[0] for t in transfers.values()), min(t[1] for t in transfers.values()))
         assert begin <= end  # every rank takes part in the sum at some one time
-    return opening_example(mesh), classifier(mesh), replaced_submodules(mesh) if axes["data"] == 2 else None
+    if axes["data"] < 2 or axes["model"] < 2:
+        return opening_example(mesh), classifier(mesh), None
+    return opening_example(mesh), classifier(mesh), (replaced_submodules(mesh), example()(mesh))
+
+
+def example() -> Any:
+    """Return `train` of examples/sequence.py, whose file runs under torchrun too."""
+    return runpy.run_path(str(Path(__file__).parents[2] / "examples" / "sequence.py"))["train"]
 
 
 def test_opening_example_and_split_layers_equal_the_simulated_mesh(ranks: Pool) -> None:
@@ -156,7 +164,8 @@ def test_opening_example_and_split_layers_equal_the_simulated_mesh(ranks: Pool) 
         want = opening_example(fs.make_mesh(kind="simulated", **axes))
         assert_same(want, one, **CLOSE)
         assert_same(classifier(fs.make_mesh(kind="simulated", **axes)), classified, **CLOSE)
-        of_module = replaced_submodules(fs.make_mesh(kind="simulated", **axes)) if axes["data"] == 2 else None
+        mesh = fs.make_mesh(kind="simulated", **axes)
+        of_module = (replaced_submodules(mesh), example()(mesh)) if axes["data"] == 2 else None
         for got, layers, got_of_module in ranks(4, opening_example_on_ranks, axes):
             assert_same(got[0], want[0])  # initial values: bitwise
             assert_same(got, want, **CLOSE)

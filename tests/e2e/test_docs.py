@@ -15,6 +15,7 @@ import contextlib
 import doctest
 import functools
 import importlib
+import inspect
 import io
 import linecache
 import pkgutil
@@ -31,6 +32,7 @@ import pytest
 import torch
 
 import fshard as fs
+from docs import build
 from fshard._comm import in_region, region
 
 ROOT = Path(__file__).parents[2]
@@ -222,40 +224,10 @@ GENERATOR = """
 from transformers import GPT2Config, GPT2LMHeadModel
 config = GPT2Config(vocab_size=31, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
 """
-LLAMA = """
-from fshard.models import llama
-cfg = llama.Config(32, 16, 24, 1, 4, 2)
-llama.save("my-llama", cfg, fs.materialize(llama.init(cfg), P(), mesh, key=fs.key(0)))
-"""
-MIXTRAL = """
-from fshard.models import mixtral
-cfg = mixtral.Config(32, 16, 24, 1, 4, 2)
-mixtral.save("my-mixtral", cfg, fs.materialize(mixtral.init(cfg), P(), mesh, key=fs.key(0)))
-"""
 HEADS = """
 from fshard.models import heads
 cfg = heads.Config(fs.models.gpt2.Config(32, 8, 16, 1, 4), "sequence", pad_token_id=0)
 heads.save("my-classifier", cfg, fs.materialize(heads.init(cfg), P(), mesh, key=fs.key(0)))
-"""
-GPTJ = """
-gptj = fs.models.gptj
-cfg = gptj.Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=4, rotary_dim=4)
-gptj.save("my-gptj", cfg, fs.materialize(gptj.init(cfg), P(), mesh, key=fs.key(0)))
-"""
-NEOX = """
-gpt_neox = fs.models.gpt_neox
-cfg = gpt_neox.Config(32, 32, 1, 4, 24)
-gpt_neox.save("my-gpt-neox", cfg, fs.materialize(gpt_neox.init(cfg), P(), mesh, key=fs.key(0)))
-"""
-BERT = """
-bert = fs.models.bert
-cfg = bert.Config(32, 16, 1, 2, 32)
-bert.save("my-bert", cfg, fs.materialize(bert.init(cfg), P(), mesh, key=fs.key(0)))
-"""
-T5 = """
-t5 = fs.models.t5
-cfg = t5.Config("t5", 32, 16, 4, 24, 1, 1, 2)
-t5.save("my-t5", cfg, fs.materialize(t5.init(cfg), P(), mesh, key=fs.key(0)))
 """
 RESNET = """
 resnet = fs.models.resnet
@@ -310,6 +282,32 @@ x = y = torch.ones(8, 8)
 loss_fn = lambda p, x, y: (x @ p["up"] @ p["down"] - y).square().mean()
 """
 
+SMALL = {
+    "bert": "32, 16, 1, 2, 32", "gpt2": "32, 8, 16, 1, 4", "gpt_neox": "32, 32, 1, 4, 24",
+    "gptj": "vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=4, rotary_dim=4",
+    "mistral": "32, 16, 24, 1, 4, 2", "mixtral": "32, 16, 24, 1, 4, 2", "qwen2": "32, 16, 24, 1, 4, 2",
+    "llama": "32, 16, 24, 1, 4, 2",
+    "qwen3": "32, 16, 24, 1, 4, 2, head_dim=8", "t5": "'t5', 32, 16, 4, 24, 1, 1, 2",
+}  # fmt: skip
+
+
+def model(name: str, *, saved: bool = False) -> str:
+    """A small model of `fs.models`: its config, its parameters on one device and a batch of tokens; also a folder."""
+    lines = [f"from fshard.models import {name}", f"cfg = {name}.Config({SMALL[name]})",
+             f"params = fs.device_get(fs.materialize({name}.init(cfg), P(), fs.make_mesh(one=1), key=fs.key(0)))",
+             "ids = torch.zeros(2, 4, dtype=torch.int64)"]  # fmt: skip
+    return "\n".join([*lines, f"{name}.save('my-{name.replace('_', '-')}', cfg, params)"] if saved else lines)
+
+
+RESNET_PLACED = (
+    RESNET
+    + """
+weights = {"params": resnet.init(cfg), "state": resnet.state(cfg)}
+weights = fs.device_get(fs.materialize(weights, P(), fs.make_mesh(one=1), key=fs.key(0)))
+images = torch.ones(2, 3, 32, 32)
+"""
+)
+
 YAML = 'from pathlib import Path; Path("fsdp.yaml").write_text("{distributed_type: FSDP, num_processes: 2}")'
 
 # Code that runs before the examples of a docstring, by the name of the documented object.
@@ -341,13 +339,7 @@ apply, module = fs.defer(lambda: peft.get_peft_model(AutoModel.from_config(base)
 params = fs.materialize(module, P(), mesh, key=fs.key(0))
 """,
     "fshard.interop.peft.wrapped.weights": WRAPPED,
-    "fshard.models.bert.load": BERT,
-    "fshard.models.gpt2.load": GPT2,
-    "fshard.models.gpt_neox.load": NEOX,
-    "fshard.models.gptj.load": GPTJ,
     "fshard.models.heads.load": HEADS,
-    "fshard.models.llama.load": LLAMA,
-    "fshard.models.mixtral.load": MIXTRAL,
     "fshard.models.resnet.head_inputs": RESNET_LOCAL + 'x = fs.random.normal(fs.key(1), (4, 8), spec=P("data"))',
     "fshard.models.resnet.load": RESNET
     + """
@@ -355,7 +347,6 @@ weights = {"params": resnet.init(cfg), "state": resnet.state(cfg)}
 resnet.save("my-resnet", cfg, fs.materialize(weights, P(), mesh, key=fs.key(0)))
 """,
     "fshard.models.resnet.loss": RESNET_LOCAL,
-    "fshard.models.t5.load": T5,
     "fshard.nn.classes.sample_classes": SAMPLED,
     "fshard.nn.margins.margin": CLASSIFIER,
     "fshard.nn.batch_norm.batch_norm": """
@@ -381,7 +372,32 @@ x, params = torch.ones(2, 3, 5, 5), {"w": torch.ones(2, 3, 3, 3), "b": torch.one
     "fshard.schedule.scan.scan": LOCAL_MLP + SCANNED,
     "fshard.schedule.remat.remat": LOCAL_MLP + 'h = x\nblock = lambda p, h: torch.relu(h @ p["up"]) @ p["down"]',
 }
+OF_MODELS = {
+    "bert": "apply embed follows init logits loss pooled save specs", "gpt2": "apply init save specs states",
+    "gpt_neox": "apply init save specs states", "gptj": "apply init save specs states",
+    "llama": "apply init save specs states", "mistral": "save", "mixtral": "apply init loss losses save specs states",
+    "qwen2": "save", "qwen3": "save", "t5": "apply decode encode generate init loss save specs",
+}  # fmt: skip
+for _name, _keys in OF_MODELS.items():
+    SETUP |= {f"fshard.models.{_name}.{key}": model(_name) for key in _keys.split()}
+    SETUP |= {f"fshard.models.{_name}.{key}": model(_name, saved=True) for key in ("config", "load")}
+SETUP |= {f"fshard.models.transformer.{key}_of.<locals>.{key}": model("gpt2") for key in ("loss", "generate")}
+SETUP |= {f"fshard.models.resnet.{key}": RESNET_PLACED for key in ("apply", "features", "save")}
+SETUP |= {
+    "fshard.checkpoint.manifest.Saved": SAVED,
+    "fshard.data.images.ImageFolder": PHOTOS,
+    "fshard.data.loader.batches": "from torch.utils.data import DataLoader",
+    "fshard.models.decoding.Cache": model("gpt2"),
+    "fshard.models.resnet.config": RESNET_PLACED + 'resnet.save("my-resnet", cfg, weights)',
+}
 MESHES = {"fshard.collectives.ppermute": fs.make_mesh(stage=4), "fshard.verify.verify": fs.make_mesh(data=2, model=2)}
+
+
+def public() -> dict[str, Any]:
+    """The functions and classes in the `__all__` of fshard and of its namespaces, by the name of their definition."""
+    values = [value for _, module in build.namespaces() for _, value in build.names(module)]
+    defined = [value for value in values if inspect.isroutine(value) or inspect.isclass(value)]
+    return {f"{value.__module__}.{value.__qualname__}": value for value in defined}
 
 
 def documented() -> dict[str, tuple[Any, doctest.DocTest]]:
@@ -392,6 +408,10 @@ def documented() -> dict[str, tuple[Any, doctest.DocTest]]:
     for name in ("fshard", *names):
         module = importlib.import_module(name)
         found |= {t.name: (module, t) for t in finder.find(module, name) if t.examples}
+    for name, value in public().items():
+        if name not in found and name.startswith("fshard."):  # that a function made: the `loss` of a model
+            module = importlib.import_module(value.__module__)
+            found |= {t.name: (module, t) for t in finder.find(value, name, module) if t.examples and t.name == name}
     return found
 
 
@@ -472,6 +492,13 @@ def test_docstring_example_has_the_output_it_shows(name: str, tmp_path: Path, mo
         assert not want.strip() or matches(want, got), f"{name}: >>> {example.source}shows\n{got}\nand not\n{want}"
 
 
+def test_every_public_name_has_an_example_that_runs() -> None:
+    lacking = sorted(name for name in public() if name.startswith("fshard.") and name not in DOCUMENTED)
+    assert not lacking, f"no >>> in the docstrings of {lacking}"
+    assert len(public()) > 200
+    assert "fshard.optim.optimizers.adamw" in public()
+
+
 def test_every_setup_belongs_to_an_example() -> None:
     assert not (set(SETUP) | set(MESHES)) - set(DOCUMENTED)
 
@@ -485,3 +512,60 @@ def test_wrong_docstring_example_fails() -> None:
         del DOCUMENTED["wrong"]
     assert not matches("4", "tensor(3)")
     assert matches("tensor(...)", "tensor(3)")
+
+
+# --- the site -----------------------------------------------------------------------------------------------
+
+DOCSTRING = """Sum `x[i]` over an axis: x [B, D]{V} -> [B]{I}, *always*.
+
+    [B, D]{V} -> [B, D]{I}     cost: 2(n-1)/n bytes
+
+Args:
+    axis, size: <names>
+        of axes
+
+>>> psum(1, "data")
+2
+
+Raises ShardingError.
+"""
+MARKDOWN = """Sum `x[i]` over an axis: x `[B, D]{V}` -> `[B]{I}`, \\*always\\*.
+
+    [B, D]{V} -> [B, D]{I}     cost: 2(n-1)/n bytes
+
+
+**Args:**
+
+- `axis, size`: &lt;names>
+  of axes
+
+
+```pycon
+>>> psum(1, "data")
+2
+```
+
+Raises ShardingError."""
+
+
+def test_reference_shows_shapes_arguments_and_examples() -> None:
+    assert build.markdown(DOCSTRING) == MARKDOWN
+    assert build.signature(fs.psum, "fs.psum") == "fs.psum(x: Any, axis: Axis) -> Any"
+    assert build.signature(fs.optim.adamw, "adamw").splitlines()[:3] == [
+        "adamw(", "    lr: float | Schedule,", "    *,"]  # fmt: skip
+
+
+def test_reference_has_every_public_name_once() -> None:
+    text = "\n".join(build.reference().values())
+    for name, module in build.namespaces():
+        for key, _ in build.names(module):
+            assert text.count(f"{{ #{name}.{key} }}") == 1
+
+
+def test_site_has_the_pages_that_others_link_to() -> None:
+    pages = build.pages()
+    assert {"README.md", "docs/the-law.md", "examples/index.md", "notebooks/1-shard-a-matrix.ipynb.md"} <= set(pages)
+    assert "(notebooks/index.md)" in pages["README.md"]
+    assert "<table" in pages["notebooks/1-shard-a-matrix.ipynb.md"]
+    menu = str(build.menu(pages | build.reference()))
+    assert not [page for page in pages if f"'{page}'" not in menu]

@@ -16,7 +16,7 @@ from fshard._display import bars, page, ranks_text, rgba, table
 from fshard.reshard import _sources
 from fshard.show import size
 from fshard.show.table import show
-from fshard.spec import box_bounds, box_shape, describe, draw, format_tensor, part_ranks
+from fshard.spec import box_bounds, box_shape, draw, format_tensor, part_ranks
 from tests.lib.assertions import error_text
 
 SIZES = {"data": 2, "model": 4}

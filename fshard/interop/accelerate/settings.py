@@ -188,6 +188,9 @@ def settings() -> Settings | None:
     """Return the settings that `python -m fshard launch` passes to its ranks by the environment, or None.
 
     They are those of its `--config_file`, with the keys that its options replace. It has told their warnings itself.
+
+    >>> settings() is None                            # not started by `python -m fshard launch`
+    True
     """
     file, keys = os.environ.get(FILE), os.environ.get(KEYS_REPLACED)
     if not file and not keys:
