@@ -88,15 +88,10 @@ class PlannedComm:
     def with_all_texts(
         self, text: str, verb: str, device: Any, f: Callable[[Mapping[int, str]], None]
     ) -> None:  # fmt: skip
-        f({index_of(tuple(self.sizes), self.sizes, self.coords): text})  # there is one rank
+        pass  # a plan runs the program several times, and prints nothing
 
     def agree(self, what: str, axes: Axes, device: Any) -> None:
         pass  # there is one rank
-
-    def with_all_texts(
-        self, text: str, verb: str, device: Any, f: Callable[[Mapping[int, str]], None]
-    ) -> None:  # fmt: skip
-        pass  # a plan may run the program several times, and prints nothing
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         return self._blocking(reduction(op), x, axes, lambda group: group.all_reduce(x, op))
