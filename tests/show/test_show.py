@@ -26,8 +26,6 @@ def gpt(layers):
     return {"wte": fs.init.normal((50, 64)), "h": [block() for _ in range(layers)], "head": fs.init.zeros((64, 50))}
 
 
-
-
 def layout(shape, spec, *, mesh):
     return draw(describe(torch.float32, shape, spec).removeprefix("f32"), shape, spec, mesh)
 
