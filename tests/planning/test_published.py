@@ -43,3 +43,4 @@ def test_a_segment_takes_the_smallest_free_block_that_is_large_enough_and_joins_
     assert s.allocate(4) == 15  # 3 are free at 11: no block is large enough
     s.free(15, 4)
     assert (s.allocate(6), s.size) == (15, 21)  # the free end grows
+    assert s.allocate(4) == 21
