@@ -27,7 +27,8 @@ EXAMPLES = (MODELS, os.path.join(HERE, "recipes", ""))  # files to copy: a user'
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 STANDARD_LIBRARY = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib"))
 INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/](\w+)")
-SKIPPED_PACKAGES = ("einops", "functorch", "numpy", "opt_einsum", "optree", "torch", "torchgen", "typing_extensions")
+SKIPPED_PACKAGES = ("IPython", "einops", "functorch", "ipykernel", "numpy", "opt_einsum", "optree", "torch", "torchgen",
+                    "typing_extensions")  # fmt: skip
 GENERATED = ("<frozen ", "<eval_with_key", "<__array_function__", "<@", "<attrs generated")  # files of generated code
 
 
@@ -42,6 +43,11 @@ def user_frame(start: FrameType | None = None) -> FrameType | None:
     while frame is not None and not is_users[frame.f_code.co_filename]:
         frame = frame.f_back
     return frame
+
+
+def is_users_frame(frame: FrameType) -> bool:
+    """Return whether a frame is of the user's code, as `user_frame` finds it."""
+    return _is_users_file[frame.f_code.co_filename]
 
 
 def caller_of_models(frame: FrameType | None) -> FrameType | None:

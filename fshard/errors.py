@@ -1,6 +1,7 @@
 """The exception that users see, and the form of its message: what, where, the facts, the arithmetic, the fix.
 
-`checked` raises it for arguments of public functions that are of a wrong kind.
+`checked` raises it for arguments of public functions that are of a wrong kind. Its traceback has the user's frames; the
+environment variable FSHARD_TRACEBACK=full keeps all of them, for those who debug fshard.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import functools
 import inspect
 import itertools
 import numbers
+import os
 import re
 import sys
+import traceback
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +22,72 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from fshard import _callsite
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ShardingError(ValueError):
-    """Error of a program that fshard refuses. The message says what and where, shows the facts and names the fix."""
+    """Error of a program that fshard refuses. The message says what and where, shows the facts and names the fix.
+
+    Its traceback has the frames of the user's code alone, in Python, pytest and IPython, which shows the message first.
+    With the environment variable FSHARD_TRACEBACK=full it has all frames, those of fshard and torch too.
+    """
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows: the message, then the lines of the user's code, from the outermost."""
+        if _shows_all_frames():
+            return "".join(traceback.format_exception(self)).splitlines()
+        text = "\n".join([f"\x1b[1;31m{type(self).__name__}\x1b[0m: {self}", *getattr(self, "__notes__", [])])
+        if self.__cause__ is not None:
+            text += f"\n\ncaused by {''.join(traceback.format_exception_only(self.__cause__)).rstrip()}"
+        calls = []
+        for tb in _users_frames(self.__traceback__):
+            site = _callsite.Site(tb.tb_frame.f_code, tb.tb_lasti)
+            calls += [f"  {site}", *(f"    {line}" for line in _callsite.quote(site).splitlines())]
+        return [*text.split("\n"), *(["", "called from", *calls] if calls else [])]
+
+
+def hide_library_frames(e: BaseException) -> None:
+    """Leave the frames of the user's code in the traceback of an error, and of its cause; raise it by `raise` alone."""
+    at: BaseException | None = e
+    while at is not None and not _shows_all_frames():
+        kept: types.TracebackType | None = None
+        for tb in reversed(_users_frames(at.__traceback__)):
+            kept = types.TracebackType(kept, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
+        at.__traceback__ = kept
+        at = at.__cause__
+
+
+def api_boundary(f: F) -> F:
+    """Leave the frames of the user's code in the tracebacks of a function's errors: a decorator, as `checked` is."""
+    if torch.compiler.is_dynamo_compiling():  # which can set the name of one function around another, but not of two
+        return f
+
+    @functools.wraps(f)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return f(*args, **kwargs)
+        try:
+            return f(*args, **kwargs)
+        except ShardingError as e:
+            hide_library_frames(e)
+            raise
+
+    return typing.cast(F, wrapper)
+
+
+def _users_frames(tb: types.TracebackType | None) -> list[types.TracebackType]:
+    found = []
+    while tb is not None:
+        if _callsite.is_users_frame(tb.tb_frame):
+            found.append(tb)
+        tb = tb.tb_next
+    return found
+
+
+def _shows_all_frames() -> bool:
+    return os.environ.get("FSHARD_TRACEBACK") == "full"
 
 
 def fail(what: str, *notes: str, fix: str = "", **facts: object) -> ShardingError:
@@ -148,8 +212,26 @@ def checked(f: F) -> F:
     return _checked(f, f.__name__, f.__globals__)
 
 
+class _Annotation(str):
+    """An annotation that `help` shows without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _unquoted(signature: inspect.Signature) -> inspect.Signature:
+    """Return a signature whose annotations, which are texts, `help` and `?` show without quotes."""
+
+    def of(x: Any) -> Any:
+        return _Annotation(x) if isinstance(x, str) else x
+
+    parameters = [p.replace(annotation=of(p.annotation)) for p in signature.parameters.values()]
+    return signature.replace(parameters=parameters, return_annotation=of(signature.return_annotation))
+
+
 def _checked(f: F, verb: str, names: dict[str, Any]) -> F:
-    parameters = list(inspect.signature(f).parameters.values())
+    signature = inspect.signature(f)
+    parameters = list(signature.parameters.values())
     # Without the annotation of the result, which may name a class that is defined further down.
     annotations = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
     hints = typing.get_type_hints(types.SimpleNamespace(__annotations__=annotations), names)
@@ -163,19 +245,23 @@ def _checked(f: F, verb: str, names: dict[str, Any]) -> F:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return f(*args, **kwargs)
-        if len(args) > len(by_position) and not rest:
-            raise _too_many(verb, parameters, len(args), len(by_position))
-        for name, x in (*zip(itertools.chain(by_position, itertools.repeat(rest)), args), *kwargs.items()):  # noqa: B905
-            kind = kinds.get(name) or kinds.get(others)
-            if kind is not None and not _fits(x, kind):
-                raise _namesake(verb, name, kind, x) or must_be(f"{verb}: {name.rstrip('_')}", kind.words, x)
         try:
+            if len(args) > len(by_position) and not rest:
+                raise _too_many(verb, parameters, len(args), len(by_position))
+            for name, x in (*zip(itertools.chain(by_position, itertools.repeat(rest)), args), *kwargs.items()):  # noqa: B905
+                kind = kinds.get(name) or kinds.get(others)
+                if kind is not None and not _fits(x, kind):
+                    raise _namesake(verb, name, kind, x) or must_be(f"{verb}: {name.rstrip('_')}", kind.words, x)
             return f(*args, **kwargs)
+        except ShardingError as e:
+            hide_library_frames(e)
+            raise
         except (RuntimeError, IndexError, ValueError, NotImplementedError) as e:
-            if takes_tensors and not isinstance(e, ShardingError) and not hasattr(e, "__notes__"):
+            if takes_tensors and not hasattr(e, "__notes__"):
                 e.add_note(_call_note(verb, {**dict(zip(by_position, args, strict=False)), **kwargs}))
             raise
 
+    wrapper.__signature__ = _unquoted(signature)  # type: ignore[attr-defined]
     return typing.cast(F, wrapper)
 
 

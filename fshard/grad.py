@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from . import tree
 from ._ops import differentiable_dtype
 from ._torch_compat import in_transform, is_wrapped, named_as
-from .errors import ShardingError, checked, fail, shown
+from .errors import ShardingError, api_boundary, checked, fail, shown
 
 
 @checked
@@ -43,6 +43,7 @@ def value_and_grad(
     name = getattr(f, "__name__", type(f).__name__)
 
     @named_as(f)
+    @api_boundary
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         _check_argnums(f"value_and_grad({name})", numbers, args)
         leaves, treedef = tree.flatten(tuple(args[i] for i in numbers))
@@ -92,6 +93,7 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bo
     """
 
     @named_as(f)
+    @api_boundary
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         value, grads = value_and_grad(f, argnums, has_aux=has_aux)(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
@@ -288,6 +290,7 @@ def accumulate(
     one = value_and_grad(total_and_rest, argnums, has_aux=True)
 
     @named_as(f)
+    @api_boundary
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         _check_argnums(f"accumulate({name})", numbers, args)
         differentiated = {i % len(args) for i in numbers}

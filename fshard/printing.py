@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import tree
-from ._comm import Region, checker, coords_of, in_region, is_recomputing, live_axes, region
+from ._comm import Region, coords_of, in_region, is_recomputing, live_axes, region
 from ._torch_compat import in_transform, without_functorch, without_modes
 from .errors import checked, fail
 from .spec import describe, format_number
@@ -109,16 +109,11 @@ def _text(x: Tensor) -> str:
         return str(x.detach()) if x.ndim else format_number(x)
 
 
-def _plain_torch() -> contextlib.ExitStack:
-    """Return a context without the checker, modes and transforms: what it computes is no part of the program."""
-    stack = contextlib.ExitStack()
-    for context in (
-        *([types.paused()] if (types := checker()) is not None else []),
-        without_modes(),
-        without_functorch(),
-    ):
-        stack.enter_context(context)
-    return stack
+@contextlib.contextmanager
+def _plain_torch() -> Iterator[None]:
+    """Turn modes (the checker is one) and transforms off: what is computed within is no part of the program."""
+    with without_modes(), without_functorch():
+        yield
 
 
 def _print_by_rank(text: str) -> None:

@@ -34,7 +34,7 @@ from ._comm import Comm, Region, bind, mark_donated
 from ._compare import Tolerance, check_replicas, check_same_arguments, replica_errors
 from ._ops import make_functions
 from ._typecheck import Checker, no_shared_writes, same_numbers
-from .errors import checked, fail, raise_all
+from .errors import api_boundary, checked, fail, raise_all
 from .mesh import Mesh
 from .sharded import Sharded, abstract_sharded, local_parts
 from .spec import P, spec_errors
@@ -145,6 +145,7 @@ class ShardMapped:
     def __repr__(self) -> str:
         return f"shard_map({self._name}, {self.mesh!r})"
 
+    @api_boundary
     def __call__(self, *args: Any, **by_name: Any) -> Any:
         if by_name:
             raise fail(

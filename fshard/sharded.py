@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import tree
 from ._comm import is_view, memory_device, to_spec_memory
-from .errors import ShardingError, checked, fail, raise_all
+from .errors import ShardingError, api_boundary, checked, fail, raise_all
 from .init import Deferred
 from .mesh import Mesh
 from .random import check_key, fold_in
@@ -109,6 +109,7 @@ class Sharded:
         """Return the global slices of the part of `rank`."""
         return local_box(self.shape, self.spec, self.mesh.axes, self.mesh.coords(rank))
 
+    @api_boundary
     def item(self) -> Any:
         """Return the value of a leaf with one element, as a Python number."""
         if self.numel() != 1:
@@ -167,6 +168,7 @@ def _no_tensor(leaf: Sharded, operation: str) -> ShardingError:
 
 
 def _refused(operation: str) -> Callable[..., Any]:
+    @api_boundary
     def refuse(self: Sharded, *_: Any, **__: Any) -> Any:
         raise _no_tensor(self, operation)
 

@@ -119,11 +119,13 @@ def column(axis: str | tuple[str, ...]) -> P:
     return P(..., axis)
 
 
+@checked
 def replicated() -> P:
     """Keep the full leaf on every device."""
     return P()
 
 
+@checked
 def on_host(specs: Any) -> Any:
     """Return the same spec tree, with every part kept in host memory: for parameters, optimizer states, or both.
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import pydoc
+import re
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -36,6 +40,119 @@ def test_fail_omits_empty_sections():
 def test_fail_orders_facts_notes_and_fix():
     error = fail("no", "first", "second\nthird", fix="yes", shape=[3], spec=fs.P("a"))
     assert str(error) == "no\n  shape  [3]    spec  P('a')\n  first\n  second\n  third\n  fix: yes"
+
+
+# --- help ---
+
+
+def test_help_shows_the_signature_of_the_function_without_quotes():
+    by_text = {
+        fs.psum: "psum(x: Any, axis: Axis) -> Any",
+        fs.key: "key(n: int) -> Tensor",
+        fs.replicated: "replicated() -> P",
+    }
+    for f, text in by_text.items():
+        shown = pydoc.plain(pydoc.render_doc(f)).splitlines()
+        assert shown[2] == text
+        assert shown[3].strip() == f.__doc__.splitlines()[0]
+    functions = [x for x in (getattr(fs, name) for name in fs.__all__) if hasattr(x, "__wrapped__")]
+    assert len(functions) > 40
+    for f in functions:
+        assert re.search(r": '|-> '", str(inspect.signature(f))) is None, f
+        assert f.__annotations__ == f.__wrapped__.__annotations__
+    assert str(inspect.signature(fs.Policy)).startswith("(param: torch.dtype = torch.float32, ")
+
+
+# --- tracebacks ---
+
+
+MESH = fs.make_mesh(data=2)
+
+
+def in_loss(w: Tensor, x: Tensor) -> Tensor:
+    return fs.pmean((x @ w).mean(), "data")  # without a pvary
+
+
+def in_step(w: Tensor, x: Tensor) -> Any:
+    return torch.func.grad(in_loss)(w, x)
+
+
+step = fs.shard_map(in_step, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())
+
+
+def by_value(x: Tensor) -> Tensor:
+    return -x if x.sum() > 0 else x
+
+
+WRONG = {  # a wrong call, and the user's functions in its traceback after the caller
+    "a rule of the checker": (lambda: step(torch.ones(3, 2), torch.ones(4, 3)), ["in_step", "in_loss"]),
+    "without data": (lambda: fs.check(step, torch.ones(3, 2), torch.ones(4, 3)), ["in_step", "in_loss"]),
+    "an argument": (lambda: step(torch.ones(3, 2), torch.ones(4, 3), 1), []),
+    "by name": (lambda: step(w=torch.ones(3, 2)), []),
+    "a result": (lambda: fs.shard_map(lambda x: x, mesh=MESH, in_specs=(P("data"),), out_specs=P())(torch.ones(2)), []),
+    "a kind of argument": (lambda: fs.psum(torch.ones(2), P()), []),
+    "too many arguments": (lambda: fs.key(0, 1), []),
+    "of a class": (lambda: fs.Policy(param=3), []),
+    "a gradient": (lambda: fs.grad(in_loss)(torch.ones(3, 2), torch.ones(4, 3)), ["in_loss"]),
+    "a loss": (lambda: fs.value_and_grad(by_value)(torch.ones(2)), []),
+    "remat": (lambda: fs.remat(in_loss)(torch.ones(3, 2), torch.ones(4, 3)), ["in_loss"]),
+    "an operator": (lambda: fs.device_put(torch.ones(3), P(), MESH) + 1, []),
+    "a cause": (lambda: fs.check(fs.shard_map(by_value, mesh=MESH, out_specs=P()), torch.ones(2)), []),
+}
+
+
+@pytest.mark.parametrize(("call", "functions"), WRONG.values(), ids=WRONG)
+def test_traceback_has_the_frames_of_the_users_code_alone(call, functions, monkeypatch):
+    def frames() -> list[list[traceback.FrameSummary]]:
+        with pytest.raises(fs.ShardingError) as caught:
+            call()
+        chain = [caught.value, *filter(None, [caught.value.__cause__])]
+        return [[f for f in traceback.extract_tb(e.__traceback__) if f.name != "frames"] for e in chain]
+
+    mine, *of_cause = frames()
+    assert [f.name for f in mine] == ["<lambda>", *functions]
+    assert {f.filename for f in mine} == {__file__}
+    assert [f.name for tb in of_cause for f in tb] == (["by_value"] if call is WRONG["a cause"][0] else [])
+    monkeypatch.setenv("FSHARD_TRACEBACK", "full")
+    every = frames()
+    assert sum(map(len, every)) > len(mine) + sum(map(len, of_cause))
+    assert [f.name for f in every[0] if f.filename == __file__] == ["<lambda>", *functions]
+
+
+def test_ipython_shows_the_message_and_then_the_users_lines(monkeypatch):
+    def wrong() -> None:
+        step(torch.ones(3, 2), torch.ones(4, 3))
+
+    with pytest.raises(fs.ShardingError) as caught:
+        wrong()
+    caught.value.add_note("a note")
+    lines = caught.value._render_traceback_()
+    message = str(caught.value).splitlines()
+    assert lines[0] == f"\x1b[1;31mShardingError\x1b[0m: {message[0]}"
+    assert lines[1 : len(message)] == message[1:]
+    assert lines[len(message) : len(message) + 3] == ["a note", "", "called from"]
+    first = wrong.__code__.co_firstlineno + 1
+    assert lines[-9:-6] == [f"  test_errors.py:{first} in wrong", "    step(torch.ones(3, 2), torch.ones(4, 3))",
+                            "    ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^"]  # fmt: skip
+    assert lines[-3].endswith(" in in_loss")
+    assert lines[-1].strip() == "^^^^^"
+    with pytest.raises(fs.ShardingError) as caught:
+        WRONG["a cause"][0]()
+    causes = [line for line in caught.value._render_traceback_() if line.startswith("caused by ")]
+    assert len(causes) == 1
+    assert "DataDependent" in causes[0]
+    monkeypatch.setenv("FSHARD_TRACEBACK", "full")
+    assert caught.value._render_traceback_() == "".join(traceback.format_exception(caught.value)).splitlines()
+    assert fail("never raised")._render_traceback_()[-1] == "fshard.errors.ShardingError: never raised"
+
+
+@pytest.mark.slow
+def test_ipython_asks_for_these_lines(capsys):
+    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell()
+    shell.run_cell("import fshard as fs, torch\nfs.psum(torch.ones(2), 'data')")
+    out = capsys.readouterr().out
+    assert "IPython" not in out
+    assert re.search(r"ShardingError.*called outside shard_map[^\0]*called from\n.*ipython-input.*\n +fs\.psum", out)
 
 
 def test_raise_all_without_errors_does_nothing():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._torch_compat import FakeTensor, foreach_copy_
+from fshard.errors import checked
 from fshard.spec import P
 
 from .protocol import PendingTransfer
@@ -45,6 +46,7 @@ def common_device(xs: Sequence[Tensor]) -> torch.device | None:
     return region().device if in_region() else xs[0].device if xs else None
 
 
+@checked
 def to_device(x: Any) -> Any:
     """Copy tensors of `memory="host"`, which a region gets in host memory, to this rank's device.
 

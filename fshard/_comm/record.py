@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fshard import _callsite
 from fshard._display import Html, bar, page, table
+from fshard.errors import checked
 from fshard.spec import size
 
 from .packing import part_shape
@@ -120,6 +121,7 @@ _record: Recording | None = None
 _thread = threading.local()  # of a rank: see `transfer_count`, `transposing`, `stop_after_transfers`
 
 
+@checked
 @contextlib.contextmanager
 def recording() -> Iterator[Recording]:
     """Collect every transfer of every rank this process runs: a list of `Transfer`, whose repr is a table.

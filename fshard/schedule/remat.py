@@ -14,7 +14,7 @@ from fshard import tree
 from fshard._comm import checker, in_region, recomputing, region
 from fshard._ops import differentiable_dtype
 from fshard._torch_compat import in_transform, is_batched, is_grad_tracking, is_wrapped, named_as
-from fshard.errors import checked, fail
+from fshard.errors import api_boundary, checked, fail
 from fshard.grad import fill_tensors, split_tensors
 
 from .recompute import DiscardedTensors, UnderHooksError, autocast_of, needs_saved_tensors, under_saved_tensor_hooks
@@ -36,6 +36,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @named_as(f)
+    @api_boundary
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         check_captured("remat", f)
         tensors, rest = split_tensors((args, kwargs))
