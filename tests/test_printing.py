@@ -12,6 +12,7 @@ import fshard as fs
 from fshard import P
 from fshard._comm import region
 from tests.lib.assertions import error_text
+from tests.lib.operations import Operations
 
 MESH = fs.make_mesh(data=2, model=3)
 
@@ -181,6 +182,14 @@ def test_a_print_is_no_transfer_and_changes_no_result():
         logs.append(sorted((t.op, t.axes, t.bytes, t.phase) for t in log))
     assert torch.equal(*results)
     assert logs[0] == logs[1]
+    counts = []
+    for say in (fs.print, lambda *xs: None):  # one rank runs in this thread, and its operations are seen
+        with Operations() as seen:
+            fs.shard_map(lambda x, say=say: say(x, x[0]) or x.exp(), mesh=fs.make_mesh(data=1), out_specs=P())(
+                results[0]
+            )
+        counts.append(dict(seen.counts))
+    assert counts[0] == counts[1]
 
 
 def test_ranks_of_which_only_some_print_are_an_error_that_names_them():
