@@ -14,13 +14,14 @@ GB/s" of NVLink. Memory is in the GiB that makers call GB; a CUDA context and li
 Latencies of links are those per step of a ring in NCCL's own cost model, for NVLink and for the network.
 
 Sources: NVIDIA, "A100 Tensor Core GPU" data sheet (nvidia.com, 1758950-r4); "H100 Tensor Core GPU Architecture" (2022),
-table 2; "H200 Tensor Core GPU" (nvidia.com/en-us/data-center/h200); "Blackwell Architecture Technical Brief" (2024), HGX
-B200; AMD, "Instinct MI300X Accelerator" data sheet and "CDNA 3" white paper (2023); Google Cloud, "TPU v5p"
+table 2; "H200 Tensor Core GPU" (nvidia.com/en-us/data-center/h200); "Blackwell Architecture Technical Brief" (2024),
+HGX B200; AMD, "Instinct MI300X Accelerator" data sheet and "CDNA 3" white paper (2023); Google Cloud, "TPU v5p"
 (cloud.google.com/tpu/docs/v5p); NVIDIA, NCCL, `src/graph/tuning.cc`, `hwLat`, the ring with LL128.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import socket
@@ -52,9 +53,10 @@ class Link(NamedTuple):
 class Device:
     """One device and the links between its kind, from the nearest outwards.
 
-    `flops`: FLOP/s of matrix products, by dtype. `memory`: bytes. `bandwidth`: bytes/s of that memory, reads and writes.
-    `efficiency`: the share of these rates and of the links' that a program reaches: 1 is the bound of the hardware. It is
-    the one number to fit to a measured step, since seconds are proportional to 1/efficiency (but for latencies).
+    `flops`: FLOP/s of matrix products, by dtype. `memory`: bytes. `bandwidth`: bytes/s of that memory, reads and
+    writes. `links`: none for a device alone.
+    `efficiency`: the share of `flops` that products reach in a program, from 0 to 1: the one number to fit to a
+    measured step. 1 is the bound of the hardware; 0.5 to 0.75 are usual.
 
     >>> fs.devices.H100.flops[torch.bfloat16] / 1e12, fs.devices.H100.memory // 2**30
     (989.4, 80)
@@ -74,6 +76,9 @@ class Device:
         numbers |= {f"flops[{dtype}]": rate for dtype, rate in self.flops.items()}
         for link in self.links:
             numbers |= {f"bandwidth of {link.name}": link.bandwidth}
+        if self.efficiency > 1:
+            raise fail(f"Device {self.name!r}: efficiency is {self.efficiency}", "it is a share of flops",
+                       fix="a number from 0 to 1; a device that computes faster has larger flops")  # fmt: skip
         for name, x in numbers.items():
             if not 0 < x < math.inf:
                 raise must_be(f"Device {self.name!r}: {name}", "a positive number", x)
@@ -81,12 +86,12 @@ class Device:
             if not 0 <= link.latency < math.inf:
                 raise must_be(f"Device {self.name!r}: latency of {link.name}", "seconds, 0 or more", link.latency)
         reach = [math.inf if link.ranks is None else link.ranks for link in self.links]
-        if any(n < 2 for n in reach) or any(
-            a >= b or (b < math.inf and b % a) for a, b in zip(reach, reach[1:], strict=False)
-        ):
+        if any(n < 2 for n in reach) or any(a >= b or (b < math.inf and b % a) for a, b in itertools.pairwise(reach)):
             levels = ", ".join(f"{link.name} {link.ranks}" for link in self.links)
-            raise fail(f"Device {self.name!r}: each level of links joins a multiple of the ranks of the one before",
-                       f"links: {levels}", fix="order them from the nearest outwards; None as the last is any number")  # fmt: skip
+            raise fail(
+                f"Device {self.name!r}: each level of links joins a multiple of the ranks of the one before",
+                f"links: {levels}", fix="order them from the nearest outwards; None as the last is any number",
+            )  # fmt: skip
 
     def __repr__(self) -> str:
         links = ", ".join(f"{link.name} {link.bandwidth / 1e9:g} GB/s" for link in self.links)
@@ -146,17 +151,17 @@ def of(name: str) -> Device:
         return this_cpu()
     if key not in _KNOWN:
         raise fail(f"devices.of: no device is called {name!r}",
-                   fix=f"one of {', '.join(sorted(_KNOWN))}, cpu; or make an fs.devices.Device of your own")  # fmt: skip
+                   fix=f"one of {', '.join(sorted(_KNOWN))}, cpu; or make an fs.devices.Device")  # fmt: skip
     return _KNOWN[key]
 
 
 @checked
 def this_cpu(*, seconds: float = 1.5) -> Device:
-    """Measure this machine, in about `seconds`: products of matrices by dtype, a copy in memory, a loopback connection.
+    """Measure this machine, in about `seconds`: products of matrices by dtype, a copy in memory, a loopback link.
 
     The rates are those of the threads of this process (`torch.get_num_threads`): ranks that share its cores share them.
-    The link is TCP over the loopback interface, as gloo uses it between processes of one machine. `memory` is that of the
-    machine. Each rate is the best of several runs, so the efficiency is 1.
+    The link is TCP over the loopback interface, as gloo uses it between processes of one machine. `memory` is that of
+    the machine. Each rate is the best of several runs.
 
     >>> device = fs.devices.this_cpu(seconds=0.3)
     >>> device.name, device.flops[torch.float32] > 0

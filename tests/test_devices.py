@@ -18,10 +18,12 @@ NAMES = ["a100", "a100-40gb", "b200", "h100", "h200", "mi300x", "tpu-v5p"]
 @pytest.mark.parametrize("name", NAMES)
 def test_each_device_is_found_by_its_name_and_reaches_any_number_of_ranks(name: str) -> None:
     device = devices.of(name.upper().replace("-", "_"))
-    assert device.name.lower() == name and device.links[-1].ranks is None
+    assert device.name.lower() == name
+    assert device.links[-1].ranks is None
     assert device.flops[torch.bfloat16] > 0
     assert device.links[0].bandwidth > device.links[-1].bandwidth  # the nearest is the fastest
-    assert 10e9 < device.memory < 300e9 and 1e12 < device.bandwidth < 1e13
+    assert 10e9 < device.memory < 300e9
+    assert 1e12 < device.bandwidth < 1e13
 
 
 def test_rates_are_dense_and_links_count_one_direction() -> None:
@@ -37,6 +39,7 @@ def test_rates_are_dense_and_links_count_one_direction() -> None:
     ({"memory": 0}, "memory must be a positive number, got 0"),
     ({"bandwidth": math.nan}, "bandwidth must be a positive number, got nan"),
     ({"efficiency": -1.0}, "efficiency must be a positive number"),
+    ({"efficiency": 60.0}, "efficiency is 60.0\n  it is a share of flops\n  fix: a number from 0 to 1"),
     ({"flops": {torch.bfloat16: math.inf}}, r"flops\[torch.bfloat16\] must be a positive number, got inf"),
     ({"links": (Link("NVLink", 8, 0.0, 1e-6),)}, "bandwidth of NVLink must be a positive number"),
     ({"links": (Link("NVLink", 8, 1e9, -1.0),)}, "latency of NVLink must be seconds"),
@@ -57,9 +60,12 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 def test_this_cpu_measures_rates_that_torch_reaches() -> None:
     cpu = devices.this_cpu(seconds=0.03)
     assert set(cpu.flops) == {torch.float32, torch.float64, torch.bfloat16, torch.float16}
-    assert cpu.flops[torch.float32] > 1e8 and cpu.bandwidth > 1e8
+    assert cpu.flops[torch.float32] > 1e8
+    assert cpu.bandwidth > 1e8
     (link,) = cpu.links
-    assert link.ranks is None and link.bandwidth > 1e6 and 0 < link.latency < 1
+    assert link.ranks is None
+    assert link.bandwidth > 1e6
+    assert 0 < link.latency < 1
     for seconds in (0.0, math.nan, -1.0, 1e9):
         with pytest.raises(fs.ShardingError, match="seconds must be a number in"):
             devices.this_cpu(seconds=seconds)

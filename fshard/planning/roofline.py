@@ -1,26 +1,27 @@
 """A time for a planned step: each operation and transfer at the rates of a device, overlapped as scheduled.
 
-Operations run one after the other on one lane, in the order of the plan. With a peak of F FLOP/s for its dtype, a memory of
-M bytes/s and an efficiency e,
+Operations run one after the other on one lane, in the order of the plan. With a peak of F FLOP/s for its dtype, of
+which programs reach the share e, `Device.efficiency`, and a memory of M bytes/s,
 
-    operation    max(FLOPs / (e F), bytes / (e M))        source: Williams et al., 2009, "Roofline"
+    operation    max(FLOPs / (e F), bytes / M)        source: Williams et al., 2009, "Roofline"
 
-A transfer starts at its `Start`, or when the links that it needs are free, and runs beside the operations; a `Wait` holds the
-lane until the transfer has ended. Ranks are laid out with the last axis nearest, and a `Link` of a device joins groups of so
-many consecutive ranks. Of n ranks that communicate, k_l are parted by level l: ranks that its groups keep apart (k_0 = n,
-k_l = the groups of level l that they touch, at most). With `sent` bytes of each rank (see `Transfer.sent`), a bandwidth of
-B_l and a latency of a_l,
+A transfer starts at its `Start`, or when the links that it needs are free, and runs beside the operations; a `Wait`
+holds the lane until the transfer has ended. Ranks are laid out with the last axis nearest, and a `Link` of a device
+joins groups of so many consecutive ranks. Of n ranks that communicate, k_l are parted by level l: ranks that its groups
+keep apart (k_0 = n, k_l = the groups of level l that they touch, at most). With `sent` bytes of each rank (see
+`Transfer.sent`), a bandwidth of B_l and a latency of a_l,
 
-    all_reduce, all_gather, reduce_scatter    rounds x sum_l (k_l-1 - k_l) a_l  +  max_l sent k_l-1 / n / (e B_l)
-    all_to_all    a_l of the furthest level  +  max_l sent (peers at level l) / (n - 1) / (e B_l)
-    permute       a_l  +  sent / (e B_l)    of the furthest level
+    all_reduce, all_gather, reduce_scatter    rounds x sum_l (k_l-1 - k_l) a_l  +  max_l sent k_l-1 / n / B_l
+    all_to_all    a_l of the furthest level  +  max_l sent (peers at level l) / (n - 1) / B_l
+    permute       a_l  +  sent / B_l    of the furthest level
 
-An all_reduce makes two rounds, the others one. A ring enters and leaves each group once, and n / k_l-1 devices of the group
-share what passes: eight devices of a node send eight times as fast over the network as one. Source of the ring's latency and
-of this sharing: NVIDIA, NCCL, `src/graph/tuning.cc`.
+An all_reduce makes two rounds, the others one. A ring enters and leaves each group once, and n / k_l-1 devices of the
+group share what passes: eight devices of a node send eight times as fast over the network as one. Source of the ring's
+latency and of this sharing: NVIDIA, NCCL, `src/graph/tuning.cc`.
 
-It is a bound, not a simulation: it has no launch of a kernel, no pause of the program, no fusion by a compiler, and no
-competition between transfers and operations for a device's units or memory. `Device.efficiency` is for all of these.
+It is an estimate, not a simulation: it has no launch of a kernel, no pause of the program, no fusion by a compiler, and
+no competition between transfers and operations for a device's units or memory. The efficiency of a device, fitted to a
+measured step, has to stand for all of these ([docs/planning.md](../../docs/planning.md)).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from fshard._callsite import Site
 from fshard._comm import Transfer
 from fshard.devices import Device, Link
 from fshard.errors import checked, fail
+from fshard.spec import format_axes
 
 from .events import Event, Operation, Start, Wait
 
@@ -44,7 +46,10 @@ _COUNTED = ("matmul", "attention", "convolution")  # kinds whose FLOPs take the 
 
 
 class Span(NamedTuple):
-    """One operation or transfer: its lane ("compute", or the axes of a transfer), its name, and seconds from the start."""
+    """One operation or transfer: its lane, its name, when it starts and ends in seconds, and the user's line.
+
+    The lane is "compute", or the axes of a transfer: "data", "data+model".
+    """
 
     lane: str
     name: str
@@ -60,8 +65,9 @@ class Roofline:
     `seconds`: of the step. `compute`: of its operations alone, so `seconds` = `compute` + the sum of `exposed`.
     `exposed`: for the axes of transfers ("data", "data+model"), the seconds for which operations wait for them.
     `transfers`: for the same axes, the seconds of all of them, hidden or not.
-    `lanes`: the spans, by start. `times`: for each event of the plan, the second at which the lane of operations is past it.
-    `flops_at_peak`: seconds that the FLOPs of the step would take at the peak of their dtypes, without recomputed ones.
+    `lanes`: the spans, by start.
+    `times`: for each event of the plan, the second at which the lane of operations is past it.
+    `flops_at_peak`: seconds that the FLOPs of the step, but for recomputed ones, take at the peak of their dtypes.
     """
 
     seconds: float
@@ -76,14 +82,14 @@ class Roofline:
     def mfu(self) -> float:
         """Model FLOPs utilization: `flops_at_peak` / `seconds`.
 
-        FLOPs are those of matrix products, attention and convolutions, forward and backward, as the step runs them: causal
-        attention counts in full. Those that a step recomputes do not count, nor the scores that the backward of attention
-        computes again, one of its five products. Source: Chowdhery et al., 2022, "PaLM", appendix B.
+        FLOPs are those of matrix products, attention and convolutions, forward and backward, as the step runs them:
+        causal attention counts in full. Those that a step recomputes do not count, nor the scores that the backward of
+        attention computes again, one of its five products. Source: Chowdhery et al., 2022, "PaLM", appendix B.
         """
         return self.flops_at_peak / self.seconds if self.seconds else 0.0
 
     def tokens_per_second(self, tokens: int) -> float:
-        """Return `tokens` / `seconds`: of all ranks if `tokens` are those of the global batch, of one if they are its own."""
+        """Return `tokens` / `seconds`; those of the global batch give the rate of all ranks together."""
         return tokens / self.seconds if self.seconds else 0.0
 
     def __repr__(self) -> str:
@@ -152,11 +158,12 @@ def _operation_seconds(operation: Operation, device: Device) -> tuple[float, flo
         if rate is None:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in device.flops)
             where = f" at {operation.where}" if operation.where else ""
-            raise fail(f"roofline: {device.name} has no FLOP/s of {str(operation.dtype).removeprefix('torch.')}, in which "
-                       f"{operation.name}{where} computes", f"it has {known}",
+            dtype = str(operation.dtype).removeprefix("torch.")
+            raise fail(f"roofline: {device.name} has no FLOP/s of {dtype}, in which {operation.name}{where} computes",
+                       f"it has {known}",
                        fix="dataclasses.replace(device, flops={**device.flops, dtype: rate})")  # fmt: skip
         at_peak = operation.flops / rate
-    return max(at_peak, operation.bytes / device.bandwidth) / device.efficiency, at_peak
+    return max(at_peak / device.efficiency, operation.bytes / device.bandwidth), at_peak
 
 
 class _Network:
@@ -171,21 +178,21 @@ class _Network:
         parts = self._parts.get(transfer.axes)
         if parts is None:
             parts = self._parts[transfer.axes] = self._parts_of(transfer.axes)
-        n, share = parts[0], self.device.efficiency
+        n = parts[0]
         crossed = [(link, a, b) for link, a, b in zip(self.device.links, parts, parts[1:], strict=False) if a > b]
         if not crossed:
             return 0.0, []
         furthest = crossed[-1][0]
         if transfer.op == "permute":
-            seconds = furthest.latency + transfer.sent / furthest.bandwidth / share
+            seconds = furthest.latency + transfer.sent / furthest.bandwidth
         elif transfer.op == "all_to_all":  # n / b - n / a of the n - 1 peers are at this level
             most = max(transfer.sent * (n / b - n / a) / (n - 1) / link.bandwidth for link, a, b in crossed)
-            seconds = furthest.latency + most / share
+            seconds = furthest.latency + most
         else:
             rounds = 2 if transfer.op.startswith("all_reduce") else 1
             steps = sum((a - b) * link.latency for link, a, b in crossed)
             most = max(transfer.sent * a / n / link.bandwidth for link, a, _ in crossed)
-            seconds = rounds * steps + most / share
+            seconds = rounds * steps + most
         return seconds, [link.name for link, _, _ in crossed]
 
     def _parts_of(self, axes: tuple[str, ...]) -> tuple[int, ...]:
@@ -198,7 +205,7 @@ class _Network:
         if parts[-1] > 1:
             reach = self.device.links[-1].ranks if self.device.links else 1
             raise fail(f"roofline: the links of {self.device.name} do not reach all ranks of {', '.join(axes)}",
-                       f"mesh {', '.join(f'{a}={n}' for a, n in self.mesh.items())}: {ranks.size} ranks; links join {reach}",
+                       f"mesh {format_axes(self.mesh)}: {ranks.size} ranks; links join {reach}",
                        fix="give the device a last Link of ranks=None")  # fmt: skip
         return parts
 

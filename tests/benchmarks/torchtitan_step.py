@@ -1,10 +1,10 @@
 """torchtitan's train step of a Llama as a mapped function: its arithmetic, operation for operation, and its schedule.
 
-For predictions of what torchtitan measured, and not for training: `fshard.models.llama` computes the same numbers with fewer
-operations and less memory. Written after torchtitan at 9dec370 (December 2024), `models/llama/model.py` and
-`parallelisms/parallelize_llama.py`: norms and rotations in float32 from single operations, keys and values repeated for each
-head, float32 logits, FSDP2 of each block and of the rest, tensor and sequence parallelism, and activation checkpointing that
-is full, of every second block, or of all but attention and every second product.
+For predictions of what torchtitan measured, and not for training: `fshard.models.llama` computes the same numbers with
+fewer operations and less memory. Written after torchtitan at 9dec370 (December 2024), `models/llama/model.py` and
+`parallelisms/parallelize_llama.py`: norms and rotations in float32 from single operations, keys and values repeated for
+each head, float32 logits, FSDP2 of each block and of the rest, tensor and sequence parallelism, and activation
+checkpointing that is full, of every second block, or of all but attention and every second product.
 
 Legend: B batch, T time, D width, H heads, G heads of keys and values, K head width, F hidden width, V vocabulary.
 """
@@ -24,6 +24,7 @@ import fshard as fs
 from fshard import P, nn, optim
 
 Checkpointing = Literal["none", "full", "selective layer", "selective op"]
+_PRODUCTS = 7  # of a block
 _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # of fake tensors on a CPU
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -66,6 +67,7 @@ class Layout:
     batch: int  # of each data rank
     time: int
     checkpointing: Checkpointing
+    compiled: bool = False  # a compiled block saves no result that backward does not read, such as its last product
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -79,9 +81,9 @@ def init(s: Sizes) -> Any:
     d, k = s.width, s.head_width
     normal, ones = functools.partial(fs.init.normal, std=0.02), fs.init.ones
     block = lambda: {  # noqa: E731
-        "norm_1": ones(d), "q": normal((d, s.heads * k)), "k": normal((d, s.groups * k)), "v": normal((d, s.groups * k)),
-        "o": normal((s.heads * k, d)), "norm_2": ones(d), "up": normal((d, s.hidden)), "gate": normal((d, s.hidden)),
-        "down": normal((s.hidden, d)),
+        "norm_1": ones(d), "q": normal((d, s.heads * k)), "k": normal((d, s.groups * k)),
+        "v": normal((d, s.groups * k)), "o": normal((s.heads * k, d)), "norm_2": ones(d),
+        "up": normal((d, s.hidden)), "gate": normal((d, s.hidden)), "down": normal((s.hidden, d)),
     }  # fmt: skip
     return {"wte": normal((s.vocab, d)), "h": [block() for _ in range(s.layers)], "norm": ones(d),
             "head": normal((d, s.vocab))}  # fmt: skip
@@ -91,8 +93,8 @@ def specs(layout: Layout) -> Any:
     """Columns, rows and the vocabulary over `model`; all leaves fully sharded over `data`."""
     m = layout.axis
     column, row = P(None, m), P(m)
-    block = {"norm_1": P(), "q": column, "k": column, "v": column, "o": row, "norm_2": P(), "up": column, "gate": column,
-             "down": row}  # fmt: skip
+    block = {"norm_1": P(), "q": column, "k": column, "v": column, "o": row, "norm_2": P(), "up": column,
+             "gate": column, "down": row}  # fmt: skip
     whole = {"wte": row, "h": [block] * layout.sizes.layers, "norm": P(), "head": column}
     return fs.fully_shard(whole, init(layout.sizes), axis="data")
 
@@ -145,7 +147,8 @@ def checkpointed(layout: Layout, f: Callable[..., Tensor]) -> Callable[..., Tens
             def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
                 if op is torch.ops.aten.mm.default:
                     products[ctx.is_recompute] += 1
-                    saved = products[ctx.is_recompute] % 2 == 1
+                    nth = products[ctx.is_recompute]
+                    saved = nth % 2 == 1 and not (layout.compiled and nth == _PRODUCTS)
                 else:
                     saved = op in _ATTENTION
                 return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -178,10 +181,33 @@ def head(layout: Layout, top: Any, x: Tensor, targets: Tensor) -> Tensor:
     """The norm, the logits and the loss of the stream after the last block."""
     m = layout.axis
     x = fs.all_gather(rms_norm(x, fs.pvary(top["norm"], m)), m, 1)
-    logits = (x @ top["head"]).flatten(0, 1).float()
+    logits = x @ top["head"]  # kept until the loss is computed, as by the caller of a module
     if m is None:
-        return fs.pmean(torch.nn.functional.cross_entropy(logits, targets.flatten(0, 1)), "data")
-    return nn.cross_entropy(logits, targets.flatten(0, 1), axis=m, size=layout.sizes.vocab, over="data")
+        return fs.pmean(torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1)), "data")
+    value = ParallelCrossEntropy.apply(logits.flatten(0, 1).float(), targets.flatten(0, 1), layout)
+    return fs.pmean(value, "data")
+
+
+class ParallelCrossEntropy(torch.autograd.Function):
+    """The mean cross-entropy of torch's `loss_parallel`, of float32 logits [BT, V@model], with its temporary arrays."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, layout: Layout) -> Tensor:
+        shifted = logits - fs.pmax(logits.amax(-1, keepdim=True), layout.axis)
+        total = fs.psum(torch.exp(shifted).sum(-1, keepdim=True), layout.axis)
+        logp = shifted - total.log()
+        start, stop = fs.local_range(logp.shape[1], layout.axis, size=layout.sizes.vocab)
+        own = (targets >= start) & (targets < stop)
+        local = torch.where(own, targets - start, 0)
+        ctx.save_for_backward(logp, own, local)
+        return fs.psum(-torch.where(own, logp.gather(1, local[:, None])[:, 0], 0.0).mean(), layout.axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logp, own, local = ctx.saved_tensors
+        grads = torch.zeros_like(logp)
+        grads.scatter_(1, local[:, None], -own.to(logp.dtype)[:, None])
+        return (grads + torch.exp(logp)) * (grad / len(logp)), None, None
 
 
 def step_of(layout: Layout, *, kind: str = "abstract") -> tuple[Any, tuple[Any, ...]]:
