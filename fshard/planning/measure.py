@@ -108,6 +108,7 @@ class Recorder(OperationMode):
         self._begun: tuple[Any, Transfer | None, tuple[int, ...]] | None = None  # the transfer that is being started
         self._waits_from: Any = None
         self._number = -1
+        self._lines: dict[tuple[int, int], tuple[_callsite.Site, str]] = {}
         self._follow(arguments)
         self.first = self.live
         self.begin, self.end = clock.now(), None
@@ -135,11 +136,19 @@ class Recorder(OperationMode):
         end = self.clock.now()
         self._follow(out)
         if not _is_view(func):
-            operation = Slice(
-                f"aten.{name_of(func)}", 0.0, 0.0, str(_callsite.site() or ""), "", _facts(func, args, kwargs, out)
-            )
+            operation = Slice(f"aten.{name_of(func)}", 0.0, 0.0, self._line(), "", _facts(func, args, kwargs, out))
             self._add(begin, end, operation=operation)
         return out
+
+    def _line(self) -> str:
+        """Return the user's line; its text is made once, since to find the number of a line takes long."""
+        site = _callsite.site()
+        if site is None:
+            return ""
+        key = id(site.code), site.lasti
+        if key not in self._lines:
+            self._lines[key] = site, str(site)  # the site keeps its code, whose id another could have
+        return self._lines[key][1]
 
     def _phase(self) -> str:
         """Return the phase of an operation; "forward" for the update, until all is known."""

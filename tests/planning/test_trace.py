@@ -441,3 +441,15 @@ def test_file_that_cannot_be_written_leaves_the_earlier_one(
     assert "No space left on device" in error_text(lambda: traced[0].save(tmp_path / "step.json"))
     assert file.read_bytes() == before
     assert os.listdir(tmp_path) == ["step.json"]
+
+
+@pytest.mark.gpu
+def test_slices_on_cuda_are_times_of_the_device() -> None:
+    mesh = fs.make_mesh(kind="simulated", device="cuda", data=2)
+    f = fs.shard_map(lambda x: fs.psum((x @ x.T).sum(), "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P())
+    x = torch.ones(4096, 2048, device="cuda")
+    run = fs.trace(f, x)
+    check_format(run.json())
+    (product,) = (s for s in run.timelines[0].compute if s.name == "aten.mm")
+    assert product.end - product.start > 2 * 2048**3 / 5e15  # faster than any device
+    assert float(fs.device_get(run.result)) == 2 * 2048**3
