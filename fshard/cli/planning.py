@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace) -> str:
                        "examples as the others", fix="--layout with the settings of one")  # fmt: skip
         table = search(step_of, candidates, device=device, tokens=tokens,
                        headroom=options.headroom, best=options.best, blocks=job.blocks, heavier=_heavier,
-                       slower=_slower,                       neighbours=_neighbours, progress=True)  # fmt: skip
+                       slower=_slower, neighbours=_neighbours, progress=True)  # fmt: skip
     else:
         layouts = _complete(given or [{}], count)
         table = plan_table(step_of, layouts, device=device, tokens=tokens, headroom=options.headroom, progress=True)
