@@ -86,11 +86,11 @@ def _run(options: argparse.Namespace) -> str:
         settings = given[0] if given else {}
         candidates = list(_candidates(job, device, count, batch, settings))
         if not candidates:
-            raise fail(f"plan: there is no candidate for {count} devices", f"--batch {batch}: each data rank has as many "
+            raise fail(f"plan: there is no candidate for {count} devices", f"--batch {batch}: data ranks have as many "
                        "examples as the others", fix="--layout with the settings of one")  # fmt: skip
         table = search(step_of, candidates, device=device, tokens=tokens,
                        headroom=options.headroom, best=options.best, blocks=job.blocks, heavier=_heavier,
-                       slower=_slower,                       neighbours=_neighbours, progress=True)  # fmt: skip
+                       slower=_slower, neighbours=_neighbours, progress=True)  # fmt: skip
     else:
         layouts = _complete(given or [{}], count)
         table = plan_table(step_of, layouts, device=device, tokens=tokens, headroom=options.headroom, progress=True)
