@@ -94,7 +94,7 @@ def accuracy(
 
     >>> top1, top5 = nn.accuracy(logits, targets, axis="model", size=50257, over="data")
 
-    Raises ShardingError for a k below 1, or above the number of classes.
+    Raises ShardingError for no k, and for a k below 1.
     """
     _check_logits("accuracy", logits)
     check_targets("accuracy", logits, targets)
