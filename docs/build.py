@@ -74,7 +74,10 @@ def signature(value: Any, name: str) -> str:
     """`fs.psum(x: Any, axis: Axis) -> Any`, a parameter on each line if that is long."""
     if not documented(value):
         return f"{name} = {Annotation(value)}".replace("collections.abc.", "").replace("typing.", "")
-    found = inspect.signature(value)
+    try:
+        found = inspect.signature(value)
+    except ValueError:  # an exception, which has that of ValueError
+        return name
     empty = inspect.Parameter.empty
     parameters = [
         p if p.annotation is empty else p.replace(annotation=Annotation(p.annotation))

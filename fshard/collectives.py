@@ -66,6 +66,8 @@ def pmean(x: Any, axis: Axis) -> Any:
 
     >>> pmean(axis_index("model").float(), "model")                  # model=4
     tensor(1.5000)
+
+    Raises ShardingError for integers and bools, whose mean is not of their dtype.
     """
 
     def mean(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -183,6 +185,8 @@ def all_to_all(x: Any, axis: Axis, *, split: int, concat: int, size: int | None 
 
     >>> all_to_all(torch.ones(4, 1), "model", split=0, concat=1).shape      # model=4
     torch.Size([1, 4])
+
+    Raises ShardingError if `split` and `concat` are one dim, and where ranks have sizes that `size` does not explain.
     """
 
     def exchange(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -202,6 +206,8 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
         [B, D]{V} -> [B, D]{V}     transpose: the inverse pairs     cost: bytes
 
     >>> ppermute(x, "stage", [(i, i + 1) for i in range(axis_size("stage") - 1)])     # shift by one
+
+    Raises ShardingError for positions that are not on the axis, or named twice.
     """
     current = region("ppermute")
     names = known_axes("ppermute", current, axis)

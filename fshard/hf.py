@@ -109,6 +109,8 @@ def save(
 
     >>> cfg, params = hf.load("my-gpt2")
     >>> hf.save("again", cfg, fs.materialize(params, P("model"), mesh, key=fs.key(0)), like="my-gpt2")
+
+    Raises ShardingError if `cfg` is not a Config of `fs.models`, and where its model's `save` does.
     """
     if isinstance(cfg, Mapping):
         theirs = by_name(params) if of is None else of

@@ -86,6 +86,8 @@ def reshard(tree_: Any, specs: Any, mesh: Mesh | None = None) -> Any:
 
     >>> reshard(device_put(torch.zeros(4, 6), P("data"), mesh), P(None, "model"))
     f32[4, 6@model]
+
+    Raises ShardingError listing every leaf that is not placed, and for a mesh of another kind.
     """
     for path, leaf in tree.leaves_with_path(tree_):
         if not isinstance(leaf, Sharded):

@@ -334,6 +334,8 @@ def fully_shard(specs: Any, tree: Any, *, axis: str | tuple[str, ...], min_size:
 
     `specs` may be a prefix of `tree`, whose leaves need a `.shape`. Leaves that already name one of the axes stay
     as they are.
+
+    Raises ShardingError listing every leaf without a shape.
     """
     leaves, treedef = _tree.flatten(tree)
     leaf_specs = _tree.broadcast(specs, tree, name="specs", leaf=is_spec)

@@ -76,6 +76,8 @@ def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
     >>> found, treedef = flatten({"b": [1, 2], "a": 0})
     >>> unflatten(treedef, [10 * leaf for leaf in found])
     {'b': [10, 20], 'a': 0}
+
+    Raises ShardingError for leaves that are not as many as the structure has.
     """
     if not torch.compiler.is_dynamo_compiling():
         try:
@@ -217,6 +219,8 @@ def all(tree: Any) -> bool:
 
     >>> all({"a": True, "b": [1, "x"]})
     True
+
+    Raises ShardingError for a tensor of several elements.
     """
     for path, leaf in leaves_with_path(tree):
         if isinstance(leaf, torch.Tensor) and leaf.numel() != 1:
@@ -236,6 +240,8 @@ def reduce(f: Callable[[Any, Any], Any], tree: Any, initial: Any = _NO_VALUE) ->
 
     >>> reduce(lambda a, b: a + b, {"x": 1, "y": [2, 3]})
     6
+
+    Raises ShardingError for a tree without leaves, if there is no initial value.
     """
     values = leaves(tree) if initial is _NO_VALUE else [initial, *leaves(tree)]
     if not values:
@@ -249,6 +255,8 @@ def transpose(outer: PyTreeSpec, inner: PyTreeSpec, tree: Any) -> Any:
 
     >>> transpose(structure([0, 0]), structure({"a": 0}), [{"a": 1}, {"a": 2}])
     {'a': [1, 2]}
+
+    Raises ShardingError for a tree that has not the structure of `outer` with `inner` at each leaf.
     """
     try:
         return optree.tree_transpose(outer, inner, tree)

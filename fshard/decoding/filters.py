@@ -144,6 +144,8 @@ def argmax(logits: Tensor, axis: Axis, size: int) -> Tensor:
 
     >>> argmax(torch.tensor([[0.1, 0.7, 0.7]]), None, 3)
     tensor([1])
+
+    Raises ShardingError for logits of one number.
     """
     if not logits.ndim:
         raise fail("argmax: logits are one number", fix="[B, V]")

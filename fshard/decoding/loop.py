@@ -42,6 +42,8 @@ def generate(
     >>> decoder = Decoder(step, lambda cache, rows: cache, None)
     >>> generate(decoder, torch.tensor([[3]]), new=3, options=Options(), size=8)
     tensor([[3, 4, 5, 6]])
+
+    Raises ShardingError for a mask of another shape than the ids, and for `on_token` with beams.
     """
     check_ids("generate", ids)
     options.check_call(prompt=ids.shape[1], new=new, key=key)

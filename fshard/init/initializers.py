@@ -174,6 +174,8 @@ def normal(shape: Shape, *, mean: float = 0.0, std: float = 1.0, dtype: torch.dt
 
     >>> normal((64, 256), std=0.02)
     f32[64, 256] = normal(std=0.02)
+
+    Raises ShardingError for a negative std.
     """
     if not std >= 0:
         raise fail(f"normal: std={std}", fix="0 or more")
@@ -191,6 +193,8 @@ def trunc_normal(
 
     >>> trunc_normal((8, 4), std=0.02)
     f32[8, 4] = trunc_normal(std=0.02)
+
+    Raises ShardingError for an empty range, and for a std that is not positive.
     """
     if not a < b:
         raise fail(f"trunc_normal: the range from a={a} to b={b} is empty", fix="a < b")
@@ -205,6 +209,8 @@ def uniform(shape: Shape, *, low: float = 0.0, high: float = 1.0, dtype: torch.d
 
     >>> uniform((8, 4), low=-0.1, high=0.1)
     f32[8, 4] = uniform(low=-0.1, high=0.1)
+
+    Raises ShardingError for an empty range.
     """
     if not low < high:
         raise fail(f"uniform: the range from low={low} to high={high} is empty", fix="low < high")
@@ -273,6 +279,8 @@ def orthogonal(shape: Shape, *, gain: float = 1.0, dtype: torch.dtype | None = N
     >>> q = device_get(materialize(orthogonal((4, 4)), P("data"), mesh, key=key(0)))
     >>> torch.allclose(q @ q.mT, torch.eye(4), atol=1e-5)
     True
+
+    Raises ShardingError for a shape of fewer than 2 dims.
     """
     described = _describe(shape, Orthogonal(gain), dtype)
     if described.ndim < 2:
@@ -302,6 +310,8 @@ def fans(shape: Sequence[int], in_dim: int = -2, out_dim: int = -1) -> tuple[int
     (64, 256)
     >>> fans((64, 3, 5, 5), in_dim=1, out_dim=0)
     (75, 1600)
+
+    Raises ShardingError for a shape of fewer than 2 dims, and for dims that it lacks.
     """
     if len(shape) < 2:
         raise fail(f"a leaf of shape {list(shape)} has no fans", fix="two dims or more, or normal(std=...)")

@@ -265,6 +265,8 @@ def features(
 
     >>> features(cfg, weights["params"], weights["state"], images, train=False)[0].shape
     torch.Size([2, 8])
+
+    Raises ShardingError for images that do not fit the config.
     """
     described = init(cfg)
     if x.ndim != 4 or x.shape[1] != cfg.num_channels or not x.is_floating_point():
@@ -355,6 +357,8 @@ def head_inputs(
 
     >>> x, fc, y = resnet.head_inputs(cfg, params, x, y, layout=layout)
     >>> loss = nn.cross_entropy(nn.linear(x, fc["w"].mT), y, axis=layout.model, size=cfg.num_labels, over=layout.batch)
+
+    Raises ShardingError if the config has no head.
     """
     if not cfg.num_labels:
         raise fail("resnet: the config has no head", fix="Config(num_labels=1000)")
@@ -434,6 +438,8 @@ def theirs(path: tree.Path) -> FileTensor:
 
     >>> theirs(("state", "stages", 2, 0, "norm_skip", "mean"))
     FileTensor(name='resnet.encoder.stages.2.layers.0.shortcut.normalization.running_mean', dims=None, at=None)
+
+    Raises ShardingError for a path that the model lacks.
     """
     if path in _FC:
         return FileTensor(_FC[path])

@@ -478,6 +478,8 @@ def shifted(cfg: Config, targets: Tensor) -> Tensor:
 
     >>> shifted(Config(), torch.tensor([[5, 1, -100]]))
     tensor([[0, 5, 1]])
+
+    Raises ShardingError if the config has no pad_token_id.
     """
     check_ids("t5", targets)
     if cfg.pad_token_id is None:
@@ -509,6 +511,8 @@ def generate(
 
     >>> generate(cfg, params, ids, new=3).shape
     torch.Size([2, 4])
+
+    Raises ShardingError for sources without tokens.
     """
     chosen = Options.of(with_tokens(options, cfg.eos_token_id, cfg.pad_token_id, cfg.vocab_size))
     check_ids("generate", ids)
@@ -571,6 +575,8 @@ def theirs(path: tree.Path) -> FileTensor:
 
     >>> theirs(("decoder", "h", 3, "cross", "q", "w"))
     FileTensor(name='decoder.block.3.layer.1.EncDecAttention.q.weight', dims='(h k) d -> d h k', at=None)
+
+    Raises ShardingError for a path that the model lacks.
     """
     in_block = len(path) > 2 and path[1] == "h" and type(path[2]) is int
     name = tree.dotted((*path[:2], "*", *path[3:]) if in_block else path)

@@ -43,6 +43,8 @@ def linear(
 
     >>> h = nn.linear(x, params["up"], axis="model")                                  # [B, F@model]
     >>> y = nn.linear(torch.relu(h), params["down"], axis="model", split="row")       # [B, D]
+
+    Raises ShardingError for shapes that do not fit.
     """
     if isinstance(w, Tensor) and w.ndim != 2:
         raise fail(f"linear: w is {list(w.shape)}", fix="[D, F]; a table of classes [C, D] is used as w.mT")
@@ -229,6 +231,8 @@ def attention(
     plain formula has both: `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`. Source: Vaswani et al., 2017.
 
     >>> nn.attention(q, k, v, causal=True, rate=0.1, key=key, spec=P("data", "model"))
+
+    Raises ShardingError for shapes that do not fit, and for a mask with `causal=True`.
     """
     if causal and mask is not None:
         raise fail("attention: causal=True and a mask", fix="combine the mask with nn.causal_mask(T, S)")
@@ -272,6 +276,8 @@ def causal_mask(t: int, s: int, *, device: torch.device | None = None) -> Tensor
     >>> causal_mask(2, 3)
     tensor([[ True,  True, False],
             [ True,  True,  True]])
+
+    Raises ShardingError for sizes below 0.
     """
     if min(t, s) < 0:
         raise fail(f"causal_mask: t={t}, s={s}", fix="both are 0 or more")
@@ -287,6 +293,8 @@ def dropout(
     The mask is a function of `key` and of each element's global index, hence the same on every mesh, and the
     same when recomputed. `spec` is that of the global array (its axes are those `x` varies over); `shape` is the
     global shape, needed only where an axis does not divide it. `rate` 0 or key `None` returns `x`.
+    Raises ShardingError if x is not this rank's part of the global array.
+
     Source: Srivastava et al., 2014.
 
     >>> nn.dropout(x, 0.1, key=fs.fold_in(key, layer), spec=P("data"))        # x [B@data, T, D]

@@ -43,6 +43,8 @@ def cosine_logits(x: Tensor, w: Tensor | Weight, *, eps: float = 1e-12) -> Tenso
 
     >>> nn.cosine_logits(torch.tensor([3.0, 4.0]), torch.tensor([[2.0, 0.0], [0.0, -1.0]]))
     tensor([ 0.6000, -0.8000])
+
+    Raises ShardingError for shapes that do not fit, other dtypes than one floating dtype, and a negative eps.
     """
     if w.ndim != 2 or not x.ndim or x.shape[-1] != w.shape[-1] or x.dtype != w.dtype or not x.is_floating_point():
         raise fail("cosine_logits: x is not [..., D] for a table [C, D] of one floating dtype",
@@ -90,6 +92,8 @@ def margin(
     >>> loss, grads = fs.value_and_grad(loss_fn)(params, x)
     >>> params, state = opt.update(grads, state, params)
 
+    Raises ShardingError for margins and scales out of range.
+
     Source: Deng et al., 2019, "ArcFace: Additive Angular Margin Loss for Deep Face Recognition", equation 4.
     """
     if not (0 < m1 < math.inf and abs(m2) <= math.pi and math.isfinite(m3) and 0 < scale < math.inf):
@@ -117,6 +121,8 @@ def arcface(
     >>> nn.arcface(torch.tensor([[0.6, 0.8]]), torch.tensor([1]), scale=1.0)            # cos(acos(0.8) + 0.5)
     tensor([[0.6000, 0.4144]])
 
+    Raises ShardingError for an angle outside of [0, pi], and a scale that is not positive.
+
     Source: Deng et al., 2019, "ArcFace: Additive Angular Margin Loss for Deep Face Recognition".
     """
     if not 0 <= m <= math.pi or not 0 < scale < math.inf:
@@ -142,6 +148,8 @@ def cosface(
 
     >>> nn.cosface(torch.tensor([[0.5, 0.75]]), torch.tensor([1]), m=0.25, scale=2.0)
     tensor([[1., 1.]])
+
+    Raises ShardingError for a margin or a scale that is not finite, or a scale that is not positive.
 
     Source: Wang et al., 2018, "CosFace: Large Margin Cosine Loss for Deep Face Recognition".
     """

@@ -43,6 +43,8 @@ def top_k(
             (`nn.sample_classes`). If there are fewer than k of them the rest is -inf, with class -1.
 
     >>> values, classes = nn.top_k(logits, 5, axis="model", size=50257)
+
+    Raises ShardingError for a k below 1, or above the number of classes, and for `classes` of another shape.
     """
     _check_logits("top_k", logits)
     n = logits.shape[-1]
@@ -91,6 +93,8 @@ def accuracy(
     A target that is neither a class nor ignored gives NaN. Has no gradient.
 
     >>> top1, top5 = nn.accuracy(logits, targets, axis="model", size=50257, over="data")
+
+    Raises ShardingError for no k, and for a k below 1.
     """
     _check_logits("accuracy", logits)
     targets = checked_targets("accuracy", logits, targets)

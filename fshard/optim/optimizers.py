@@ -103,6 +103,8 @@ def sgd(
     >>> opt.update(torch.tensor(2.0), opt.init(torch.tensor(1.0)), torch.tensor(1.0))
     (tensor(0.), {'count': tensor(1)})
 
+    Raises ShardingError for negative numbers, and nesterov without a momentum or with dampening.
+
     Source: Polyak, 1964; Sutskever et al., 2013, "On the importance of initialization and momentum".
     """
     not_negative("sgd", lr=lr, momentum=momentum, weight_decay=weight_decay)
@@ -135,6 +137,8 @@ def adamw(
     >>> opt = adamw(warmup(cosine(3e-4, 10_000), 100), mask=lambda p: tree.map(lambda x: x.ndim > 1, p))
     >>> opt.specs({"w": P("model")})
     {'count': P(), 'm': {'w': P('model')}, 'v': {'w': P('model')}}
+
+    Raises ShardingError for betas outside of [0, 1), and negative numbers.
 
     Source: Kingma & Ba, 2015, "Adam"; Loshchilov & Hutter, 2019, "Decoupled weight decay regularization".
     """

@@ -42,6 +42,8 @@ def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
 
     >>> fold_in(fold_in(key(0), "h.3.up"), 100)
     tensor([2581983587, 1866330723])
+
+    Raises ShardingError for data that is neither an int of 64 bits nor a str.
     """
     k = key_words("fold_in", key)
     n: Word = data
@@ -66,6 +68,8 @@ def split(key: Tensor, n: int = 2) -> Tensor:
     >>> a, b = split(key(0))
     >>> a
     tensor([3710895380, 2918555867])
+
+    Raises ShardingError for n below 0.
     """
     if n < 0:
         raise fail(f"split: n={n}", fix="0 or more keys")

@@ -499,6 +499,19 @@ def test_every_public_name_has_an_example_that_runs() -> None:
     assert "fshard.optim.optimizers.adamw" in public()
 
 
+RAISES = re.compile(r"raise (?:fail|must_be|ShardingError)\b|raise_all\(")
+
+
+def test_every_public_function_that_raises_says_so() -> None:
+    silent = []
+    for name, value in public().items():
+        if name.startswith("fshard.") and inspect.isfunction(value):
+            body = inspect.getsource(inspect.unwrap(value)).split('"""', 2)[-1]
+            if RAISES.search(body) and not re.search("[Rr]aise|error|refuse", value.__doc__ or ""):
+                silent.append(name)
+    assert not silent, f"no errors in the docstrings of {silent}"
+
+
 def test_every_setup_belongs_to_an_example() -> None:
     assert not (set(SETUP) | set(MESHES)) - set(DOCUMENTED)
 

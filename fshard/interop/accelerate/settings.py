@@ -191,6 +191,8 @@ def settings() -> Settings | None:
 
     >>> settings() is None                            # not started by `python -m fshard launch`
     True
+
+    Raises ShardingError if the environment variable is not what the launcher wrote.
     """
     file, keys = os.environ.get(FILE), os.environ.get(KEYS_REPLACED)
     if not file and not keys:
