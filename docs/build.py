@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 import re
 import sys
@@ -290,4 +291,5 @@ def build(site: Path) -> None:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")  # mkdocs says nothing by itself
     build(Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "site").absolute())
