@@ -224,7 +224,7 @@ def test_every_form_of_parameter_is_checked():
 
 def test_error_text_of_too_many_arguments_by_position():
     assert error_text(fs.show, {}, P(), None) == (
-        "show: 3 arguments by position, of which it takes 1\n  fix: show(tree, mesh=, specs=, fold=)"
+        "show: 3 arguments by position, of which it takes 1\n  fix: show(tree, mesh=, specs=, against=, fold=)"
     )
 
 

@@ -44,6 +44,10 @@ _IN_PLACE = {
 class Plan:
     """Outcome of `plan`, for one rank: the one with the most to keep.
 
+    >>> step = shard_map(lambda x: psum(x.sum(), "data"), mesh=make_mesh(data=4), in_specs=(P("data"),), out_specs=P())
+    >>> plan(step, fs.init.zeros((8, 3))).memory.parts["other"]
+    24
+
     Attributes:
         mesh: the size of each axis.
         rank: the planned rank.
@@ -125,7 +129,9 @@ def plan(f: ShardMapped, *args: Any, device: Device | None = None) -> Plan:
     >>> plan(step, fs.init.zeros((8, 3))).memory.peak
     40
 
-    Raises ShardingError where `f` does, and for a program that needs the value of a tensor.
+    Types are not checked: `fs.check` does that.
+
+    Raises ShardingError for a program that needs the value of a tensor, and for arguments that do not fit their specs.
     """
     first, uneven = _plan_rank(f, args, 0, device)
     if not uneven:
@@ -288,6 +294,7 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         for s in self.storages.all:
             if s.phase == "forward" and s.born > last:
                 s.phase = "update"
+                s.part = None if s.part == "gathered" else s.part  # a new parameter, which is made of the old one
         events: list[Event] = []
         at = 0
         for i, e in enumerate(self.events):

@@ -105,7 +105,8 @@ def matches(want: str, got: str) -> bool:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by peft, of transformers
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_page_runs_and_prints_what_it_shows(page: Path) -> None:
+def test_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     text = page.read_text()
     printed = run_blocks(text, page.name)
     assert len(printed) == sum(line.startswith("```python") for line in text.splitlines())

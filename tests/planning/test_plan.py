@@ -168,6 +168,8 @@ def test_donated_arguments_are_overwritten_and_others_copied() -> None:
                             out_specs=P("data"), donate=donate)  # fmt: skip
         m = fs.plan(step, *state, {"w": leaf}).memory
         assert 1024 * (2 + copies) <= m.peak < 1024 * (2 + copies) + 100
+    step, args, _ = train(mesh, donate=(), rows=2, sharded=False)
+    assert fs.plan(step, *args).memory.parts["gathered"] == 0  # new parameters are no gathered ones
 
 
 def test_the_rank_with_the_most_is_planned() -> None:
