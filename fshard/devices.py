@@ -150,7 +150,7 @@ def of(name: str) -> Device:
     if key == "cpu":
         return this_cpu()
     if key not in _KNOWN:
-        raise fail(f"devices.of: no device is called {name!r}",
+        raise fail(f"devices.of: name: no device is called {name!r}",
                    fix=f"one of {', '.join(sorted(_KNOWN))}, cpu; or make an fs.devices.Device")  # fmt: skip
     return _KNOWN[key]
 

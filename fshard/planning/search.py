@@ -78,7 +78,7 @@ def search(
     Raises ShardingError if there is no layout.
     """
     if not layouts:
-        raise fail("search: there is no layout", fix="fs.planning.divisions(512, data=512, model=8)")
+        raise fail("search: layouts is empty", fix="fs.planning.divisions(512, data=512, model=8)")
     if best < 1:
         raise fail(f"search: best={best}", fix="1 or more")
     task = Task(step_of, device, tokens, headroom)

@@ -195,7 +195,7 @@ def plan_table(
     step, whatever their kind, are in the table.
     """
     if not layouts:
-        raise fail("plan_table: there is no layout", fix="[{'data': 8, 'model': 1}, {'data': 4, 'model': 2}]")
+        raise fail("plan_table: layouts is empty", fix="[{'data': 8, 'model': 1}, {'data': 4, 'model': 2}]")
     task = Task(step_of, device, tokens, headroom)
     rows = []
     with progress_bar(progress) as advance:

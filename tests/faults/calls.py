@@ -465,7 +465,10 @@ def _short(x: Any) -> str:
         return "{" + ", ".join(f"{k!r}: {_short(v)}" for k, v in list(x.items())[:6]) + "}"
     if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
         return f"{type(x).__name__}[{', '.join(map(_short, x[:6]))}]"
-    text = repr(x)
+    try:
+        text = repr(x)
+    except Exception:  # a record of wrong values, a plan whose mesh is no dict, need not have a text
+        text = object.__repr__(x)
     return text if len(text) < 80 and "\n" not in text else f"{text[:60]}...".replace("\n", " ")
 
 

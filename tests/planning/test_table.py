@@ -136,7 +136,7 @@ def test_errors_of_any_kind_stay_in_their_rows():
     html = got._repr_html_()
     assert "&lt;b&gt;no" in html
     assert "<b>no" not in html
-    assert error_text(fs.plan_table, step_of, []).startswith("plan_table: there is no layout")
+    assert error_text(fs.plan_table, step_of, []).startswith("plan_table: layouts is empty")
 
 
 def test_a_table_as_text_html_and_json(table: PlanTable):
@@ -235,7 +235,7 @@ def test_a_search_goes_on_until_enough_layouts_fit(monkeypatch: pytest.MonkeyPat
     assert [(row.layout["remat"], row.fits, row.plan is not None) for row in got] == [
         (True, True, True), (False, False, True)]  # fmt: skip
     assert "best=0" in error_text(search, step_of, LAYOUTS, device=SMALL, best=0)
-    assert error_text(search, step_of, [], device=SMALL).startswith("search: there is no layout")
+    assert error_text(search, step_of, [], device=SMALL).startswith("search: layouts is empty")
 
 
 def test_divisions_are_all_products():
