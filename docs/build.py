@@ -9,6 +9,7 @@ with that code.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import logging
@@ -22,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import fshard as fs
+from fshard.errors import unquoted
 
 ROOT = Path(__file__).parents[1]
 PROJECT = ("CONTRIBUTING.md", "CHANGELOG.md", "tests/benchmarks/README.md")
@@ -36,6 +38,13 @@ STYLE = """
 .md-grid { max-width: 78rem; } /* lines of 120 characters */
 .md-typeset pre > code { font-size: 0.8em; }
 .md-typeset td:first-child code { white-space: nowrap; }
+/* Rows of tables in notebooks collapse: they are no boxes of the theme. */
+.md-typeset td details { border: 0; box-shadow: none; margin: 0; padding: 0; font-size: inherit; background: none; }
+.md-typeset td details, .md-typeset td details > summary { display: block; overflow: visible; }
+.md-typeset td details > summary { margin: 0; padding: 0 !important; min-height: 0; border: 0; background: none; }
+.md-typeset td :is(.md-typeset__scrollwrap, .md-typeset__table) { display: block; margin: 0; padding: 0; }
+.md-typeset td details > summary::before { display: none; }
+.md-typeset td details > summary::after { width: 1.2em; height: 1.2em; top: 0.2em; left: -1.4em; right: auto; }
 """
 
 # --- the API reference ---------------------------------------------------------------------------------------
@@ -61,33 +70,23 @@ def documented(value: Any) -> str:
     return value.__doc__ or "" if inspect.isroutine(value) or inspect.isclass(value) else ""
 
 
-class Annotation:
-    """Types as they are written: `inspect` would quote them."""
-
-    def __init__(self, of: Any) -> None:
-        self.text = of if isinstance(of, str) else inspect.formatannotation(of)
-
-    def __repr__(self) -> str:
-        return self.text.replace("fshard.", "fs.")
+def definition(value: Any) -> str:
+    """The text of a constant, and of an alias of types."""
+    text = inspect.formatannotation(value)
+    return re.sub(r"\b(?:fshard|typing|collections\.abc)\.(?:\w+\.)*", "", text)
 
 
 def signature(value: Any, name: str) -> str:
     """`fs.psum(x: Any, axis: Axis) -> Any`, a parameter on each line if that is long."""
     if not documented(value):
-        return f"{name} = {Annotation(value)}".replace("collections.abc.", "").replace("typing.", "")
+        return f"{name} = {definition(value)}"
     try:
-        found = inspect.signature(value)
+        found = unquoted(inspect.signature(value))
     except ValueError:  # an exception, which has that of ValueError
         return name
-    empty = inspect.Parameter.empty
-    parameters = [
-        p if p.annotation is empty else p.replace(annotation=Annotation(p.annotation))
-        for p in found.parameters.values()
-    ]
-    result = (
-        empty if inspect.isclass(value) or found.return_annotation is empty else Annotation(found.return_annotation)
-    )
-    text = str(found.replace(parameters=parameters, return_annotation=result))
+    if inspect.isclass(value):
+        found = found.replace(return_annotation=inspect.Signature.empty)
+    text = str(found).replace("fshard.", "fs.")
     if len(name + text) <= 100:
         return name + text
     pieces = re.sub(r"0x[0-9a-f]+", "...", text)
@@ -175,9 +174,8 @@ def reference() -> dict[str, str]:
             continue
         page = f"api/{name}.md"
         listed.append(f"| [`{name}`]({name}.md) | {first_sentence(module.__doc__ or '')} |")
-        rows = [
-            f"| [`{key}`](#{name}.{key}) | {first_sentence(documented(value) or 'A type.')} |" for key, value in public
-        ]
+        summaries = [(key, first_sentence(documented(value)) or f"`{definition(value)}`") for key, value in public]
+        rows = [f"| [`{key}`](#{name}.{key}) | {summary} |" for key, summary in summaries]
         about = [] if module is fs else [markdown(module.__doc__ or "")]
         text = [f"# {name}", *about, "", "| name | summary |", "|---|---|", *rows, ""]
         pages[page] = "\n\n".join(["\n".join(text), *[entry(f"{name}.{key}", value) for key, value in public]])
@@ -249,8 +247,8 @@ def pages() -> dict[str, str]:
 
 
 def menu(found: dict[str, str]) -> list[dict[str, Any]]:
-    """Guides in the order in which the README links them, then the others."""
-    linked = LINK.findall(found["README.md"])
+    """Guides in the order in which the README's list of pages links them, then the others."""
+    linked = LINK.findall(found["README.md"].partition("## Read on")[2])
     guides = sorted(
         (p for p in found if p.startswith("docs/")),
         key=lambda p: (p not in linked, linked.index(p) if p in linked else 0, p),
@@ -292,4 +290,8 @@ def build(site: Path) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(message)s")  # mkdocs says nothing by itself
-    build(Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "site").absolute())
+    parser = argparse.ArgumentParser(prog="python -m docs.build", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("site", metavar="SITE", nargs="?", type=Path, default=ROOT / "site", help="default: site/")
+    site = parser.parse_args().site.absolute()
+    build(site)
+    sys.stdout.write(f"{site / 'index.html'}\n")

@@ -4,7 +4,7 @@ python examples/data.py                               4 simulated devices
 torchrun --nproc-per-node 4 examples/data.py          4 processes; the same losses
 """
 
-import torch
+import mlp
 
 import fshard as fs
 from fshard import P
@@ -13,42 +13,22 @@ specs = P()  # every leaf whole on every rank
 opt = fs.optim.adamw(1e-2)
 
 
-def init():
-    return [{"up": fs.init.normal((16, 30), std=0.1), "down": fs.init.normal((30, 16), std=0.1)} for _ in range(2)]
-
-
-def block(p, x):
-    return x + torch.relu(x @ p["up"]) @ p["down"]
-
-
 def loss_fn(params, x):  # x: [B@data, T, D]
     params = fs.unshard(params, specs, "data")
-    y = x
-    for p in params:
-        y = block(p, y)
-    return fs.pmean((y - x.flip(-1)).square().mean(), "data")
+    y = mlp.apply(params, x)
+    return fs.pmean(mlp.loss_of(y, x), "data")
 
 
 def train(mesh):
-    params = fs.materialize(init(), specs, mesh, key=fs.key(0))
-    state = opt.init(params)
+    params = fs.materialize(mlp.init(), specs, mesh, key=fs.key(0))
 
-    @fs.shard_map(
-        mesh=mesh,
-        in_specs=(specs, opt.specs(specs), P("data")),
-        out_specs=(specs, opt.specs(specs), P()),
-        donate=(0, 1),
-    )
+    @fs.shard_map(mesh=mesh, in_specs=(specs, opt.specs(specs), P("data")),
+                  out_specs=(specs, opt.specs(specs), P()), donate=(0, 1))  # fmt: skip
     def step(params, state, x):
         loss, grads = fs.value_and_grad(loss_fn)(params, x)
         return *opt.update(grads, state, params), loss
 
-    losses = []
-    for i in range(3):
-        x = fs.random.normal(fs.fold_in(fs.key(1), i), (8, 6, 16))  # one global batch, the same in every process
-        params, state, loss = step(params, state, x)
-        losses.append(loss.item())
-    return losses
+    return mlp.losses(step, params, opt.init(params))
 
 
 if __name__ == "__main__":

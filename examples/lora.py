@@ -4,6 +4,8 @@ python examples/lora.py                               4 simulated devices
 torchrun --nproc-per-node 4 examples/lora.py          4 processes; the same losses
 """
 
+import mlp
+
 import fshard as fs
 from fshard import P
 from fshard.models import gpt2
@@ -20,10 +22,13 @@ def loss_fn(adapters, params, ids):  # ids: [B@data, T]
     return gpt2.loss(cfg, params, ids[:, :-1], ids[:, 1:], layout=gpt2.Layout(data="data", varied=True))
 
 
+def ids_of(i):
+    return fs.random.randint(fs.fold_in(fs.key(1), i), (8, 9), low=0, high=cfg.vocab_size)
+
+
 def train(mesh):
     params = fs.materialize(gpt2.init(cfg), specs, mesh, key=fs.key(0))
     adapters = fs.materialize(fs.lora.init(config, gpt2.init(cfg), of=gpt2.theirs), P(), mesh, key=fs.key(2))
-    state = opt.init(adapters)
 
     @fs.shard_map(mesh=mesh, in_specs=(P(), opt.specs(P()), specs, P("data")), out_specs=(P(), opt.specs(P()), P()),
                   donate=(0, 1))  # fmt: skip
@@ -31,12 +36,7 @@ def train(mesh):
         loss, grads = fs.value_and_grad(loss_fn)(adapters, params, ids)
         return *opt.update(grads, state, adapters), loss
 
-    losses = []
-    for i in range(3):
-        ids = fs.random.randint(fs.fold_in(fs.key(1), i), (8, 9), low=0, high=cfg.vocab_size)
-        adapters, state, loss = step(adapters, state, params, ids)
-        losses.append(loss.item())
-    return losses
+    return mlp.losses(step, adapters, opt.init(adapters), lambda i: (params, ids_of(i)))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ python examples/vocabulary.py                               4 simulated devices
 torchrun --nproc-per-node 4 examples/vocabulary.py          4 processes; the same losses
 """
 
+import mlp
 import torch
 
 import fshard as fs
@@ -25,9 +26,13 @@ def loss_fn(params, x, targets):  # x: [B@data, 8], targets: [B@data]
     return nn.cross_entropy(logits, targets, axis="model", size=CLASSES, over="data")
 
 
+def batch(i):
+    x_key, target_key = fs.split(fs.fold_in(fs.key(1), i), 2)
+    return fs.random.normal(x_key, (8, 8)), fs.random.randint(target_key, (8,), low=0, high=CLASSES)
+
+
 def train(mesh):
     params = fs.materialize(init(), specs, mesh, key=fs.key(0))
-    state = opt.init(params)
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, opt.specs(specs), P("data"), P("data")),
                   out_specs=(specs, opt.specs(specs), P()), donate=(0, 1))  # fmt: skip
@@ -35,13 +40,7 @@ def train(mesh):
         loss, grads = fs.value_and_grad(loss_fn)(params, x, targets)
         return *opt.update(grads, state, params), loss
 
-    losses = []
-    for i in range(3):
-        x_key, target_key = fs.split(fs.fold_in(fs.key(1), i), 2)
-        x, targets = fs.random.normal(x_key, (8, 8)), fs.random.randint(target_key, (8,), low=0, high=CLASSES)
-        params, state, loss = step(params, state, x, targets)
-        losses.append(loss.item())
-    return losses
+    return mlp.losses(step, params, opt.init(params), batch)
 
 
 if __name__ == "__main__":

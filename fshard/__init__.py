@@ -1,6 +1,23 @@
 """fshard: a JAX-style functional sharding library for PyTorch. The mesh never changes the answer."""
 
-from . import checkpoint, data, decoding, devices, hf, ia3, init, interop, lora, models, nn, optim, plot, random, tree
+from . import (
+    checkpoint,
+    data,
+    decoding,
+    devices,
+    hf,
+    ia3,
+    init,
+    interop,
+    lora,
+    models,
+    nn,
+    optim,
+    planning,
+    plot,
+    random,
+    tree,
+)
 from ._comm import recording, to_device
 from .check import check
 from .collectives import (
@@ -51,13 +68,13 @@ __all__ = [
     "combine", "data", "decoding", "defer", "device_get", "device_put", "devices", "fold_in", "from_callback",
     "fully_shard", "gather_for_metrics", "grad", "hf", "ia3", "init", "interop", "key", "local_range", "lora",
     "main_first", "make_mesh", "materialize", "models", "nn", "on_host", "optim", "partition", "peft", "plan",
-    "plan_table", "plot", "pmax", "pmean", "pmin", "ppermute", "print", "pslice", "psum", "psum_scatter", "pvary",
-    "random", "recording", "remat", "replicated", "reshard", "row", "rules", "scan", "shard_map", "show", "split",
-    "state_dict", "strategy", "to_device", "trace", "tree", "unshard", "validate", "value_and_grad", "value_and_update",
-    "verify", "wait",
+    "plan_table", "planning", "plot", "pmax", "pmean", "pmin", "ppermute", "print", "pslice", "psum",
+    "psum_scatter", "pvary", "random", "recording", "remat", "replicated", "reshard", "row", "rules", "scan",
+    "shard_map", "show", "split", "state_dict", "strategy", "to_device", "trace", "tree", "unshard", "validate",
+    "value_and_grad", "value_and_update", "verify", "wait",
 ]  # fmt: skip
 
 
 def __dir__() -> list[str]:
     """Return the public names alone, which are those that a notebook completes."""
-    return [*__all__, "__version__"]
+    return sorted([*__all__, "__version__"])

@@ -138,6 +138,11 @@ def quote(site: Site) -> str:
     return f"{shown}\n{_fill(' ', before[len(text) - len(shown) :])}{_fill('^', marked)}"
 
 
+def place_and_source(site: Site | None) -> tuple[str, ...]:
+    """Return the lines of an error that name a place and quote its source."""
+    return () if site is None else (str(site), *(f"  {text}" for text in quote(site).splitlines()))
+
+
 def _fill(mark: str, text: str) -> str:
     """Return as many marks as the text is wide on a terminal."""
     return "".join(c if c == "\t" else mark * (1 + (unicodedata.east_asian_width(c) in "WF")) for c in text)

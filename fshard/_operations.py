@@ -32,6 +32,9 @@ def written_arguments(func: Any) -> list[tuple[int, Any]]:
     return [(i, a) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
+_DEVICE_OF = torch.ops.prim.device.default
+
+
 class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that runs each operation by its method `run_operation`, which dynamo does not trace."""
 
@@ -40,6 +43,8 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF and hasattr(args[0], "fake_device"):  # which autograd asks more often than it computes
+            return args[0].fake_device
         run = type(self).run_operation
         return (_untraced(run) if "torch._dynamo" in sys.modules else run)(self, func, args, kwargs or {})
 

@@ -35,11 +35,16 @@ import torch
 
 from .errors import checked, fail, must_be
 
+__all__ = ["A100", "A100_40GB", "B200", "H100", "H200", "MI300X", "TPU_V5P", "Device", "Link", "of", "this_cpu"]
+
 
 class Link(NamedTuple):
     """One level of the network: all links between the devices of a group of `ranks` consecutive ones.
 
     `ranks`: None for any number. `bandwidth`: bytes/s that each device sends. `latency`: seconds of one step.
+
+    >>> fs.devices.H100.links[0]
+    Link(name='NVLink', ranks=8, bandwidth=450000000000.0, latency=1.9e-06)
     """
 
     name: str
@@ -166,6 +171,8 @@ def this_cpu(*, seconds: float = 1.5) -> Device:
     >>> device = fs.devices.this_cpu(seconds=0.3)
     >>> device.name, device.flops[torch.float32] > 0
     ('cpu', True)
+
+    Raises ShardingError for seconds that are not in (0, 600].
     """
     if not 0 < seconds <= 600:
         raise must_be("devices.this_cpu: seconds", "a number in (0, 600]", seconds, "this_cpu(seconds=1.5)")

@@ -56,11 +56,18 @@ class ShardingError(ValueError):
 
 
 def hide_library_frames(e: BaseException) -> None:
-    """Leave the frames of the user's code in the traceback of an error, and of its cause; raise it by `raise` alone."""
+    """Leave the frames of the user's code in the traceback of an error, and of its cause; raise it by `raise` alone.
+
+    An error of another kind than ShardingError keeps, below the user's innermost frame, those of other libraries, and
+    those of fshard if one of them raised it; and all frames if none is of the user.
+    """
     at: BaseException | None = e
     while at is not None and not _shows_all_frames():
+        frames = _users_frames(at.__traceback__)
+        if not isinstance(e, ShardingError):
+            frames = [*frames, *_frames_below(frames[-1])] if frames else _frames(at.__traceback__)
         kept: types.TracebackType | None = None
-        for tb in reversed(_users_frames(at.__traceback__)):
+        for tb in reversed(frames):
             kept = types.TracebackType(kept, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
         at.__traceback__ = kept
         at = at.__cause__
@@ -77,20 +84,30 @@ def api_boundary(f: F) -> F:
             return f(*args, **kwargs)
         try:
             return f(*args, **kwargs)
-        except ShardingError as e:
+        except Exception as e:
             hide_library_frames(e)
             raise
 
     return typing.cast(F, wrapper)
 
 
-def _users_frames(tb: types.TracebackType | None) -> list[types.TracebackType]:
+def _frames(tb: types.TracebackType | None) -> list[types.TracebackType]:
     found = []
     while tb is not None:
-        if _callsite.is_users_frame(tb.tb_frame):
-            found.append(tb)
+        found.append(tb)
         tb = tb.tb_next
     return found
+
+
+def _frames_below(tb: types.TracebackType) -> list[types.TracebackType]:
+    """Return the frames below one of the user: those of other libraries, or all if fshard raised the error."""
+    below = _frames(tb.tb_next)
+    own = [tb.tb_frame.f_code.co_filename.startswith(_callsite.HERE) for tb in below]
+    return below if own[-1:] == [True] else [tb for tb, is_own in zip(below, own, strict=True) if not is_own]
+
+
+def _users_frames(tb: types.TracebackType | None) -> list[types.TracebackType]:
+    return [tb for tb in _frames(tb) if _callsite.is_users_frame(tb.tb_frame)]
 
 
 def _shows_all_frames() -> bool:
@@ -118,18 +135,21 @@ def fail(what: str, *notes: str, fix: str = "", **facts: object) -> ShardingErro
 def raise_all(errors: Sequence[ShardingError]) -> None:
     """Raise every collected error as one, so that a user sees all failing leaves at once; nothing if there is none.
 
-    Errors that differ only in an index, as those of the blocks of a model do, are told once.
+    Errors of one cause, which differ only in the leaf and in an index, are told once.
     """
     if len(errors) == 1:
         raise errors[0]
     groups: dict[str, list[str]] = {}
     for e in errors:
-        groups.setdefault(_INDEX.sub("*", str(e)), []).append(str(e))
+        cause = _PATH.sub(r"\1*", str(e))
+        groups.setdefault(_INDEX.sub("*", _LEAF.sub("", cause)), []).append(str(e))
     texts = [_told_once(group) for group in groups.values()]
     if texts:
         raise ShardingError(texts[0] if len(texts) == 1 else f"{len(texts)} problems\n" + "\n".join(texts))
 
 
+_PATH = re.compile(r"""\A([^\n]*?\w)(?:\[(?:\d+|'[^'\n]*'|"[^"\n]*")\])+""")  # of a leaf: `args[0]['wte']`
+_LEAF = re.compile(r"(?m)^  leaf  .*?(?=    |$)")  # the fact that says what the leaf is
 _INDEX = re.compile(r"(?<=[.\[])\d+(?=[.\]])")  # of a block: `['blocks'][3]['up']`, `h.3.attn.weight`
 
 
@@ -158,7 +178,12 @@ _FIXES: dict[Any, str] = {  # by the kind and the type that was passed, by the n
     "a Tensor": "torch.as_tensor(x)",
     "a Mesh": "fs.make_mesh(data=2, model=4)",
     "a P": "fs.P('data'); fs.P() for a leaf that is not split",
+    "a Device": "fs.devices.H100, fs.devices.this_cpu(), or fs.devices.Device(...)",
     "a ShardMapped": "pass what fs.shard_map returns",
+    "a Plan": "fs.plan(step, *args)",
+    "a Plan or a Trace": "fs.plan(step, *args), or fs.trace(step, *args)",
+    **{(kind, "PlanTable"): "table[0].plan, that of its first row" for kind in ("a Plan", "a Plan or a Trace")},
+    **{(kind, "PlanRow"): "row.plan" for kind in ("a Plan", "a Plan or a Trace")},
 }
 
 
@@ -171,7 +196,27 @@ def must_be(what: str, words: str, x: object, fix: str = "") -> ShardingError:
     """
     kind = words.removesuffix(" or None")
     keys = [(kind, type(x).__name__), what.rpartition(" ")[2], kind]
-    return fail(f"{what} must be {words}, got {shown(x)}", fix=fix or next(filter(None, map(_FIXES.get, keys)), ""))
+    fix = fix or next(filter(None, map(_FIXES.get, keys)), "") or call_of(x)
+    return fail(f"{what} must be {words}, got {shown(x)}", fix=fix)
+
+
+def call_of(x: object) -> str:
+    """Return the call of a function that stands where its result should, or "" if it cannot be called so.
+
+    >>> def init(): ...
+    >>> call_of(init), call_of(fail), call_of(3)
+    ('init()', '', '')
+    """
+    if not isinstance(x, types.FunctionType):
+        return ""
+    required = [p for p in inspect.signature(x).parameters.values()
+                if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # fmt: skip
+    return "" if required else f"{x.__name__}()"
+
+
+def number_of(n: int, word: str) -> str:
+    """Return a number with its word: `1 argument`, `2 arguments`."""
+    return f"{n} {word}{'s' * (n != 1)}"
 
 
 def shown(x: object) -> str:
@@ -226,7 +271,7 @@ class _Annotation(str):
     __repr__ = str.__str__
 
 
-def _unquoted(signature: inspect.Signature) -> inspect.Signature:
+def unquoted(signature: inspect.Signature) -> inspect.Signature:
     """Return a signature whose annotations, which are texts, `help` and `?` show without quotes."""
 
     def of(x: Any) -> Any:
@@ -260,19 +305,19 @@ def _checked(f: F, verb: str, names: dict[str, Any]) -> F:
                 if kind is not None and not _fits(x, kind):
                     raise _namesake(verb, name, kind, x) or must_be(f"{verb}: {name.rstrip('_')}", kind.words, x)
             return f(*args, **kwargs)
-        except ShardingError as e:
+        except Exception as e:
             hide_library_frames(e)
-            raise
-        except (RuntimeError, IndexError, ValueError, NotImplementedError) as e:
-            if takes_tensors and not hasattr(e, "__notes__"):
+            of_tensors = takes_tensors and isinstance(e, _OF_TENSORS) and not isinstance(e, ShardingError)
+            if of_tensors and not hasattr(e, "__notes__"):
                 e.add_note(_call_note(verb, {**dict(zip(by_position, args, strict=False)), **kwargs}))
             raise
 
-    wrapper.__signature__ = _unquoted(signature)  # type: ignore[attr-defined]
+    wrapper.__signature__ = unquoted(signature)  # type: ignore[attr-defined]
     return typing.cast(F, wrapper)
 
 
 _NO_TENSOR = torch.empty(0)
+_OF_TENSORS = (RuntimeError, IndexError, ValueError, NotImplementedError)  # errors of torch about the tensors of a call
 
 
 def _call_note(verb: str, args: Mapping[str, Any]) -> str:
@@ -304,10 +349,14 @@ def _home(kind: type) -> str:
 
 def _too_many(verb: str, parameters: Sequence[inspect.Parameter], got: int, most: int) -> ShardingError:
     """Return the error of a call like `show(tree, specs, mesh)`, where only the first argument has a position."""
+    if parameters[0].name == "self":  # of a method, which is called without it
+        parameters, got, most = parameters[1:], got - 1, most - 1
     by_name = [f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY]
     by_name += [f"**{p.name}" for p in parameters if p.kind is p.VAR_KEYWORD]
     names = [*(p.name.rstrip("_") for p in parameters[:most]), *by_name]
-    return fail(f"{verb}: {got} arguments by position, of which it takes {most}", fix=f"{verb}({', '.join(names)})")
+    return fail(
+        f"{verb}: {number_of(got, 'argument')} by position, of which it takes {most}", fix=f"{verb}({', '.join(names)})"
+    )
 
 
 class _Kind(NamedTuple):

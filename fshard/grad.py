@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from . import tree
 from ._ops import differentiable_dtype
 from ._torch_compat import in_transform, is_wrapped, named_as
-from .errors import ShardingError, api_boundary, checked, fail, shown
+from .errors import ShardingError, api_boundary, checked, fail, number_of, shown
 
 
 @checked
@@ -196,7 +196,10 @@ def fill_tensors(rest: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
 def _check_argnums(label: str, numbers: Sequence[int], args: Sequence[Any]) -> None:
     if any(not -len(args) <= i < len(args) for i in numbers):
         shown_ = numbers[0] if len(numbers) == 1 else numbers
-        raise fail(f"{label}: argnums={shown_}, but there are {len(args)} positional arguments")
+        raise fail(
+            f"{label}: argnums={shown_}, and the call has {number_of(len(args), 'positional argument')}",
+            fix="count from 0",
+        )
 
 
 def _check_loss(name: str, loss: Any) -> None:

@@ -44,7 +44,7 @@ def load(path: StrPath, specs: Any = None, mesh: Mesh | None = None) -> tuple[An
     model = model_of(contents)
     if model is None:
         raise fail(f"{Path(path) / CONFIG}: there is no model file for {contents.get('model_type')!r}",
-                   models=", ".join(models.__all__),
+                   models=", ".join(models.ARCHITECTURES),
                    fix="apply, module = fs.defer(lambda: AutoModel.from_config(config)); "
                        "hf.weights(path, module, of=apply)")  # fmt: skip
     if (specs is None) != (mesh is None):
@@ -116,10 +116,10 @@ def save(
         theirs = by_name(params) if of is None else of
         write(path, params, theirs, config=cfg, like=like, max_shard_bytes=max_shard_bytes)
         return
-    known = [models.heads, *(getattr(models, name) for name in models.__all__)]
+    known = [getattr(models, name) for name in models.__all__]
     model = next((m for m in known if isinstance(cfg, m.Config)), None)
     if model is None:
-        raise fail(f"save: {type(cfg).__name__} is not a Config of fs.models", models=", ".join(models.__all__),
+        raise fail(f"save: {type(cfg).__name__} is not a Config of fs.models", models=", ".join(models.ARCHITECTURES),
                    fix="for a module, pass config.to_dict()")  # fmt: skip
     model.save(path, cfg, params, like=like, max_shard_bytes=max_shard_bytes)
 
@@ -136,7 +136,7 @@ def model_of(config: Mapping[str, Any]) -> ModuleType | None:
     if models.heads.has_head(config):
         return models.heads
     kind = _ALSO.get(str(config.get("model_type")), config.get("model_type"))
-    return getattr(models, str(kind)) if kind in models.__all__ else None
+    return getattr(models, str(kind)) if kind in models.ARCHITECTURES else None
 
 
 __all__ = ["generate", "generation_options", "load", "save", "weights"]

@@ -19,11 +19,12 @@ from ._comm import (
     AbstractComm,
     Comm,
     GlooConnections,
-    Observer,
     PlannedComm,
     ProcessComm,
+    TimedComm,
     Transfer,
     Wait,
+    Watch,
     Watchdog,
     call_at_exit,
     call_distributed,
@@ -41,6 +42,13 @@ from .spec import format_axes
 T = TypeVar("T")
 
 _LEAST_TIMEOUT, _MOST_TIMEOUT = 0.001, 10**8  # seconds: torch counts milliseconds, and C++ nanoseconds in 64 bits
+# Attributes of the meshes of JAX and of torch, and the expressions here.
+_NAMES_ELSEWHERE = {
+    "shape": "axes, sizes by name", "axis_names": "axes, whose keys are the names", "axis_sizes": "axes, sizes by name",
+    "mesh_dim_names": "axes, whose keys are the names", "ndim": "axes, by len(mesh.axes)",
+    "devices": "ranks, those of this process, and mesh.device", "device_type": "device.type",
+    "get_coordinate": "coords(rank)", "get_rank": "ranks, those of this process",
+}  # fmt: skip
 _MOST_SIMULATED = 4096  # ranks, each a thread
 
 
@@ -115,6 +123,10 @@ class Mesh:
     def __hash__(self) -> int:
         return hash(_identity(self))
 
+    def __getattr__(self, name: str) -> Any:
+        why = f": it is mesh.{_NAMES_ELSEWHERE[name]}" if name in _NAMES_ELSEWHERE else ""
+        raise AttributeError(f"a Mesh has no attribute {name!r}{why}", name=name, obj=self)
+
     def __repr__(self) -> str:
         axes = format_axes(self.axes)
         return f"Mesh({axes}; {self.kind}, {self.size} x {self.device.type})"
@@ -126,8 +138,8 @@ class Mesh:
         raise TypeError("a Mesh refers to live devices and cannot be pickled: make it again with fs.make_mesh")
 
 
-def planned_mesh(axes: Mapping[str, int], rank: int, observer: Observer, *, accelerator: bool) -> Mesh:
-    """Return an abstract mesh whose rank runs what a real rank runs; `observer` receives its transfers.
+def planned_mesh(axes: Mapping[str, int], rank: int, watch: Watch, *, accelerator: bool) -> Mesh:
+    """Return an abstract mesh whose rank runs what a real rank runs; `watch` receives its transfers.
 
     On CPUs these are messages between pairs of ranks, and host memory is that of the device. On an accelerator they are
     collectives of torch. Its tensors are fake ones of a CPU (autograd has no fake CUDA), so those in host memory are on
@@ -135,7 +147,7 @@ def planned_mesh(axes: Mapping[str, int], rank: int, observer: Observer, *, acce
     """
     mesh = Mesh(axes, "abstract", torch.device("cpu"), rank=rank)
     mesh.host = torch.device("meta") if accelerator else HOST
-    mesh._comm = PlannedComm(mesh.axes, mesh.coords(rank), observer, peers=not accelerator)
+    mesh._comm = TimedComm(PlannedComm(mesh.axes, mesh.coords(rank), peers=not accelerator), watch)
     return mesh
 
 

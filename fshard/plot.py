@@ -20,9 +20,12 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from ._display import duration
 from .errors import checked, fail, must_be
 from .planning import Operation, Plan, Start, Trace
 from .spec import format_axes, short_dtype, size
+
+__all__ = ["losses", "memory", "roofline", "traffic"]
 
 StrPath = str | os.PathLike[str]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -232,7 +235,7 @@ def roofline(plan: Plan) -> Figure:
         axes.scatter([flops / nbytes], [flops / seconds], s=40 + 1500 * seconds / time.seconds, color=color, alpha=0.6,
                      linewidths=0, label=label if i < _MOST_LINES else None)  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte of memory traffic", ylabel="FLOP/s", xlim=(low, high),
-             title=f"{device.name}, rank {plan.rank} of {format_axes(plan.mesh)}: {_ms(time.seconds)}, "
+             title=f"{device.name}, rank {plan.rank} of {format_axes(plan.mesh)}: {duration(time.seconds)}, "
                    f"MFU {time.mfu:.0%}\n{others / time.seconds:.0%} in operations without FLOPs, "
                    f"{sum(time.exposed.values()) / time.seconds:.0%} waiting for transfers")  # fmt: skip
     reached = [flops / seconds for _, (flops, _, seconds) in rows]
@@ -274,8 +277,8 @@ def traffic(plan: Plan) -> Figure:
         axes.barh(ys[1:], 1e3 * hidden[1:], color=_COLORS[2], label="behind operations")
         axes.barh(ys[1:], 1e3 * exposed[1:], left=1e3 * hidden[1:], color=_COLORS[3], label="waited for")
         for y, seconds in zip(ys, hidden + exposed, strict=True):
-            axes.text(1e3 * seconds, y, f" {_ms(seconds)}", va="center")
-        axes.set(xlabel="time, ms", title=f"{title}, {plan.device.name}: {_ms(time.seconds)}")
+            axes.text(1e3 * seconds, y, f" {duration(seconds)}", va="center")
+        axes.set(xlabel="time, ms", title=f"{title}, {plan.device.name}: {duration(time.seconds)}")
     else:
         sent: dict[str, Counter[str]] = {}
         for e in plan.events:
@@ -309,10 +312,6 @@ def _timed(name: str, plan: Plan) -> tuple[Any, Any]:
     if plan.device is None or plan.time is None:
         raise fail(f"plot.{name}: the plan names no device", fix="fs.plan(..., device=fs.devices.H100)")
     return plan.device, plan.time
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.4g} ms"
 
 
 # --- training ---------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import tree
 from ._comm import Region, coords_of, in_region, is_recomputing, live_axes, region
+from ._display import format_runs
 from ._torch_compat import in_transform, without_functorch, without_modes
 from .errors import checked, fail
 from .spec import describe, format_number
@@ -161,19 +162,8 @@ def _boxes(found: Iterable[Coords], axes: Sequence[str]) -> list[str]:
     firsts: dict[tuple[Coords, ...], list[int]] = {}
     for first, those in rests.items():
         firsts.setdefault(tuple(those), []).append(first)
-    return [", ".join(filter(None, (f"{axes[0]}={_ranges(numbers)}", box)))
-            for those, numbers in firsts.items() for box in _boxes(those, axes[1:])]  # fmt: skip
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Format sorted numbers: `0..2,5`."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
+    names = {those: f"{axes[0]}={format_runs(numbers, separator=',', dash='..')}" for those, numbers in firsts.items()}
+    return [", ".join(filter(None, (names[those], box))) for those in firsts for box in _boxes(those, axes[1:])]
 
 
 def _write(lines: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from ._call import (
     argument_names,
     broadcast_out_specs,
     call_signature,
+    compiled,
     donated_leaves,
     exchange_result_types,
     explain_missing_values,
@@ -27,6 +28,7 @@ from ._call import (
     join_results,
     make_plan,
     read_program,
+    refuse_valueless,
     slice_inputs,
     storage_pointers,
 )
@@ -130,7 +132,7 @@ class ShardMapped:
         self._f, self._in_specs, self._out_specs = f, in_specs, out_specs
         self._check, self._compile, self._donate = check, compile, donate
         self._compiled = compile and mesh.kind != "abstract"
-        self._body = torch.compile(f, fullgraph=True) if self._compiled else f
+        self._body = compiled(f) if self._compiled else f
         self._live = [a for a, n in mesh.axes.items() if n > 1]
         self._plans: list[CallPlan] = []
         self._program: Program | None = None  # as the last call found it
@@ -251,7 +253,7 @@ class ShardMapped:
         donated = frozenset(storage_pointers([local[i] for i in plan.donated], self.mesh))
         kept = set(storage_pointers([local[i] for i in plan.kept], self.mesh)) - donated
         checker = Checker(self._live, self.mesh.axes) if checked else None
-        region = Region(comm, rank, self.mesh.device, plan.uneven, donated, checker, scratch, self.mesh.host)
+        region = Region(comm, rank, self.mesh.device, dict(plan.uneven), donated, checker, scratch, self.mesh.host)
         # Backward runs on this thread, to which the region is bound, and not on one of autograd's own.
         with bind(region), torch.autograd.set_multithreading_enabled(False), checker or contextlib.nullcontext():
             if checker is not None:
@@ -275,6 +277,7 @@ class ShardMapped:
             compared = self._check == "values" or (checker is not None and self.mesh.kind == "process")
             if compared and self._live and comm.has_values:
                 with contextlib.nullcontext() if checker is None else checker.paused():
+                    refuse_valueless(self._name, self.mesh, result)
                     check_replicas(self._name, out, self._out_specs)
             return _RankRun(result, kept, checker)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import tree
 from ._comm import is_view, memory_device, to_spec_memory
-from .errors import ShardingError, api_boundary, checked, fail, raise_all
+from .errors import ShardingError, a_type, api_boundary, call_of, checked, fail, raise_all, shown
 from .init import Deferred
 from .mesh import Mesh
 from .random import check_key, fold_in
@@ -22,7 +22,7 @@ from .spec import (
     box_shape,
     describe,
     draw,
-    format_number,
+    format_value,
     is_spec,
     local_box,
     same_placement,
@@ -134,11 +134,11 @@ class Sharded:
         return bool(self.item())
 
     def __repr__(self) -> str:
-        text = describe(self, self.spec)
-        # A number is whole on every rank, so its value needs no transfer. A fake or donated leaf has none.
-        if self.shape or not self._shards or type(self._shards[0]) is not Tensor or self._shards[0].is_meta:
-            return text
-        return f"{text} {format_number(self._shards[0])}"
+        return f"{describe(self, self.spec)} {self._value()}".rstrip()
+
+    def _value(self) -> str:
+        """Return the number of a 0-d leaf, which is whole on every rank; "" for others, and for a donated one."""
+        return format_value(self._shards[0]) if self._shards and not self.shape else ""
 
     def _repr_html_(self) -> str:
         """Draw the blocks and the ranks that have them."""
@@ -370,8 +370,10 @@ def place_tree(
                                fix="give both one spec, or untie them", spec=spec, other=twin_spec))  # fmt: skip
         if not isinstance(leaf, kinds):
             fix = "fs.reshard(tree, specs) moves placed leaves" if isinstance(leaf, Sharded) else \
-                "fs.materialize places described leaves" if isinstance(leaf, Deferred) else "give a tensor"  # fmt: skip
-            errors.append(fail(f"{label}: cannot place a {type(leaf).__name__}", fix=fix))
+                "fs.materialize places described leaves" if isinstance(leaf, Deferred) else \
+                call_of(leaf) or "give a tensor"  # fmt: skip
+            what = shown(leaf) if callable(leaf) else a_type(type(leaf))
+            errors.append(fail(f"{label}: cannot place {what}", fix=fix))
         else:
             shape = tuple(leaf.shape) if isinstance(leaf, (Tensor, Deferred, Sharded)) else ()
             if isinstance(leaf, Tensor) and ((leaf.is_meta and mesh is not None and mesh.kind != "abstract")

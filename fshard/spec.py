@@ -251,10 +251,10 @@ def box_bounds(box: Box) -> tuple[tuple[int, int], ...]:
     return tuple((s.start, s.stop) for s in box)
 
 
-def is_even(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> bool:
-    """Return whether every device's part has the same shape."""
-    parts = spec.parts(len(shape))
-    return all(n % math.prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, parts, strict=True))
+def uneven_dims(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> dict[int, tuple[str, ...]]:
+    """Return the dims that devices have parts of different sizes of, with the axes that split them."""
+    parts = enumerate(spec.parts(len(shape)))
+    return {dim: axes for dim, axes in parts if shape[dim] % math.prod(sizes[a] for a in axes)}
 
 
 def spec_errors(label: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> list[ShardingError]:
@@ -368,6 +368,16 @@ def short_dtype(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     stem = name.rstrip("0123456789")
     return _SHORT.get(stem, stem) + name[len(stem) :] if stem in _SHORT else name
+
+
+def format_value(x: torch.Tensor) -> str:
+    """Format the number of a 0-d tensor; "" for a tensor with dims, and for one without a value: fake, on meta.
+
+    >>> format_value(torch.tensor(3)), format_value(torch.ones(2)), format_value(torch.tensor(3, device="meta"))
+    ('3', '', '')
+    """
+    has_value = type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_meta
+    return format_number(x) if has_value and not x.ndim else ""
 
 
 def format_number(x: torch.Tensor) -> str:

@@ -18,7 +18,7 @@ import torch
 from optree import PyTreeSpec
 from optree import tree_structure as structure
 
-from .errors import a_type, checked, fail, must_be, raise_all
+from .errors import ShardingError, a_type, call_of, checked, fail, join_limited, must_be, raise_all
 
 __all__ = ["all", "broadcast", "dotted", "flatten", "leaves", "leaves_with_path", "map", "map_with_path", "reduce",
            "show", "structure", "transpose", "unflatten"]  # fmt: skip
@@ -322,14 +322,44 @@ def _broadcast(
     # Users write a tuple of specs for a list of arguments, and the reverse: lists and tuples match.
     matching = type(prefix) is type(tree) or (isinstance(prefix, (list, tuple)) and isinstance(tree, (list, tuple)))
     if expected is None or not matching or list(children) != list(expected):
-        missing = [k for k in expected or () if k not in children]
-        extra = [k for k in children if k not in (expected or ())]
-        why = "the tree has a leaf at this path" if expected is None else f"missing {missing}    extra {extra}"
-        raise fail(f"{show(name, path)}: not a prefix of the tree it describes", why,
-                   fix=f"give every key a {kind}, or one {kind} for the whole subtree",
-                   got=type(prefix).__name__, expected=type(tree).__name__)  # fmt: skip
+        raise _not_a_prefix(show(name, path), prefix, children, tree, expected, kind)
     for key, child in expected.items():
         _broadcast(children[key], child, (*path, key), name, leaf, kind, is_leaf, out)
+
+
+def _not_a_prefix(
+    label: str, prefix: Any, children: dict[Any, Any], tree: Any, expected: dict[Any, Any] | None, kind: str
+) -> ShardingError:  # fmt: skip
+    """Return the error of a container whose children differ from those of the tree at its path."""
+    whole = f"one {kind} for the whole subtree"
+    missing, extra = (
+        [k for k in expected or () if k not in children],
+        [k for k in children if k not in (expected or ())],
+    )
+    difference = f"missing {_limited(missing)}    extra {_limited(extra)}"
+    got, wanted = _container(prefix), _container(tree)
+    facts = {} if got == wanted else {"got": got, "expected": wanted}
+    if expected is None:
+        fix = f"pass its result, {call_of(tree)}" if call_of(tree) else f"give the leaf a {kind}"
+        return fail(
+            f"{label}: not a prefix of the tree it describes", "the tree has a leaf at this path", fix=fix, **facts
+        )
+    fix, notes = f"give every key a {kind}, or {whole}", [difference]
+    if type(tree) is list and len(tree) > 1 and (not isinstance(prefix, (list, tuple)) or len(prefix) == 1):
+        fix, notes = f"[{'spec' if kind == 'P' else kind}] * {len(tree)}, or {whole}", []  # one, for all blocks
+    elif children and (same := [k for k, x in expected.items() if list(_children(x) or ()) == list(children)]):
+        notes.append(f"its keys are those of the tree at {join_limited([f'[{k!r}]' for k in same], 3)}")
+        fix = f"give every key a {kind}; opt.specs(specs) makes those of an optimizer's state"
+    return fail(f"{label}: not a prefix of the tree it describes", *notes, fix=fix, **facts)
+
+
+def _container(x: Any) -> str:
+    """Return the type of a container; of a list or a tuple with its length."""
+    return f"{type(x).__name__} of {len(x)}" if isinstance(x, (list, tuple)) else type(x).__name__
+
+
+def _limited(keys: list[Any]) -> str:
+    return f"[{join_limited(list(map(repr, keys)), 6)}]"
 
 
 def check_leaves(verb: str, name: str, tree: Any, kind: type | tuple[type, ...]) -> None:

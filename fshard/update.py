@@ -331,7 +331,12 @@ def _linear(x: Tensor, b: Tensor | None, w: _SteppedMatrix) -> Tensor:
         return F.linear(x, matrix if w.is_transposed else matrix.mT, b)
     chunks = list(w.table.chunks()) or [slice(0)]  # of an empty table too: the result varies as the others' does
     if w.is_transposed:
-        return torch.cat([F.linear(x, w.rows(rows), None if b is None else b[rows]) for rows in chunks], -1)
+        # Into one tensor: parts kept for a `cat` would lie between the rows made for each chunk, and malloc could not
+        # reuse that memory: the process would grow by a whole table.
+        out = x.new_empty(*x.shape[:-1], w.shape[1])
+        for rows in chunks:
+            out[..., rows] = F.linear(x, w.rows(rows), None if b is None else b[rows])
+        return out
     sums = x.new_zeros(*x.shape[:-1], w.shape[1], dtype=_wide(x))
     for rows in chunks:
         sums = sums + x[..., rows] @ w.rows(rows)

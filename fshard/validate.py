@@ -21,7 +21,7 @@ from . import tree
 from ._comm import in_region
 from ._compare import compare_digests, digest_and_value, flat_slice, format_mismatch
 from ._ops import differentiable_dtype
-from .errors import ShardingError, checked, fail, join_limited, raise_all
+from .errors import ShardingError, checked, fail, join_limited, number_of, raise_all
 from .init import Deferred, describe_initializer
 from .mesh import Mesh, make_mesh
 from .sharded import Sharded
@@ -54,7 +54,7 @@ class Validated:
         lines = [f"valid: {self.leaves} leaves, {size(self.nbytes)}", f"  finite        {self.finite}{but}",
                  f"  replicated    {self.replicated}{over}"]  # fmt: skip
         if self.ties is not None:
-            lines.append(f"  as described  {self.leaves}, with {self.ties} tie{'s' * (self.ties != 1)}")
+            lines.append(f"  as described  {self.leaves}, with {number_of(self.ties, 'tie')}")
         return "\n".join(lines)
 
 

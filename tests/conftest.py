@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one compute thread for each worker, set before torch counts the cores
@@ -25,6 +26,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[_pool].close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Keep modules and tests, a million objects that live to the end, out of all garbage collections."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

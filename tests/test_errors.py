@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import pydoc
 import re
@@ -119,6 +120,62 @@ def test_traceback_has_the_frames_of_the_users_code_alone(call, functions, monke
     assert [f.name for f in every[0] if f.filename == __file__] == ["<lambda>", *functions]
 
 
+def own_error(w: Tensor, x: Tensor) -> Tensor:
+    return {"w": w}["v"] @ x
+
+
+def error_of_torch(w: Tensor, x: Tensor) -> Tensor:
+    return fs.psum(fs.nn.linear(x, w).sum(), "data")
+
+
+MODULE = torch.nn.Linear(5, 5)
+
+
+def of_module(w: Tensor, x: Tensor) -> Tensor:
+    return torch.func.functional_call(MODULE, {}, (fs.pvary(w, "data"),))
+
+
+FOREIGN = {  # a loss, the type of its error, and the functions of libraries below the user's last frame
+    "of the user's code": (own_error, KeyError, []),
+    "of torch in a layer": (error_of_torch, RuntimeError, ["__call__"]),
+    "of torch in a module": (of_module, RuntimeError, ["functional_call", "_functional_call", "_wrapped_call_impl",
+                                                       "_call_impl", "forward", "__call__"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "kind", "below"), FOREIGN.values(), ids=FOREIGN)
+def test_traceback_of_another_error_has_no_library_frame_above_the_users_last_one(loss, kind, below, monkeypatch):
+    def in_step(w: Tensor, x: Tensor) -> Any:
+        return fs.value_and_grad(fs.remat(loss))(fs.pvary(w, "data"), x)
+
+    run = fs.shard_map(in_step, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())
+
+    def frames(call: Callable[..., Any]) -> list[str]:
+        with pytest.raises(kind) as caught:
+            call(torch.ones(3, 2), torch.ones(4, 4))
+        names = [f.name for f in traceback.extract_tb(caught.value.__traceback__)]
+        return [name for name in names if name != "_fn"]  # of torch.compiler.disable, once dynamo is imported
+
+    assert frames(run) == ["frames", "in_step", loss.__name__, *below]
+    if loss is error_of_torch:  # unchecked, a frame of fshard calls the kernel
+        assert frames(run.on(MESH, check="never"))[3:] == ["wrapper", "linear", "_linear"]
+    assert frames(functools.partial(fs.plan, run))[:3] == ["frames", "in_step", loss.__name__]
+    monkeypatch.setenv("FSHARD_TRACEBACK", "full")
+    assert len(every := frames(run)) > 12
+    assert {"_run_rank", "_grad_by_autograd"} <= {*every}
+
+
+def test_traceback_of_another_error_that_no_frame_of_the_user_raised_is_whole():
+    @checked
+    def f(x: int) -> int:
+        return {}[x]
+
+    f.__wrapped__.__code__ = f.__wrapped__.__code__.replace(co_filename=fs.errors.__file__)  # as a bug of fshard
+    with pytest.raises(KeyError) as caught:
+        f(1)
+    assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:] == ["wrapper", "f"]
+
+
 def test_ipython_shows_the_message_and_then_the_users_lines(monkeypatch):
     def wrong() -> None:
         step(torch.ones(3, 2), torch.ones(4, 3))
@@ -170,6 +227,25 @@ def test_raise_all_shows_every_error_in_full():
     with pytest.raises(fs.ShardingError) as caught:
         raise_all([fail("one", fix="a"), fail("two", n=2)])
     assert str(caught.value) == "2 problems\none\n  fix: a\ntwo\n  n  2"
+
+
+def test_raise_all_tells_errors_of_one_cause_once():
+    def text(tree_: Any, spec: P) -> str:
+        return error_text(fs.shard_map(lambda p: p, mesh=MESH, in_specs=(spec,), out_specs=P()), tree_)
+
+    block = {"w": fs.init.zeros((4, 4)), "b": fs.init.zeros((4,))}
+    described = {"embed": fs.init.zeros((6, 4)), "h": [block] * 24, "head": block}
+    same = "args[0]['h'][0]['b'], args[0]['h'][0]['w'], args[0]['h'][1]['b'], and 47 more"
+    assert text(described, P()) == (
+        "<lambda>: args[0]['embed']: is only described\n"
+        "  leaf  f32[6, 4] = zeros\n"
+        "  fix: fs.materialize it, or fs.check(f, ...), which needs no values\n"
+        f"  the same for {same}"
+    )
+    placed = fs.materialize({"a": fs.init.zeros(4), "b": fs.init.zeros((4, 2))}, P("data"), MESH, key=fs.key(0))
+    assert text(placed, P()).count("fix: ") == 1
+    assert text({**placed, "c": fs.init.zeros(3)}, P()).startswith("2 problems\n")  # another cause
+    assert text({**placed, "c": torch.ones(3, 2)}, P(None, "data", None)).count("fix: ") == 2  # one spec, two ranks
 
 
 # --- arguments ---------------------------------------------------------------------------------------------
@@ -225,6 +301,14 @@ def test_every_form_of_parameter_is_checked():
 def test_error_text_of_too_many_arguments_by_position():
     assert error_text(fs.show, {}, P(), None) == (
         "show: 3 arguments by position, of which it takes 1\n  fix: show(tree, mesh=, specs=, against=, fold=)"
+    )
+    f, mesh = (lambda x: x), fs.make_mesh(data=1)
+    assert error_text(fs.shard_map(f, mesh=mesh, out_specs=P()).on, mesh, "never") == (  # a method, without self
+        "on: 2 arguments by position, of which it takes 1\n  fix: on(mesh, check=, compile=)"
+    )
+    assert error_text(fs.plan, f, device="H100").startswith("plan: f must be a ShardMapped")
+    assert error_text(fs.plan, fs.shard_map(f, mesh=mesh, out_specs=P()), device="H100").endswith(
+        "fix: fs.devices.H100, fs.devices.this_cpu(), or fs.devices.Device(...)"
     )
 
 

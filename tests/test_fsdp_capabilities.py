@@ -223,11 +223,11 @@ ROWS = list(rows())
 
 
 def resolved(name: str) -> Any:
-    """Return the object of a name in the table: `fs.a.b`, or a method of what `fs.defer` returns, `apply.unshard`."""
+    """Return the object of a name in the table: `fs.a.b`, a module's `fshard.a.b`, a method of `fs.defer`'s `apply`."""
     first, *rest = name.split(".")
-    x: Any = {"fs": fs, "apply": Apply}[first]
+    x: Any = {"fs": fs, "fshard": fs, "apply": Apply}[first]
     for i, part in enumerate(rest):
-        if first == "fs" and not hasattr(x, part):
+        if first == "fshard" and not hasattr(x, part):
             x = importlib.import_module(".".join(["fshard", *rest[: i + 1]]))
         else:
             x = getattr(x, part)

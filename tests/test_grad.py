@@ -90,7 +90,7 @@ def test_second_derivatives():
          ("value_and_grad(<lambda>): args[0]['i'][0] is int64, which has no gradient\n"
           "  fix: pass leaves that are not trained in another argument")),
         (lambda: fs.grad(lambda x: x, 1)(torch.ones(2)),
-         "value_and_grad(<lambda>): argnums=1, but there are 1 positional arguments"),
+         "value_and_grad(<lambda>): argnums=1, and the call has 1 positional argument\n  fix: count from 0"),
         (lambda: fs.grad(lambda x: torch.ones(()))({}),
          "value_and_grad(<lambda>): argument 0 has no leaves\n  fix: pass the parameters, or other argnums"),
         (lambda: fs.accumulate(loss, 3)(*data()),
@@ -103,9 +103,10 @@ def test_second_derivatives():
          "accumulate(loss): counted=True, and the result is a Tensor\n  fix: return (total, count)"),
         (lambda: fs.accumulate(loss, 2, has_aux=True)(*data()),
          "accumulate(loss): has_aux=True, and the result is a Tensor\n  fix: return (loss, aux)"),
-        (fs.accumulate(loss, 2), "accumulate(loss): argnums=0, but there are 0 positional arguments"),
+        (fs.accumulate(loss, 2),
+         "accumulate(loss): argnums=0, and the call has 0 positional arguments\n  fix: count from 0"),
         (lambda: fs.accumulate(loss, 2, argnums=2, gather=lambda p: p)(*data()),
-         "accumulate(loss): argnums=2, but there are 2 positional arguments"),
+         "accumulate(loss): argnums=2, and the call has 2 positional arguments\n  fix: count from 0"),
         (lambda: fs.accumulate(loss, 2, gather=lambda p: {**p, "ids": torch.arange(3)})(*data()),
          ("accumulate(loss): the result of gather['ids'] is int64, which has no gradient\n"
           "  fix: gather what is differentiated alone, and capture the rest")),

@@ -50,9 +50,10 @@ def test_load_lists_leaves_that_do_not_fit_the_mesh(tmp_path):
     text = error_text(
         hf.load, tmp_path, {"wte": P("rows"), "wpe": P(), "h": P(), "ln_f": P(None, "model")}, fs.make_mesh(model=2)
     )
-    assert text.startswith("3 problems\n")
+    assert text.startswith("2 problems\n")
     assert "load: params['wte']: the mesh has no axis 'rows'" in text
     assert "load: params['ln_f']['b']: the spec is longer than the shape" in text
+    assert "\n  the same for params['ln_f']['w']\n" in text
 
 
 def test_specs_without_a_mesh_are_refused(tmp_path):

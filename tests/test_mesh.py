@@ -112,6 +112,15 @@ def test_repr_of_mesh():
     assert repr(fs.make_mesh(data=2, model=4)) == "Mesh(data=2, model=4; simulated, 8 x cpu)"
 
 
+def test_attributes_of_meshes_of_other_libraries_name_those_of_this_one():
+    mesh = fs.make_mesh(data=2)
+    with pytest.raises(AttributeError, match=r"a Mesh has no attribute 'shape': it is mesh.axes, sizes by name"):
+        _ = mesh.shape
+    with pytest.raises(AttributeError, match=r"a Mesh has no attribute 'sizes'$"):
+        _ = mesh.sizes
+    assert not hasattr(mesh, "__array__")
+
+
 def test_mesh_cannot_be_pickled_or_copied():
     message = "a Mesh refers to live devices and cannot be pickled: make it again with fs.make_mesh"
     for f in (pickle.dumps, copy.copy, copy.deepcopy):

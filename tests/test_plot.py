@@ -11,7 +11,7 @@ import torch
 
 import fshard as fs
 from fshard._comm import Transfer
-from fshard.planning import Memory, Operation, Plan, Start, Trace, Wait, roofline
+from fshard.planning import Memory, Operation, Plan, PlanTable, Start, Trace, Wait, roofline
 from fshard.planning.chrome import Timeline
 from tests.lib.assertions import error_text
 
@@ -130,7 +130,9 @@ def test_what_cannot_be_drawn_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         "has no transfer, and no device": lambda: fs.plot.traffic(planned(EVENTS[0])),
         "no operation and no transfer": lambda: fs.plot.memory(planned()),
         "the trace has no timeline": lambda: fs.plot.memory(Trace({"data": 2}, "measured", ())),
-        "memory: run must be a Plan or a Trace": lambda: fs.plot.memory("plan"),
+        "a Trace, got 'plan'\n  fix: fs.plan(step, *args), or fs.trace": lambda: fs.plot.memory("plan"),
+        "got a PlanTable\n  fix: table[0].plan, that of": lambda: fs.plot.memory(PlanTable((), DEVICE)),
+        "got a Trace\n  fix: fs.plan(step, *args)": lambda: fs.plot.traffic(Trace({"data": 2}, "measured", ())),
     }
     for text, call in wrong.items():
         assert text in error_text(call)

@@ -9,6 +9,7 @@ import torch
 
 import fshard as fs
 from fshard import P, Sharded, ShardingError
+from fshard._torch_compat import FakeTensorMode
 from tests.lib.assertions import error_text
 
 TWO = fs.make_mesh(a=2)
@@ -96,7 +97,7 @@ def test_in_spec_may_be_written_differently_from_the_placement():
 def test_error_text_of_in_specs_that_are_not_a_prefix():
     assert error_text(mapped(lambda x, y: x, ins=(P("a"),)), torch.ones(2), torch.ones(2)) == (
         "<lambda>: in_specs: not a prefix of the tree it describes\n"
-        "  got  tuple    expected  tuple\n"
+        "  got  tuple of 1    expected  tuple of 2\n"
         "  missing [1]    extra []\n"
         "  fix: give every key a P, or one P for the whole subtree"
     )
@@ -230,7 +231,7 @@ def test_error_lists_every_wrong_result():
 def test_error_text_of_out_specs_that_are_not_a_prefix():
     assert error_text(mapped(lambda x: (x, x), out=(P("a"),)), put([1, 2])) == (
         "<lambda>: out_specs: not a prefix of the tree it describes\n"
-        "  got  tuple    expected  tuple\n"
+        "  got  tuple of 1    expected  tuple of 2\n"
         "  missing [1]    extra []\n"
         "  fix: give every key a P, or one P for the whole subtree"
     )
@@ -243,6 +244,23 @@ def test_error_text_of_ranks_that_return_different_trees():
     expected = error_text(mapped(f), put([1, 2]))
     assert expected.startswith("f: rank 1 returned another tree than rank 0\n  rank_0  PyTreeSpec({'x': *})")
     assert "other  PyTreeSpec([*])" in expected
+
+
+@pytest.mark.parametrize("check", ["first", "never", "values"])
+def test_results_without_values_are_refused(check):
+    """Also in a later call of the same types. In a dry run no result has values."""
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    one_of = [torch.ones(3)]
+    f = mapped(lambda x: {"x": x, "y": [one_of[0] * 2]}, ins=P("a"), out={"x": P("a"), "y": P()}, check=check)
+    f(torch.ones(2))
+    for one_of[0] in (fake, torch.ones(4, device="meta")):
+        assert error_text(f, torch.ones(2)) == (
+            f"<lambda>: result['y'][0] has a shape and no values: f32[{len(one_of[0])}]\n"
+            "  it was computed from a tensor without values (fake, or on meta), which the function captured\n"
+            "  fix: pass tensors as arguments"
+        )
+    assert f.on(fs.make_mesh(a=2, kind="abstract"))(torch.ones(2))["y"][0].shape == (4,)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -364,7 +382,7 @@ def test_error_texts_of_wrong_donations():
         "step: args[1] is donated twice\n  fix: keep a tied leaf once in the tree, or do not donate it"
     )
     assert error_text(mapped(step, donate=2), {"w": x}, x) == (
-        "step: donate=2, but there are 2 arguments\n  fix: count from 0"
+        "step: donate=2, and the call has 2 arguments\n  fix: count from 0"
     )
     assert x.shards
 
@@ -591,7 +609,7 @@ def test_error_texts_of_arguments_that_are_missing_or_passed_by_name():
 
     f = fs.shard_map(step, mesh=GRID, in_specs=(P(), P("data")), out_specs=P("data"))
     assert error_text(f, PARAMS) == (
-        "step: missing a required argument: 'x'\n  1 arguments were passed\n  fix: step(p, x)"
+        "step: missing a required argument: 'x'\n  1 argument was passed\n  fix: step(p, x)"
     )
     assert error_text(f, 1, 2, 3) == (
         "step: too many positional arguments\n  3 arguments were passed\n  fix: step(p, x)"

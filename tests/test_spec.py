@@ -18,13 +18,13 @@ from fshard.spec import (
     box_shape,
     describe,
     format_tensor,
-    is_even,
     local_box,
     names_of,
     part_lengths,
     part_range,
     same_placement,
     spec_errors,
+    uneven_dims,
 )
 from tests.lib.assertions import error_text
 
@@ -230,7 +230,7 @@ def test_boxes_of_a_mesh_contain_every_element_once_per_replica(data, shape):
         assert count[box].shape == box_shape(box)
     replicas = math.prod(n for a, n in axes_of.items() if a not in spec.axes)
     assert bool((count == replicas).all())
-    if is_even(shape, spec, axes_of):
+    if not uneven_dims(shape, spec, axes_of):
         assert len(shapes) == 1
     else:
         assert len(shapes) > 1

@@ -161,7 +161,6 @@ def test_prefix_of_dict_with_keys_of_several_types():
 def test_error_text_of_missing_and_extra_keys():
     assert error_text(prefix, {"h": {"a": P(), "c": P()}}, {"h": {"a": 1, "b": 2}}) == (
         "specs['h']: not a prefix of the tree it describes\n"
-        "  got  dict    expected  dict\n"
         "  missing ['b']    extra ['c']\n"
         "  fix: give every key a P, or one P for the whole subtree"
     )
@@ -170,10 +169,43 @@ def test_error_text_of_missing_and_extra_keys():
 def test_error_text_of_another_length():
     assert error_text(prefix, [P()], [1, 2]) == (
         "specs: not a prefix of the tree it describes\n"
-        "  got  list    expected  list\n"
-        "  missing [1]    extra []\n"
+        "  got  list of 1    expected  list of 2\n"
+        "  fix: [spec] * 2, or one P for the whole subtree"
+    )
+    assert error_text(prefix, (P(), P()), (1, 2, 3)) == (
+        "specs: not a prefix of the tree it describes\n"
+        "  got  tuple of 2    expected  tuple of 3\n"
+        "  missing [2]    extra []\n"
         "  fix: give every key a P, or one P for the whole subtree"
     )
+
+
+def test_error_text_of_one_spec_for_a_list_of_blocks():
+    block, blocks = {"w": P("x"), "b": P()}, [{"w": 1, "b": 2}] * 24
+    for one, got in ((block, "dict"), ([block], "list of 1")):
+        assert error_text(prefix, {"blocks": one}, {"blocks": blocks}) == (
+            "specs['blocks']: not a prefix of the tree it describes\n"
+            f"  got  {got}    expected  list of 24\n"
+            "  fix: [spec] * 24, or one P for the whole subtree"
+        )
+    assert len(prefix({"blocks": [block] * 24}, {"blocks": blocks})) == 48
+    assert "  missing [23]    extra []\n" in error_text(prefix, [block] * 23, blocks)
+    many = {f"w{i}": i for i in range(10)}
+    assert "  missing ['w0', 'w1', 'w2', 'w3', 'w4', 'w5', and 4 more]    extra ['w']\n" in error_text(
+        prefix, {"w": P()}, many
+    )
+
+
+def test_error_text_of_specs_that_are_not_those_of_the_state():
+    params, opt = {"w": torch.ones(2), "b": torch.ones(2)}, fs.optim.adamw(0.1)
+    specs = {"w": P("x"), "b": P()}
+    assert error_text(prefix, specs, opt.init(params)) == (
+        "specs: not a prefix of the tree it describes\n"
+        "  missing ['count', 'm', 'v']    extra ['b', 'w']\n"
+        "  its keys are those of the tree at ['m'], ['v']\n"
+        "  fix: give every key a P; opt.specs(specs) makes those of an optimizer's state"
+    )
+    assert len(prefix(opt.specs(specs), opt.init(params))) == 5
 
 
 def test_error_text_of_a_prefix_deeper_than_the_tree():
@@ -181,12 +213,22 @@ def test_error_text_of_a_prefix_deeper_than_the_tree():
         "specs['w']: not a prefix of the tree it describes\n"
         "  got  dict    expected  int\n"
         "  the tree has a leaf at this path\n"
-        "  fix: give every key a P, or one P for the whole subtree"
+        "  fix: give the leaf a P"
     )
+
+    def init():
+        return {"w": 1}
+
+    described = "  got  dict    expected  function\n  the tree has a leaf at this path\n  fix: pass its result, init()"
+    assert error_text(prefix, {"w": P()}, init).endswith(described)
+    assert error_text(fs.materialize, init, P(), fs.make_mesh(a=1), key=fs.key(0)) == (
+        "materialize: tree: cannot place the function init\n  fix: init()"
+    )
+    assert fs.materialize({"w": fs.init.zeros(2)}, {"w": P()}, fs.make_mesh(a=1), key=fs.key(0))["w"].shape == (2,)
 
 
 def test_error_text_of_another_container():
-    assert "got  list    expected  dict" in error_text(prefix, {"w": [P()]}, {"w": {"a": 1}})
+    assert "got  list of 1    expected  dict" in error_text(prefix, {"w": [P()]}, {"w": {"a": 1}})
     assert "got  Pair    expected  tuple" not in (error_text(prefix, {"w": {"a": P()}}, {"w": Pair(1, 2)}))
     assert "got  dict    expected  Pair" in error_text(prefix, {"w": {"a": P()}}, {"w": Pair(1, 2)})
 

@@ -401,6 +401,22 @@ def test_change_of_a_leaf_that_updates_an_argument(mesh, lr, line, lines):
     assert fs.verify(right, params, x).error < 1e-6
 
 
+@pytest.mark.parametrize("n", [1, 3, 20])
+def test_change_of_the_other_sign_is_named(mesh, n):
+    """In few elements it may be the rounding of gradients near 0, of which Adam's first step has the sign alone."""
+
+    def step(p):
+        grad = torch.tensor([1.0, -1.0]).repeat(10)
+        grad[:n] *= 1e-9 * (1.5 - fs.axis_size("data"))
+        return {"b": p["b"] - 0.1 * grad.sign()}
+
+    text = error_text(fs.verify, mapped(mesh, step, (P(),), P()), {"b": torch.linspace(0, 2, 20)})
+    where = f" in [0:{n}]" if n < 20 else ""
+    assert f"\n  the change of {n} of 20 elements from args[0]['b'] has the other sign{where}" in text
+    assert ("or verify in float32" in text) == (n == 1)
+    assert "usual causes" not in text
+
+
 def test_missing_sum_is_named_only_where_the_sum_is_right(mesh):
     x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     for f, expected in (

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard._comm import UnevenSize
 from fshard._torch_compat import is_wrapped
-from fshard.errors import ShardingError, fail, raise_all
+from fshard.errors import ShardingError, fail, number_of, raise_all
 from fshard.init import Deferred
 from fshard.mesh import Mesh
 from fshard.sharded import Sharded
-from fshard.spec import Box, P, box_shape, is_even, is_spec, local_box, same_placement, spec_errors
+from fshard.spec import Box, P, box_shape, is_spec, local_box, same_placement, spec_errors, uneven_dims
 
 from .results import OutputPlan, ResultTypes
 
@@ -36,7 +37,7 @@ class CallPlan:
     specs: list[P]
     names: list[str]  # as the function would write them: `params['up']`
     slices: list[list[tuple[int, Box | None]]]  # by rank: each leaf that is not a local shard yet, and the rank's box
-    uneven: bool  # some leaf has parts of different sizes
+    uneven: dict[str, UnevenSize]  # axis -> the first size of a leaf that it does not divide
     donated: list[int]  # leaves of arguments that the call may overwrite
     kept: list[int]  # all other leaves that are tensors inside
     checked: list[tuple[Any, ...]] = field(default_factory=list)  # facts of each program that calls have checked
@@ -93,7 +94,11 @@ def make_plan(
             for i, (x, s) in enumerate(zip(leaves, specs, strict=True)) if isinstance(x, to_slice)
         ])  # fmt: skip
     tensors = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, Sharded, Deferred))]
-    uneven = any(not is_even(tuple(leaves[i].shape), specs[i], mesh.axes) for i in tensors)
+    uneven: dict[str, UnevenSize] = {}
+    for i in tensors:
+        for dim, axes in uneven_dims(tuple(leaves[i].shape), specs[i], mesh.axes).items():
+            for a in axes:
+                uneven.setdefault(a, UnevenSize(f"dim {dim} of {names[i]}", leaves[i].shape[dim], axes))
     donated = [i for i in _donated_positions(name, donate, args) if isinstance(leaves[i], (Sharded, Deferred))]
     kept = [i for i in tensors if i not in set(donated)]
     return CallPlan(treedef, call_signature(leaves), specs, names, slices, uneven, donated, kept)
@@ -132,7 +137,7 @@ def _donated_positions(name: str, donate: Sequence[int], args: tuple[Any, ...]) 
     positions: list[int] = []
     for i in donate:
         if i >= len(args):
-            raise fail(f"{name}: donate={i}, but there are {len(args)} arguments", fix="count from 0")
+            raise fail(f"{name}: donate={i}, and the call has {number_of(len(args), 'argument')}", fix="count from 0")
         positions += range(starts[i % len(args)], starts[i % len(args) + 1])
     return positions
 
@@ -149,7 +154,7 @@ def argument_names(name: str, f: Callable[..., Any], args: tuple[Any, ...]) -> l
     try:
         bound = signature.bind(*args)
     except TypeError as e:
-        raise fail(f"{name}: {e}", f"{len(args)} arguments were passed",
+        raise fail(f"{name}: {e}", f"{number_of(len(args), 'argument')} {'was' if len(args) == 1 else 'were'} passed",
                    fix=f"{name}({', '.join(signature.parameters)})") from None  # fmt: skip
     return [
         tree.show(name, path) for name, value in bound.arguments.items() for path, _ in tree.leaves_with_path(value)

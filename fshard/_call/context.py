@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
+import logging
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard import _callsite
+from fshard._torch_compat import FakeTensor
 from fshard.errors import ShardingError, fail
 from fshard.mesh import Mesh
 from fshard.spec import box_shape, format_tensor, local_box
@@ -47,12 +51,23 @@ class _ForceEager:
 
 force_eager = _ForceEager()
 
+_log_of_fake_tensors = logging.getLogger(FakeTensor.__module__)
+
+
+def _is_no_failure(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("failed while attempting to run meta")
+
+
 _NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 @contextlib.contextmanager
 def explain_missing_values() -> Iterator[None]:
-    """Replace the error of an operation that needs values, on a fake tensor, by one that names the user's line."""
+    """Replace the error of an operation that needs values, on a fake tensor, by one that names the user's line.
+
+    Torch logs the traceback of each failed operation, too, before the error that says the same: that log is left out.
+    """
+    _log_of_fake_tensors.addFilter(_is_no_failure)
     try:
         yield
     except RuntimeError as e:
@@ -64,6 +79,8 @@ def explain_missing_values() -> Iterator[None]:
         raise fail(f"{line}an abstract mesh has no data, and this operation needs the value of a tensor: {e}",
                    fix="keep it a tensor (torch.where, indexing by tensors); or check with data, by "
                        'fs.shard_map(..., check="always")') from e  # fmt: skip
+    finally:
+        _log_of_fake_tensors.removeFilter(_is_no_failure)
 
 
 _ABOUT_SHAPES = re.compile(r"shape|size|dim|broadcast|element|\dd\b|index out of range in self", re.IGNORECASE)
@@ -134,3 +151,24 @@ def _user_site(e: BaseException) -> _callsite.Site | None:
             site = _callsite.Site(at.tb_frame.f_code, at.tb_lasti)
         at = at.tb_next
     return site
+
+
+# The error that dynamo makes of one that it meets in a program: its cause has the first one as a text.
+_REFUSAL = re.compile(r"raised exception ShardingError\(('.*'|\".*\")\)", re.DOTALL)
+
+
+def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function. A ShardingError that ends the compilation is raised as one, from dynamo's own error."""
+    body = torch.compile(f, fullgraph=True)
+
+    @functools.wraps(f)
+    def run(*inputs: Any) -> Any:
+        try:
+            return body(*inputs)
+        except RuntimeError as e:
+            found = _REFUSAL.fullmatch(str(e.__cause__))
+            if found is None:
+                raise
+            raise ShardingError(ast.literal_eval(found[1])) from e
+
+    return run

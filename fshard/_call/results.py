@@ -16,10 +16,11 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._comm import memory_device, storage_key, to_spec_memory
+from fshard._torch_compat import FakeTensor
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.mesh import Mesh
 from fshard.sharded import Placement, make_sharded
-from fshard.spec import P, is_spec, local_box, part_lengths, short_dtype, spec_errors
+from fshard.spec import P, describe, is_spec, local_box, part_lengths, short_dtype, spec_errors
 
 
 class ResultTypes(NamedTuple):
@@ -60,6 +61,16 @@ def _leaf_types(leaves: list[Any]) -> list[Any]:
 
 def flatten_result(out: Any) -> RankResult:
     return RankResult(out, *tree.flatten(out))
+
+
+def refuse_valueless(name: str, mesh: Mesh, result: RankResult) -> None:
+    """Raise ShardingError for tensors without values (fake, or on meta) in the result of ranks that compute values."""
+    if mesh.kind != "abstract":
+        raise_all([fail(f"{name}: {tree.show('result', path)} has a shape and no values: {describe(x)}",
+                        "it was computed from a tensor without values (fake, or on meta), which the function captured",
+                        fix="pass tensors as arguments")
+                   for path, x in tree.leaves_with_path(result.out)
+                   if isinstance(x, Tensor) and (x.is_meta or isinstance(x, FakeTensor))])  # fmt: skip
 
 
 def storage_pointers(xs: list[Tensor], mesh: Mesh) -> list[int]:
@@ -179,6 +190,8 @@ def _plan_outputs(
         if result.treedef != first.treedef:
             raise fail(f"{name}: rank {rank} returned another tree than rank 0", rank_0=first.treedef,
                        other=result.treedef)  # fmt: skip
+    for result in results:
+        refuse_valueless(name, mesh, result)
     errors: list[ShardingError] = []
     placements: list[Placement | None] = []
     named = tree.leaves_with_path(first.out)

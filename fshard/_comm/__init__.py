@@ -25,12 +25,13 @@ from .host_memory import (
     wait_for_copies_to_host,
 )
 from .packing import join_padded, longest_part, pack, pad, split_padded, unpack
-from .planned import Observer, PlannedComm
+from .planned import PlannedComm
 from .process import ProcessComm
-from .protocol import Comm, PendingTransfer, coords_of, index_of, size_of
+from .protocol import Comm, PendingTransfer, coords_of, index_of, ranks_over, size_of
 from .record import (
     Recording,
     Transfer,
+    call_site,
     is_observed,
     is_recomputing,
     recomputing,
@@ -43,6 +44,7 @@ from .record import (
 )
 from .region import (
     Region,
+    UnevenSize,
     axes_of_own_values,
     bind,
     checker,
@@ -57,21 +59,22 @@ from .region import (
     refuse_transfer,
     region,
     storage_key,
+    user_line,
     without_others,
 )
 from .simulated import simulate
-from .timed import TimedComm
+from .timed import TimedComm, Watch
 from .watchdog import SLOW, Wait, Watchdog, call_at_exit, start_watchdog
 
 __all__ = [
-    "HOST", "SLOW", "AbstractComm", "Axis", "Comm", "GlooConnections", "Observer", "PendingTransfer", "PlannedComm",
-    "ProcessComm", "Recording", "Region", "TimedComm", "Transfer", "Wait", "Watchdog", "axes_of_own_values", "bind",
-    "call_at_exit", "call_distributed", "checker", "common_device", "coords_of", "copy_to_device", "device_type",
-    "empty_part", "fake_tensors", "has_values", "host_device", "in_region", "index_of", "is_observed", "is_recomputing",
-    "is_scheduled", "is_view", "join_padded", "known_axes", "live_axes", "longest_part", "mark_donated",
-    "memory_device", "pack", "pad", "recomputing", "recording", "refuse_nesting", "refuse_transfer", "region",
-    "run_on_meta", "simulate", "size_of", "split_padded", "start_copy_to_device", "start_copy_to_host",
-    "start_watchdog", "stop_after_transfers", "storage_key", "to_device", "to_spec_memory", "transfer_count",
-    "transfer_rows", "transfer_table", "transposing", "unpack", "wait_before_writing", "wait_for_copies_to_host",
-    "without_others",
+    "HOST", "SLOW", "AbstractComm", "Axis", "Comm", "GlooConnections", "PendingTransfer", "PlannedComm", "ProcessComm",
+    "Recording", "Region", "TimedComm", "Transfer", "UnevenSize", "Wait", "Watch", "Watchdog", "axes_of_own_values",
+    "bind", "call_at_exit", "call_distributed", "call_site", "checker", "common_device", "coords_of", "copy_to_device",
+    "device_type", "empty_part", "fake_tensors", "has_values", "host_device", "in_region", "index_of", "is_observed",
+    "is_recomputing", "is_scheduled", "is_view", "join_padded", "known_axes", "live_axes", "longest_part",
+    "mark_donated", "memory_device", "pack", "pad", "ranks_over", "recomputing", "recording", "refuse_nesting",
+    "refuse_transfer", "region", "run_on_meta", "simulate", "size_of", "split_padded", "start_copy_to_device",
+    "start_copy_to_host", "start_watchdog", "stop_after_transfers", "storage_key", "to_device", "to_spec_memory",
+    "transfer_count", "transfer_rows", "transfer_table", "transposing", "unpack", "user_line",
+    "wait_before_writing", "wait_for_copies_to_host", "without_others",
 ]  # fmt: skip

@@ -27,17 +27,22 @@ class Description:
 
     axes: Axes
     text: str
-    header: bytes  # a digest, and the beginning of the text
-    message: Tensor  # the header, uint8[n]
+    digest: bytes
+    message: Tensor  # the header, uint8[n]: the digest, and the beginning of the text with its line
     number: int  # 16 bits of the digest
 
     @staticmethod
-    def of(axes: Axes, text: str, *details: Any) -> Description:
-        """Describe a collective; its ranks must have equal axes, text and details."""
+    def of(axes: Axes, text: str, *details: Any, where: object = None) -> Description:
+        """Describe a collective, called at `where`; its ranks must have equal axes, text and details."""
         digest = hashlib.blake2b(repr((axes, text, details)).encode(), digest_size=_DIGEST_BYTES).digest()
-        header = (digest + text.encode())[:_HEADER_BYTES].ljust(_HEADER_BYTES)
-        message = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        return Description(axes, text, header, message, int.from_bytes(digest[:2], "big"))
+        line = f", at {where}".encode()[: _HEADER_BYTES // 2] if where else b""
+        header = digest + text.encode()[: _HEADER_BYTES - _DIGEST_BYTES - len(line)] + line
+        message = torch.frombuffer(bytearray(header.ljust(_HEADER_BYTES)), dtype=torch.uint8)
+        return Description(axes, text, digest, message, int.from_bytes(digest[:2], "big"))
+
+    def differs(self, header: bytes) -> bool:
+        """Return whether the header of another rank is of another collective."""
+        return not header.startswith(self.digest)
 
 
 @functools.lru_cache(maxsize=4096)  # a step of training has the same transfers each time
@@ -60,7 +65,7 @@ def disagreement(mine: Description, headers: Sequence[bytes | None]) -> Sharding
         if header is None:
             text = mine.text if site is None else f"{mine.text}, at {site}"
         else:
-            text = header[_DIGEST_BYTES:].decode(errors="replace").rstrip()
+            text = header[_DIGEST_BYTES:].decode(errors="ignore").rstrip()
         rows.append(f"{over}={i}  {text}")
     return fail("the ranks disagree on a collective", *rows,
                 fix="every rank must call the same collectives in the same order, on equal shapes")  # fmt: skip

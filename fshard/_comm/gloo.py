@@ -149,7 +149,7 @@ class PendingMessages:
             self._wait_for(self._headers[-1])
             self._headers.pop()  # a message must not be waited for twice
         received, self._received = {r: x.numpy().tobytes() for r, x in self._received.items()}, {}
-        different = {r for r, header in received.items() if header != self.description.header}
+        different = {r for r, header in received.items() if self.description.differs(header)}
         if different:
             mine = self.description.message  # sent; the other messages to and from these ranks will never match
             self.works = [work for work in self.works if work.tensor is mine or work.rank not in different]

@@ -7,9 +7,9 @@ torch elsewhere. So the packing of a transfer, its buffers and their lifetimes n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fshard._torch_compat import functional_collectives
@@ -18,26 +18,13 @@ from .description import Description
 from .functional import FunctionalGroup
 from .gloo import PendingMessages, Work
 from .p2p import PeerGroup
-from .protocol import Axes, PendingTransfer, index_of, size_of
-from .record import Transfer, note, reduction, transfer
+from .process import GroupComm
+from .protocol import Axes, index_of, size_of
 
 _MOST_PEERS = 64  # ranks beyond which no mesh exchanges messages between pairs: it is planned with collectives
 
 
-class Observer(Protocol):
-    """Receives the transfers of a planned rank."""
-
-    def start(self, transfer: Transfer, xs: Sequence[Tensor]) -> int:
-        """Note the start of a transfer of some tensors, and return a number for it."""
-
-    def wait(self, number: int, results: Sequence[Tensor]) -> None:
-        """Note the end of a transfer, and its results."""
-
-    def transferring(self) -> AbstractContextManager[Any]:
-        """Context of the operations of a transfer itself, which pack and unpack."""
-
-
-class PlannedComm:
+class PlannedComm(GroupComm):
     """One rank of a mesh of any size, which runs what a real rank runs, on fake tensors.
 
     `peers`: messages between pairs of ranks, as on CPUs; else collectives of torch.
@@ -48,14 +35,12 @@ class PlannedComm:
     direct = True
     static_sizes = True
 
-    def __init__(
-        self, sizes: Mapping[str, int], coords: Mapping[str, int], observer: Observer, *, peers: bool
-    ) -> None:  # fmt: skip
+    def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int], *, peers: bool) -> None:
         self.sizes: Mapping[str, int] = dict(sizes)
         self.coords: Mapping[str, int] = dict(coords)
-        self._observer, self._peers = observer, peers
+        self._peers = peers
 
-    def _group(self, axes: Axes) -> PeerGroup | FunctionalGroup:
+    def _group(self, axes: Axes, x: Tensor) -> PeerGroup | FunctionalGroup:
         sizes, me = [self.sizes[a] for a in axes], index_of(axes, self.sizes, self.coords)
         n = size_of(axes, self.sizes)
         if self._peers and n <= _MOST_PEERS:
@@ -63,59 +48,13 @@ class PlannedComm:
         order = sorted(range(len(axes)), key=lambda i: list(self.sizes).index(axes[i]))
         return _UnsentCollectives("", sizes, me, order)
 
-    def _start(self, op: str, xs: Sequence[Tensor], axes: Axes, split: Sequence[Any] = ()) -> int:
-        note(self, op, xs, axes, split)
-        return self._observer.start(transfer(self, op, xs, axes, split), xs)
-
-    def _pending(self, op: str, xs: Sequence[Tensor], axes: Axes, into: Sequence[Tensor],
-                 begin: Callable[[Any], PendingTransfer], split: Sequence[Any] = ()) -> PendingTransfer:  # fmt: skip
-        number = self._start(op, xs, axes, split)
-        with self._observer.transferring():
-            pending = begin(self._group(axes))
-
-        def wait() -> list[Tensor]:
-            with self._observer.transferring():
-                out = pending()
-            self._observer.wait(number, [*out, *into])
-            return out
-
-        return wait
-
-    def _blocking(self, op: str, x: Tensor, axes: Axes, run: Callable[[Any], Tensor],
-                  split: Sequence[Any] = ()) -> Tensor:  # fmt: skip
-        return self._pending(op, [x], axes, (), lambda group: lambda: [run(group)], split)()[0]
-
-    def with_all_texts(
-        self, text: str, verb: str, device: Any, f: Callable[[Mapping[int, str]], None]
-    ) -> None:  # fmt: skip
-        pass  # a plan runs the program several times, and prints nothing
-
-    def agree(self, what: str, axes: Axes, device: Any) -> None:
+    def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         pass  # there is one rank
 
-    def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
-        return self._blocking(reduction(op), x, axes, lambda group: group.all_reduce(x, op))
-
-    def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
-        return self._blocking("all_gather", x, axes, lambda group: group.all_gather(x))
-
-    def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
-        return self._blocking("reduce_scatter", x, axes, lambda group: group.reduce_scatter(x))
-
-    def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
-        return self._blocking("all_to_all", x, axes, lambda group: group.all_to_all(x))
-
-    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
-        return self._blocking("permute", x, axes, lambda group: group.permute(x, pairs), pairs)
-
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        return self._pending("all_gather", xs, axes, into, lambda group: group.gather(xs, into, dims))
-
-    def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        return self._pending("reduce_scatter", xs, axes, (), lambda group: group.scatter(xs, dims), dims)
-
-    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
-        return self._pending("all_reduce", xs, axes, (), lambda group: group.reduce(xs, fresh=fresh))
+    def with_all_texts(
+        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
+    ) -> None:  # fmt: skip
+        pass  # a plan runs the program several times, and prints nothing
 
 
 class _UnsentMessages(PendingMessages):

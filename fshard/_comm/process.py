@@ -19,10 +19,52 @@ from .gloo import GlooConnections
 from .p2p import PeerGroup
 from .packing import pad
 from .protocol import Axes, PendingTransfer, index_of, ranks_over
-from .record import note, reduction
+from .record import call_site, note, reduction
 
 
-class ProcessComm:
+class GroupComm:
+    """The transfers of a rank that are those of a group, which `_group` returns for axes and a tensor's device."""
+
+    sizes: Mapping[str, int]
+    coords: Mapping[str, int]
+
+    def _group(self, axes: Axes, x: Tensor) -> PeerGroup | FunctionalGroup:
+        raise NotImplementedError
+
+    def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
+        note(self, reduction(op), [x], axes)
+        return self._group(axes, x).all_reduce(x, op)
+
+    def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
+        note(self, "all_gather", [x], axes)
+        return self._group(axes, x).all_gather(x)
+
+    def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
+        note(self, "reduce_scatter", [x], axes)
+        return self._group(axes, x).reduce_scatter(x)
+
+    def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
+        note(self, "all_to_all", [x], axes)
+        return self._group(axes, x).all_to_all(x)
+
+    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
+        note(self, "permute", [x], axes, pairs)
+        return self._group(axes, x).permute(x, pairs)
+
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
+        note(self, "all_gather", xs, axes)
+        return self._group(axes, xs[0]).gather(xs, into, dims)
+
+    def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
+        note(self, "reduce_scatter", xs, axes, dims)
+        return self._group(axes, xs[0]).scatter(xs, dims)
+
+    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
+        note(self, "all_reduce", xs, axes)
+        return self._group(axes, xs[0]).reduce(xs, fresh=fresh)
+
+
+class ProcessComm(GroupComm):
     """A rank of torch.distributed, whose rank in the mesh is that in torch.distributed's group of all, WORLD.
 
     On CPUs a `PeerGroup` over each set of axes exchanges messages on the connections of WORLD. On CUDA, and while
@@ -75,14 +117,14 @@ class ProcessComm:
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         """Compare digests of `what`. If a rank has left the program, the others wait until the timeout."""
-        mine = Description.of(axes, what)
+        mine = Description.of(axes, what, where=call_site())
         message = mine.message.to(device)
         group = self._group(axes, message)
         if isinstance(group, PeerGroup):
             group.agree(mine)
             return
         headers = [bytes(row) for row in group.all_gather(message).tolist()]
-        if any(header != mine.header for header in headers):
+        if any(map(mine.differs, headers)):
             me = index_of(axes, self.sizes, self.coords)
             raise disagreement(mine, [None if i == me else header for i, header in enumerate(headers)])
 
@@ -99,38 +141,6 @@ class ProcessComm:
             texts = [row[:n] for row, n in zip(rows, lengths, strict=True)]
         if all(at == 0 for at in self.coords.values()):
             f({rank: bytes(row.tolist()).decode()[:-1] for rank, row in enumerate(texts)})
-
-    def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
-        note(self, reduction(op), [x], axes)
-        return self._group(axes, x).all_reduce(x, op)
-
-    def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
-        note(self, "all_gather", [x], axes)
-        return self._group(axes, x).all_gather(x)
-
-    def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
-        note(self, "reduce_scatter", [x], axes)
-        return self._group(axes, x).reduce_scatter(x)
-
-    def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
-        note(self, "all_to_all", [x], axes)
-        return self._group(axes, x).all_to_all(x)
-
-    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
-        note(self, "permute", [x], axes, pairs)
-        return self._group(axes, x).permute(x, pairs)
-
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        note(self, "all_gather", xs, axes)
-        return self._group(axes, xs[0]).gather(xs, into, dims)
-
-    def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        note(self, "reduce_scatter", xs, axes, dims)
-        return self._group(axes, xs[0]).scatter(xs, dims)
-
-    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
-        note(self, "all_reduce", xs, axes)
-        return self._group(axes, xs[0]).reduce(xs, fresh=fresh)
 
 
 def _process_groups(timeout: datetime.timedelta) -> Callable[[Axes, tuple[Any, ...]], str]:

@@ -22,11 +22,15 @@ Axes = tuple[str, ...]
 PendingTransfer = Callable[[], list[Tensor]]  # a pending transfer: call it once, to wait for the results
 
 
-class Comm(Protocol):
-    """One rank's view of the mesh. `axes` are names of axes whose sizes multiply to more than one, major first."""
+class Place(Protocol):
+    """The sizes of the axes of a mesh, and the coordinates of a rank on them."""
 
     sizes: Mapping[str, int]
     coords: Mapping[str, int]
+
+
+class Comm(Place, Protocol):
+    """One rank's view of the mesh. `axes` are names of axes whose sizes multiply to more than one, major first."""
 
     has_values: bool  # False on an abstract mesh: results have a shape and a dtype, but no values
     is_scheduled: bool  # False where only types are checked: loops run plainly, and transfers need no buffers
@@ -81,7 +85,7 @@ class Comm(Protocol):
         """Start to sum over the ranks: in place in contiguous xs, or with `fresh` in new tensors."""
 
 
-def size_of(axes: Axes, sizes: Mapping[str, int]) -> int:
+def size_of(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     """Number of ranks over the flattened `axes`."""
     return math.prod([sizes[a] for a in axes])  # a list: dynamo refuses a generator here
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from fshard import _callsite
 from fshard._display import Html, bar, page, table
-from fshard.errors import checked
+from fshard.errors import checked, number_of
 from fshard.spec import size
 
 from .packing import part_shape
-from .protocol import Axes, Comm, index_of
+from .protocol import Axes, Place, index_of
 from .region import checker
 
 Split = Sequence[Any]
@@ -72,7 +72,7 @@ class Recording(list[Transfer]):
 
     def _title(self) -> str:
         ranks = len({t.rank for t in self})
-        count = f"{len(self)} transfer{'s' * (len(self) != 1)} of {ranks} rank{'s' * (ranks != 1)}"
+        count = f"{number_of(len(self), 'transfer')} of {number_of(ranks, 'rank')}"
         return f"{count}, {size(sum(t.sent for t in self))} sent in all"
 
 
@@ -146,7 +146,7 @@ def recording() -> Iterator[Recording]:
         _record = before
 
 
-def note(comm: Comm, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> None:
+def note(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> None:
     """Count a transfer, and add it to the record if there is one; `split` is that of `transfer`."""
     if not torch.compiler.is_dynamo_compiling():
         limit: tuple[int, type[BaseException]] | None = getattr(_thread, "limit", None)
@@ -154,7 +154,7 @@ def note(comm: Comm, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = (
             raise limit[1]
         _thread.count = transfer_count() + 1
     if _record is not None:
-        _record.append(transfer(comm, op, xs, axes, split))
+        _record.append(transfer(place, op, xs, axes, split))
 
 
 def transfer_count() -> int:
@@ -175,15 +175,15 @@ def stop_after_transfers(n: int, stop: type[BaseException]) -> Iterator[None]:
         _thread.limit = before
 
 
-def transfer(comm: Comm, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> Transfer:
+def transfer(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> Transfer:
     """Return the record of a collective of these tensors, of one dtype, called at the current line.
 
     `split`: the dim of each tensor that a reduce_scatter splits, or the (source, target) pairs of a permute.
     """
-    sizes, coords = [comm.sizes[a] for a in axes], [comm.coords[a] for a in axes]
+    sizes, coords = [place.sizes[a] for a in axes], [place.coords[a] for a in axes]
     count, itemsize = sum(x.numel() for x in xs), xs[0].element_size()
     if op == "permute":
-        me = index_of(axes, comm.sizes, comm.coords)
+        me = index_of(axes, place.sizes, place.coords)
         kept = 0 if any(source == me != target for source, target in split) else count
     elif op == "reduce_scatter" and split:
         kept = sum(math.prod(part_shape(x, dim, sizes, coords)) for x, dim in zip(xs, split, strict=True))
@@ -191,7 +191,7 @@ def transfer(comm: Comm, op: str, xs: Sequence[Tensor], axes: Axes, split: Split
         kept = count // math.prod(sizes) if op in ("reduce_scatter", "all_to_all") else 0
     return Transfer(op, axes, xs[0].dtype, count * itemsize, call_site(),
                     "backward" if getattr(_thread, "origin", None) else "forward", ranks=math.prod(sizes),
-                    rank=index_of(tuple(comm.sizes), comm.sizes, comm.coords), kept=kept * itemsize)  # fmt: skip
+                    rank=index_of(tuple(place.sizes), place.sizes, place.coords), kept=kept * itemsize)  # fmt: skip
 
 
 def call_site() -> _callsite.Site | None:

@@ -6,16 +6,25 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fshard import _callsite
 from fshard._torch_compat import storage_id
 from fshard.errors import fail
 from fshard.spec import Axis, format_axes, names_of
 
 from .protocol import Comm
+
+
+class UnevenSize(NamedTuple):
+    """A size that its axes do not divide, so that ranks have different parts; `name` is `dim 0 of x`."""
+
+    name: str
+    size: int
+    axes: tuple[str, ...]
 
 
 @dataclass
@@ -25,7 +34,8 @@ class Region:
     comm: Comm
     rank: int
     device: torch.device
-    uneven: bool = False  # some size does not divide: gathers of unknown size exchange sizes first
+    # axis -> the first size that it does not divide: gathers of unknown size over the axis exchange sizes first
+    uneven: dict[str, UnevenSize] = field(default_factory=dict)
     donated: frozenset[int] = frozenset()  # `storage_key` of each tensor that the call may overwrite
     checker: Any = None  # the `Checker` of a call that is checked
     scratch: dict[Any, Any] = field(default_factory=dict)  # objects that a rank keeps from one call to the next
@@ -121,11 +131,17 @@ def known_axes(verb: str, region: Region, axis: Axis) -> tuple[str, ...]:
     names = names_of(axis)
     for name in names:
         if name not in region.sizes:
-            raise fail(f"{verb}: the mesh has no axis {name!r}", fix=f"use one of {list(region.sizes)}, or None",
-                       mesh=format_axes(region.sizes))  # fmt: skip
+            raise fail(f"{verb}: the mesh has no axis {name!r}", *user_line(), mesh=format_axes(region.sizes),
+                       fix=f"use one of {list(region.sizes)}, or None")  # fmt: skip
     if len(set(names)) < len(names):
         raise fail(f"{verb}: an axis is named twice in {names}", fix="name each axis once")
     return names
+
+
+def user_line() -> list[str]:
+    """Return the line of the user's code, for an error; none while dynamo traces, which cannot read frames."""
+    where = None if torch.compiler.is_dynamo_compiling() else _callsite.site()
+    return [f"at {where}"] if where else []
 
 
 def live_axes(comm: Comm, names: tuple[str, ...]) -> tuple[str, ...]:

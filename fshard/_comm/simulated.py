@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fshard._callsite import site, user_frame
+from fshard._callsite import Site, site, user_frame
 from fshard._torch_compat import foreach_copy_
 from fshard.errors import fail
 
@@ -26,7 +26,7 @@ from .packing import flatten, pack, parts_by_rank, reduce_in_order, unpack
 from .protocol import Axes, Comm, PendingTransfer, index_of, ranks_over
 from .rank_states import RankStates, torch_for_ranks
 from .rank_threads import Abandoned, RankThread, dismiss, give_back, take_threads
-from .record import note, reduction
+from .record import call_site, note, reduction
 
 T = TypeVar("T")
 
@@ -39,6 +39,7 @@ class _Collective:
 
     signature: tuple[Any, ...]
     first: int
+    where: Site | None  # the line of that rank
     arguments: dict[int, Any] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
 
@@ -72,7 +73,7 @@ class _Run:
         self.ready = deque(range(n))
         self.running: int | None = None
         self.entered: dict[tuple[int, ...], _Collective] = {}
-        self.waiting: dict[int, str] = {}
+        self.waiting: dict[int, tuple[tuple[Any, ...], Site | None]] = {}  # the signature, and the line
         self.returned: list[int] = []
         self.over: list[int] = []  # ranks that have returned or raised
         self.interrupted = False
@@ -87,16 +88,17 @@ class _Run:
         if os.getpid() != self.process:
             raise fail(f"{_describe(signature)}: called in a fork of the process, which has no other rank",
                        fix="fork outside of shard_map, or call no collective in the fork")  # fmt: skip
-        current = self.entered.setdefault(group, _Collective(signature, rank))
+        where = call_site()
+        current = self.entered.setdefault(group, _Collective(signature, rank, where))
         if current.signature != signature:
             raise fail("the ranks disagree on a collective",
-                       f"rank {current.first}  {_describe(current.signature)}",
-                       f"rank {rank}  {_describe(signature)}",
+                       f"rank {current.first}  {_describe(current.signature, current.where)}",
+                       f"rank {rank}  {_describe(signature, where)}",
                        fix="every rank must call the same collectives in the same order, on equal shapes; for a "
                            "dim that the axis does not divide, pass its global size=")  # fmt: skip
         current.arguments[rank] = x
         if len(current.arguments) < len(group):
-            self.waiting[rank] = _describe(signature)
+            self.waiting[rank] = signature, where
             turn = threading.Lock()
             turn.acquire()
             self.wake[rank] = turn.release
@@ -123,7 +125,7 @@ class _Run:
     def start_next(self) -> None:
         """Start the turn of the next rank, if any is left."""
         if not self.ready and self.waiting and self.failure is None:
-            lines = [f"rank {r}  waits in {call}" for r, call in sorted(self.waiting.items())]
+            lines = [f"rank {r}  waits in {_describe(*call)}" for r, call in sorted(self.waiting.items())]
             lines += [f"rank {r}  has returned" for r in sorted(self.returned)]
             self.failure = fail("deadlock: every rank that has not returned waits for another one", *lines,
                                 fix="every rank must call the same collectives in the same order")  # fmt: skip
@@ -138,11 +140,10 @@ class _Run:
             raise Abandoned
 
 
-def _describe(signature: tuple[Any, ...]) -> str:
+def _describe(signature: tuple[Any, ...], where: Site | None = None) -> str:
     op, axes, shape, dtype, *_ = signature
-    if shape is None:
-        return f"{op} over {', '.join(map(repr, axes))}"
-    return f"{op} over {', '.join(map(repr, axes))} of {str(dtype).removeprefix('torch.')}{list(shape)}"
+    of = "" if shape is None else f" of {str(dtype).removeprefix('torch.')}{list(shape)}"
+    return f"{op} over {', '.join(map(repr, axes))}{of}{f', at {where}' if where else ''}"
 
 
 class SimulatedComm:
@@ -327,7 +328,7 @@ def _interrupt(run: _Run, threads: Sequence[RankThread], e: BaseException) -> No
 
 def _position(run: _Run, rank: int, thread: RankThread) -> str:
     if rank in run.waiting:
-        return f"waits in {run.waiting[rank]}"
+        return f"waits in {_describe(*run.waiting[rank])}"
     if rank in run.returned:
         return "has returned"
     frame = user_frame(sys._current_frames().get(thread.ident or 0)) if rank == run.running else None

@@ -8,15 +8,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .protocol import Axes, Comm, PendingTransfer, ranks_over
+from .protocol import Axes, Comm, PendingTransfer
 from .record import Split, Transfer, reduction, transfer
 
 
 class Watch(Protocol):
     """Receives reports, on the thread of the rank. Operations between two reports of one transfer are part of it."""
 
-    def begin_transfer(self, transfer: Transfer | None, ranks: tuple[int, ...]) -> int:
-        """Report the start of a transfer between these ranks, None for one of texts; return a number for it."""
+    def begin_transfer(self, transfer: Transfer | None, xs: Sequence[Tensor], into: Sequence[Tensor]) -> int:
+        """Report the start of a transfer of `xs`, None for one of texts; return a number for it.
+
+        Of a gather, `into` are the tensors that it writes.
+        """
 
     def end_start(self, number: int) -> None:
         """Report that a pending transfer has started: the rank goes on with other work."""
@@ -51,24 +54,21 @@ class TimedComm:
     def with_all_texts(
         self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
     ) -> None:  # fmt: skip
-        number = self._watch.begin_transfer(None, tuple(ranks_over(tuple(self.sizes), self.sizes, self.coords)))
+        number = self._watch.begin_transfer(None, [], [])
         self._comm.with_all_texts(text, verb, device, f)
         self._watch.end_transfer(number, [])
 
-    def _begin(self, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> int:
-        ranks = tuple(ranks_over(axes, self.sizes, self.coords))
-        return self._watch.begin_transfer(transfer(self, op, xs, axes, split), ranks)
-
     def _block(self, op: str, x: Tensor, axes: Axes, run: Callable[[], Tensor], split: Split = ()) -> Tensor:
-        number = self._begin(op, [x], axes, split)
+        number = self._watch.begin_transfer(transfer(self, op, [x], axes, split), [x], [])
         out = run()
         self._watch.end_transfer(number, [out])
         return out
 
     def _start(
-        self, op: str, xs: Sequence[Tensor], axes: Axes, run: Callable[[], PendingTransfer], split: Split = ()
+        self, op: str, xs: Sequence[Tensor], axes: Axes, run: Callable[[], PendingTransfer], split: Split = (),
+        into: Sequence[Tensor] = (),
     ) -> PendingTransfer:  # fmt: skip
-        number = self._begin(op, xs, axes, split)
+        number = self._watch.begin_transfer(transfer(self, op, xs, axes, split), xs, into)
         pending = run()
         self._watch.end_start(number)
 
@@ -96,7 +96,7 @@ class TimedComm:
         return self._block("permute", x, axes, lambda: self._comm.permute(x, pairs, axes), pairs)
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        return self._start("all_gather", xs, axes, lambda: self._comm.gather(xs, into, dims, axes))
+        return self._start("all_gather", xs, axes, lambda: self._comm.gather(xs, into, dims, axes), into=into)
 
     def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
         return self._start("reduce_scatter", xs, axes, lambda: self._comm.scatter(xs, dims, axes), dims)

@@ -49,6 +49,10 @@ _USUAL = (
     "usual causes: a nonlinearity or a statistic of one rank's part; a mean of unequal counts; positions, targets or\n"
     "masks counted from 0 on each rank; a gradient that is not summed, for want of a pvary"
 )
+_NEAR_ZERO = [  # the noise is measured to first order, and a quotient g / |g| has none near 0
+    "the first step of Adam has the sign of a gradient, whatever its size: of one near 0, that of its rounding.",
+    "return the gradients too, and compare those; or verify in float32",
+]
 FULL, NAMED = 4, 3  # leaves of each axis described in full, and then by name only
 
 _Equal = Callable[[Tensor, Tensor], bool]
@@ -247,6 +251,10 @@ def _explain(d: Difference, evidence: Evidence) -> tuple[_SortKey, list[str]]:
             if ratio is not None and ratio >= 0:
                 lines.append(f"its change from {name} is {ratio:.4g} times what it should be")
                 return (1.0, order[1]), lines + [text for factor, text in factors.items() if factor == ratio]
+        step, expected_step = (x - old)[wrong], (y - old)[wrong]
+        if max_finite_magnitude(step + expected_step) <= 1e-2 * max_finite_magnitude(expected_step):
+            lines.append(f"the change of {count} from {name} has the other sign{_format_box(wrong)}")
+            return order, lines + _NEAR_ZERO * bool(10 * int(wrong.sum()) <= x.numel())
     missing = _missing_sum(y, d.sizes, evidence, equal)
     return order, [*lines, missing or f"{_NO_RATIO}{_format_box(wrong)}"]
 

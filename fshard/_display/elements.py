@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import colorsys
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape, unescape
 
 _EM = 0.62  # width of a character of a monospaced font
 _BAR = 8  # characters that a bar takes
-_MOST_WIDE = 30  # characters of a column of texts: longer ones wrap
+_MOST_WIDE = 56  # characters of a column of texts: longer ones wrap
 _LINE = "1px solid rgba(128, 128, 128, 0.25)"
 _TABLE = (
     "display: inline-table; width: 100%; table-layout: fixed; border-collapse: collapse; margin: 0; border: none; "
@@ -27,10 +27,14 @@ _SIDE = {"l": "left", "r": "right", "c": "center"}
 
 @dataclass(frozen=True)
 class View:
-    """Result of `show`: `text` when printed, `html` when it is the value of a notebook cell."""
+    """Result of `show`: `text` when printed, `html` when it is the value of a notebook cell.
+
+    `per_device`: of a tree or a leaf the bytes on the device with the most, those of its table; else None.
+    """
 
     text: str
     html: str
+    per_device: int | None = None
 
     def __repr__(self) -> str:
         return self.text
@@ -77,7 +81,7 @@ def bar(share: float, hover: str = "", *, device: int = 4) -> Html:
     """Return a bar that takes a share, from 0 to 1, of the width of its cell.
 
     >>> table([("weights", bar(0.75, "12 of 16 GiB"))])
-    '<div style="max-width: ...<table ...weights...12 of 16 GiB...
+    '<div style="min-width: ...<table ...weights...12 of 16 GiB...
     """
     return bars({hover: share}, first=device)
 
@@ -102,18 +106,24 @@ def table(rows: Iterable[Row | Sequence[str]], *, head: Sequence[str] = (), alig
     close are in a margin at the left.
 
     >>> table([Row(("h", "48 B"), [Row(("up", "32 B")), Row(("down", "16 B"))])], head=("", "bytes"), align="lr")
-    '<div style="max-width: ...<table ...<details open>...
+    '<div style="min-width: ...<table ...<details open>...
     """
     listed = [row if isinstance(row, Row) else Row(row) for row in rows]
     columns = max((len(row.cells) for row in [Row(head), *listed]), default=0)
     align = align.ljust(columns, "l")
     # Numbers should not wrap where the page is narrow, texts may.
-    chars = [min(n, _MOST_WIDE + 10 * (i == 0)) if align[i] == "l" else 1.2 * n
-             for i, n in enumerate(_widths([Row(head), *listed], [0] * columns))]  # fmt: skip
+    everything = [Row(head), *listed]
+    lengths = _widths(everything, [0] * columns, _length)
+    chars = [min(n, _MOST_WIDE + 10 * (i == 0)) if align[i] == "l" else 1.2 * n for i, n in enumerate(lengths)]
     shares = [100 * n / max(1, sum(chars)) for n in chars]
     layout = _Layout(shares, align, _open_depth(listed, most))
     collapses = any(row.children for row in listed)
-    style = f"max-width: {_EM * sum(chars):.1f}em; {'padding-left: 1.5em' if collapses else ''}"
+    # The least width at which no number and no word breaks: a narrower page scrolls.
+    words = [n if align[i] == "l" else m for i, (n, m) in enumerate(zip(
+        _widths(everything, [0] * columns, _longest_word), lengths, strict=True))]  # fmt: skip
+    least = max((n / c for n, c in zip(words, chars, strict=True) if c), default=1)
+    style = f"min-width: {_EM * sum(chars) * min(1, least):.1f}em; max-width: {_EM * sum(chars):.1f}em"
+    style += "; padding-left: 1.5em" if collapses else ""
     header = layout.row(Row(head), 0, tag="th") if any(head) else ""
     return Html(f'<div style="{style}">{layout.table(header, listed)}</div>')
 
@@ -125,13 +135,17 @@ def _length(cell: str) -> int:
     return len(unescape(re.sub("<[^>]*>", "", cell))) or _BAR * ("width:" in cell)
 
 
-def _widths(rows: Sequence[Row], least: Sequence[int], depth: int = 0) -> list[int]:
-    """Return the characters of the longest cell of each column, with space around."""
+def _longest_word(cell: str) -> int:
+    return _length(cell) if isinstance(cell, Html) else max(map(len, cell.split()), default=0)
+
+
+def _widths(rows: Sequence[Row], least: Sequence[int], of: Callable[[str], int], depth: int = 0) -> list[int]:
+    """Return the most characters, by `of`, of a cell of each column, with space around."""
     out = list(least)
     for row in rows:
         for i, cell in enumerate(row.cells):
-            out[i] = max(out[i], (_length(cell) + 2 + (2 * depth if i == 0 else 0)) if cell else 0)
-        out = _widths(row.children, out, depth + 1)
+            out[i] = max(out[i], (of(cell) + 2 + (2 * depth if i == 0 else 0)) if cell else 0)
+        out = _widths(row.children, out, of, depth + 1)
     return out
 
 

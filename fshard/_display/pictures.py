@@ -9,11 +9,12 @@ from html import escape
 from typing import Any
 
 from .elements import Html, View, markup, page, rgba
+from .numbers import format_runs
 
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dim
 
 _MOST_LINES = 16  # blocks shown in each direction
-_MOST_DEVICES = 8  # of one block, each with its own part of the cell
+_MOST_DEVICES = 8  # of one block, each with a stripe of its own
 _WIDE, _HIGH = 24, 8  # em, of a leaf in all its layouts; a block has at least the room that its text needs
 _BORDER = "1px solid rgba(128, 128, 128, 0.5)"
 
@@ -27,19 +28,8 @@ class Cell:
     is_marked: bool = False
 
     def __str__(self) -> str:
-        return f"[{ranks_text(self.devices)}]" if self.is_marked else ranks_text(self.devices)
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Format ranks: `0–3 8` for 0, 1, 2, 3, 8; long lists are abbreviated."""
-    runs: list[list[int]] = []
-    for r in ranks:
-        if runs and runs[-1][-1] == r - 1:
-            runs[-1].append(r)
-        else:
-            runs.append([r])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
-    return " ".join(texts if len(texts) <= 8 else [*texts[:6], "…", texts[-1]])
+        text = format_runs(self.devices, most=8)
+        return f"[{text}]" if self.is_marked else text
 
 
 def picture(
@@ -77,7 +67,7 @@ def picture(
     down, across = side(rows), side(columns)
     cells = [[cell(*of_place[a, b]) for b in across] for a in down]
     notes = [f"down: dim {', '.join(map(str, rows))}    across: dim {', '.join(map(str, columns))}"]
-    notes = notes[: len(shape) > 2] + [f"empty on {ranks_text(empty)}"][: bool(empty)]
+    notes = notes[: len(shape) > 2] + [f"empty on {format_runs(empty, most=8)}"][: bool(empty)]
     names = [[", ".join(f"{a}:{b}" for a, b in bounds) for bounds in at] for at in (down, across)]
     extents = [[math.prod(b - a for a, b in bounds) for bounds in at] if dims else []
                for at, dims in ((down, rows), (across, columns))]  # fmt: skip
@@ -142,20 +132,10 @@ def _block(cell: Cell | str, style: str) -> str:
     if len(cell.devices) == 1:
         return (f'<td align="center" title="{escape(cell.hovers[0])}" style="{style.replace("padding: 0", pad)}; '
                 f'background: {rgba(cell.devices[0])}{weight}">{escape(text)}</td>')  # fmt: skip
-    if len(cell.devices) > _MOST_DEVICES:  # stripes of as many colours, from the first device to the last
-        step = (len(cell.devices) - 1) / (_MOST_DEVICES - 1)
-        colours = [rgba(cell.devices[round(i * step)]) for i in range(_MOST_DEVICES)]
-        share = 100 / _MOST_DEVICES
-        stops = ", ".join(f"{c} {share * i:.1f}%, {c} {share * (i + 1):.1f}%" for i, c in enumerate(colours))
-        hover = f"{cell.hovers[0]}, and the same on ranks {text}"
-        style = f"{style.replace('padding: 0', pad)}; background: linear-gradient(90deg, {stops})"
-        return f'<td align="center" title="{escape(hover)}" style="{style}">{escape(text)}</td>'
-    each = "".join(
-        f'<td align="center" title="{escape(hover)}" style="{pad}; border: none; text-align: center; '
-        f'background: {rgba(device)}">{device}</td>'
-        for device, hover in zip(cell.devices, cell.hovers, strict=True)
-    )
-    # Apart from each other, since two devices that have the same block do not split it.
-    inner = "border-collapse: separate; border-spacing: 3px; border: none; margin: 0; width: 100%; height: 100%"
-    inner += "; font-size: 12px; table-layout: auto"
-    return f'<td style="{style}"><table style="{inner}"><tr style="background: transparent">{each}</tr></table></td>'
+    # One block in stripes of the devices' colours: parts side by side would look like a split of the block.
+    n = min(len(cell.devices), _MOST_DEVICES)  # from the first device to the last
+    colours = [rgba(cell.devices[round(i * (len(cell.devices) - 1) / (n - 1))]) for i in range(n)]
+    stops = ", ".join(f"{c} {100 * i / n:.1f}%, {c} {100 * (i + 1) / n:.1f}%" for i, c in enumerate(colours))
+    hover = "\n".join(cell.hovers if n == len(cell.devices) else [f"{cell.hovers[0]}, and the same on ranks {text}"])
+    style = f"{style.replace('padding: 0', pad)}; background: linear-gradient(90deg, {stops})"
+    return f'<td align="center" title="{escape(hover)}" style="{style}">{escape(text)}</td>'

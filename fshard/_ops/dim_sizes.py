@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fshard._comm import Axis, checker, index_of, known_axes, live_axes, region, size_of
+from fshard._comm import Axis, UnevenSize, checker, index_of, known_axes, live_axes, region, size_of, user_line
 from fshard._torch_compat import without_functorch
 from fshard.errors import fail
 from fshard.spec import names_of, part_lengths, part_range
@@ -25,9 +25,11 @@ def split_layout(verb: str, axes: tuple[str, ...], xs: Sequence[Tensor], dim: in
     """Return the (dim, size) that is split, of each tensor. Mark the region uneven if pieces differ in size."""
     layout = tuple((d, x.shape[d]) for x in xs for d in [dim_of(verb, x, dim)])
     current = region(verb)
-    if any(size % size_of(axes, current.sizes) for _, size in layout):
-        if not current.uneven:
-            current.uneven = True
+    if uneven := [(d, size) for d, size in layout if size % size_of(axes, current.sizes)]:
+        d, size = uneven[0]
+        for a in axes:
+            if a not in current.uneven:
+                current.uneven[a] = UnevenSize(f"dim {d} of {verb}", size, axes)
         if (types := checker()) is not None:
             types.record_split(verb, layout, axes)
     return layout
@@ -41,38 +43,45 @@ def gather_layout(
     ns = [current.sizes[a] for a in axes]
     coords = [current.coords[a] for a in axes]
     local = [x.shape[d] for x, d in zip(xs, dims, strict=True)]
-    if any(s is None for s in sizes) and current.uneven:
-        sizes = _exchange_sizes(verb, axes, local, "pass size= (for unshard: shapes=)", current.device)
+    if any(s is None for s in sizes) and any(a in current.uneven for a in axes):
+        collective = verb in ("all_gather", "all_to_all")
+        word = "size=, the global size" if collective else "shapes=, the described tree, such as init()"
+        sizes = _exchange_sizes(verb, axes, local, word)
     known = [n * size_of(axes, current.sizes) if s is None else s for n, s in zip(local, sizes, strict=True)]
     for n, size in zip(local, known, strict=True):
         if part_range(size, ns, coords)[1] != n:
             me = index_of(axes, current.sizes, current.coords)
             raise fail(f"{verb}: the part of rank {me} has the wrong size for a dim of global size {size}",
-                       f"{size} over {axes} splits into {part_lengths(size, ns)}; rank {me} has {n}",
+                       f"{size} over {axes} splits into {part_lengths(size, ns)}; rank {me} has {n}", *user_line(),
                        fix="pass the global size of the gathered dim")  # fmt: skip
     return tuple(zip(dims, known, strict=True))
 
 
-def _exchange_sizes(
-    verb: str, axes: tuple[str, ...], local: Sequence[int], fix: str, device: torch.device
-) -> list[int]:
-    """Return the sums over the ranks of local sizes, by a transfer."""
-    comm = region(verb).comm
+def _exchange_sizes(verb: str, axes: tuple[str, ...], local: Sequence[int], word: str) -> list[int]:
+    """Return the sums over the ranks of local sizes, by a transfer. `word` is the argument that states them."""
+    current = region(verb)
+    comm = current.comm
     if comm.static_sizes:
         program = "a compiled program" if comm.has_values else "an abstract mesh"
-        raise fail(f"{verb}: sizes that the axis does not divide must be known to {program}", fix=fix)
+        cause = next(current.uneven[a] for a in axes if a in current.uneven)
+        size, n, over = cause.size, size_of(cause.axes, comm.sizes), " and ".join(map(repr, cause.axes))
+        parts = " and ".join(dict.fromkeys(map(str, local)))
+        raise fail(f"{verb}: sizes that the axis does not divide must be known to {program}",
+                   f"{cause.name} is {size}, split over the {n} ranks of {over}: {size} % {n} = {size % n}",
+                   f"so where this rank has {parts}, another may have another size", *user_line(),
+                   fix=f"pass {word}; or make {cause.name} a multiple of {n}: {size - size % -n}")  # fmt: skip
     types = checker()
     # Tensors made inside a transform of torch.func would be wrapped, and could not be sent.
     with contextlib.nullcontext() if types is None else types.paused(), without_functorch():
-        gathered = comm.all_gather(torch.tensor(local, dtype=torch.int64, device=device), axes)
+        gathered = comm.all_gather(torch.tensor(local, dtype=torch.int64, device=current.device), axes)
         return [int(n) for n in gathered.sum(0).tolist()]
 
 
 def global_size(verb: str, n: int, axis: Axis, *, word: str = "size=") -> int:
     """Return the global size of a dim that `axis` splits and of which this rank has `n`.
 
-    If no argument of the region is uneven, that is a product. Otherwise the ranks exchange their sizes, which a
-    compiled program and an abstract mesh cannot do: the error names `word` as the argument to pass.
+    If no argument of the region is uneven over the axis, that is a product. Otherwise the ranks exchange their sizes,
+    which a compiled program and an abstract mesh cannot do: the error names `word` as the argument to pass.
     """
     return global_sizes(verb, [n], axis, word=word)[0]
 
@@ -81,9 +90,9 @@ def global_sizes(verb: str, ns: Sequence[int], axis: Axis, *, word: str = "size=
     """Return the global sizes of several dims, as `global_size`, by at most one exchange."""
     current = region(verb)
     axes = live_axes(current.comm, known_axes(verb, current, axis))
-    if not axes or not current.uneven:
+    if not any(a in current.uneven for a in axes):
         return [n * size_of(axes, current.sizes) for n in ns]
-    return _exchange_sizes(verb, axes, ns, f"pass {word}", current.device)
+    return _exchange_sizes(verb, axes, ns, word)
 
 
 def own_range(verb: str, size: int, axis: Axis) -> tuple[int, int]:

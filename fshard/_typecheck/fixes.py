@@ -86,14 +86,16 @@ class Scene:
         node = self.node(o) if o.info.op == "pvary" else None
         return self.expression.unwrapped(node) if self.expression and node else None
 
-    def line_with(self, verb: str, o: Operand, axes: str) -> str:
-        """Return the line with a call around an operand; else the call, and that it belongs before the line."""
-        node = self.node(o)
-        if self.expression and node:
-            line = self.expression.replaced(node, self.call(verb, self.expression.source(node), axes))
+    def line_with(self, verb: str, *operands: tuple[Operand, str]) -> str:
+        """Return the line with a call around each operand, over its axes; else the calls, to make before the line."""
+        nodes = [self.node(o) for o, _ in operands]
+        if self.expression and all(nodes):
+            changes = [(node, self.call(verb, self.expression.source(node), axes))
+                       for node, (_, axes) in zip(nodes, operands, strict=True)]  # fmt: skip
+            line = self.expression.replaced(*changes)
             if line:
                 return line
-        return self.call_before(verb, o, axes)
+        return ", and ".join(self.call_before(verb, o, axes) for o, axes in operands)
 
     def call_before(self, verb: str, o: Operand, axes: str) -> str:
         """Return the advice to call a function on an operand before the line."""
@@ -125,14 +127,17 @@ def fix_lines(fixes: Sequence[Fix]) -> str:
 # --- fixes of an operand --------------------------------------------------------------------------------------
 
 
-def fix_of_whole_tree(scene: Scene, axis: str, axes: str, leaf: Operand) -> str:
+def fix_of_whole_tree(scene: Scene, axes: Sequence[str], leaf: Operand) -> str:
+    """Return the fix of all leaves of an argument, if the operand is one of them."""
     root, (tree, is_item, _) = (leaf.info.name or "").partition("[")[0], scene.name(leaf).partition("[")
     leaves = [info for info in scene.checker.arguments if (info.name or "").startswith(f"{root}[")]
     if not is_item or len(leaves) < 2:
         return ""
-    if all(axis in info.type.invariant for info in leaves):
-        return f"\n  or, for all of {tree}:  {tree} = {scene.call('pvary', tree, axes)}, before its first use"
-    return f"\n  or, for all of {tree}:  {tree} = {scene.call('unshard', tree, 'its specs', axes)}"
+    if all(info.type.invariant.issuperset(axes) for info in leaves):
+        return (
+            f"\n  or, for all of {tree}:  {tree} = {scene.call('pvary', tree, axes_source(axes))}, before its first use"
+        )
+    return f"\n  or, for all of {tree}:  {tree} = {scene.call('unshard', tree, 'its specs', axes_source(axes))}"
 
 
 def fix_before_vmap(checker: Checker, leaf: Operand, axes: str) -> str:
@@ -144,7 +149,7 @@ def fix_before_vmap(checker: Checker, leaf: Operand, axes: str) -> str:
     scene = Scene(checker, frame=frame)
     node = scene.node(leaf)
     line = scene.expression and node and scene.expression.replaced(
-        node, scene.call("pvary", scene.expression.source(node), axes)
+        (node, scene.call("pvary", scene.expression.source(node), axes))
     )  # fmt: skip
     advice = f"{scene.call('pvary', leaf.info.name or '...', axes)} before torch.func.vmap, and not inside it"
     return fix_lines([Fix(line, "", scene.site) if line else Fix(advice)])
@@ -209,7 +214,7 @@ def _fix_of_reduction(p: Partial, axes: Sequence[str], site: _callsite.Site | No
     )
 
 
-# --- parts of a line ------------------------------------------------------------------------------------------
+# --- axes, and parts of a line ---------------------------------------------------------------------------------
 
 
 def call_at(site: _callsite.Site | None, verb: str, axes: Sequence[str], *more: str) -> str:
@@ -217,6 +222,11 @@ def call_at(site: _callsite.Site | None, verb: str, axes: Sequence[str], *more: 
     name = qualified_name(_callsite.user_frame(), verb)
     arguments = ", ".join((axes_source(axes), *more))
     return rewritten(site, lambda source: f"{name}({source}, {arguments})") or f"{name}(..., {arguments})"
+
+
+def mixed_axes(invariant: TensorInfo, varying: TensorInfo) -> list[str]:
+    """Return the axes over which one operand is invariant and the other varies."""
+    return sorted(invariant.type.invariant & varying.type.varying)
 
 
 def axes_source(axes: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fshard import _callsite
+from fshard._comm import size_of
+from fshard._ops import differentiable_dtype
 from fshard.errors import ShardingError, fail
 from fshard.spec import P
 
@@ -27,6 +28,7 @@ from .fixes import (
     fix_of_partial,
     fix_of_whole_tree,
     fixes_of_partials,
+    mixed_axes,
     reduced_over_another_axis,
 )
 from .suggestion import rewritten
@@ -59,37 +61,56 @@ def invariant_mixed_with_varying(
     checker: Checker, op: str, axis: str, invariant: Operand, varying: Operand, operands: Sequence[Operand]
 ) -> ShardingError:
     """Word the error of an operation with one operand that is invariant over an axis and one that varies over it."""
-    scene = Scene(checker, operands, op)
+    scene, axes = Scene(checker, operands, op), mixed_axes(invariant.info, varying.info)
     if axis in invariant.info.type.drawn | varying.info.type.drawn:
         return _random_draw_mixed(scene, axis, op, invariant, varying)
     is_bias = op in ("add", "sub") or (op == "matmul" and len(operands) == 3 and invariant.tensor is operands[0].tensor)
     if is_bias and scene.expression and scene.expression.is_summed():
-        n, name = checker.sizes[axis], scene.name(invariant)
-        notes = [f"each of the {n} ranks of {axis!r} adds {name} to its part, so the sum has it {n} times"]
+        n, name = size_of(axes, checker.sizes), scene.name(invariant)
+        notes = [f"each of the {n} ranks of {axes_text(axes)} adds {name} to its part, so the sum has it {n} times"]
         fix = scene.expression.moved_out_of_sum(scene.node(invariant)) or f"add {name} after the sum, and not before it"
     else:
-        notes, fix = _reason_and_fix(scene, axis, op, invariant, varying)
-    what = f"{op} of an operand that is invariant (I) over {axis!r} with one that varies (V) over it"
-    return _error(scene.site, what, [scene.row(invariant), scene.row(varying)], *notes, fix=fix)
+        notes, fix = _reason_and_fix(scene, axes, op, invariant, varying, _to_vary(checker, operands))
+    return _error(scene.site, _mix_of(op, axes), [scene.row(invariant), scene.row(varying)], *notes, fix=fix)
 
 
-def _reason_and_fix(scene: Scene, axis: str, op: str, invariant: Operand, varying: Operand) -> tuple[list[str], str]:
-    n, axes = scene.checker.sizes[axis], axes_source(sorted(invariant.info.type.invariant & varying.info.type.varying))
+def _to_vary(checker: Checker, operands: Sequence[Operand]) -> list[tuple[Operand, list[str]]]:
+    """Return each operand that has a gradient, with the axes over which it is invariant and another one varies."""
+    varying = frozenset[str]().union(*(o.info.type.varying for o in operands))
+    found = {id(o.tensor): (o, sorted(varying & o.info.type.invariant)) for o in operands}
+    return [(o, axes) for o, axes in found.values()
+            if axes and differentiable_dtype(o.tensor) and checker.differentiated(o.tensor)]  # fmt: skip
+
+
+def _mix_of(op: str, axes: Sequence[str]) -> str:
+    over, it = axes_text(axes), "it" if len(axes) == 1 else "them"
+    return f"{op} of an operand that is invariant (I) over {over} with one that varies (V) over {it}"
+
+
+def _reason_and_fix(
+    scene: Scene, axes: Sequence[str], op: str, invariant: Operand, varying: Operand,
+    to_vary: Sequence[tuple[Operand, list[str]]],
+) -> tuple[list[str], str]:  # fmt: skip
+    n, source = size_of(axes, scene.checker.sizes), axes_source(axes)
     one, many = scene.name(invariant), scene.name(varying)
     if scene.is_batched(invariant, varying):
-        notes = [f"each of the {n} ranks of {axis!r} has examples of its own, with a gradient for each of them"]
-        return notes, fix_before_vmap(scene.checker, invariant, axes)
-    gathered = fix_of_gather(varying.info, [axis], scene.line)
+        notes = [
+            f"each of the {n} ranks of {axes_text(axes)} has examples of its own, with a gradient for each of them"
+        ]
+        return notes, fix_before_vmap(scene.checker, invariant, source)
+    gathered = fix_of_gather(varying.info, axes, scene.line)
     if gathered and not scene.checker.differentiated(varying.tensor):
         choices = [
             gathered._replace(condition=f"{many} is the same on every rank"),
-            Fix(scene.line_with("pvary", invariant, axes), f"each rank is to use {one} in its own way"),
+            Fix(scene.line_with("pvary", (invariant, source)), f"each rank is to use {one} in its own way"),
         ]
         return [_GATHERED], fix_lines(choices)
-    notes = _reason_for_pvary(n, axis, f"uses {one} with its own values")
-    choices = [Fix(scene.line_with("pvary", invariant, axes))]
-    partials = fixes_of_partials(varying.info, [axis], scene.line)
-    reduced = any(r.axis == axis for r in invariant.info.history.reductions)
+    notes = _reason_for_pvary(n, axes, f"uses {one} with its own values")
+    notes += [f"the same is true of {scene.name(o)} and the ranks of {axes_text(more)}" for o, all_axes in to_vary
+              if (more := [a for a in all_axes if o is not invariant or a not in axes])]  # fmt: skip
+    choices = [Fix(scene.line_with("pvary", *((o, axes_source(all_axes)) for o, all_axes in to_vary)))]
+    partials = fixes_of_partials(varying.info, axes, scene.line)
+    reduced = any(r.axis in axes for r in invariant.info.history.reductions)
     if op in ("add", "sub") and partials and (reduced or partials[0].site is None):
         choices = [*partials[:1], Fix(choices[0].text, f"each rank is to keep its own {many}")]
     elif partials and varying.info.op in ("mean", "sum"):
@@ -101,29 +122,31 @@ def _reason_and_fix(scene: Scene, axis: str, op: str, invariant: Operand, varyin
         others = sorted(o.info.type.varying & other.info.type.invariant)
         choices += [reduced_over_another_axis(r, others) for r in o.info.history.reductions
                     if others and r.axis in other.info.type.varying]  # fmt: skip
-    return notes, fix_lines(choices) + fix_of_whole_tree(scene, axis, axes, invariant)
+    return notes, fix_lines(choices) + fix_of_whole_tree(scene, axes, invariant)
 
 
 def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, varying: Operand) -> ShardingError:
     draw, other = (invariant, varying) if axis in invariant.info.type.drawn else (varying, invariant)
-    n, name = scene.checker.sizes[axis], scene.known_name(draw) or "the draw"
+    axes = sorted(draw.info.type.drawn.intersection(mixed_axes(invariant.info, varying.info)))
+    over, source = axes_text(axes), axes_source(axes)
+    n, name = size_of(axes, scene.checker.sizes), scene.known_name(draw) or "the draw"
     rows = [scene.row(draw, name), scene.row(other, scene.known_name(other) or "the other operand")]
     known = scene.known_name(other)
     if draw is invariant:
-        what = f"{op} of a random draw that is the same on every rank of {axis!r} with a varying operand"
+        what = f"{op} of a random draw that is the same on every rank of {over} with a varying operand"
         why = f"the {n} ranks hold different parts, and would all use the same random numbers"
         fixes = [
-            Fix(f"name {axis!r} in the spec of the draw, at the dim that it splits (fs.random takes the global shape)",
+            Fix(f"name {over} in the spec of the draw, and pass its global shape",
                 "each rank is to have numbers of its own"),
-            Fix(scene.line_with("pvary", draw, axes_source([axis])), "all ranks are to use the same numbers"),
+            Fix(scene.line_with("pvary", (draw, source)), "all ranks are to use the same numbers"),
         ]  # fmt: skip
     else:
-        what = f"{op} of a random draw that differs between the ranks of {axis!r} with an invariant operand"
+        what = f"{op} of a random draw that differs between the ranks of {over} with an invariant operand"
         why = f"the {n} ranks hold the same value, and each would change it by its own random numbers"
         fixes = [
-            Fix(f"draw with a spec that does not name {axis!r}, by a key without fold_in of axis_index({axis!r})",
+            Fix(f"draw with a spec that does not name {over}, by a key without fold_in of axis_index({source})",
                 f"{known or 'the other operand'} is to stay the same on every rank"),
-            Fix(scene.line_with("pvary", other, axes_source([axis])), "each rank is to have its own random value"),
+            Fix(scene.line_with("pvary", (other, source)), "each rank is to have its own random value"),
         ]  # fmt: skip
     site = draw.info.site
     drawn = [f"{name} was drawn at {site}"] if site and str(site) != str(scene.site) else []
@@ -135,10 +158,10 @@ def mixture_text(
 ) -> MixtureText:
     """Return the texts of the operation that is executing, for an error that comes later."""
     scene = Scene(checker, operands, op)
-    axes = axes_source(sorted(invariant.info.type.invariant & varying.info.type.varying))
+    axes = axes_source(mixed_axes(invariant.info, varying.info))
     rows = scene.row(invariant), scene.row(varying)
-    lines = {"pvary": scene.line_with("pvary", invariant, axes)}
-    lines |= {verb: scene.line_with(verb, varying, axes) for verb in ("pmean", "psum")}
+    lines = {"pvary": scene.line_with("pvary", (invariant, axes))}
+    lines |= {verb: scene.line_with(verb, (varying, axes)) for verb in ("pmean", "psum")}
     return MixtureText(rows, **lines, without_pvary=scene.without_pvary(varying))
 
 
@@ -154,56 +177,62 @@ def argument_overwritten(
 ) -> ShardingError:  # fmt: skip
     """Word the error of an operation that writes values that vary over `axes` into an argument that does not."""
     scene = Scene(checker, operands, op)
-    name, n, over = scene.name(x), math.prod(checker.sizes[a] for a in axes), axes_source(axes)
+    name, n, over = scene.name(x), size_of(axes, checker.sizes), axes_source(axes)
     what = f"{op} in place writes values that vary over {axes_text(axes)} into {name}, which does not"
     earlier = [f"they vary since {m.site}: {m.op} of {m.text.rows[0][0]} with {m.text.rows[1][0]}"
                for m in history.mixtures if m.axis in axes and m.site != scene.site]  # fmt: skip
     return _error(scene.site, what, [scene.row(x, name), scene.row(varying)], *earlier,
                   f"the {n} copies of {name} would drift apart",
-                  fix=fix_lines([Fix(scene.line_with("pmean", varying, over), IS_MEAN),
-                                Fix(scene.line_with("psum", varying, over), IS_SUM)]))  # fmt: skip
+                  fix=fix_lines([Fix(scene.line_with("pmean", (varying, over)), IS_MEAN),
+                                Fix(scene.line_with("psum", (varying, over)), IS_SUM)]))  # fmt: skip
 
 
-def copies_differ(checker: Checker, m: Mixture, what: str, rows: Sequence[tuple[str, str]]) -> ShardingError:
-    """Word the error of an argument's new value, which varies over an axis over which the argument does not."""
-    name, n = m.text.rows[0][0], checker.sizes[m.axis]
+def copies_differ(
+    checker: Checker, m: Mixture, axes: Sequence[str], what: str, rows: Sequence[tuple[str, str]]
+) -> ShardingError:
+    """Word the error of an argument's new value, which varies over `axes`, some of which the argument does not."""
+    axes = [a for a in mixed_axes(m.invariant, m.varying) if a in axes]
+    name, n, over = m.text.rows[0][0], size_of(axes, checker.sizes), axes_text(axes)
     cause = (m.earlier or m).varying
     if cause.type.differentiable or cause.history.partials:
-        fixes = fixes_of_partials(m.varying, [m.axis], m.site.line)
+        fixes = fixes_of_partials(m.varying, axes, m.site.line)
         fixes = fixes or [Fix(m.text.pmean, IS_MEAN), Fix(m.text.psum, IS_SUM)]
-        fixes += [reduced_over_another_axis(r, [m.axis]) for r in m.varying.history.reductions
+        fixes += [reduced_over_another_axis(r, axes) for r in m.varying.history.reductions
                   if r.axis in m.invariant.type.varying]  # fmt: skip
         fix = fix_lines(fixes)
     else:
-        fix = f"use the same number on every rank of {m.axis!r}"
-    why = f"{name} is one value, and the {n} ranks of {m.axis!r} would make {n} different values of it"
-    what = f"{m.op} of an operand that is invariant (I) over {m.axis!r} with one that varies (V): {what}"
+        fix = f"use the same number on every rank of {over}"
+    why = f"{name} is one value, and the {n} ranks of {over} would make {n} different values of it"
+    what = f"{m.op} of an operand that is invariant (I) over {over} with one that varies (V): {what}"
     return _error(m.site, what, [*m.text.rows, *rows], why, fix=fix)
 
 
 def indexed_by_varying(checker: Checker, m: Mixture) -> ShardingError:
     """Word the error of an invariant operand with a gradient that was indexed by an integer that varies."""
-    name, n = m.text.rows[0][0], checker.sizes[m.axis]
-    what = f"{m.op} of a value that is invariant over {m.axis!r}, by an integer or bool that varies over it"
-    notes = _reason_for_pvary(n, m.axis, f"picks its own elements of {name}")
+    name, axes = m.text.rows[0][0], mixed_axes(m.invariant, m.varying)
+    it = "it" if len(axes) == 1 else "them"
+    what = f"{m.op} of a value that is invariant over {axes_text(axes)}, by an integer or bool that varies over {it}"
+    notes = _reason_for_pvary(size_of(axes, checker.sizes), axes, f"picks its own elements of {name}")
     return _error(m.site, what, m.text.rows, *notes, fix=m.text.pvary)
 
 
 def mixed_inside_a_function(checker: Checker, m: Mixture) -> ShardingError:
     """Word the error of a mixture in an autograd.Function, where nothing is differentiated: the gradient shows it."""
-    name, n = m.text.rows[0][0], checker.sizes[m.axis]
-    call = f"fs.pvary({m.invariant.name or name}, {axes_source([m.axis])})"
-    what = f"{m.op} of an operand that is invariant (I) over {m.axis!r} with one that varies (V) over it"
-    notes = _reason_for_pvary(n, m.axis, f"uses {name} with its own values")
-    return _error(m.site, what, m.text.rows, *notes, fix=f"pass {call} to the function that this line is in")
+    name, axes = m.text.rows[0][0], mixed_axes(m.invariant, m.varying)
+    call = f"fs.pvary({m.invariant.name or name}, {axes_source(axes)})"
+    notes = _reason_for_pvary(size_of(axes, checker.sizes), axes, f"uses {name} with its own values")
+    return _error(m.site, _mix_of(m.op, axes), m.text.rows, *notes,
+                  fix=f"pass {call} to the function that this line is in")  # fmt: skip
 
 
 def draw_from_torch_generator(op: str) -> ShardingError:
     """Word the error of a draw from torch's own generator."""
     return _error(_callsite.site(), f"{op} draws from torch's own generator", [],
                   "its numbers depend on the process and on earlier draws, so another mesh would give another answer",
-                  fix="use fs.random.* or fs.nn.dropout, with a key: element i is a function of the key and i; "
-                      "for a module of fs.defer, apply(params, buffers, ..., key=key), or apply.eval()")  # fmt: skip
+                  fix=fix_lines([
+                      Fix("use fs.random.* or fs.nn.dropout, with a key: element i is a function of the key and i"),
+                      Fix("apply(params, buffers, ..., key=key), or apply.eval()", "a module of fs.defer draws"),
+                  ]))  # fmt: skip
 
 
 def reduction_of_no_value(op: str, x: Tensor) -> ShardingError:
@@ -242,7 +271,7 @@ def number_differs(
 def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequence[str]) -> ShardingError:
     """Word the error of a collective whose operand has the wrong type over `axes`."""
     verb, scene = m.verb, Scene(checker)
-    why = _WRONG_COLLECTIVE[verb].format(n=math.prod(checker.sizes[a] for a in axes))
+    why = _WRONG_COLLECTIVE[verb].format(n=size_of(axes, checker.sizes))
     if m.origin is not None:
         state = f"does not vary over {axes_text(axes)}" if m.takes == "V" else f"varies over {axes_text(axes)} already"
         line = m.origin.line
@@ -253,7 +282,7 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
                       *[_GATHERED][: len(fixes)], fix=fix_lines(fixes))  # fmt: skip
     update = next((m for m in x.info.history.mixtures if m.axis in axes and m.is_update), None)
     if verb in ("pvary", "pslice") and update is not None:
-        return copies_differ(checker, update, f"{scene.name(x)} varies at the {verb} of {scene.site}", [])
+        return copies_differ(checker, update, axes, f"{scene.name(x)} varies at the {verb} of {scene.site}", [])
     drop, operand = _fix_of_superfluous(scene, m, x, axes)
     other_axes = [a for a in m.axes if a not in axes]
     called = scene.expression.called() if scene.expression else None
@@ -329,7 +358,7 @@ def _index_mixtures(checker: Checker, axes: Sequence[str]) -> list[Mixture]:
 
 def loss_varies(checker: Checker, x: Tensor, loss: Operand, leaf: Operand, axes: Sequence[str]) -> ShardingError:
     """Word the error of a loss that varies over `axes`, over which a tensor that it is differentiated by does not."""
-    parameter, n = leaf.info.name or "a parameter", math.prod(checker.sizes[a] for a in axes)
+    parameter, n = leaf.info.name or "a parameter", size_of(axes, checker.sizes)
     rows = [("loss", show_type(loss, x.shape)), (parameter, show_type(leaf))]
     if x.ndim < loss.tensor.ndim:
         why = f"each of the {n} ranks has examples of its own, and {parameter} has one gradient for each example of all"
@@ -351,7 +380,7 @@ def gradient_has_wrong_type(checker: Checker, leaf: Operand, grad: Operand, axes
     )
     if mixture is not None:
         return mixed_inside_a_function(checker, mixture)
-    parameter, n, over = leaf.info.name or "a parameter", math.prod(checker.sizes[a] for a in axes), axes_text(axes)
+    parameter, n, over = leaf.info.name or "a parameter", size_of(axes, checker.sizes), axes_text(axes)
     rows = [(parameter, show_type(leaf)), ("gradient", show_type(grad))]
     if grad.info.type.varying & set(axes):
         state, opposite = f"varies over {over}", "does not"
@@ -373,7 +402,7 @@ def results_have_wrong_type(
     """Word the error of results of one line that vary over `extra` axes, or do not vary over `missing` ones."""
     path, x, _ = rows[0]
     axes, many = extra or missing, len(rows) > 1
-    n, over = math.prod(checker.sizes[a] for a in axes), axes_text(axes)
+    n, over = size_of(axes, checker.sizes), axes_text(axes)
     subject, vary, are = (f"{len(rows)} results", "vary", "are") if many else (path, "varies", "is")
     table = [(path, f"{show_type(o)}    out spec {spec}") for path, o, spec in rows[:_SHOWN_RESULTS]]
     if len(rows) > _SHOWN_RESULTS:
@@ -382,7 +411,7 @@ def results_have_wrong_type(
         what = f"{subject} {vary} over {over}, which {'their out specs do' if many else 'its out spec does'} not name"
         update = update_of(x, extra)
         if update is not None:
-            return copies_differ(checker, update, what, table)
+            return copies_differ(checker, update, extra, what, table)
         notes = [f"{path} varies since {m.site}: {m.op} of {m.text.rows[0][0]} with {m.text.rows[1][0]}"
                  for m in x.info.history.mixtures if m.axis in extra]  # fmt: skip
         why, fix = _reason_and_fix_of_varying_result(x, n, axes)
@@ -418,8 +447,8 @@ def _reason_and_fix_of_varying_result(x: Operand, n: int, axes: Sequence[str]) -
 # --- parts of a message ---------------------------------------------------------------------------------------
 
 
-def _reason_for_pvary(n: int, axis: str, use: str) -> list[str]:
-    return [f"each of the {n} ranks of {axis!r} {use}, so the gradient is a sum over the ranks;",
+def _reason_for_pvary(n: int, axes: Sequence[str], use: str) -> list[str]:
+    return [f"each of the {n} ranks of {axes_text(axes)} {use}, so the gradient is a sum over the ranks;",
             "pvary changes no value, and its transpose takes that sum"]  # fmt: skip
 
 

@@ -91,32 +91,36 @@ class Expression:
                     return next(iter(container[key:][:1]), None)
         return None
 
-    def replaced(self, node: Any, new: str) -> str | None:
-        """Return the line with new text for a node; `None` where the line cannot be rewritten."""
-        if self._line is None or node is getattr(self.node, "target", None):  # x += y assigns to x as well
+    def replaced(self, *changes: tuple[Any, str]) -> str | None:
+        """Return the line with new text for each node; `None` where the line cannot be rewritten."""
+        target = getattr(self.node, "target", None)  # x += y assigns to x as well
+        if self._line is None or any(node is target for node, _ in changes):
             return None
-        before, after = self._around(node)
-        if re.search(r"(?<![\w)\]])\($", before) and after.startswith(")"):  # parentheses that only group the node
-            before, after = before[:-1], after[1:]
-        return f"{before}{new}{after}".strip()
+        line = self._line
+        for node, new in sorted(changes, key=lambda change: change[0].col_offset, reverse=True):
+            before, after = self._around(line, node)
+            if re.search(r"(?<![\w)\]])\($", before) and after.startswith(")"):  # parentheses that only group the node
+                before, after = before[:-1], after[1:]
+            line = f"{before}{new}{after}".encode()
+        return line.decode().strip()
 
     def without_call(self, rebuild: Callable[[list[str]], str]) -> str | None:
         """Return the line with `rebuild(source of each positional argument)` for the call that is executing."""
         if not isinstance(self.node, ast.Call) or not self.node.args:
             return None
         new = rebuild([self.source(arg) for arg in self.node.args])
-        return self.replaced(self.node, new if isinstance(_parse(new)[1], _ATOMS) else f"({new})")
+        return self.replaced((self.node, new if isinstance(_parse(new)[1], _ATOMS) else f"({new})"))
 
     def with_text(self, old: str, new: str) -> str | None:
         """Return the line with `new` for the only `old` in the expression."""
         source = self.source(self.node)
-        return self.replaced(self.node, source.replace(old, new)) if source.count(old) == 1 else None
+        return self.replaced((self.node, source.replace(old, new))) if source.count(old) == 1 else None
 
     def unwrapped(self, node: Any) -> str | None:
         """Return the line with the first argument of a call in place of the call."""
         if not isinstance(node, ast.Call) or not node.args:
             return None
-        return self.replaced(node, self.source(node.args[0]))
+        return self.replaced((node, self.source(node.args[0])))
 
     def called(self) -> str | None:
         """Return the name of the function that the expression calls; `None` if it is no call."""
@@ -137,14 +141,13 @@ class Expression:
             rest = f"{text})"
         if self._line is None or rest is None:
             return None
-        before, after = self._around(node)
+        before, after = self._around(self._line, node)
         call = re.search(r"(^|=|:|\+|\breturn)\s*[\w.]+\($", before)
         if call is None or re.match(r"\s*,[^()]*(\([^()]*\))?[^()]*\)$", after) is None:
             return None
         return f"{before}{rest}{after} + {self.source(term)}".strip()
 
-    def _around(self, node: Any) -> tuple[str, str]:
-        line = self._line or b""
+    def _around(self, line: bytes, node: Any) -> tuple[str, str]:
         return line[: self._start + node.col_offset].decode(), line[self._start + node.end_col_offset :].decode()
 
 

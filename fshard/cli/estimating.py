@@ -26,10 +26,11 @@ from typing import Any
 import torch
 
 from fshard import lora, optim, tree
-from fshard.errors import fail
+from fshard.errors import fail, number_of
 from fshard.interop.accelerate.keys import STRATEGIES
 from fshard.interop.accelerate.settings import read_launched
-from fshard.spec import P, box_shape, fully_shard, is_spec, local_box, size
+from fshard.planning.search import rank_bytes
+from fshard.spec import P, fully_shard, size
 
 from .inspecting import PATHS, Contents, cast_leaves, describe, read
 
@@ -121,7 +122,7 @@ def _run(options: Any) -> str:
         table = [dataclasses.asdict(row) for row in rows]
         return json.dumps({"model": options.model, **numbers, "optimizer": options.optimizer, "rows": table}, indent=2)
     counts = f"{frozen:,} frozen parameters, and {trained:,} that train" if frozen else f"{trained:,} parameters"
-    where = f"{ranks} rank{'s' * (ranks > 1)}" + f" on {machines} machines" * (machines > 1)
+    where = number_of(ranks, "rank") + f" on {machines} machines" * (machines > 1)
     facts = f"{counts}; {options.optimizer}; {where}"
     head = f"{facts}; bytes of the rank with the most, without activations"
     return "\n".join([f"{options.model}: {contents.source}", head, *_table(rows)])
@@ -198,15 +199,6 @@ def estimate(
     stored = parameters + gradients + state
     return Estimate(dtype, strategy, parameters, gradients, state, gathered, working,
                     gathered + working + (0 if offload else stored), stored if offload else 0)  # fmt: skip
-
-
-def rank_bytes(leaves: Any, specs: Any, axes: dict[str, int]) -> int:
-    """Sum the bytes of rank 0's parts, which are the largest; a leaf that stands twice counts once."""
-    flat = tree.broadcast(specs, leaves, name="specs", leaf=is_spec)
-    first = dict.fromkeys(axes, 0)
-    unique = {id(x): (x, spec) for x, spec in zip(tree.leaves(leaves), flat, strict=True)}
-    return sum(math.prod(box_shape(local_box(tuple(x.shape), spec, axes, first))) * x.dtype.itemsize
-               for x, spec in unique.values())  # fmt: skip
 
 
 def _units(trees: Sequence[Any], one_unit: bool) -> list[int]:

@@ -210,7 +210,7 @@ def _read_constructor(path: Path, kind: str, config: dict[str, Any], dtype: torc
         import transformers
     except ImportError as e:
         raise fail(f"{path}: there is no model file for {kind!r}, and transformers is not installed",
-                   fix="pip install transformers", models=", ".join(models.__all__)) from e  # fmt: skip
+                   fix="pip install transformers", models=", ".join(models.ARCHITECTURES)) from e  # fmt: skip
     try:
         hf_config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as e:  # each class of configs checks them in its own way

@@ -20,7 +20,7 @@ from fshard._io import bytes_of, sync, write_errors
 from fshard._safetensors import BLOCK_BYTES, DTYPES, checksums_of, encode_header
 from fshard.checkpoint.commit import directory_of, is_complete, read
 from fshard.checkpoint.parts import check_part, stream
-from fshard.errors import fail, join_limited, raise_all
+from fshard.errors import fail, join_limited, number_of, raise_all
 from fshard.interop.hf import INDEX, SINGLE, config_of
 
 _DCP = ".metadata"  # of torch.distributed.checkpoint
@@ -113,7 +113,7 @@ def merge(
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-    return f"{out}: {len(entries)} tensors of {source}, {size:,} bytes in {len(files)} file{'s' * (len(files) > 1)}"
+    return f"{out}: {len(entries)} tensors of {source}, {size:,} bytes in {number_of(len(files), 'file')}"
 
 
 def _model(entries: Sequence[Entry], like: str | Path, folder: Path, source: str) -> tuple[Any, Any]:

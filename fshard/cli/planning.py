@@ -6,6 +6,7 @@ The step is the one of `train_step.py`. Each layout is planned by `fs.plan`: the
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from fshard import devices, models, tree
-from fshard.errors import fail, raise_all
+from fshard.errors import ShardingError, fail, raise_all
 from fshard.planning import PlanTable, divisions, plan_table, search
 
 from .train_step import AXES, Job, read_job, train_step
@@ -86,15 +87,14 @@ def _run(options: argparse.Namespace) -> str:
         settings = given[0] if given else {}
         candidates = list(_candidates(job, device, count, batch, settings))
         if not candidates:
-            raise fail(f"plan: there is no candidate for {count} devices", f"--batch {batch}: data ranks have as many "
-                       "examples as the others", fix="--layout with the settings of one")  # fmt: skip
+            raise _no_candidate(device, count, batch, settings)
         table = search(step_of, candidates, device=device, tokens=tokens,
                        headroom=options.headroom, best=options.best, blocks=job.blocks, heavier=_heavier,
                        slower=_slower, neighbours=_neighbours, progress=True)  # fmt: skip
     else:
         layouts = _complete(given or [{}], count)
         table = plan_table(step_of, layouts, device=device, tokens=tokens, headroom=options.headroom, progress=True)
-    table = PlanTable(table.rows, device, job.unit)
+    table = dataclasses.replace(table, unit=job.unit)
     if options.html:
         _write(Path(options.html), f"{options.model}: {_facts(job, batch)}", table)
     if options.json:
@@ -170,11 +170,10 @@ def _candidates(
     """Yield the layouts of a search: axis sizes, remat, microbatches.
 
     The model is split at most over the nearest links of the device, and each data rank has equally many examples.
-    `settings` are fixed. With remat one microbatch is first, which is the fastest if it fits; without it the most of
-    them, without which fewer do not fit either.
+    `settings` are fixed. One microbatch is first, which is the fastest if it fits, and shows if many can fit; then the
+    most of them: if they do not fit, fewer do not either.
     """
-    batch = settings.get("batch", batch)
-    nearest = next((link.ranks for link in device.links if link.ranks), count)
+    batch, nearest = settings.get("batch", batch), _nearest(device, count)
     fixed = {axis: settings[axis] for axis in AXES if axis in settings}
     for sizes in divisions(count // settings.get("replica", 1), data=count, model=min(count, nearest)):
         sizes = {**sizes, **({"replica": settings["replica"]} if "replica" in settings else {})}
@@ -184,22 +183,44 @@ def _candidates(
         if rest or not rows:
             continue
         for remat in [settings["remat"]] if "remat" in settings else [True, False]:
-            steps = [n for n in (1, 2, 4) if rows % n == 0 and (n == 1 or job.model is not models.resnet)]
-            steps = steps if remat else steps[::-1]
+            steps = [n for n in (1, 4, 2) if rows % n == 0 and (n == 1 or job.model is not models.resnet)]
             for accumulate in [settings["accumulate"]] if "accumulate" in settings else steps:
                 yield {**sizes, "remat": remat, "accumulate": accumulate, **settings}
 
 
-def _heavier(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Return whether `a` needs at least as much memory as `b`, by its settings.
+def _nearest(device: devices.Device, count: int) -> int:
+    return next((link.ranks for link in device.links if link.ranks), count)
 
-    Several microbatches need a second copy of the gradients, and so one of them may need less than two.
+
+def _no_candidate(device: devices.Device, count: int, batch: int, settings: dict[str, Any]) -> ShardingError:
+    """Return the error of a search without a candidate."""
+    n, batch = _product(settings), settings.get("batch", batch)
+    fixed = " x ".join(f"{axis}={settings[axis]}" for axis in AXES if axis in settings)
+    head = f"plan: there is no layout to search for {count} devices"
+    if count % n:
+        more = n * (count // n + 1)
+        return fail(head, f"--layout fixes {fixed}: {count} % {n} = {count % n}", fix=f"--devices {more}")
+    if "data" in settings and "model" in settings and n != count:
+        return fail(head, f"--layout fixes {fixed}: {n} devices", fix=f"--devices {n}, or leave out data")
+    if settings.get("model", 1) > (most := _nearest(device, count)):
+        return fail(head, f"model={settings['model']}: a search splits the model over the nearest links, and those of "
+                    f"{device.name} join {most}", fix="--layout without --search")  # fmt: skip
+    return fail(head, f"each data rank has as many examples as the others, and the model is split over at most {most}: "
+                f"no number of data ranks divides a batch of {batch}", fix=f"--batch {count}")  # fmt: skip
+
+
+def _heavier(a: dict[str, Any], b: dict[str, Any]) -> float:
+    """Return the share of the memory of `b` that `a` needs at least, by its settings.
+
+    Of n times as many microbatches each needs 1/n of the memory that grows with the batch, and all of the rest. Several
+    microbatches need a second copy of the gradients, and so one of them may need less than two.
     """
     same = a.get("model", 1) == b.get("model", 1)
     split = a.get("replica", 1) >= b.get("replica", 1)
-    steps = a["accumulate"] == b["accumulate"] or 1 < a["accumulate"] < b["accumulate"]
     kept = a["remat"] <= b["remat"] and a.get("release", True) <= b.get("release", True)
-    return bool(same and split and steps and kept)
+    if not (same and split and kept) or a["accumulate"] == 1 < b["accumulate"]:
+        return 0.0
+    return min(1.0, b["accumulate"] / a["accumulate"])  # type: ignore[no-any-return]
 
 
 def _slower(a: dict[str, Any], b: dict[str, Any]) -> bool:

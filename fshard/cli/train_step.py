@@ -86,7 +86,7 @@ def read_job(path: str | Path, length: int | None = None) -> Job:
     model = model_of(config)
     if model is None:
         raise fail(f"{folder / CONFIG}: there is no model file for {config.get('model_type')!r}",
-                   models=", ".join(models.__all__),
+                   models=", ".join(models.ARCHITECTURES),
                    fix="write its train step, and call fs.plan_table(step_of, layouts, device=...)")  # fmt: skip
     cfg = model.config(folder)
     if model is models.resnet:

@@ -32,8 +32,8 @@ class Decoder(NamedTuple):
     cache: Any
 
 
-def check_ids(verb: str, ids: Tensor) -> None:
-    """Raise ShardingError unless ids are integers [B, T].
+def check_ids(verb: str, ids: Tensor, name: str = "ids") -> None:
+    """Raise ShardingError unless ids are integers [B, T]. `name` is that of the argument.
 
     >>> check_ids("generate", torch.ones(3))
     Traceback (most recent call last):
@@ -43,8 +43,8 @@ def check_ids(verb: str, ids: Tensor) -> None:
       fix: ids[None] for one sequence; ids.long()
     """
     if ids.ndim != 2 or ids.dtype not in (torch.int32, torch.int64):
-        raise fail(f"{verb}: ids must be int64 or int32 [B, T]", f"got {ids.dtype} of shape {list(ids.shape)}",
-                   fix="ids[None] for one sequence; ids.long()")  # fmt: skip
+        raise fail(f"{verb}: {name} must be int64 or int32 [B, T]", f"got {ids.dtype} of shape {list(ids.shape)}",
+                   fix=f"{name}[None] for one sequence; {name}.long()")  # fmt: skip
 
 
 def ended(tokens: Tensor, options: Options) -> Tensor:

@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import nn
+from fshard.errors import fail
 from fshard.spec import P
 from fshard.weight import Part, Weight
 
@@ -42,8 +43,21 @@ class AdaptedWeight(Weight):
         start, end, inputs = self.flattened(self.inputs, start, end)
         return replace(self, base=self.base.flatten(start, end), inputs=inputs)  # type: ignore[type-var]
 
+    @property
+    def layout(self) -> str | None:
+        """The order of the dims of the base, as `Leaf` has it."""
+        return self.leaf.layout
+
     def base_linear(self, x: Tensor, b: Tensor | None) -> Tensor:
         """Compute x @ base + b; of a module a base is stored [out, in]."""
-        if self.leaf.layout == "oi" and isinstance(self.base, Tensor):
+        if self.layout == "oi" and isinstance(self.base, Tensor):
             return F.linear(x, self.base, b)
+        if isinstance(self.base, Weight) and (theirs := getattr(self.base, "layout", None)) != self.layout:
+            name, ours = self.leaf.module or "the base", _DIMS[self.layout]
+            raise fail(f"linear: {name} is {ours}, and its base was quantized as {_DIMS[theirs]}",
+                       fix="pass one of= to lora.quantize and to lora.apply: of a module, the function that fs.defer "
+                           "returned")  # fmt: skip
         return nn.linear(x, self.base, b)
+
+
+_DIMS = {"io": "[in, out]", "oi": "[out, in]", "table": "a table", None: "no matrix"}

@@ -27,7 +27,7 @@ from fshard.spec import Box, P, box_shape
 from fshard.weight import Part, Weight, is_weight
 
 from .config import ALL_LINEAR, Config
-from .targets import Leaf, Targets
+from .targets import Leaf, Targets, split_dims
 
 LARGEST = 127
 
@@ -42,9 +42,10 @@ class Int8(Weight):
 
     children = ("values", "scale")
 
-    values: Any  # int8[in.., out..]
+    values: Any  # int8[in.., out..], or int8[out, in]
     scale: Any  # float32[out..]
     inputs: int  # the number of input dims
+    layout: Literal["io", "oi"] = "io"  # the order of the dims of `values`
 
     @property
     def shape(self) -> torch.Size:
@@ -56,11 +57,14 @@ class Int8(Weight):
         return dtype
 
     def parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
-        outputs = None if spec is None else _outputs_of(spec, self.ndim, self.inputs)
-        return [(spec, None if shape is None else tuple(shape)),
-                (outputs, None if shape is None else tuple(shape)[self.inputs :])]  # fmt: skip
+        outputs = None if spec is None else _outputs_of(spec, self.ndim, self.inputs, self.layout)
+        if shape is None:
+            return [(spec, None), (outputs, None)]
+        return [(spec, tuple(shape)), (outputs, split_dims(tuple(shape), self.inputs, self.layout)[1])]
 
     def flatten(self, start: int = 0, end: int = -1) -> Int8:
+        if self.layout == "oi":  # the weight of a module, which flattens none
+            raise self._refused("flatten")
         start, end, inputs = self.flattened(self.inputs, start, end)
         values, scale = self.values.flatten(start, end), self.scale
         if end >= self.inputs:
@@ -69,7 +73,7 @@ class Int8(Weight):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the whole matrix in a floating dtype."""
-        return _dequantized(self.values, self.scale, dtype)
+        return _dequantized(self.values, _beside(self.scale, self.layout), dtype)
 
     def dense(self) -> Tensor:
         """Return the whole matrix in the dtype of the scale."""
@@ -80,10 +84,18 @@ class Int8(Weight):
         if self.scale.requires_grad:
             raise fail(f"linear: Int8{list(self.shape)} is differentiated, and is frozen",
                        fix="differentiate the adapters alone")  # fmt: skip
+        transposed = self.layout == "oi"
         if torch.compiler.is_dynamo_compiling():  # which refuses a jvp, and saves what it needs by itself
-            return nn.linear(x, self.dequantize(x.dtype), b)
-        y: Tensor = _Linear.apply(x, self.values, self.scale, False)  # type: ignore[no-untyped-call]
+            w = self.dequantize(x.dtype)
+            return nn.linear(x, w.mT if transposed else w, b)
+        scale = _beside(self.scale, self.layout)
+        y: Tensor = _Linear.apply(x, self.values, scale, transposed)  # type: ignore[no-untyped-call]
         return y if b is None else y + b
+
+
+def _beside(scale: Tensor, layout: str | None) -> Tensor:
+    """Return the scales of the outputs in a shape that multiplies the values."""
+    return scale.unsqueeze(-1) if layout == "oi" else scale
 
 
 def _dequantized(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -91,7 +103,7 @@ def _dequantized(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """x @ w, or with `transposed` x @ w.T, of an int8 matrix [D, F] that alone is kept for backward."""
+    """x @ w, or with `transposed` x @ w.T, of an int8 matrix that alone is kept for backward."""
 
     generate_vmap_rule = True
 
@@ -128,6 +140,7 @@ def quantize(
     """Return the parameters with the matrices of the targets in 8 bits: a frozen base for adapters.
 
         w [in.., out..]  ->  Int8: values int8[in.., out..], scale float32[out..]
+        w [out, in]      ->  Int8: values int8[out, in], scale float32[out]       of nn.Linear in a module of `fs.defer`
 
         scale = max |w| over the inputs / 127     values = round(w / scale), to even     |w - values scale| <= scale / 2
 
@@ -139,13 +152,14 @@ def quantize(
     Args:
         params: a tree of placed leaves, of described ones, which are then quantized as they are filled, a leaf at a
             time, or of tensors. Described, a device reads all inputs of its outputs.
-        targets, exclude, of: as for `lora.Config` and `lora.init`. Tables of embeddings are not quantized.
+        targets, exclude, of: as for `lora.Config` and `lora.init`; `of` says which dims are inputs.
+            Tables of embeddings are not quantized.
 
     >>> q = fs.lora.quantize({"up": torch.tensor([[1.0, -0.5], [0.25, 4.0]])})["up"]
     >>> q.values.tolist(), q.dequantize(torch.float32).round(decimals=2).tolist()
     ([[127, -16], [32, 127]], [[1.0, -0.5], [0.25, 4.0]])
 
-    Raises ShardingError for targets that name nothing, listing every target that is no matrix [in, out] and every one
+    Raises ShardingError for targets that name nothing, listing every target that is no matrix and every one
     with an element that is not finite, and inside `shard_map`.
     Source: Dettmers et al., 2022, "LLM.int8()", for a scale a row; 2023, "QLoRA", for adapters on a quantized base.
     """
@@ -158,11 +172,11 @@ def quantize(
                for error in _errors(tree.show("params", path), chosen[name][0], x)])  # fmt: skip
     leaves = {tree.dotted(path): x for path, x in rows if tree.dotted(path) in chosen}
     placed = {name: x for name, x in leaves.items() if isinstance(x, Sharded)}
-    made = _quantize_placed({name: (x, chosen[name][0].inputs) for name, x in placed.items()})
+    made = _quantize_placed({name: (x, chosen[name][0]) for name, x in placed.items()})
     for name, x in leaves.items():
         if name not in made:
             quantized = _quantize_described if isinstance(x, Deferred) else _of_tensor
-            made[name] = quantized(name, x, chosen[name][0].inputs)
+            made[name] = quantized(name, x, chosen[name][0])
     whole = [made.get(tree.dotted(path), x) for path, x in rows]
     return tree.unflatten(tree.flatten(params, is_weight)[1], whole)
 
@@ -206,65 +220,71 @@ def part_specs(params: Any, specs: Any) -> Any:
 
 
 def _errors(label: str, leaf: Leaf, x: Any) -> list[ShardingError]:
-    if leaf.layout != "io":
-        return [fail(f"lora.quantize: {label} is no matrix [in, out]", fix="leave it out of targets, or exclude it",
-                     module=leaf.module, layout=leaf.layout)]  # fmt: skip
+    if leaf.layout not in ("io", "oi"):
+        return [fail(f"lora.quantize: {label} is no matrix [in, out] or [out, in]",
+                     fix="leave it out of targets, or exclude it", module=leaf.module, layout=leaf.layout)]  # fmt: skip
     if not isinstance(x, (Tensor, Deferred, Sharded)) or not x.dtype.is_floating_point:
         return [must_be(f"lora.quantize: {label}", "a floating leaf", x, fix="leave it out of targets, or exclude it")]
     return []
 
 
-def _outputs_of(spec: P, ndim: int, inputs: int) -> P:
-    return P(*(axes or None for axes in spec.parts(ndim)[inputs:]), memory=spec.memory)
+def _outputs_of(spec: P, ndim: int, inputs: int, layout: str | None) -> P:
+    outputs = split_dims(spec.parts(ndim), inputs, layout)[1]
+    return P(*(axes or None for axes in outputs), memory=spec.memory)
 
 
-def _largest(w: Tensor, inputs: int) -> Tensor:
+def _largest(w: Tensor, leaf: Leaf) -> Tensor:
     """Return the largest |w| of each output, in float32; 0 without inputs."""
-    if not math.prod(w.shape[:inputs]):
-        return torch.zeros(w.shape[inputs:], device=w.device)
-    return w.abs().amax(tuple(range(inputs))).float()
+    inputs, outputs = leaf.split(tuple(range(w.ndim)))
+    if not math.prod(w.shape[d] for d in inputs):
+        return torch.zeros([w.shape[d] for d in outputs], device=w.device)
+    return w.abs().amax(inputs).float()
 
 
-def _rounded(w: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+def _rounded(w: Tensor, largest: Tensor, leaf: Leaf) -> tuple[Tensor, Tensor]:
     scale = torch.where(largest > 0, largest / LARGEST, 1.0)
     scale = torch.where(scale > 0, scale, torch.finfo(torch.float32).tiny)  # largest / 127 may round to 0
-    return (w.float() / scale).round().clamp(-LARGEST, LARGEST).to(torch.int8), scale
+    return (w.float() / _beside(scale, leaf.layout)).round().clamp(-LARGEST, LARGEST).to(torch.int8), scale
+
+
+def _int8(values: Any, scale: Any, leaf: Leaf) -> Int8:
+    return Int8(values, scale, leaf.inputs, "oi" if leaf.layout == "oi" else "io")
 
 
 def _not_finite(name: str) -> ShardingError:
     return fail(f"lora.quantize: {name!r} has an element that is not finite", fix="exclude it, or repair it")
 
 
-def _of_tensor(name: str, x: Tensor, inputs: int) -> Int8:
-    largest = _largest(x.detach(), inputs)
+def _of_tensor(name: str, x: Tensor, leaf: Leaf) -> Int8:
+    largest = _largest(x.detach(), leaf)
     if not largest.isfinite().all():
         raise _not_finite(name)
-    return Int8(*_rounded(x.detach(), largest), inputs)
+    return _int8(*_rounded(x.detach(), largest, leaf), leaf)
 
 
-def _quantize_placed(leaves: dict[str, tuple[Sharded, int]]) -> dict[str, Int8]:
+def _quantize_placed(leaves: dict[str, tuple[Sharded, Leaf]]) -> dict[str, Int8]:
     """Quantize placed leaves, all in one call on their mesh."""
     if not leaves:
         return {}
     mesh = next(x.mesh for x, _ in leaves.values())
     specs = {name: x.spec for name, (x, _) in leaves.items()}
-    scales = {name: _outputs_of(x.spec, x.ndim, inputs) for name, (x, inputs) in leaves.items()}
+    scales = {name: _outputs_of(x.spec, x.ndim, leaf.inputs, leaf.layout) for name, (x, leaf) in leaves.items()}
 
     @shard_map(mesh=mesh, in_specs=(specs,), out_specs=(specs, scales, P()))
     def run(ws: dict[str, Tensor]) -> Any:
         values, found, wrong = {}, {}, {}
         for name, w in to_device(ws).items():
-            inputs = leaves[name][1]
-            own = _largest(w, inputs)
+            leaf = leaves[name][1]
+            own = _largest(w, leaf)
             wrong[name] = pmax((~own.isfinite()).any().int(), specs[name].axes or None)
-            axes = tuple(a for split in specs[name].parts(w.ndim)[:inputs] for a in split)
-            values[name], found[name] = _rounded(w, pmax(own, axes or None))
+            axes = tuple(a for split in leaf.split(specs[name].parts(w.ndim))[0] for a in split)
+            values[name], found[name] = _rounded(w, pmax(own, axes or None), leaf)
         return values, found, wrong
 
     values, found, wrong = run({name: x for name, (x, _) in leaves.items()})
     if mesh.kind != "abstract":
         raise_all([_not_finite(name) for name, flag in device_get(wrong).items() if flag])
-    return {name: Int8(values[name], found[name], inputs) for name, (_, inputs) in leaves.items()}
+    return {name: _int8(values[name], found[name], leaf) for name, (_, leaf) in leaves.items()}
 
 
 @dataclass(frozen=True)
@@ -272,30 +292,34 @@ class _Part:
     """The values, or the scale, of another leaf in 8 bits."""
 
     name: str
-    leaf: Deferred
-    inputs: int
+    described: Deferred
+    leaf: Leaf
     part: Literal["values", "scale"]
 
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
-        inputs = tuple(slice(0, n) for n in self.leaf.shape[: self.inputs])
-        outputs = box[self.inputs :] if self.part == "values" else box
-        owners = () if self.leaf.scope is None else self.leaf.scope.owners
-        init: Initializer = self.leaf.init
-        whole = (*inputs, *outputs)
-        w = init.fill(key if owners else key[0], self.leaf.shape, whole, self.leaf.dtype, device)
-        q = _of_tensor(self.name, w.reshape(box_shape(whole)), self.inputs)
-        part: Tensor = q.scale.to(dtype) if self.part == "scale" else q.values[box[: self.inputs]].clone()
-        return part
+        x = self.described
+        of_inputs, of_outputs = self.leaf.split(tuple(range(x.ndim)))
+        rows = dict(zip(of_outputs, self.leaf.split(box)[1] if self.part == "values" else box, strict=True))
+        whole = tuple(rows.get(d, slice(0, n)) for d, n in enumerate(x.shape))
+        owners = () if x.scope is None else x.scope.owners
+        init: Initializer = x.init
+        w = init.fill(key if owners else key[0], x.shape, whole, x.dtype, device)
+        q = _of_tensor(self.name, w.reshape(box_shape(whole)), self.leaf)
+        if self.part == "scale":
+            scale: Tensor = q.scale.to(dtype)
+            return scale
+        values: Tensor = q.values[tuple(box[d] if d in of_inputs else slice(None) for d in range(x.ndim))]
+        return values.clone()
 
     def describe(self) -> str:
-        return f"{self.part} of int8({self.leaf!r})"
+        return f"{self.part} of int8({self.described!r})"
 
 
-def _quantize_described(name: str, x: Deferred, inputs: int) -> Int8:
+def _quantize_described(name: str, x: Deferred, leaf: Leaf) -> Int8:
     scope = x.scope or Scope(f"params.{name}")
 
     def part(which: Literal["values", "scale"], shape: tuple[int, ...], dtype: torch.dtype) -> Deferred:
         draws = scope.owners or (scope.name,)
-        return Deferred(shape, dtype, _Part(name, x, inputs, which), Scope(f"{scope.name}.{which}", draws))
+        return Deferred(shape, dtype, _Part(name, x, leaf, which), Scope(f"{scope.name}.{which}", draws))
 
-    return Int8(part("values", x.shape, torch.int8), part("scale", x.shape[inputs:], torch.float32), inputs)
+    return _int8(part("values", x.shape, torch.int8), part("scale", leaf.split(tuple(x.shape))[1], torch.float32), leaf)

@@ -1,6 +1,6 @@
 """Adapters merged into their bases, and taken out again: placed leaves, each part by the rank that has it.
 
-Source: PEFT's `merge` and `unmerge`, to the bit: its products are [out, r] @ [r, in], and its roundings those below.
+Source: PEFT's `merge` and `unmerge`: its products are [out, r] @ [r, in], and its roundings those below.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def merge(
         plain  bf16(W32 + D)           safe  bf16(W32 + bf16(D)), D = s A B in the dtype of the factors
 
     Leaves are `Sharded`, of any specs, or whole tensors. Every rank merges its own part: of the base nothing moves, of
-    the factors what a rank lacks. The bits are those of PEFT's merge, also on a mesh, but for the norms of DoRA where a
-    mesh axis splits their sum.
+    the factors what a rank lacks. On one device the bits are those of PEFT's merge. On a mesh, two things are added in
+    another order: the r terms of a product, by the matrix library, and the norms of DoRA where an axis splits them.
 
     A table that a head is tied to is merged for the head too, which its adapter does not reach. A second DoRA adapter
     must not be merged on top of another adapter, which would change its norms.

@@ -46,8 +46,13 @@ class Leaf:
 
     def split(self, entries: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Split one entry for each dim of the leaf into those of inputs and those of outputs."""
-        first, second = entries[: self.inputs], entries[self.inputs :]
-        return (second, first) if self.layout == "oi" else (first, second)
+        return split_dims(entries, self.inputs, self.layout)
+
+
+def split_dims(entries: tuple[Any, ...], inputs: int, layout: str | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Split one entry for each dim of a matrix into those of its input dims and those of its output dims."""
+    first, second = entries[:inputs], entries[inputs:]
+    return (second, first) if layout == "oi" else (first, second)
 
 
 # A model's `theirs`, from paths to tensors in files; or the function of `fs.defer`; or None.

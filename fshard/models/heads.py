@@ -129,7 +129,11 @@ def init(cfg: Config) -> Any:
 
 @checked
 def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """The specs of the base, whose `specs` have the same arguments, and a replicated head."""
+    """The specs of the base, whose `specs` have the same arguments, and a replicated head.
+
+    >>> specs(cfg, model="model")["score"]
+    {'w': P()}
+    """
     score = {"w": P(), "b": P()} if cfg.has_bias else {"w": P()}
     return {"base": _without_head(_model_of(cfg.base).module.specs(cfg.base, model=model)), "score": score}
 
@@ -146,6 +150,9 @@ def apply(
     """Scores of the labels: ids [B@data, T] -> [B@data, L]{I model}, or [B@data, T, L] for tokens.
 
     The arguments are those of the base's `apply`, `options` the others that it has (BERT's `types`).
+
+    >>> apply(cfg, params, ids).shape
+    torch.Size([2, 2])
     """
     x = _states(cfg.base, _part(params, "base"), ids, layout=layout, specs=_part_specs(specs, "base"), key=key,
                 remat=remat, mask=mask, **options)  # fmt: skip
@@ -195,6 +202,11 @@ def loss(
     Classes are targets [B@data], or [B@data, T] for tokens, of which -100 are ignored: cross-entropy in nats. Several
     classes at once are [B@data, L] of 0 and 1: binary cross-entropy. A regression has targets [B@data], or
     [B@data, L]: the mean square of differences.
+
+    >>> round(loss(cfg, params, ids, torch.tensor([0, 1])).item(), 1)
+    0.7
+
+    Raises ShardingError for targets that are not one for each score.
     """
     scores = apply(cfg, params, ids, layout=layout, **options)
     n, kind = len(cfg.labels), cfg.problem_type
@@ -227,6 +239,9 @@ def embed(
     `cfg` and `params` are those of the model itself. The states of tokens whose `mask` is not 0 are averaged, or that
     of the "first" of the sequence (BERT's "[CLS]") or of the "last" such token (decoders) is taken, and with
     `normalize` scaled to length 1. Source: Reimers & Gurevych, 2019, "Sentence-BERT".
+
+    >>> embed(cfg.base, params["base"], ids).shape
+    torch.Size([2, 16])
     """
     _model_of(cfg, "embed: cfg")
     x = _states(cfg, params, ids, mask=mask, **options)
@@ -264,6 +279,8 @@ def theirs(path: tree.Path, cfg: Config) -> FileTensor:
 
     >>> theirs(("score", "w"), Config(bert.Config(), "tokens"))
     FileTensor(name='classifier.weight', dims='l d -> d l', at=None)
+
+    Raises ShardingError for a path at which the model has no leaf.
     """
     model = _model_of(cfg.base)
     if path[:1] == ("base",):
@@ -278,7 +295,11 @@ def theirs(path: tree.Path, cfg: Config) -> FileTensor:
 
 @checked
 def config(folder: StrPath) -> Config:
-    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for a folder without such a head."""
+    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for a folder without such a head.
+
+    >>> heads.config("my-classifier").labels
+    ('LABEL_0', 'LABEL_1')
+    """
     raw = config_of(folder)
     if not has_head(raw):
         raise fail(
@@ -323,6 +344,8 @@ def save(
     """Write a folder that `from_pretrained` reads, of the class of the head; `params` may be placed on a mesh.
 
     `like`: see `hf.save`.
+
+    >>> heads.save("another-classifier", cfg, params)
     """
     model = _model_of(cfg.base)
     contents = {

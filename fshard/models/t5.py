@@ -481,7 +481,7 @@ def shifted(cfg: Config, targets: Tensor) -> Tensor:
 
     Raises ShardingError if the config has no pad_token_id.
     """
-    check_ids("t5", targets)
+    check_ids("shifted", targets, "targets")
     if cfg.pad_token_id is None:
         raise fail("t5: targets need pad_token_id, which stands for -100", fix="Config(pad_token_id=0)")
     before = torch.cat([_start(cfg, targets), targets], 1)[:, :-1]
@@ -519,7 +519,7 @@ def generate(
     if not ids.shape[1]:
         raise fail("generate: the source has no tokens", ids=list(ids.shape))
     first = _start(cfg, ids) if decoder_ids is None else decoder_ids
-    check_ids("generate", first)
+    check_ids("generate", first, "decoder_ids")
     with torch.no_grad():
         states = encode(cfg, params, ids, layout=layout, specs=specs, mask=mask)
     layout = replace(layout, sequence=False)  # one token has no sequence to split

@@ -5,11 +5,14 @@ Legend: B targets, C classes, S sampled classes; [C@axis] is a dim split over an
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
-from fshard._comm import Axis, checker, has_values
+from fshard._comm import Axis, checker, has_values, user_line
 from fshard._ops import local_range, own_range
+from fshard._torch_compat import is_wrapped
 from fshard.collectives import all_gather
 from fshard.data import permute
 from fshard.errors import checked, fail
@@ -115,6 +118,29 @@ def target_columns(
     if (types := checker()) is not None:  # the ranks have different columns, also where they made `classes` themselves
         types.set_integer_type(is_local, verb, of=(targets, classes), varies=names_of(axis))
     return column.where(is_local, 0), is_local, v
+
+
+def check_range(verb: str, word: str, xs: Tensor, size: int, ignored: int | None = None, *, of: str) -> None:
+    """Raise ShardingError for integers that are not 0 to size - 1, nor `ignored`. `of` says what there are `size` of.
+
+    Only on a CPU, where no device is waited for; not in a compiled program, under vmap or without values.
+    """
+    if torch.compiler.is_dynamo_compiling() or xs.device.type != "cpu" or not has_values() or is_wrapped(xs):
+        return
+    types = checker()
+    with contextlib.nullcontext() if types is None else types.paused():
+        if not xs.numel():
+            return
+        least, most = xs.aminmax()  # the common case, without an array of their size
+        if least >= 0 and most < size:
+            return
+        wrong = xs[(xs < 0) | (xs >= size)]
+        if ignored is not None:
+            wrong = wrong[wrong != ignored]
+        if len(wrong):
+            fix = f"0 to {size - 1}" + (f", or ignore_index={ignored}" if ignored is not None else "")
+            raise fail(f"{verb}: {word} {int(wrong[0])} is out of range, of {size} {of}",
+                       f"so are {len(wrong)} of {xs.numel()}", *user_line(), fix=fix)  # fmt: skip
 
 
 def checked_targets(verb: str, logits: Tensor, targets: Tensor) -> Tensor:

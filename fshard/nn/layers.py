@@ -22,6 +22,8 @@ from fshard.errors import checked, fail
 from fshard.spec import P, describe, names_of
 from fshard.weight import Weight
 
+from .classes import check_range
+
 
 @checked
 def linear(
@@ -135,8 +137,8 @@ def embedding(
         padding_idx: the row that gets no gradient, from the end if negative, as in torch; its tangent is 0, too.
         max_norm: refused: torch's writes shorter rows into the table in forward.
 
-    An id outside the table gives NaN with `axis` over rows (to raise, the host would have to wait for the device), and
-    torch's IndexError without.
+    An id outside the table is an error on a CPU. Elsewhere, in a compiled program and under vmap it gives NaN with
+    `axis` over rows (to raise, the host would have to wait for the device), and torch's error without.
 
     >>> x = fs.psum(nn.embedding(ids, params["wte"], axis="model", size=50257), "model")
     """
@@ -176,10 +178,11 @@ def embedding(
 
 def _lookup(ids: Tensor, table: Tensor, axis: Axis, size: int | None) -> Tensor:
     """Look up rows of a table [V@axis, D]: zero where another rank has the row, NaN where no rank has it."""
-    if not axis:
-        return F.embedding(ids, table)
     n = table.shape[0]
     start, end = local_range("embedding", n, axis, size)
+    check_range("embedding", "id", ids, end, of="rows of table")
+    if not axis:
+        return F.embedding(ids, table)
     local = ids - start
     is_local = (local >= 0) & (local < n)
     rows = F.embedding(local.where(is_local, 0), table if n else F.pad(table, (0, 0, 0, 1)))

@@ -22,7 +22,7 @@ from fshard.errors import checked, fail
 from fshard.spec import describe
 
 from .blocks import row_blocks
-from .classes import checked_targets, target_columns
+from .classes import check_range, checked_targets, target_columns
 
 # Largest number of logits for which the plain formula is faster. Forward and backward on one core of a busy machine:
 # plain 4.3 and in row blocks 2.3 ms for half a million elements in rows of 4096, 2.3 and 2.5 in rows of 32128; 17 and
@@ -58,9 +58,10 @@ def cross_entropy(
             or that two ranks have, gives NaN. One more number per target is sent.
 
     The semantics are those of torch.nn.functional.cross_entropy with class indices; float32 or better inside
-    and out. A target that is neither a class nor ignored gives NaN with `axis` (to raise, the host would have
-    to wait for the device), and torch's error without. Under `fs.value_and_grad` large logits are kept once, and the
-    only other array of their size is their gradient (label smoothing adds one); torch.func.grad keeps three.
+    and out. A target that is neither a class nor ignored is an error on a CPU. Elsewhere, in a compiled program and
+    under vmap it gives NaN with `axis` (to raise, the host would have to wait for it), and torch's error without.
+    Under `fs.value_and_grad` large logits are kept once, and the only other array of their size is their gradient
+    (label smoothing adds one); torch.func.grad keeps three.
 
     >>> nn.cross_entropy(logits, targets, axis="model", size=50257, over="data")     # [B@data, T, V@model]
     """
@@ -76,6 +77,7 @@ def cross_entropy(
         weight = weight.detach().to(wide)
     plain = torch.compiler.is_dynamo_compiling() or logits.numel() <= _PLAIN_UP_TO
     if plain and classes is None and not (axis or over or label_smoothing):  # torch cannot vmap its label smoothing
+        check_range("cross_entropy", "target", targets, v, ignore_index, of="classes")
         rows, classes = logits.reshape(targets.numel(), v).to(wide), targets.reshape(-1)
         losses = F.cross_entropy(rows, classes, weight, ignore_index=ignore_index, reduction=reduction)
         return losses.view(targets.shape) if reduction == "none" else losses
@@ -86,6 +88,8 @@ def cross_entropy(
     else:
         column, is_local = targets.where(counted, 0), counted
         _, whole = local_range("cross_entropy", v, axis, size)
+    if classes is None:
+        check_range("cross_entropy", "target", targets, whole, ignore_index, of="classes")
     is_local = is_local & counted
     column = column.unsqueeze(-1)[..., :v]
     # Subtract the largest logit of all ranks, a constant to the derivative, so that no exponential overflows. A part

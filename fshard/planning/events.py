@@ -9,6 +9,7 @@ import torch
 
 from fshard._callsite import Site
 from fshard._comm import Transfer
+from fshard._torch_compat import in_backward
 
 Kind = Literal["matmul", "attention", "convolution", "elementwise", "copy"]
 Phase = Literal["forward", "recompute", "backward", "update"]
@@ -21,6 +22,9 @@ class Operation:
     `dtype` is that of its arguments (of a matmul: of the matrices), `bytes` the bytes that it reads and writes, `live`
     the bytes of tensors in this rank's device memory after it. `where` is the user's line; in backward that of the call
     which computes the gradient.
+
+    >>> [(e.name, e.kind, e.flops) for e in plan.events if isinstance(e, fs.planning.Operation)][:2]
+    [('aten.mm', 'matmul', 24), ('aten.sum', 'elementwise', 0)]
     """
 
     name: str  # "aten.mm"
@@ -35,7 +39,11 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The start of a transfer, which a `Wait` of the same number ends; a blocking one is waited for at once."""
+    """The start of a transfer, which a `Wait` of the same number ends; a blocking one is waited for at once.
+
+    >>> [(e.transfer.op, e.transfer.sent) for e in plan.events if isinstance(e, fs.planning.Start)]
+    [('all_reduce', 6)]
+    """
 
     transfer: Transfer
     number: int
@@ -44,10 +52,21 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The end of a transfer: operations after it may use the result."""
+    """The end of a transfer: operations after it may use the result.
+
+    >>> [e.number for e in plan.events if isinstance(e, fs.planning.Wait)]
+    [0]
+    """
 
     number: int
     live: int
 
 
 Event = Operation | Start | Wait
+
+
+def phase_now() -> Phase:
+    """Return the phase of an operation; "forward" for the update, until the whole step is known."""
+    if not in_backward():
+        return "forward"
+    return "recompute" if torch.is_grad_enabled() else "backward"

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fshard._operations import tensors_in, written_arguments
+from fshard._torch_compat import schema_of
 
 from .events import Kind
 
@@ -40,6 +41,12 @@ def kind_of(op: Any) -> Kind:
     if "convolution" in name:
         return "convolution"
     return "copy" if name in _COPIES or name.startswith(("empty", "new_empty")) else "elementwise"
+
+
+@functools.cache
+def is_view(op: Any) -> bool:
+    """Return whether the results of an operation are views of its arguments, so that it computes nothing."""
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema_of(op).returns)
 
 
 def is_optimizer_step(op: Any) -> bool:

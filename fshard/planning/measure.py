@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from fshard import _callsite
-from fshard._comm import Transfer
+from fshard._comm import Comm, Transfer, ranks_over
 from fshard._operations import OperationMode, tensors_in
-from fshard._torch_compat import in_backward, schema_of, storage_id
+from fshard._torch_compat import storage_id
 from fshard.spec import short_dtype
 
 from .chrome import Slice, Timeline
-from .flops import flops_of, name_of
+from .events import phase_now
+from .flops import flops_of, is_view, name_of
 
 _MOST_SHAPES = 4
 
@@ -82,7 +83,7 @@ class _Entry(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What a rank did between two times."""
+    """The entries of a rank's run between two times."""
 
     begin: float
     end: float
@@ -99,10 +100,10 @@ class Recorder(OperationMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, clock: Any, device: torch.device, arguments: Any, *, buffers: bool) -> None:
+    def __init__(self, clock: Any, comm: Comm, device: torch.device, arguments: Any, *, buffers: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[_Entry] = []
-        self.clock, self.device, self.buffers = clock, device, buffers
+        self.clock, self.comm, self.device, self.buffers = clock, comm, device, buffers
         self.live = self.peak = 0
         self._storages: dict[int, Any] = {}
         self._begun: tuple[Any, Transfer | None, tuple[int, ...]] | None = None  # the transfer that is being started
@@ -135,7 +136,7 @@ class Recorder(OperationMode):
         out = func(*args, **kwargs)
         end = self.clock.now()
         self._follow(out)
-        if not _is_view(func):
+        if not is_view(func):
             operation = Slice(f"aten.{name_of(func)}", 0.0, 0.0, self._line(), "", _facts(func, args, kwargs, out))
             self._add(begin, end, operation=operation)
         return out
@@ -150,21 +151,17 @@ class Recorder(OperationMode):
             self._lines[key] = site, str(site)  # the site keeps its code, whose id another could have
         return self._lines[key][1]
 
-    def _phase(self) -> str:
-        """Return the phase of an operation; "forward" for the update, until all is known."""
-        if not in_backward():
-            return "forward"
-        return "recompute" if torch.is_grad_enabled() else "backward"
-
     def _add(self, begin: Any, end: Any, **what: Any) -> None:
-        self.entries.append(_Entry(begin, end, self.peak, self.live, self._phase(), **what))
+        self.entries.append(_Entry(begin, end, self.peak, self.live, phase_now(), **what))
         self.peak = self.live
 
     # --- the reports of the comm ---
 
-    def begin_transfer(self, transfer: Transfer | None, ranks: tuple[int, ...]) -> int:
+    def begin_transfer(self, transfer: Transfer | None, xs: Sequence[Tensor], into: Sequence[Tensor]) -> int:
+        sizes = self.comm.sizes
+        ranks = ranks_over(tuple(sizes) if transfer is None else transfer.axes, sizes, self.comm.coords)
         self._number += 1
-        self._begun = self.clock.now(), transfer, ranks
+        self._begun = self.clock.now(), transfer, tuple(ranks)
         return self._number
 
     def end_start(self, number: int) -> None:
@@ -202,12 +199,6 @@ class Recorder(OperationMode):
     def _forget(self, key: int, nbytes: int, _: Any) -> None:
         del self._storages[key]
         self.live -= nbytes
-
-
-@functools.cache
-def _is_view(func: Any) -> bool:
-    """Return whether the results of an operation are views of its arguments, so that it computes nothing."""
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema_of(func).returns)
 
 
 def _facts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> dict[str, Any]:

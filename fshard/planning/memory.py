@@ -14,18 +14,21 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fshard._callsite import Site
 from fshard._torch_compat import storage_id
+from fshard.spec import short_dtype
 
 from .events import Phase
 
+_MOST_LARGEST = 8
 PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "buffers", "other")
 
 
@@ -41,6 +44,10 @@ class Memory:
         largest: the largest tensors at the peak: bytes, description, the user's line that made it.
         arguments: bytes of the arguments of the step.
         host: most bytes in host memory at one time, where that is not the device's.
+        storages: all of the step, with the events between which they are alive.
+
+    >>> plan.memory.peak, {part: n for part, n in plan.memory.parts.items() if n}
+    (44, {'activations': 20, 'other': 24})
     """
 
     peak: int
@@ -50,6 +57,7 @@ class Memory:
     arguments: int
     host: int = 0
     largest: tuple[tuple[int, str, Site | None], ...] = ()
+    storages: tuple[Storage, ...] = field(default=(), repr=False, compare=False)
 
 
 @dataclass(eq=False)
@@ -161,3 +169,38 @@ def gradients_among(storages: Sequence[Storage], last_backward: int) -> set[int]
             found.add(id(s))
             stack += s.sources
     return found
+
+
+class Alike(NamedTuple):
+    """Facts of a storage: a plan counts those that have the same ones together."""
+
+    nbytes: int
+    part: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    where: Site | None
+    argument: bool
+
+
+Tensors = Counter[Alike]  # how many there are of each
+
+
+def tensors_at(storages: Sequence[Storage], at: int) -> Tensors:
+    """Return the storages of the device that are alive after an event, of which `part` is set."""
+    return Counter(Alike(s.nbytes, s.part or "other", s.dtype, s.shape, s.where, s.argument)
+                   for s in storages if not s.host and s.born <= at and (s.died is None or s.died > at))  # fmt: skip
+
+
+def parts_and_largest(tensors: Tensors) -> tuple[dict[str, int], tuple[tuple[int, str, Site | None], ...]]:
+    """Return `Memory.parts` and `Memory.largest`."""
+    parts = dict.fromkeys(PARTS, 0)
+    for x, n in tensors.items():
+        parts[x.part] += n * x.nbytes
+    rows = [(x.nbytes, f"{x.part} {short_dtype(x.dtype)}{list(x.shape)}", x.where)
+            for x, n in tensors.items() if not x.argument for _ in range(min(n, _MOST_LARGEST))]  # fmt: skip
+
+    def order(row: tuple[int, str, Site | None]) -> tuple[Any, ...]:
+        nbytes, text, where = row
+        return -nbytes, text, *(("", 0) if where is None else (where.code.co_qualname, where.lasti))
+
+    return parts, tuple(sorted(rows, key=order)[:_MOST_LARGEST])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,17 +19,16 @@ from fshard._display import Row, bar, page, table
 from fshard._operations import OperationMode, tensors_in
 from fshard._torch_compat import in_backward, storage_id
 from fshard.devices import Device
-from fshard.errors import checked
+from fshard.errors import checked, number_of
 from fshard.mesh import planned_mesh
 from fshard.shard_map import ShardMapped, planned_calls
 from fshard.spec import format_axes, short_dtype, size
 
-from .events import Event, Kind, Operation, Phase, Start, Wait
-from .flops import bytes_of, dtype_of, flops_of, is_optimizer_step, kind_of, name_of, written_by
-from .memory import PARTS, Memory, Storage, Storages, gradients_among, part_of
+from .events import Event, Kind, Operation, Phase, Start, Wait, phase_now
+from .flops import bytes_of, dtype_of, flops_of, is_optimizer_step, is_view, kind_of, name_of, written_by
+from .memory import PARTS, Memory, Storage, Storages, gradients_among, part_of, parts_and_largest, tensors_at
 from .roofline import Roofline, roofline
 
-_MOST_LARGEST = 8
 _aten = torch.ops.aten
 # Formulas of torch's gradients add into zeros that they have just made; of fake tensors they add out of place.
 _IN_PLACE = {
@@ -105,7 +103,7 @@ class Plan:
         return notes
 
     def _sent(self) -> str:
-        count = f"{len(self.transfers)} transfer{'s' * (len(self.transfers) != 1)}"
+        count = number_of(len(self.transfers), "transfer")
         return f"{count} of the rank, which sends {size(sum(t.sent for t in self.transfers))}"
 
 
@@ -133,11 +131,13 @@ def plan(f: ShardMapped, *args: Any, device: Device | None = None) -> Plan:
 
     Raises ShardingError for a program that needs the value of a tensor, and for arguments that do not fit their specs.
     """
+    return max(plan_ranks(f, args, device), key=lambda p: p.memory.peak)
+
+
+def plan_ranks(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> list[Plan]:
+    """Return the plan of the first rank, and that of the last one where axes do not divide a dim."""
     first, uneven = _plan_rank(f, args, 0, device)
-    if not uneven:
-        return first
-    last, _ = _plan_rank(f, args, f.mesh.size - 1, device)
-    return max(first, last, key=lambda p: p.memory.peak)
+    return [first, _plan_rank(f, args, f.mesh.size - 1, device)[0]] if uneven else [first]
 
 
 def _plan_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device | None) -> tuple[Plan, bool]:
@@ -148,7 +148,7 @@ def _plan_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device 
 
     def observe(plan: CallPlan, g: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         nonlocal uneven
-        uneven = plan.uneven
+        uneven = bool(plan.uneven)
         recorder.begin(plan.names, tree.leaves(inputs))
         with recorder:
             out = g(*inputs)
@@ -159,18 +159,22 @@ def _plan_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device 
         for _ in planned_calls(f, args, mesh, observe):
             if not recorder.replaced_buffers():
                 break
-    events, memory = recorder.outcome()
+    return plan_of(dict(f.mesh.axes), rank, *recorder.outcome(), device), uneven
+
+
+def plan_of(mesh: dict[str, int], rank: int, events: Sequence[Event], memory: Memory, device: Device | None) -> Plan:
+    """Return the plan of a rank with these events."""
     transfers = tuple(e.transfer for e in events if isinstance(e, Start))
     flops: Counter[tuple[Kind, torch.dtype]] = Counter()
     for e in events:
         if isinstance(e, Operation) and e.flops:
             flops[e.kind, e.dtype] += e.flops
-    time = None if device is None else roofline(events, f.mesh.axes, device)
-    return Plan(dict(f.mesh.axes), rank, tuple(events), memory, transfers, dict(flops), device, time), uneven
+    time = None if device is None else roofline(events, mesh, device)
+    return Plan(mesh, rank, tuple(events), memory, transfers, dict(flops), device, time)
 
 
 class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
-    """A mode that notes the operations of a rank, and an observer of its transfers."""
+    """A mode that notes the operations of a rank, and a `Watch` of its transfers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -178,8 +182,8 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         self.storages = Storages()
         self.arguments = 0
         self._kept: list[Storage] = []  # allocated in this call, and left for the next one
-        self._transferring = 0
-        self._started: list[list[Storage]] = []
+        self._is_transferring = False
+        self._started: list[tuple[list[Storage], Sequence[Tensor]]] = []  # their arguments, and what gathers write
 
     def begin(self, names: Sequence[str], leaves: Sequence[Any]) -> None:
         """Note the arguments of a call."""
@@ -205,7 +209,7 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
     # --- operations ---
 
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func.namespace == "prim":  # a question about a tensor
+        if func.namespace == "prim" or is_view(func):  # a question about a tensor, or another view of it
             return func(*args, **kwargs)
         if func in _IN_PLACE and in_backward() and self.storages.is_newest(args[0]):
             func = _IN_PLACE[func]
@@ -215,8 +219,8 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         written = written_by(func, args, kwargs)
         new = [x for x in tensors_in(out) if storage_id(x) not in before and self.storages.get(x) is None]
         if not new and not written:
-            return out  # a view
-        phase, storages = _phase(), self.storages
+            return out
+        phase, storages = phase_now(), self.storages
         known = [s for s in map(storages.get, inputs) if s is not None]
         where = self._line(known, phase)
         for s in known:
@@ -237,7 +241,7 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         return out
 
     def _part_of_new(self, func: Any, inputs: Sequence[Storage], phase: Phase) -> str | None:
-        if self._transferring:
+        if self._is_transferring:
             return "buffers"
         weights = bool(inputs) and phase != "update" and all(s.argument or s.part == "gathered" for s in inputs)
         return "gathered" if weights and kind_of(func) == "copy" and inputs[0].dtype.is_floating_point else None
@@ -253,32 +257,37 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
 
     # --- transfers ---
 
-    def start(self, transfer: Transfer, xs: Sequence[Tensor]) -> int:
-        number = len(self._started)
-        self._started.append([s for s in map(self.storages.get, xs) if s is not None])
-        for s in self._started[number]:
-            s.readers.add(_phase())
+    def begin_transfer(self, transfer: Transfer | None, xs: Sequence[Tensor], into: Sequence[Tensor]) -> int:
+        if transfer is None:  # a plan exchanges no texts
+            return -1
+        number, sources = len(self._started), [s for s in map(self.storages.get, xs) if s is not None]
+        self._started.append((sources, into))
+        for s in sources:
+            s.readers.add(phase_now())
         self._append(Start(transfer, number, self.storages.live))
+        self._is_transferring = True
         return number
 
-    def wait(self, number: int, results: Sequence[Tensor]) -> None:
-        sources = self._started[number]
+    def end_start(self, number: int) -> None:
+        self._is_transferring = False
+
+    def begin_wait(self, number: int) -> None:
+        self._is_transferring = True
+
+    def end_transfer(self, number: int, results: Sequence[Tensor]) -> None:
+        if number < 0:
+            return
+        self._is_transferring = False
+        sources, into = self._started[number]
+        self._started[number] = [], ()  # which frees what the transfer has written
         weights = bool(sources) and all(s.argument or s.part == "gathered" for s in sources)
-        for x in results:
+        for x in (*results, *into):
             s = self.storages.get(x)
             if s is not None and not s.argument:
                 s.part = "gathered" if weights else None
                 if not weights:
                     s.sources = sources
         self._append(Wait(number, self.storages.live))
-
-    @contextlib.contextmanager
-    def transferring(self) -> Iterator[None]:
-        self._transferring += 1
-        try:
-            yield
-        finally:
-            self._transferring -= 1
 
     # --- outcome ---
 
@@ -312,24 +321,15 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
             return Memory(self.arguments, 0, None, {**dict.fromkeys(PARTS, 0), "other": self.arguments}, self.arguments)
         at = max(range(len(events)), key=lambda i: events[i].live)
         gradients = gradients_among(self.storages.all, last_backward)
-        alive = [s for s in self.storages.all if not s.host and s.born <= at and (s.died is None or s.died > at)]
-        parts = dict.fromkeys(PARTS, 0)
-        for s in alive:
-            parts[part_of(s, gradients)] += s.nbytes
-        largest = sorted((s for s in alive if not s.argument), key=lambda s: -s.nbytes)[:_MOST_LARGEST]
-        rows = tuple((s.nbytes, f"{part_of(s, gradients)} {short_dtype(s.dtype)}{list(s.shape)}", s.where)
-                     for s in largest)  # fmt: skip
-        return Memory(events[at].live, at, _where(events[at]), parts, self.arguments, self.storages.host_peak, rows)
+        for s in self.storages.all:
+            s.part = part_of(s, gradients)
+        parts, largest = parts_and_largest(tensors_at(self.storages.all, at))
+        return Memory(events[at].live, at, line_of(events[at]), parts, self.arguments, self.storages.host_peak, largest,
+                      tuple(self.storages.all))  # fmt: skip
 
 
-def _phase() -> Phase:
-    """Return the phase of an operation, but for the update, which begins when all is known."""
-    if not in_backward():
-        return "forward"
-    return "recompute" if torch.is_grad_enabled() else "backward"
-
-
-def _where(event: Event) -> Site | None:
+def line_of(event: Event) -> Site | None:
+    """Return the user's line of an event."""
     if isinstance(event, Operation):
         return event.where
     return event.transfer.where if isinstance(event, Start) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,22 +14,29 @@ from fshard import tree
 from fshard.devices import Device
 from fshard.errors import checked, fail
 from fshard.init import Deferred
-from fshard.shard_map import ShardMapped
 from fshard.sharded import Sharded
-from fshard.spec import P, box_shape, is_spec, local_box
+from fshard.spec import P, box_shape, is_spec, local_box, size
 
-from .events import Event, Operation
+from .repeat import Repeats
 from .table import Layout, PlanRow, PlanTable, Task, progress_bar, text
 
-_FEW = (3, 4)  # blocks: fewer than 3 are all gathered at once, and not as those of a deep model are
+_FEWEST, _MOST = 4, 8  # blocks that are planned: of fewer none has others around it whose weights are gathered
 
 
+@checked
 def divisions(n: int, **largest: int) -> list[dict[str, int]]:
     """Return every way to write `n` as a product of axis sizes, each at most the largest of its axis.
 
     >>> divisions(8, data=8, model=2)
     [{'data': 8, 'model': 1}, {'data': 4, 'model': 2}]
+
+    Raises ShardingError for numbers below 1, and if no axis is named.
     """
+    if not largest:
+        raise fail(f"divisions: n={n}, and no axis is named", fix=f"divisions({n}, data={n}, model=8)")
+    for name, k in {"n": n, **largest}.items():
+        if k < 1:
+            raise fail(f"divisions: {name}={k}", fix="1 or more")
     names = list(largest)
     sizes = [[k for k in range(1, min(n, most) + 1) if n % k == 0] for most in list(largest.values())[1:]]
     out = []
@@ -45,24 +51,28 @@ def divisions(n: int, **largest: int) -> list[dict[str, int]]:
 def search(
     step_of: Callable[..., Any], layouts: Sequence[Mapping[str, Any]], *, device: Device,
     tokens: int | Callable[..., int] | None = None, headroom: float = 0.1, best: int = 3, blocks: int | None = None,
-    heavier: Callable[..., bool] | None = None, slower: Callable[..., bool] | None = None,
+    heavier: Callable[..., float] | None = None, slower: Callable[..., bool] | None = None,
     neighbours: Callable[..., Any] | None = None, progress: bool = False,
 ) -> PlanTable:  # fmt: skip
     """Find the fastest layouts that fit on the device, and plan these as a whole.
 
     1. The arguments of a step (parameters, optimizer state) are the least that its peak can be. A layout of which they
        alone do not fit is left out without a plan.
-    2. With `blocks`, the others are planned with 3 and 4 blocks: `step_of(**layout, blocks=n)`. Time, transfers and
-       peak of each phase of the step grow by the same amount with each block, so those of `blocks` follow.
-    3. They are planned as a whole in the order of these times, until `best` fit.
+    2. With `blocks`, the others are planned with 4 and 5 blocks: `step_of(**layout, blocks=n)`. The second step has the
+       operations and transfers of the first, some of them once more. Time, transfers and the memory after each of them
+       grow by the same amount with each block, so those of `blocks` follow. If they do not repeat, nor those of up to 8
+       blocks, the layout is planned as a whole.
+    3. In the order of these times, until `best` fit, their whole plans are made: from the repeated ones, if these give
+       the very plan of 6 blocks, or else directly.
 
     Args:
         layouts, device, tokens, headroom, progress: as for `fs.plan_table`.
         best: how many layouts to plan as a whole.
         blocks: the number of equal blocks of the model. Without it all layouts are planned as a whole.
-        heavier, slower: `heavier(a, b)` is True if layout `a` surely needs at least as much memory as `b`, and
-            `slower(a, b)` if it surely takes at least as long. Then `a` is left out if it comes after a `b` that does
-            not fit, or that fits.
+        heavier: `heavier(a, b)` is the share of the memory of layout `b` that `a` surely needs: True for all of it, 0.5
+            for half, False if nothing is known. `a` is left out if it comes after a `b` of which this does not fit.
+        slower: `slower(a, b)` is True if `a` surely takes at least as long as `b`. `a` is left out if it comes after a
+            `b` that fits.
         neighbours: called with each of the best layouts of step 2; returns more layouts for it.
 
     The rows are those planned as a whole, in the order of their times, then the others, each with a note.
@@ -75,14 +85,18 @@ def search(
     >>> fs.planning.search(step_of, layouts, device=fs.devices.H100)[0].layout
     {'data': 64, 'model': 8}
 
-    Raises ShardingError if there is no layout.
+    If none fits, the note of the table says how far off the smallest is.
+
+    Raises ShardingError if there is no layout, for `best` or `blocks` below 1, and for a headroom that is not a share.
     """
     if not layouts:
         raise fail("search: layouts is empty", fix="fs.planning.divisions(512, data=512, model=8)")
-    if best < 1:
-        raise fail(f"search: best={best}", fix="1 or more")
-    task = Task(step_of, device, tokens, headroom)
+    for name, n in (("best", best), ("blocks", blocks)):
+        if n is not None and n < 1:
+            raise fail(f"search: {name}={n}", fix="1 or more")
+    task = Task(step_of, device, tokens, headroom, "search")
     rows: list[PlanRow] = []
+    repeated: list[list[Repeats]] = []  # of each row
     total = len(layouts) + (best if blocks else 0)
     with progress_bar(progress) as advance:
 
@@ -90,7 +104,11 @@ def search(
             for layout in more:
                 if all(row.layout != layout for row in rows):
                     reason = _reason(rows, layout, heavier, slower)
-                    rows.append(PlanRow(dict(layout), note=reason) if reason else _screened(task, layout, blocks))
+                    row, repeats = PlanRow(dict(layout), note=reason), list[Repeats]()
+                    if not reason:
+                        row, repeats = _screened(task, layout, blocks)
+                    rows.append(row)
+                    repeated.append(repeats)
                     advance(rows[-1], total)
 
         screen(layouts)
@@ -106,83 +124,113 @@ def search(
             if len(fitting) >= best or not waiting:
                 break
             at = next(i for i, row in enumerate(rows) if row is waiting[0])
-            rows[at] = task.row(waiting[0].layout)
+            rows[at] = _whole(task, waiting[0].layout, repeated[at], blocks)
             total = max(total, len(rows) + sum(row.plan is not None for row in rows))
             advance(rows[at], total)
     ordered = sorted(rows, key=lambda row: (row.plan is None or row.fits is False, row.order))
-    return PlanTable(tuple(ordered), device)
+    return PlanTable(tuple(ordered), device, note=_fits_nowhere(rows, task))
+
+
+def _fits_nowhere(rows: Sequence[PlanRow], task: Task) -> str:
+    """Return how far off the smallest peak is if no row fits; else an empty text."""
+    peaks = [row.peak for row in rows if row.peak is not None]
+    device, limit = task.device, task.limit
+    if not peaks or any(row.fits for row in rows) or device is None or limit is None:
+        return ""
+    return (f"no layout fits: the smallest needs {size(min(peaks))}, and a step may use {size(limit)}, the "
+            f"{size(device.memory)} of {device.name} less {task.headroom:.0%}; more devices or a smaller batch "
+            "need less")  # fmt: skip
 
 
 def _reason(
-    rows: Sequence[PlanRow], layout: Layout, heavier: Callable[..., bool] | None, slower: Callable[..., bool] | None
+    rows: Sequence[PlanRow], layout: Layout, heavier: Callable[..., float] | None, slower: Callable[..., bool] | None
 ) -> str:
     """Return why a layout need not be planned, by the rows before it; an empty text if there is no reason."""
     for row in rows:
         other = ", ".join(f"{name}={text(x)}" for name, x in row.layout.items() if layout.get(name) != x)
-        if heavier is not None and row.fits is False and heavier(layout, row.layout):
-            return f"needs more than {other}, which does not fit"
+        if heavier is not None and row.fits is False and row.peak is not None and row.limit is not None:
+            share = heavier(layout, row.layout)
+            if share * row.peak > row.limit:
+                part = f"at least {share:.0%} of the {size(row.peak)} of {other}"
+                return f"needs {part if share < 1 else f'more than {other}'}, which does not fit"
         if slower is not None and row.fits and slower(layout, row.layout):
             return f"takes longer than {other}, which fits"
     return ""
 
 
-def _screened(task: Task, layout: Layout, blocks: int | None) -> PlanRow:
-    """Return the row of a layout: an error, the reason why it cannot fit, or its numbers."""
+def _screened(task: Task, layout: Layout, blocks: int | None) -> tuple[PlanRow, list[Repeats]]:
+    """Return the row of a layout: an error, the reason why it cannot fit, or its numbers, as `_predicted` does."""
     try:
         f, args = task.step(layout)
-        least = argument_bytes(f, args)
+        least = rank_bytes(args, f._in_specs, f.mesh.axes)
     except Exception as e:  # of any kind: a function of the user runs
-        return PlanRow(dict(layout), error=e)
+        return PlanRow(dict(layout), error=e), []
     if task.limit is not None and least > task.limit:
-        return PlanRow(dict(layout), f.mesh.size, peak=least, limit=task.limit, note="its arguments alone do not fit")
-    if blocks is None or blocks <= _FEW[-1]:
-        return task.row(layout, (f, args))
+        note = "its arguments alone do not fit"
+        return PlanRow(dict(layout), f.mesh.size, peak=least, limit=task.limit, note=note), []
+    if blocks is None or blocks <= _FEWEST + 1:
+        return task.row(layout, (f, args)), []
     return _predicted(task, layout, blocks)
 
 
-def _predicted(task: Task, layout: Layout, blocks: int) -> PlanRow:
-    """Return the row of a layout by the plans of few blocks."""
-    rows = [replace(task, step_of=functools.partial(task.step_of, blocks=n)).row(layout) for n in _FEW]
-    for row in rows:
-        if row.plan is None:
-            return row
-    plans = [row.plan for row in rows if row.plan is not None]
-    times = [row.seconds for row in rows if row.seconds is not None]
-    peaks = [_phase_peaks(p.events) for p in plans]
-    peak = max(_extend([of[phase] for of in peaks], blocks) for phase in peaks[0])
-    at_peak = [(row.mfu or 0) * (row.seconds or 0) for row in rows]
-    seconds = _extend(times, blocks)
-    return replace(rows[-1], layout=dict(layout), plan=None, peak=round(peak), seconds=seconds,
-                   sent=round(_extend([row.sent or 0 for row in rows], blocks)), mfu=_extend(at_peak, blocks) / seconds,
-                   note=f"from {_FEW[0]} and {_FEW[1]} of its {blocks} blocks")  # fmt: skip
+def _predicted(task: Task, layout: Layout, blocks: int) -> tuple[PlanRow, list[Repeats]]:
+    """Return the row of a layout by plans of few blocks, and what these repeat, for each rank that is planned.
+
+    A step whose events do not repeat is planned as a whole.
+    """
+    try:
+        few = task.plans(*task.step(layout, blocks=_FEWEST))
+        for n in range(_FEWEST, min(_MOST, blocks - 1)):
+            more = task.plans(*task.step(layout, blocks=n + 1))
+            found = [Repeats.of(n, a, b) for a, b in zip(few, more, strict=False)]
+            repeats = [r for r in found if r is not None]
+            if len(repeats) == len(few) == len(more):
+                return _row_of(task, layout, max(repeats, key=lambda r: r.peak(blocks)), blocks), repeats
+            few = more
+    except Exception as e:  # of any kind: a function of the user runs
+        return PlanRow(dict(layout), error=e), []
+    return task.row(layout), []
 
 
-def _extend(values: Sequence[float], blocks: int) -> float:
-    """Extend values of `_FEW` blocks along a line."""
-    few, more = _FEW
-    return values[0] + (values[1] - values[0]) * (blocks - few) / (more - few)
+def _row_of(task: Task, layout: Layout, repeats: Repeats, blocks: int) -> PlanRow:
+    """Return the row of a layout, of which the time and the transfers grow by the same amount with each block."""
+    few, more = (task.row_of(layout, [p]) for p in (repeats.few, repeats.more))
+
+    def extend(value: Callable[[PlanRow], float | None]) -> float:
+        a, b = value(few) or 0, value(more) or 0
+        return a + (b - a) * (blocks - repeats.blocks)
+
+    seconds = extend(lambda row: row.seconds)
+    at_peak = extend(lambda row: (row.mfu or 0) * (row.seconds or 0))
+    return replace(more, plan=None, peak=repeats.peak(blocks), seconds=seconds, mfu=at_peak / (seconds or 1),
+                   sent=round(extend(lambda row: row.sent)),
+                   note=f"from {repeats.blocks} and {repeats.blocks + 1} of its {blocks} blocks")  # fmt: skip
 
 
-def _phase_peaks(events: Sequence[Event]) -> dict[str, int]:
-    """Return the most bytes in use in each phase: the largest of several lines is no line."""
-    peaks: dict[str, int] = {}
-    phase = "forward"
-    for event in events:
-        phase = event.phase if isinstance(event, Operation) else phase
-        peaks[phase] = max(peaks.get(phase, 0), event.live)
-    return peaks
+def _whole(task: Task, layout: Layout, repeats: Sequence[Repeats], blocks: int) -> PlanRow:
+    """Plan a layout as a whole: from its repeats, if these give the very plan of two blocks more than the fewest."""
+    try:
+        n = repeats[0].blocks + 2
+        if [r.plan(n) for r in repeats] == task.plans(*task.step(layout, blocks=n)):
+            return task.row_of(layout, [r.plan(blocks) for r in repeats])
+    except Exception as e:  # of any kind: a function of the user runs
+        return PlanRow(dict(layout), error=e)
+    return task.row(layout)
 
 
-def argument_bytes(f: ShardMapped, args: tuple[Any, ...]) -> int:
-    """Return the bytes of the arguments in the memory of rank 0's device, the largest parts; ties count once."""
-    specs = tree.broadcast(f._in_specs, args, name="in_specs", leaf=lambda s: s is None or is_spec(s))
-    first, sizes = dict.fromkeys(f.mesh.axes, 0), f.mesh.axes
+def rank_bytes(leaves: Any, specs: Any, axes: Mapping[str, int]) -> int:
+    """Return the bytes of rank 0's parts of tensors in the device's memory, which are the largest; ties count once.
+
+    A leaf without a spec has its own if it is placed, and is whole on every rank if it is not.
+    """
+    flat = tree.broadcast(specs, leaves, name="specs", leaf=lambda s: s is None or is_spec(s))
+    first = dict.fromkeys(axes, 0)
     total, seen = 0, set()
-    for x, spec in zip(tree.leaves(args), specs, strict=True):
+    for x, spec in zip(tree.leaves(leaves), flat, strict=True):
         if not isinstance(x, (Deferred, Sharded, Tensor)) or id(x) in seen:
             continue
         seen.add(id(x))
         placed = spec if spec is not None else x.spec if isinstance(x, Sharded) else P()
         if placed.memory == "device":
-            total += math.prod(box_shape(local_box(tuple(x.shape), placed, sizes, first))) * x.dtype.itemsize
+            total += math.prod(box_shape(local_box(tuple(x.shape), placed, axes, first))) * x.dtype.itemsize
     return total

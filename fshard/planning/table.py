@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fshard._display import Row, bars, duration, page, table, three_digits
 from fshard.devices import Device
-from fshard.errors import ShardingError, checked, fail, must_be
+from fshard.errors import ShardingError, checked, fail, must_be, number_of
 from fshard.shard_map import ShardMapped
-from fshard.show.html import Row, bars, page, table
 from fshard.spec import size
 
-from .plan import Plan, plan
+from .plan import Plan, plan_ranks
 
 Layout = Mapping[str, Any]
 StepOf = Callable[..., Any]  # (**layout) -> (f, args)
@@ -33,6 +33,11 @@ class PlanRow:
     `plan` is None after an error, which `error` is, and for a layout that a search has not planned as a whole, of which
     `note` says why. `peak` is in bytes, of which the transfers of a step send `sent`; `seconds` are those of a step,
     in which all devices together compute `tokens`. Numbers that are not known are None.
+
+    >>> step_of = lambda data: (step.on(make_mesh(kind="abstract", data=data)), args)
+    >>> row = plan_table(step_of, [{"data": 2}, {"data": 4}])[0]
+    >>> row.layout, row.peak, row.fits
+    ({'data': 4}, 44, None)
     """
 
     layout: dict[str, Any]
@@ -64,6 +69,12 @@ class PlanRow:
         speed = math.inf if self.seconds is None else self.seconds if self.rate is None else 1 / max(self.rate, 1e-30)
         return group, *((self.peak or 0, speed) if group == 2 else (speed, self.peak or 0)), bool(self.note)
 
+    def __repr__(self) -> str:
+        return repr(PlanTable((self,)))
+
+    def _repr_html_(self) -> str:
+        return PlanTable((self,))._repr_html_()
+
     def as_dict(self) -> dict[str, Any]:
         """Return the row for JSON: dtypes by their names, an error by its text, and None for what is not known."""
         parts = None if self.plan is None else dict(self.plan.memory.parts)
@@ -83,6 +94,13 @@ class PlanTable:
 
     Without a device, by the peak. Prints as a table of text, and in a notebook as HTML. `unit` are the things that a
     step computes, `note` is a line below the table.
+
+    >>> step_of = lambda data: (step.on(make_mesh(kind="abstract", data=data)), args)
+    >>> plan_table(step_of, [{"data": 2}, {"data": 4}])
+    2 layouts on 2 to 4 devices; of each device
+    data   peak  sent
+       4   44 B   6 B
+       2  116 B   4 B
     """
 
     rows: tuple[PlanRow, ...]
@@ -121,7 +139,7 @@ class PlanTable:
             ),
             "sent": lambda row: "" if row.sent is None else size(row.sent),
             "step": lambda row: "" if row.seconds is None else duration(row.seconds),
-            f"{self.unit}/s": lambda row: "" if row.rate is None else _number(row.rate),
+            f"{self.unit}/s": lambda row: "" if row.rate is None else three_digits(row.rate),
             "MFU": lambda row: "" if row.mfu is None else f"{row.mfu:.1%}",
             "": _remark,
         }
@@ -150,8 +168,8 @@ class PlanTable:
         on = "" if not sizes else f" on {sizes[0]:,}" if len(sizes) == 1 else f" on {sizes[0]:,} to {sizes[-1]:,}"
         name = " devices" if self.device is None else f" {self.device.name} of {size(self.device.memory)}"
         same = ", ".join(f"{key}={text(x)}" for key, x in self.same.items())
-        n = len(self.rows)
-        return f"{n} layout{'s' * (n != 1)}{f'{on}{name}' if on else ''}{f'; {same}' if same else ''}; of each device"
+        count = number_of(len(self.rows), "layout")
+        return f"{count}{f'{on}{name}' if on else ''}{f'; {same}' if same else ''}; of each device"
 
     def __repr__(self) -> str:
         header, rows = self.cells()
@@ -213,10 +231,11 @@ class Task:
     device: Device | None
     tokens: int | Callable[..., int] | None
     headroom: float
+    name: str = "plan_table"  # of the function that was called
 
     def __post_init__(self) -> None:
         if not 0 <= self.headroom < 1:
-            raise must_be("plan_table: headroom", "a share in [0, 1)", self.headroom, "headroom=0.1")
+            raise must_be(f"{self.name}: headroom", "a share in [0, 1)", self.headroom, "headroom=0.1")
 
     @property
     def limit(self) -> int | None:
@@ -226,11 +245,18 @@ class Task:
     def row(self, layout: Layout, made: tuple[ShardMapped, tuple[Any, ...]] | None = None) -> PlanRow:
         """Plan one layout, of which the step may be `made` already; after an error a row with it."""
         try:
-            f, args = made or self.step(layout)
-            found = plan(f, *args, device=self.device)
-            tokens = self.tokens(**layout) if callable(self.tokens) else self.tokens
+            return self.row_of(layout, self.plans(*(made or self.step(layout))))
         except Exception as e:  # of any kind: functions of the user run
             return PlanRow(dict(layout), error=e)
+
+    def plans(self, f: ShardMapped, args: tuple[Any, ...]) -> list[Plan]:
+        """Plan a step, as each rank that may need the most memory."""
+        return plan_ranks(f, args, self.device)
+
+    def row_of(self, layout: Layout, plans: Sequence[Plan]) -> PlanRow:
+        """Return the row of a layout with these plans."""
+        found = max(plans, key=lambda p: p.memory.peak)
+        tokens = self.tokens(**layout) if callable(self.tokens) else self.tokens
         seconds, mfu = (None, None) if found.time is None else (found.time.seconds, found.time.mfu)
         return PlanRow(dict(layout), math.prod(found.mesh.values()), found, found.memory.peak,
                        sum(t.sent for t in found.transfers), seconds, tokens, mfu, self.limit)  # fmt: skip
@@ -240,29 +266,12 @@ class Task:
         made = self.step_of(**layout, **more)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], ShardMapped)
                 and isinstance(made[1], (tuple, list))):  # fmt: skip
-            raise must_be("plan_table: the result of step_of", "a pair (f, args), of which fs.shard_map made f", made,
+            raise must_be(f"{self.name}: the result of step_of", "a pair (f, args), of which fs.shard_map made f", made,
                           fix="return step, (state, batch)")  # fmt: skip
         return made[0], tuple(made[1])
 
 
 # --- texts ----------------------------------------------------------------------------------------------------
-
-
-def duration(seconds: float) -> str:
-    """Return seconds with a unit and three digits.
-
-    >>> duration(0.01234), duration(75.2)
-    ('12.3 ms', '75.2 s')
-    """
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * factor >= 1 or unit == "us":
-            return f"{_number(seconds * factor)} {unit}"
-    raise AssertionError
-
-
-def _number(x: float) -> str:
-    """Return a number with three digits or more, and commas."""
-    return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}"
 
 
 def text(x: object) -> str:

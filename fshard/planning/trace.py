@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fshard._comm import SLOW, TimedComm, Transfer, Wait, call_distributed, recording, region
+from fshard._display import duration, page
 from fshard._io import Ranks, write_errors
 from fshard.devices import Device
 from fshard.errors import checked, fail
@@ -30,6 +31,7 @@ from .events import Operation, Start
 from .measure import CudaClock, HostClock, Recorder, facts_of, own_clocks, timeline
 from .plan import Plan, plan
 from .roofline import Roofline, roofline
+from .strip import LEGEND, strip
 
 StrPath = str | os.PathLike[str]
 
@@ -47,6 +49,10 @@ class Trace:
         timelines: one for each rank; on a process mesh rank 0 has those of all ranks, and others their own.
         result: what the step returned; None of a planned one.
         notes: what the timelines leave out.
+
+    >>> run = trace(step, *args, device=fs.devices.H100)
+    >>> run.source, sorted(run.json())
+    ('planned', ['displayTimeUnit', 'otherData', 'traceEvents'])
     """
 
     mesh: dict[str, int]
@@ -58,7 +64,11 @@ class Trace:
     @property
     def seconds(self) -> float:
         """Time from the begin of the first rank to the end of the last one."""
-        return max((t.end for t in self.timelines), default=0.0) - min((t.start for t in self.timelines), default=0.0)
+        return max((t.end for t in self.timelines), default=0.0) - self._start
+
+    @property
+    def _start(self) -> float:
+        return min((t.start for t in self.timelines), default=0.0)
 
     def json(self) -> dict[str, Any]:
         """Return the trace in Chrome's format: `traceEvents`, `displayTimeUnit`, and in `otherData` the notes."""
@@ -71,8 +81,7 @@ class Trace:
 
         Raises ShardingError for another name, and for a file that cannot be written; an earlier file then stays.
         """
-        file = _checked_path(path)
-        text = json.dumps(self.json(), separators=(",", ":"), allow_nan=False).encode()
+        file, text = _checked_path(path), self._file()
         new = file.with_name(f".{file.name}.new")
         with write_errors("trace", file, "an earlier file of this name is as it was"):
             try:
@@ -82,8 +91,26 @@ class Trace:
                 new.unlink(missing_ok=True)
         return file
 
+    def _file(self) -> bytes:
+        return json.dumps(self.json(), separators=(",", ":"), allow_nan=False).encode()
+
+    def _title(self) -> str:
+        return f"trace of {format_axes(self.mesh)}, {self.source}: {duration(self.seconds)}"
+
+    def _repr_html_(self) -> str:
+        parts: list[str] = []
+        for t in self.timelines[:_MOST_ROWS]:
+            busy, waits, peak = _totals(t)
+            parts += [f"{t.name}: operations {duration(busy)}, waits {duration(waits)}, peak memory {size(peak)}"]
+            parts += [strip(t.compute, self._start, self.seconds)]
+            for name, slices in t.transfers.items():
+                parts += [f"over {name}: {duration(_covered(slices))}", strip(slices, self._start, self.seconds)]
+        parts += [f"and {len(self.timelines) - _MOST_ROWS} more ranks"] * (len(self.timelines) > _MOST_ROWS)
+        file = f'.save("step.json") writes {size(len(self._file()))}, which https://ui.perfetto.dev opens'
+        return page(self._title(), LEGEND, *parts, *(f"note: {note}" for note in self.notes), file)
+
     def __repr__(self) -> str:
-        lines = [f"trace of {format_axes(self.mesh)}, {self.source}: {_ms(self.seconds)}"]
+        lines = [self._title()]
         lines += [f"  {row}" for row in _rank_rows(self.timelines)]
         lines += [f"  {row}" for row in _line_rows(self.timelines)]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
@@ -120,7 +147,7 @@ def trace(f: ShardMapped, *args: Any, path: StrPath | None = None, device: Devic
     >>> [s.name for s in run.timelines[0].compute], run.timelines[0].memory[-1]
     (['aten.mul'], (..., 16))
     >>> trace(double, torch.ones(4), device=fs.devices.H100)
-    trace of data=2, model=4, planned: 0.000 ms
+    trace of data=2, model=4, planned: ...
     ...
 
     Format: "Trace Event Format", Google, 2016 (events of ph X, C and M).
@@ -153,7 +180,7 @@ def _measured(f: ShardMapped, args: tuple[Any, ...]) -> Trace:
     @functools.wraps(f._f)
     def run(*inputs: Any) -> Any:
         here = region()
-        recorder = recorders[here.rank] = Recorder(clock, mesh.device, inputs, buffers=not threads)
+        recorder = recorders[here.rank] = Recorder(clock, here.comm, mesh.device, inputs, buffers=not threads)
         here.comm = TimedComm(here.comm, recorder)
         with recorder:
             return f._f(*inputs)
@@ -288,12 +315,16 @@ def _rank_rows(timelines: Sequence[Timeline]) -> list[str]:
     head = ["", "operations", "waits", *(f"over {name}" for name in axes), "peak memory"]
     rows = [head]
     for t in timelines[:_MOST_ROWS]:
-        waits = sum(s.end - s.start for s in t.compute if "waits_for" in s.facts)
-        busy = sum(s.end - s.start for s in t.compute) - waits
+        busy, waits, peak = _totals(t)
         moved = [_covered(t.transfers.get(name, ())) for name in axes]
-        peak = max((n for _, n in t.memory), default=0)
-        rows.append([t.name, *map(_ms, [busy, waits, *moved]), size(peak)])
+        rows.append([t.name, *map(duration, [busy, waits, *moved]), size(peak)])
     return [*_aligned(rows), *([f"and {len(timelines) - _MOST_ROWS} more"] if len(timelines) > _MOST_ROWS else [])]
+
+
+def _totals(t: Timeline) -> tuple[float, float, int]:
+    """Return the seconds of a rank's operations and of its waits, and the most bytes in its memory."""
+    waits = sum(s.end - s.start for s in t.compute if "waits_for" in s.facts)
+    return sum(s.end - s.start for s in t.compute) - waits, waits, max((n for _, n in t.memory), default=0)
 
 
 def _covered(slices: Sequence[Slice]) -> float:
@@ -311,12 +342,10 @@ def _line_rows(timelines: Sequence[Timeline]) -> list[str]:
     for s in (s for t in timelines for s in t.compute if s.where and "waits_for" not in s.facts):
         seconds[s.where] += s.end - s.start  # type: ignore[assignment]
     total = sum(seconds.values())
-    rows = [[f"{100 * t / total:.0f}%", _ms(t), line] for line, t in seconds.most_common(_MOST_LINES)] if total else []
-    return (
-        ["lines whose operations take the most time", *(f"  {row}" for row in _aligned(rows, last_left=True))]
-        if rows
-        else []
-    )
+    rows = [[f"{100 * t / total:.0f}%", duration(t), line] for line, t in seconds.most_common(_MOST_LINES) if total]
+    if not rows:
+        return []
+    return ["lines whose operations take the most time", *(f"  {row}" for row in _aligned(rows, last_left=True))]
 
 
 def _aligned(rows: Sequence[Sequence[str]], last_left: bool = False) -> list[str]:
@@ -328,7 +357,3 @@ def _aligned(rows: Sequence[Sequence[str]], last_left: bool = False) -> list[str
         for row in rows
     ]
     return ["  ".join(row).rstrip() for row in cells]
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3f} ms"

@@ -351,6 +351,9 @@ def normal(
 ) -> Tensor:  # fmt: skip
     """Draw this rank's part, by `spec`, of a leaf of global `shape` from N(mean, std^2).
 
+    The dtype is float32 unless it is passed: a draw depends on its arguments alone, and `torch.set_default_dtype`
+    changes none. The same holds for `uniform` and `trunc_normal`.
+
     >>> normal(key(0), (3,))
     tensor([-0.2558,  1.1776,  0.6302])
     """

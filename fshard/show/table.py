@@ -1,6 +1,6 @@
 """Tables of a tree's leaves and their bytes on each device, as text, and as HTML in a notebook.
 
-No storage is read: shapes, specs and axis sizes are enough, so a mesh may be a dict of sizes.
+Only the values of 0-d leaves are read: shapes, specs and axis sizes are enough, so a mesh may be a dict of sizes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import optree
 import torch
 
 from fshard import tree
-from fshard._display import Html, Row, View, bar, page, table
+from fshard._display import Html, Row, View, bar, format_runs, page, table
+from fshard._torch_compat import in_transform
 from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
 from fshard.init import Deferred, describe_initializer
 from fshard.mesh import Mesh, mesh_grid
 from fshard.sharded import Sharded
-from fshard.spec import P, draw, format_axes, format_tensor, is_spec, part_range, size, spec_errors
+from fshard.spec import P, draw, format_axes, format_tensor, format_value, is_spec, part_range, size, spec_errors
 
 Sizes = Mapping[str, int]
 # Bytes on each device: an int where all devices have the same number, else an array that broadcasts over the mesh.
@@ -39,7 +40,8 @@ def show(
 ) -> View:  # fmt: skip
     """Show a tree as a table: each leaf's dtype, shape and split, its initializer, and its bytes on one device.
 
-    One placed leaf is shown as a picture of the ranks that have each block, a mesh as the grid of its ranks.
+    A 0-d leaf that has a value shows it. One placed leaf is shown as a picture of the ranks that have each block, a
+    mesh as the grid of its ranks.
 
     Args:
         tree: `Deferred`, `Sharded` or tensor leaves, or specs, or a mesh.
@@ -65,7 +67,13 @@ def show(
     w  f32[8@data, 6] → f32[8, 6@data]  all_to_all data                 48 B
     moves  96 B; 48 B to each of 2 devices (data=2)
 
+    `per_device` of the result is the bytes of its column on the device with the most, as a number to compute with.
+
+    >>> show({"h": h}, specs=fs.column("model"), mesh={"model": 4}).per_device
+    196608
+
     The total of a tree with a group `params`, such as a train state, counts the parameters apart from other values.
+    Without one it counts the parameters of a tree of floating leaves, and the elements of any other tree.
 
     Raises ShardingError listing every leaf that does not fit its spec, and for leaves on different meshes.
     """
@@ -76,8 +84,8 @@ def show(
     if against is None:
         if is_one:
             return _picture(leaves[0], sizes)
-        root = _node("", tree, iter(leaves), fold)
-        return View(_text_table(root, sizes), _html_table(root, sizes))
+        is_described = any(isinstance(x, Deferred) for x in optree.tree_leaves(tree))
+        return _table(_node("", tree, iter(leaves), fold), sizes, "initializer" if is_described else "value")
     if not sizes:
         raise fail("show: against= needs a mesh", fix='pass mesh=, or axis sizes such as mesh={"data": 64}')
     others, _ = _leaves(tree, sizes, against, "show: against")
@@ -86,9 +94,8 @@ def show(
         before, after, said = _picture(leaves[0], sizes), _picture(others[0], sizes), _described_move(moved[0], sizes)
         pair = "".join(f'<div style="display: inline-block; vertical-align: top; margin-right: 3em">{view.html}</div>'
                        for view in (before, after))  # fmt: skip
-        return View(f"{before.text}\n{said}\n{after.text}", page(Html(pair), said))
-    root = _node("", tree, iter(moved), fold)
-    return View(_text_table(root, sizes, is_move=True), _html_table(root, sizes, is_move=True))
+        return View(f"{before.text}\n{said}\n{after.text}", page(Html(pair), said), _most(moved[0].local))
+    return _table(_node("", tree, iter(moved), fold), sizes, "moved by", is_move=True)
 
 
 # --- leaves -------------------------------------------------------------------------------------------------
@@ -97,11 +104,12 @@ def show(
 @dataclass(frozen=True)
 class _Leaf:
     type: str  # dtype, shape and split; the text of a leaf that is not a tensor
-    init: str = ""
+    init: str = ""  # initializer; value of a 0-d leaf; `= name` of a leaf that was shown before
     shape: tuple[int, ...] = ()
     spec: P | None = None
     itemsize: int = 0
     has_bytes: bool = False  # False for specs, numbers, and leaves that were shown before
+    is_floating: bool = True
     numel: int = 0
     nbytes: int = 0
     local: Bytes = 0  # in the memory of each device
@@ -135,12 +143,19 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any, label: str = "sho
             out.append(_Leaf(type_, f"= {seen[id(x)]}", shape, spec, x.dtype.itemsize))
             continue
         seen[id(x)] = tree.dotted(path)
-        init = describe_initializer(x.init) if isinstance(x, Deferred) else ""
+        init = describe_initializer(x.init) if isinstance(x, Deferred) else _value(x)
         local = _bytes_per_device(shape, spec or P(), tuple(sizes.items()), x.dtype.itemsize) if sizes else x.nbytes
         memories = (0, local) if spec is not None and spec.memory == "host" else (local, 0)
-        out.append(_Leaf(type_, init, shape, spec, x.dtype.itemsize, True, x.numel(), x.nbytes, *memories))
+        is_floating = x.dtype.is_floating_point or x.dtype.is_complex
+        out.append(_Leaf(type_, init, shape, spec, x.dtype.itemsize, True, is_floating, x.numel(), x.nbytes, *memories))
     raise_all(errors)
     return out, sizes
+
+
+def _value(x: Sharded | torch.Tensor) -> str:
+    if isinstance(x, Sharded):
+        return x._value()
+    return "" if in_transform() else format_value(x)  # a transform's tensors have the values of all examples
 
 
 def _sizes_of(mesh: Mesh | Sizes) -> Sizes:
@@ -185,7 +200,8 @@ def _ranges(n: int, names: tuple[str, ...], axes: tuple[tuple[str, int], ...]) -
 
 
 def _picture(leaf: _Leaf, sizes: Sizes) -> View:
-    return draw(leaf.type, leaf.shape, leaf.spec or P(), sizes, itemsize=leaf.itemsize)
+    view = draw(leaf.type, leaf.shape, leaf.spec or P(), sizes, itemsize=leaf.itemsize)
+    return replace(view, per_device=_most(leaf.local))
 
 
 def _moved(a: _Leaf, b: _Leaf, sizes: Sizes) -> _Leaf:
@@ -252,6 +268,7 @@ class _Node:
     numel: int
     nbytes: int
     has_bytes: bool
+    is_floating: bool
     one: Bytes  # bytes on each device of one of the `times` equal subtrees
     host: Bytes  # and in the memory of its host
     key: Any  # equal for subtrees that look the same
@@ -265,7 +282,8 @@ def _node(name: str, tree_: Any, leaves: Iterator[_Leaf], fold: bool) -> _Node |
     if optree.tree_is_leaf(tree_):
         leaf = next(leaves)
         key = (leaf.type, leaf.init)
-        return _Node(name, leaf, (), 1, leaf.numel, leaf.nbytes, leaf.has_bytes, leaf.local, leaf.host, key, leaf.type)
+        return _Node(name, leaf, (), 1, leaf.numel, leaf.nbytes, leaf.has_bytes, leaf.is_floating, leaf.local,
+                     leaf.host, key, leaf.type)  # fmt: skip
     values, _, entries, _ = optree.tree_flatten_one_level(tree_)
     made = {e: _node(str(e), v, leaves, fold) for e, v in zip(entries, values, strict=True)}
     order = list(tree_) if isinstance(tree_, dict) else list(entries)  # dicts in their own order: optree sorts keys
@@ -308,6 +326,7 @@ def _group(name: str, children: Sequence[_Node]) -> _Node:
         numel=sum(c.numel for c in children),
         nbytes=sum(c.nbytes for c in children),
         has_bytes=any(c.has_bytes for c in children),
+        is_floating=all(c.is_floating for c in children),
         one=sum(c.one * c.times for c in children),
         host=sum(c.host * c.times for c in children),
         key=_key(children),
@@ -334,25 +353,9 @@ def _fold(nodes: Sequence[_Node]) -> list[_Node]:
         else:
             same.append(len(rows))
             rows.append((node, [int(node.name)] if node.name.isdecimal() else []))
-    return [replace(node, name=_numbers(sorted(numbers)), times=len(numbers), numel=node.numel * len(numbers),
-                    nbytes=node.nbytes * len(numbers)) if len(numbers) > 1 else node
+    return [replace(node, name=format_runs(sorted(numbers), separator=",", most=4), times=len(numbers),
+                    numel=node.numel * len(numbers), nbytes=node.nbytes * len(numbers)) if len(numbers) > 1 else node
             for node, numbers in rows]  # fmt: skip
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    """Format ascending numbers: runs, of which the middle ones are left out if there are many.
-
-    >>> _numbers([0, 1, 2, 3]), _numbers([0, 1, 4, 6, 7]), _numbers([*range(0, 32, 2)])
-    ('0–3', '0–1,4,6–7', '0,2,…,30')
-    """
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
-    return ",".join(texts if len(texts) <= 4 else [*texts[:2], "…", texts[-1]])
 
 
 def _merged(a: _Node, b: _Node, numbers: tuple[str, str]) -> _Node | None:
@@ -398,9 +401,20 @@ def _chain(node: _Node) -> tuple[str, int, _Node]:
 # --- text ---------------------------------------------------------------------------------------------------
 
 
+def _table(root: _Node | None, sizes: Sizes, third: str, *, is_move: bool = False) -> View:
+    """Return the table of a tree; `third` names the column behind the types."""
+    html = _html_table(root, sizes, third, is_move=is_move)
+    per_device = None if root is None or not root.has_bytes else _most(root.one)
+    return View(_text_table(root, sizes, is_move=is_move), html, per_device)
+
+
+def _most(local: Bytes) -> int:
+    return int(np.max(local))
+
+
 def _span(local: Bytes) -> str:
     """Format the fewest and the most bytes on a device: `118.7–119.1 MiB`, or one number if they are equal."""
-    low, high = size(int(np.min(local))), size(int(np.max(local)))
+    low, high = size(int(np.min(local))), size(_most(local))
     if low == high:
         return high
     return f"{low.split()[0]}–{high}" if low.split()[1] == high.split()[1] else f"{low}–{high}"
@@ -432,8 +446,9 @@ def _rows(nodes: Sequence[_Node], depth: int = 0) -> Iterator[tuple[str, str, st
 
 
 def _total(root: _Node, sizes: Sizes) -> str:
-    whole = f"{root.numel:,} parameters, {size(root.nbytes)}"
     params = [c for c in root.children if c.name == "params"]
+    noun = "parameters" if params or (root.is_floating and root.leaf is None) else "elements"
+    whole = f"{root.numel:,} {noun}, {size(root.nbytes)}"
     others = [c for c in root.children if c.name != "params" and c.has_bytes]
     if params and others:  # a train state: optimizer states are no parameters
         count, nbytes = sum(c.numel for c in others), sum(c.nbytes for c in others)
@@ -475,14 +490,13 @@ def _last_line(root: _Node, sizes: Sizes, *, is_move: bool) -> list[str]:
 # --- HTML ---------------------------------------------------------------------------------------------------
 
 
-def _html_table(root: _Node | None, sizes: Sizes, *, is_move: bool = False) -> Html:
+def _html_table(root: _Node | None, sizes: Sizes, third: str, *, is_move: bool = False) -> Html:
     if root is None:
         return page("(no leaves)")
     nodes = _top_nodes(root)
-    third = "moved by" if is_move else "initializer"
     head = ["leaf", "type", third if any(row[2] for row in _rows(nodes)) else "",
             _heading(root, sizes, is_move=is_move), ""]  # fmt: skip
-    most = max(1, int(np.max(root.one + root.host)))
+    most = max(1, _most(root.one + root.host))
     lines = _last_line(root, sizes, is_move=is_move)
     return page(table([_html_row(node, most) for node in nodes], head=head, align="lllrl"), *lines)
 
@@ -494,6 +508,6 @@ def _html_row(node: _Node, most: int, times: int = 1) -> Row:
     children = [_html_row(child, most, times) for child in last.children]
     if not last.has_bytes:
         return Row([*cells, ""], children)
-    share = int(np.max(last.one + last.host)) * times / most
+    share = _most(last.one + last.host) * times / most
     count, nbytes = (times * n // last.times for n in (last.numel, last.nbytes))
     return Row([*cells, bar(share, f"{100 * share:.3g} %")], children, f"{count:,} elements, {size(nbytes)} in all")

@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import re
-import runpy
 import socket
 import subprocess
 import sys
@@ -38,6 +37,7 @@ from tests.lib.collective_cases import (
     verbs_with_bytes,
 )
 from tests.lib.compile_cases import meshes_made_again
+from tests.lib.examples import example
 from tests.lib.processes import TIMEOUT, Pool, RanksError
 
 pytestmark = pytest.mark.process
@@ -107,7 +107,8 @@ def replaced_submodules(mesh: fs.Mesh) -> Any:
 
     table, up = fs.nn.row_embedding("model"), fs.nn.column_linear("model", out="split")
     down = fs.nn.row_linear("model", input="split")
-    apply, tree = fs.defer(make, replace={"0": table, "1": up, "3": down, "4": up})
+    replace = {"0": table, "1": up, "3": down, "4": up}
+    apply, tree = fs.defer(make, replace=replace, reference=0)  # a recording would import torch.compile: 1.5 s a rank
     specs = fs.fully_shard(apply.specs["params"], tree["params"], axis="data")
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs))
@@ -149,12 +150,7 @@ def opening_example_on_ranks(axes: dict[str, int]) -> Any:
         assert begin <= end  # every rank takes part in the sum at some one time
     if axes["data"] < 2 or axes["model"] < 2:
         return opening_example(mesh), classifier(mesh), None
-    return opening_example(mesh), classifier(mesh), (replaced_submodules(mesh), example()(mesh))
-
-
-def example() -> Any:
-    """Return `train` of examples/sequence.py, whose file runs under torchrun too."""
-    return runpy.run_path(str(Path(__file__).parents[2] / "examples" / "sequence.py"))["train"]
+    return opening_example(mesh), classifier(mesh), (replaced_submodules(mesh), example("sequence")["train"](mesh))
 
 
 def test_opening_example_and_split_layers_equal_the_simulated_mesh(ranks: Pool) -> None:
@@ -165,7 +161,7 @@ def test_opening_example_and_split_layers_equal_the_simulated_mesh(ranks: Pool) 
         assert_same(want, one, **CLOSE)
         assert_same(classifier(fs.make_mesh(kind="simulated", **axes)), classified, **CLOSE)
         mesh = fs.make_mesh(kind="simulated", **axes)
-        of_module = (replaced_submodules(mesh), example()(mesh)) if axes["data"] == 2 else None
+        of_module = (replaced_submodules(mesh), example("sequence")["train"](mesh)) if axes["data"] == 2 else None
         for got, layers, got_of_module in ranks(4, opening_example_on_ranks, axes):
             assert_same(got[0], want[0])  # initial values: bitwise
             assert_same(got, want, **CLOSE)
@@ -204,7 +200,8 @@ def put_reshard_get() -> None:
     mesh = fs.make_mesh(a=2, b=2)
     other = fs.make_mesh(b=4)
     rank = dist.get_rank()
-    pairs = [(s, torch.float32, a, b) for s in SHAPES for a, b in itertools.product(SPECS, SPECS)]
+    pairs = [(s, torch.float32, a, b) for s in SHAPES[1:3] for a, b in itertools.product(SPECS, SPECS)]
+    pairs += [(s, torch.float32, a, b) for s in SHAPES for a, b in itertools.pairwise(SPECS)]
     pairs += [((5, 3), d, a, b) for d in DTYPES for a, b in itertools.pairwise(SPECS)]
     pairs += [((), d, P(), P()) for d in DTYPES]
     for shape, dtype, before, after in pairs:
@@ -213,7 +210,8 @@ def put_reshard_get() -> None:
         assert_placed(x, whole, before)
         assert_placed(fs.reshard(x, after), whole, after)
         assert_placed(x, whole, before)  # the argument is unchanged
-    for shape, dtype, spec in [*itertools.product(SHAPES, DTYPES, SPECS), *(((), d, P()) for d in DTYPES)]:
+    placed = [*itertools.product(SHAPES, DTYPES[:2], SPECS), *itertools.product(SHAPES[1:2], DTYPES[2:], SPECS)]
+    for shape, dtype, spec in [*placed, *(((), d, P()) for d in DTYPES)]:
         whole = values(shape, dtype)
         x = fs.device_put({"x": whole}, spec, mesh)
         assert torch.equal(fs.device_get(x)["x"], whole)
@@ -361,7 +359,7 @@ def pending_transfers(n: int) -> None:
 
 @pytest.mark.slow
 def test_collectives_over_every_set_of_axes_in_every_order(ranks: Pool) -> None:
-    ranks(4, groups, timeout=120)
+    ranks(4, groups)
     ranks(4, single_axis)
     ranks(4, pending_transfers, 4)
     ranks(2, pending_transfers, 2)
@@ -533,10 +531,17 @@ def compiled_and_eager() -> None:
     assert_same(got, train(mesh, compile=False), **CLOSE)
 
 
+def checked_before_it_is_compiled() -> str:
+    f = fs.shard_map(lambda x: x.sum(), mesh=fs.make_mesh(data=2), in_specs=(P("data"),), out_specs=P(), compile=True)
+    return error_text(f, torch.ones(4, 3))
+
+
 @pytest.mark.slow
 def test_compiled_steps_equal_eager_steps_and_compile_once(ranks: Pool) -> None:
-    ranks(2, compiled_and_eager, timeout=150)
-    assert ranks(2, meshes_made_again, timeout=60) == [[[6.0, 10.0, 14.0]] * 3] * 2
+    ranks(2, compiled_and_eager)
+    for text in ranks(2, checked_before_it_is_compiled):
+        assert "result varies over 'data', which its out spec does not name" in text
+    assert ranks(2, meshes_made_again) == [[[6.0, 10.0, 14.0]] * 3] * 2
 
 
 # --- failure ------------------------------------------------------------------------------------------------
@@ -622,9 +627,13 @@ def test_end_of_one_rank_ends_the_others_without_an_agent(tmp_path: Path) -> Non
         if how == "leaves":  # the error of one that waits for a process that is killed may come after the grace
             assert "rank 0: a collective failed: another rank has failed, or has left the program" in waits
         failed = "[01]" if how == "is killed" else 0  # rank 0 fails because of rank 1
-        for rank, (other_code, other, other_delay) in enumerate(unconnected, 2):
+        told = f"fshard: rank [23] ends, since rank {failed} has failed"
+        left = "rank [23]: a collective failed: another rank has failed, or has left the program"
+        # Of the two, one may end while the other waits for it, which then fails in its collective.
+        assert any(re.search(told, other) for _, other, _ in unconnected), unconnected
+        for other_code, other, other_delay in unconnected:
             assert other_code == 1, other
-            assert re.search(f"fshard: rank {rank} ends, since rank {failed} has failed", other), other
+            assert re.search(f"{told}|{left}", other), other
             assert other_delay < 40, f"a rank that does not need the one that ended took {other_delay:.1f} s to end"
         assert "has finished" not in "".join([waits, own, *(other for _, other, _ in unconnected)])
 
@@ -654,15 +663,16 @@ def test_exception_of_one_rank_ends_a_job_under_torchrun(tmp_path: Path) -> None
 def wait_with_timeout(done: str) -> float:
     """Leave rank 3 out of a collective: rank 1, which waits for it, fails after the timeout of the mesh."""
     rank = dist.get_rank()
-    mesh = fs.make_mesh(data=2, model=2, timeout=2)
+    mesh = fs.make_mesh(data=2, model=2, timeout=3)
     run = fs.shard_map(lambda x: fs.psum(x.sum(), "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P())
+    dist.barrier()  # which waits longer: the ranks make the first call at one time
     run(torch.ones(4))
     start = time.monotonic()
     if rank == 1:  # waits for rank 3
         with pytest.raises(fs.ShardingError, match="a collective failed"):
             run(torch.ones(4))
         Path(done).touch()
-    while rank == 3 and not Path(done).exists() and time.monotonic() < start + 20:
+    while rank == 3 and not Path(done).exists() and time.monotonic() < start + TIMEOUT / 2:
         time.sleep(0.05)
     return time.monotonic() - start
 
@@ -703,4 +713,4 @@ def test_crash_of_one_rank_ends_the_others(ranks: Pool) -> None:
             ranks(2, crash, transfers_pending)
         assert "rank 0: a collective failed: another rank has failed, or has left the program" in str(e.value)
         assert "rank 1 of 2: the process is gone" in str(e.value)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < TIMEOUT / 2

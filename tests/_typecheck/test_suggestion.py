@@ -76,7 +76,7 @@ def replaced(frame: FrameType, is_it: Any = is_x, position: int = -1) -> tuple[s
     node = expression and expression.find(is_it, position)
     if expression is None or node is None:
         return None, None
-    return expression.source(node), expression.replaced(node, pvary(expression.source(node)))
+    return expression.source(node), expression.replaced((node, pvary(expression.source(node))))
 
 
 # program, source text of X, line with pvary of X

@@ -28,6 +28,8 @@ from .peers import ratios
 from .predict_classes import CLASSES
 from .train_steps import Step
 
+WAYS = ("full", "chunked", "sampled")
+
 
 def arcface(classes: int, *, share: float, in_backward: bool = False) -> Step:
     mesh = fs.make_mesh(kind="process", model=dist.get_world_size())
@@ -89,6 +91,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--classes", nargs="+", choices=CLASSES, default=["100k"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--share", type=float, default=0.1)
+    parser.add_argument("--which", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--measure", nargs="+", choices=("time", "live"), default=["time", "live"])
     parser.add_argument("--rounds", type=int, default=3, help="new processes for each way, in turn")
     parser.add_argument("--steps", type=int, default=3, help="counted steps of each process")
     parser.add_argument("--memory", type=float, default=0.9 * available() / 1e9, help="GB that may be used")
@@ -102,20 +106,20 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.classes:
         classes = CLASSES[name]
         rows: Report = {}
-        for which in ways:
+        for which in args.which:
             least = minimum(which, classes, args.ranks, args.share)
             total = args.ranks * least / 1e9
             arithmetic = f"{args.ranks} ranks x {least / MIB:,.0f} MiB = {total:.1f} GB"
             rows[which] = {"minimum": least} | ({} if total < args.memory else {"skipped": arithmetic})
         print(f"\n{name} classes")
-        measure(rows, ways, classes, args.ranks, rounds=args.rounds, steps=args.steps)
+        measure(rows, ways, classes, args.ranks, rounds=args.rounds, steps=args.steps, measures=args.measure)
         show(rows)
-        sampled = rows["sampled"]
-        for which in ("full", "chunked"):
-            if "skipped" not in rows[which] | sampled:
-                time = ratios(sampled["seconds"], rows[which]["seconds"])[0]
-                live = sampled["live"] / rows[which]["live"]
-                print(f"  sampled / {which}: time {time:.3f}, live {live:.3f}", flush=True)
+        sampled = rows.pop("sampled", {})
+        for which, row in rows.items():
+            if "seconds" in row and "seconds" in sampled:
+                print(f"  sampled / {which}: time {ratios(sampled['seconds'], row['seconds'])[0]:.3f}", flush=True)
+            if "live" in row and "live" in sampled:
+                print(f"  sampled / {which}: live {sampled['live'] / row['live']:.3f}", flush=True)
     return 0
 
 

@@ -201,7 +201,7 @@ def test_unknown_model_type_shows_the_tensors_of_its_files(capsys):
         layers.0–2  ×3                                                           3 × 60 B
           w             f32[4, 6@data]  stored(model.safetensors: layers.*.w)        48 B
           b             f16[6]          stored(model.safetensors: layers.*.b)        12 B
-        total  93 parameters, 348 B; 204 B on each of 2 devices (data=2)
+        total  93 elements, 348 B; 204 B on each of 2 devices (data=2)
     """) + "\n"  # fmt: skip
 
 

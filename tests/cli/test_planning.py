@@ -122,8 +122,10 @@ def test_candidates_use_all_devices_and_rule_out_each_other():
     fixed = list(_candidates(job, H100, 32, 32, {"replica": 2, "model": 4, "remat": True}))
     assert {(x["replica"], x["data"], x["model"], x["remat"]) for x in fixed} == {(2, 4, 4, True)}
     one, two, four = ({"data": 4, "model": 2, "remat": True, "accumulate": n} for n in (1, 2, 4))
-    assert _heavier(two, four)
-    assert not _heavier(one, two)  # the gradients of several microbatches are there twice
+    assert _heavier(two, four) == 1
+    assert _heavier(one, two) == 0  # the gradients of several microbatches are there twice
+    assert (_heavier(two, one), _heavier(four, one)) == (1 / 2, 1 / 4)  # of what grows with the batch
+    assert _heavier({**four, "remat": False}, two) == 1 / 2
     assert _heavier({**two, "remat": False}, two)
     assert _heavier({**two, "replica": 2, "data": 2}, two)
     assert _heavier({**two, "release": False}, two)
@@ -142,7 +144,17 @@ def test_errors_name_the_option(capsys: pytest.CaptureFixture[str]):
     assert "--search without --device" in error(capsys, "--search")
     assert "there is no folder" in error(capsys, "--html", "no/such/page.html")
     assert "no device is called 'h99'" in error(capsys, "--device", "h99")
-    assert "no candidate" in error(capsys, "--device", "h100", "--search", "--devices", "11", "--batch", "3")
+    for layout, devices, batch, reason, fix in (
+        ("remat=yes", 11, 3, "no number of data ranks divides a batch of 3", "--batch 11"),
+        ("model=3", 8, 8, "--layout fixes model=3: 8 % 3 = 2", "--devices 9"),
+        ("data=2,model=2", 8, 8, "--layout fixes data=2 x model=2: 4 devices", "--devices 4"),
+        ("model=16", 32, 32, "those of H100 join 8", "--layout without --search"),
+    ):
+        numbers = ("--devices", str(devices), "--batch", str(batch), "--layout", layout)
+        text = error(capsys, "--device", "h100", "--search", *numbers)
+        assert text.startswith(f"plan: there is no layout to search for {devices} devices")
+        assert reason in text
+        assert f"fix: {fix}" in text
     Path("config.json").write_text('{"model_type": "clip"}')
     assert "there is no model file for 'clip'" in error(capsys)
 

@@ -72,6 +72,18 @@ def gathered_again(x):
     return fs.all_gather(whole, ("data", "model"), to="invariant")
 
 
+def crossed_axes(x, w, b):
+    def loss(x, w, b):
+        h = torch.addmm(b, x, w)
+        return fs.psum(h.square().sum(), ("data", "model"))
+
+    return fs.grad(loss, (0, 1, 2))(x, w, b)
+
+
+def update_by_another_value_of_each_rank(w, x):
+    return w - 0.1 * x.mean(0)
+
+
 def pvary_twice(w, x):
     def loss(w):
         h = fs.pvary(w, "data") * x
@@ -196,6 +208,10 @@ CASES = {
     "psum_twice": (psum_twice, (ROWS,), P(), (X,)),
     "mean_of_a_gradient": (mean_of_a_gradient, (P(), ROWS), P(), (B, X)),
     "gathered_again": (gathered_again, (ROWS,), P(), (X,)),
+    "crossed_axes": (crossed_axes, (ROWS, COLUMNS, P()), (ROWS, COLUMNS, P()), (X, W, torch.ones(1, 1))),
+    "update_by_another_value_of_each_rank": (
+        update_by_another_value_of_each_rank, (P(), P(("data", "model"))), P(), (B, X),
+    ),
     "pvary_twice": (pvary_twice, (P(), ROWS), P(), (B, X)),
     "pslice_of_varying": (pslice_of_varying, (ROWS,), ROWS, (X,)),
     "one_mask_for_all": (one_mask_for_all, (ROWS,), ROWS, (X,)),

@@ -414,7 +414,7 @@ ERRORS = {
     "load specs of another tree": (
         lambda: load(lambda i: {"x": IMAGES[i]}, spec={"y": P("data")}),
         (
-            "load: spec: not a prefix of the tree it describes\n  got  dict    expected  dict\n"
+            "load: spec: not a prefix of the tree it describes\n"
             "  missing ['x']    extra ['y']\n  fix: give every key a P, or one P for the whole subtree"
         ),
     ),

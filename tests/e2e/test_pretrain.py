@@ -77,16 +77,21 @@ def test_the_mesh_never_changes_the_curve_with_dropout(name, text, one, one_with
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [("data=1", "data=2,model=2 fsdp sequence"), pytest.param("data=3 zero", "data=4 fsdp", marks=pytest.mark.slow)],
+    ("before", "after", "step", "steps"),
+    [
+        ("data=1", "data=2,model=2 fsdp sequence", 3, 5),
+        pytest.param("data=3 zero", "data=4 fsdp", 14, 20, marks=pytest.mark.slow),
+    ],
 )
-def test_a_run_resumes_on_another_mesh(before, after, text, one_with_dropout, tmp_path):
-    flags = MESHES.get(before, "--mesh data=1").split()
+def test_a_run_resumes_on_another_mesh(before, after, step, steps, text, tmp_path):
+    flags = ["--dropout", "0.1", "--steps", str(steps)]
+    want = run(tmp_path / "one", text, *flags)
+    out = tmp_path / "out"
     with pytest.raises(StopError):
-        stop_after(14, tmp_path, text, *flags)
-    assert checkpoint.latest(tmp_path) == 14
-    run(tmp_path, text, "--dropout", "0.1", "--resume", str(tmp_path), *MESHES[after].split())
-    assert_same_curve(metrics(tmp_path), one_with_dropout)
+        stop_after(step, out, text, *flags, *MESHES.get(before, "--mesh data=1").split())
+    assert checkpoint.latest(out) == step
+    run(out, text, *flags, "--resume", str(out), *MESHES[after].split())
+    assert_same_curve(metrics(out), want)
 
 
 class StopError(Exception):
@@ -94,7 +99,7 @@ class StopError(Exception):
 
 
 def stop_after(step, out, text, *flags):
-    """Train as if for 20 steps, and interrupt right after the checkpoint of `step`."""
+    """Train as if to the end, and interrupt right after the checkpoint of `step`."""
     saved = checkpoint.save
 
     def save_and_stop(path, state, *, step, **options):
@@ -103,7 +108,7 @@ def stop_after(step, out, text, *flags):
 
     try:
         checkpoint.save = save_and_stop
-        run(out, text, "--dropout", "0.1", "--save-every", str(step), *flags)
+        run(out, text, "--save-every", str(step), *flags)
     finally:
         checkpoint.save = saved
 
@@ -124,7 +129,7 @@ def test_compile_does_not_change_the_curve(text, tmp_path):
 def test_a_sample_is_the_same_on_every_mesh(text, tmp_path, capsys):
     texts = []
     for mesh in ("data=1", "data=2,model=2"):
-        pretrain.main([*SMALL, "--text", text, "--steps", "4", "--mesh", mesh, "--sample", "12"])
+        pretrain.main([*SMALL, "--text", text, "--steps", "2", "--mesh", mesh, "--sample", "12"])
         out = capsys.readouterr().out
         assert "validation loss" in out
         assert "nats per byte" in out
@@ -492,11 +497,11 @@ def train_and_verify_on_rank(out, text):
 def test_real_ranks_have_the_same_curve_and_verify_it(text, one, one_with_dropout, tmp_path, ranks):
     train = [run_on_rank, pretrain.main, *SMALL, "--text", text]
     out = tmp_path / "plain"
-    ranks(4, *train, "--out", str(out), *MESHES["data=2,model=2 fsdp sequence"].split(), timeout=120)
+    ranks(4, *train, "--out", str(out), *MESHES["data=2,model=2 fsdp sequence"].split())
     assert_same_curve(metrics(out), one)
     out = tmp_path / "dropout"
     flags = ["--dropout", "0.1", "--save-every", "10", *MESHES["data=4 fsdp"].split()]
-    ranks(4, *train, "--out", str(out), *flags, timeout=120)
+    ranks(4, *train, "--out", str(out), *flags)
     assert_same_curve(metrics(out), one_with_dropout)
     # resume from step 10 on a simulated mesh
     shutil.rmtree(out / "step_000020")
@@ -504,7 +509,7 @@ def test_real_ranks_have_the_same_curve_and_verify_it(text, one, one_with_dropou
     assert_same_curve(metrics(out), one_with_dropout)
     # verify: the ranks agree on what it says
     out = tmp_path / "verified"
-    codes = ranks(2, train_and_verify_on_rank, str(out), text, timeout=120)
+    codes = ranks(2, train_and_verify_on_rank, str(out), text)
     assert "collapsing 'model' gives another answer" in codes[0]
     assert codes[1] == 1
     assert_same_curve(metrics(out), run(tmp_path / "few", text, *FEW))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -243,12 +244,14 @@ def check_pending_transfers(run: Run, sizes: dict[str, int], axes: tuple[str, ..
              ((17_001 * n + 2,), 0), ((2, 8_201 * n + 1), 1)]  # fmt: skip
     whole = [(5, 3), (0, 2), (), (4 * n + 1, 3), (20_001,)]
     dims = [dim for _, dim in cases]
+    numbers = functools.cache(_small_numbers)  # once for all ranks of this process, which do not write to them
+    total = functools.cache(lambda *at: _summed([numbers(*at[:2], rank, *at[2:]) for rank in range(n)]))
 
     def parts(x: Tensor, dim: int) -> tuple[Tensor, ...]:
         return x.split(part_lengths(x.shape[dim], of_axes), dim)
 
     def gathering(comm: Any, me: int, dtype: torch.dtype, salt: int) -> Any:
-        want = [_small_numbers(shape, dtype, 0, salt + i) for i, (shape, _) in enumerate(cases)]
+        want = [numbers(shape, dtype, 0, salt + i) for i, (shape, _) in enumerate(cases)]
         xs = [parts(x, dim)[me].clone() for x, dim in zip(want, dims, strict=True)]
         xs[2] = xs[2].t().contiguous().t()  # not contiguous: it cannot be sent without a copy
         buffers = [torch.zeros_like(x) for x in want]
@@ -262,23 +265,22 @@ def check_pending_transfers(run: Run, sizes: dict[str, int], axes: tuple[str, ..
         return wait
 
     def scattering(comm: Any, me: int, dtype: torch.dtype, salt: int) -> Any:
-        every = [[_small_numbers(shape, dtype, r, salt + i) for r in range(n)] for i, (shape, _) in enumerate(cases)]
-        mine = [of_ranks[me] for of_ranks in every]
+        mine = [numbers(shape, dtype, me, salt + i).clone() for i, (shape, _) in enumerate(cases)]
         mine[2] = mine[2].t().contiguous().t()
         pending = comm.scatter(mine, dims, axes)
 
         def wait() -> None:
             got = pending()
-            for i, (y, of_ranks) in enumerate(zip(got, every, strict=True)):
+            for i, (y, (shape, dim)) in enumerate(zip(got, cases, strict=True)):
                 assert y.is_contiguous()
-                assert_same(y, parts(_summed(of_ranks), dims[i])[me], f"scatter {i} of {dtype}")
+                assert_same(y, parts(total(shape, dtype, salt + i), dim)[me], f"scatter {i} of {dtype}")
             for y in got:  # nothing else may use these tensors
                 y.fill_(1)
 
         return wait
 
     def reducing(comm: Any, me: int, dtype: torch.dtype, salt: int, fresh: bool) -> Any:
-        xs = [_small_numbers(shape, dtype, me, salt + i) for i, shape in enumerate(whole)]
+        xs = [numbers(shape, dtype, me, salt + i).clone() for i, shape in enumerate(whole)]
         before = [x.clone() for x in xs]
         pending = comm.reduce(xs, axes, fresh=fresh)
 
@@ -287,11 +289,7 @@ def check_pending_transfers(run: Run, sizes: dict[str, int], axes: tuple[str, ..
             assert len(got) == len(xs)
             for i, (x, y) in enumerate(zip(xs, got, strict=True)):
                 assert (y is x) != fresh
-                assert_same(
-                    y,
-                    _summed([_small_numbers(whole[i], dtype, r, salt + i) for r in range(n)]),
-                    f"reduce {i} of {dtype}",
-                )
+                assert_same(y, total(whole[i], dtype, salt + i), f"reduce {i} of {dtype}")
                 if fresh:
                     assert_same(x, before[i], "the argument")
                     assert x.numel() == 0 or x.data_ptr() != y.data_ptr()

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = 60.0  # seconds for a job; a checked first call is slow where cores are few
+TIMEOUT = 150.0  # seconds for a job: a checked first call is slow where cores are few, or busy
 GRACE = 2.0  # seconds for the other ranks to fail as well, after one has failed
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fshard as fs
 from fshard import P
@@ -246,3 +247,30 @@ def test_invalid_leaves_and_gradients_of_frozen_ones_are_errors() -> None:
     assert "Int8[2, 2] is differentiated, and is frozen" in error_text(fs.nn.linear, torch.ones(1, 2), trained)
     assert "inputs and outputs" in error_text(q.flatten)
     assert "lora.dequantize: params" in error_text(fs.lora.dequantize, fs.lora.quantize({"w": fs.init.ones((2, 2))}))
+
+
+def test_linear_layers_of_a_module_are_quantized_by_output() -> None:
+    """Its base in 8 bits gives the numbers of its dequantized weights, the same bits placed, described or plain."""
+    apply, tree = fs.defer(lambda: nn.Sequential(OrderedDict(up=nn.Linear(4, 6), act=nn.ReLU(), down=nn.Linear(6, 5))))
+    one, mesh, key = fs.make_mesh(data=1), fs.make_mesh(data=2, model=2), fs.key(0)
+    plain = fs.device_get(fs.materialize(tree["params"], P(), one, key=key))
+    base = fs.lora.quantize(plain, of=apply)
+    w, q = plain["up.weight"], base["up.weight"]
+    torch.testing.assert_close(q.scale, w.abs().amax(1) / 127)
+    assert bool(((q.dequantize(torch.float32) - w).abs() <= q.scale[:, None] * 0.5001).all())
+
+    specs = {name: P("model", "data") if name.endswith("weight") else P() for name in plain}
+    described = fs.lora.quantize(tree["params"], of=apply)
+    for made in (fs.lora.quantize(fs.device_put(plain, specs, mesh), of=apply),
+                 fs.materialize(described, fs.lora.part_specs(described, specs), mesh, key=key)):  # fmt: skip
+        assert made["down.weight"].scale.spec == P("model")  # 5 outputs over 2 ranks
+        assert_same(fs.device_get(made), base)
+
+    cfg, x = fs.lora.Config("all-linear", rank=2, init="random", dora=True), torch.linspace(-1, 1, 12).view(3, 4)
+    adapters = fs.device_get(fs.materialize(fs.lora.init(cfg, plain, of=apply), P(), one, key=fs.key(1)))
+    view = lambda params: fs.lora.apply(cfg, params, adapters, of=apply)  # noqa: E731
+    dense = dequantized(base)
+    for own, want in ((base, dense), (view(base), view(dense))):
+        f, g = (lambda x, params=params: apply(params, {}, x).square().sum() for params in (own, want))
+        torch.testing.assert_close(torch.func.grad(f)(x), torch.func.grad(g)(x))
+        torch.testing.assert_close(apply(own, {}, x), apply(want, {}, x))

@@ -12,7 +12,7 @@ DECODERS = ["gptj", "gpt_neox", "llama", "mistral", "qwen2", "qwen3"]  # compare
 COMMON = {"Config", "Layout", "apply", "config", "init", "load", "loss", "save", "specs", "theirs"}
 
 
-@pytest.mark.parametrize("name", models.__all__)
+@pytest.mark.parametrize("name", models.ARCHITECTURES)
 def test_every_model_has_the_common_functions(name):
     model = getattr(models, name)
     own = {"bert": set(), "resnet": {"features", "state"}}.get(name, {"Cache", "generate"})

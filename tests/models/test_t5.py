@@ -461,7 +461,7 @@ def test_what_cannot_be_is_refused():
     assert "source  6    decoder_ids  5" in error_text(t5.apply, cfg, p, ids, targets[1:])
     assert "needed  [6, 7]" in error_text(t5.apply, cfg, p, ids, targets, decoder_mask=mask)
     assert "ids must be int64 or int32 [B, T]" in error_text(t5.apply, cfg, p, ids.float(), targets)
-    assert "ids must be int64 or int32 [B, T]" in error_text(t5.loss, cfg, p, ids, targets.float())
+    assert "targets must be int64 or int32 [B, T]" in error_text(t5.loss, cfg, p, ids, targets.float())
     assert "fix: Config(pad_token_id=0)" in error_text(t5.loss, replace(cfg, pad_token_id=None), p, ids, targets)
     without_start = replace(cfg, decoder_start_token_id=None)
     for call in (lambda: t5.loss(without_start, p, ids, targets), lambda: t5.generate(without_start, p, ids, new=1)):

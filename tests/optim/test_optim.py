@@ -601,16 +601,17 @@ def test_a_compiled_step_overwrites_donated_leaves_without_copies(small_pieces):
 
 
 def test_a_compiled_step_reads_a_gradient_in_a_donated_leaf_before_the_write():
+    """Pairs of leaves, each of which is the gradient of the other: as it is, or by a view."""
     opt = optim.sgd(0.5)
-    for view in (lambda x: x, lambda x: x.view(4, 4).view(16)):
-        torch._dynamo.reset()
-        params = {"a": mark(torch.full((16,), 3.0)), "b": mark(torch.full((16,), 5.0))}
+    torch._dynamo.reset()
+    params = {name: mark(torch.full((16,), x)) for name, x in (("a", 3.0), ("b", 5.0), ("c", 7.0), ("d", 1.0))}
 
-        def swapped(p, view=view):
-            return opt.update({"a": view(p["b"]), "b": view(p["a"])}, opt.init(p), p)[0]
+    def swapped(p):
+        c, d = p["c"].view(4, 4).view(16), p["d"].view(4, 4).view(16)
+        return opt.update({"a": p["b"], "b": p["a"], "c": d, "d": c}, opt.init(p), p)[0]
 
-        got = torch.compile(swapped, fullgraph=True)(params)
-        assert_same(got, {"a": torch.full((16,), 0.5), "b": torch.full((16,), 3.5)})
+    got = torch.compile(swapped, fullgraph=True)(params)
+    assert_same(got, {name: torch.full((16,), x) for name, x in (("a", 0.5), ("b", 3.5), ("c", 6.5), ("d", -2.5))})
 
 
 def test_a_compiled_gradient_through_a_step_is_refused():

@@ -14,6 +14,7 @@ from fshard import P
 from fshard.models import llama
 from fshard.planning import Operation, Start, Wait
 from fshard.planning.memory import PARTS
+from tests.benchmarks import plan_405b
 from tests.benchmarks.step_cost import measure_step
 
 CFG = llama.Config(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -21,8 +22,10 @@ CFG = llama.Config(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidd
 T = 16
 
 
-def train(mesh: fs.Mesh, cfg: Any = CFG, *, sharded: bool = True, host: bool = False, remat: bool = False,
-          steps: int = 1, donate: Any = 0, rows: int = 8, **layout: Any) -> tuple[Any, Any, Any]:  # fmt: skip
+def train(
+    mesh: fs.Mesh, cfg: Any = CFG, length: int = T, *, sharded: bool = True, host: bool = False, remat: bool = False,
+    steps: int = 1, donate: Any = 0, rows: int = 8, **layout: Any,
+) -> tuple[Any, Any, Any]:  # fmt: skip
     """A train step of a Llama, its described arguments, and their specs."""
     data, model = (a if mesh.axes.get(a, 0) > 1 else None for a in ("data", "model"))
     how, described = llama.Layout(data, model, **layout), llama.init(cfg)
@@ -42,7 +45,7 @@ def train(mesh: fs.Mesh, cfg: Any = CFG, *, sharded: bool = True, host: bool = F
         params, opt_state = opt.update(grads, state["opt"], state["params"])
         return {"params": params, "opt": opt_state}, loss
 
-    ids = fs.init.zeros((rows, T), dtype=torch.int64)
+    ids = fs.init.zeros((rows, length), dtype=torch.int64)
     return step, ({"params": described, "opt": opt.init(described)}, ids, ids), (placed, P(data), P(data))
 
 
@@ -90,22 +93,13 @@ def test_transfers_are_those_recorded_in_a_real_run() -> None:
     assert any(i > started[e.number] + 20 for i, e in enumerate(plan.events) if isinstance(e, Wait))
 
 
-def test_flops_are_those_of_the_formula() -> None:
-    """6 N T for forward and backward; recomputed 2 N T but for each block's last product, that of `down`.
-
-    N: the weights of matrix products, all but the table of embeddings. Attention: 2 T S D for each product of queries
-    and keys or of scores and values: 2 in forward and again in the recomputation, 5 in backward, counted in full.
-    """
-    mesh = fs.make_mesh(kind="abstract", data=512, model=2)
-    step, args, _ = train(mesh, remat=True, sequence=True, rows=1024, dtype=torch.bfloat16)
+def test_flops_are_those_of_the_formula_at_the_widths_of_405b() -> None:
+    mesh = fs.make_mesh(kind="abstract", data=2048, model=8)
+    cfg, length = plan_405b.config(layers=2), 8192
+    step, args, _ = train(mesh, cfg, length, remat=True, sequence=True, rows=2 * 2048, dtype=torch.bfloat16)
     plan = fs.plan(step, *args, device=fs.devices.H100)
-    d, layers, tokens = CFG.hidden_size, CFG.num_hidden_layers, 2 * T
-    block = sum(x.numel() for x in fs.tree.leaves(llama.init(CFG)["h"][0]) if x.ndim > 1)
-    n = layers * block + d * CFG.vocab_size
-    recomputed = layers * (block - CFG.intermediate_size * d)
-    assert plan.flops["matmul", torch.bfloat16] == (6 * n + 2 * recomputed) * tokens // 2
-    assert plan.flops["attention", torch.bfloat16] == layers * 9 * 2 * tokens * T * d // 2
-    assert set(plan.flops) == {("matmul", torch.bfloat16), ("attention", torch.bfloat16)}
+    total = plan_405b.formula(cfg, 2 * 2048 * length, length)
+    assert plan.flops == {(kind, torch.bfloat16): flops // mesh.size for kind, flops in total.items()}
     phases = [e.phase for e in plan.events if isinstance(e, Operation)]
     assert list(dict.fromkeys(phases)) == ["forward", "backward", "recompute", "update"]
     assert plan.time is not None
@@ -127,6 +121,7 @@ def test_parts_say_what_the_peak_is() -> None:
     assert m.host == 0
     block = sum(x.numel() for x in fs.tree.leaves(args[0]["params"]["h"][0])) * 4
     assert plan.events[0].live >= m.arguments + 2 * block  # the buffers of gathered blocks are kept from call to call
+    assert m.parts["gathered"] >= 2 * block
     assert [row[0] for row in m.largest] == sorted((row[0] for row in m.largest), reverse=True)
     assert m.where is not None
 
@@ -148,6 +143,23 @@ def test_buffers_of_transfers_are_those_of_real_groups() -> None:
     assert peak(lambda x: fs.psum(x, "data"), P()) == 16 + 3 * 16  # up to 16 KiB every rank sends all to all others
     assert peak(lambda x: fs.psum(x.repeat(4, 1), "data"), P()) == 16 + 64 + 64  # in two rounds, in the result
     assert peak(lambda x: fs.psum(x, "data"), P(), h100) == 16 + 16
+    summed = fs.shard_map(lambda x: fs.psum(x, "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P())
+    assert fs.plan(summed, x).memory.parts["buffers"] == 2 * 16 * kib  # the third becomes the result
+
+
+def test_results_of_work_during_a_transfer_are_no_buffers_of_it() -> None:
+    """The gradient of a column-split matrix is computed while that of its input is summed."""
+    layout = llama.Layout(model="model")
+
+    def gradients(w: Tensor, x: Tensor) -> Any:
+        loss = lambda w, x: fs.psum(layout.column_linear(x, 1, w).sum(), "model")  # noqa: E731
+        return fs.grad(loss, argnums=(0, 1))(w, x)
+
+    column = P(None, "model")
+    step = fs.shard_map(gradients, mesh=fs.make_mesh(kind="abstract", model=2), in_specs=(column, P()),
+                        out_specs=(column, P()))  # fmt: skip
+    parts = fs.plan(step, fs.init.zeros((64, 1024)), fs.init.zeros((2, 1, 64))).memory.parts
+    assert parts["buffers"] < 64 * 512 * 4 <= parts["gradients"]
 
 
 def test_host_memory_is_counted_apart_on_an_accelerator() -> None:
@@ -187,3 +199,14 @@ def test_errors_are_those_of_the_step() -> None:
         fs.plan(step, fs.init.zeros((4, 2)))
     with pytest.raises(fs.ShardingError, match="2 arguments were passed"):
         fs.plan(step, fs.init.zeros((4, 2)), fs.init.zeros((4, 2)))
+
+
+def test_a_plan_exchanges_no_texts(capsys: pytest.CaptureFixture[str]) -> None:
+    def f(x: Tensor) -> Tensor:
+        fs.print("rows", x.shape[0])
+        return fs.psum(x, "data")
+
+    step = fs.shard_map(f, mesh=fs.make_mesh(kind="abstract", data=2), in_specs=(P("data"),), out_specs=P())
+    events = fs.plan(step, fs.init.zeros((4, 2))).events
+    assert [type(e) for e in events if not isinstance(e, Operation)] == [Start, Wait]
+    assert capsys.readouterr().out == ""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,10 +19,13 @@ import fshard as fs
 from fshard import P
 from fshard.devices import H100, Device
 from fshard.planning import PlanRow, PlanTable, divisions, search
-from fshard.planning.search import argument_bytes
+from fshard.planning.plan import plan_ranks
+from fshard.planning.repeat import Repeats
+from fshard.planning.search import rank_bytes
+from fshard.spec import size
 from tests.lib.assertions import error_text
 
-WIDTH, BLOCKS = 24, 5
+WIDTH, BLOCKS = 24, 6
 # Slow links and units, so that times differ, and a memory that some layouts do not fit in.
 SMALL = Device("small", {torch.float32: 1e9, torch.bfloat16: 2e9}, 270 * 1024, 1e9, (*H100.links,))
 LAYOUTS = [
@@ -184,6 +189,56 @@ def test_a_search_predicts_whole_plans_and_finds_what_a_table_finds(table: PlanT
         assert row.mfu == pytest.approx(want.mfu, rel=1e-9)
 
 
+def sines(count: Callable[[int], int], blocks: int = 9, rows: int = 16) -> Any:
+    """A step of so many operations after a large one, all of one line, and a sum over all of them."""
+    run = lambda f, *args: f(*args)  # noqa: E731
+
+    def loss(x: Any) -> Any:
+        sums = [run(torch.Tensor.repeat, x.detach(), 20, 1).sum()]
+        sums += [(x := run(torch.sin, x)).sum() for _ in range(count(blocks))]
+        return fs.psum(torch.stack(sums).sum(), "data")
+
+    mesh = fs.make_mesh(kind="abstract", data=2)
+    f = fs.shard_map(fs.grad(loss), mesh=mesh, in_specs=(P("data"),), out_specs=P("data"))
+    return f, (fs.init.zeros((rows, 8)),)
+
+
+@pytest.mark.parametrize(("make", "n"), [
+    (functools.partial(step_of, data=4, remat=True, batch=512), 7),
+    (functools.partial(sines, lambda n: n, rows=15), 40),  # uneven
+])  # fmt: skip
+def test_a_plan_of_many_blocks_from_two_plans_of_few_is_that_of_a_direct_one(make: functools.partial[Any], n: int):
+    few, more, many = (plan_ranks(*make(blocks=blocks), SMALL) for blocks in (4, 5, n))
+    assert len(many) == (2 if "rows" in make.keywords else 1)
+    for a, b, want in zip(few, more, many, strict=True):
+        repeats = Repeats.of(4, a, b)
+        assert repeats is not None
+        got = repeats.plan(n)
+        assert (got, repeats.peak(n), repr(got)) == (want, want.memory.peak, repr(want))
+
+
+def test_the_peak_of_many_blocks_may_be_at_another_event():
+    """That of a few is before the blocks. Both events are of one line and phase: its peaks tell too little."""
+    few, more, many = (plan_ranks(*sines(lambda n: n, n), SMALL)[0] for n in (4, 5, 40))
+    repeats = Repeats.of(4, few, more)
+    assert repeats is not None
+    by_peaks = few.memory.peak + 36 * (more.memory.peak - few.memory.peak)
+    assert repeats.peak(40) == many.memory.peak > 1.05 * by_peaks
+    on_host = dataclasses.replace(few, memory=dataclasses.replace(few.memory, host=1))
+    assert Repeats.of(4, on_host, more) is None  # host memory has a peak of its own
+
+
+@pytest.mark.parametrize("counts", [{5: 14}, {6: 7, 9: 10}, {5: 14, 7: 11}])
+def test_blocks_that_do_not_repeat_are_planned_directly(counts: dict[int, int]):
+    """Steps of some numbers of blocks have more operations than others."""
+    make = functools.partial(sines, lambda n: counts.get(n, n))
+    (row,) = search(make, [{}], device=SMALL, blocks=9)
+    (want,) = plan_ranks(*make(), SMALL)
+    assert row.plan is not None
+    assert want.time is not None
+    assert (row.peak, row.seconds, len(row.plan.events)) == (want.memory.peak, want.time.seconds, len(want.events))
+
+
 def test_a_layout_whose_arguments_do_not_fit_is_not_planned():
     calls = []
 
@@ -195,7 +250,7 @@ def test_a_layout_whose_arguments_do_not_fit_is_not_planned():
     (row,) = search(counted, LAYOUTS[:1], device=dataclasses.replace(SMALL, memory=10_000), blocks=BLOCKS)
     f, args = step_of(**LAYOUTS[0])
     assert (calls, row.fits, row.note) == ([], False, "its arguments alone do not fit")
-    assert row.peak == argument_bytes(f, args)
+    assert row.peak == rank_bytes(args, f._in_specs, f.mesh.axes)
 
 
 def test_argument_bytes_are_those_that_a_plan_counts():
@@ -204,7 +259,7 @@ def test_argument_bytes_are_those_that_a_plan_counts():
     tree = {"uneven": x, "whole": fs.init.zeros((4,)), "host": fs.init.zeros((6,)), "n": 3}
     specs = {"uneven": P("data"), "whole": P(), "host": P("data", memory="host"), "n": P()}
     f = fs.shard_map(lambda t: t["whole"].sum(), mesh=mesh, in_specs=(specs,), out_specs=P())
-    assert argument_bytes(f, (tree,)) == 4 * (3 * 5 + 4)  # of 7 rows, 3 and 3 and 1
+    assert rank_bytes(tree, specs, mesh.axes) == 4 * (3 * 5 + 4)  # of 7 rows, 3 and 3 and 1
     memory = fs.plan(f, tree, device=H100).memory
     assert memory.arguments - memory.host == 4 * (3 * 5 + 4)
 
@@ -230,12 +285,58 @@ def test_layouts_that_others_rule_out_are_not_made():
 
 def test_a_search_goes_on_until_enough_layouts_fit(monkeypatch: pytest.MonkeyPatch):
     """A prediction that is too low is found out by the whole plan."""
-    monkeypatch.setattr(sys.modules["fshard.planning.search"], "_phase_peaks", lambda events: {"forward": 1})
+    monkeypatch.setattr(Repeats, "peak", lambda repeats, blocks: 1)
     got = search(step_of, LAYOUTS[:2], device=SMALL, headroom=0.0, best=1, blocks=BLOCKS)
     assert [(row.layout["remat"], row.fits, row.plan is not None) for row in got] == [
         (True, True, True), (False, False, True)]  # fmt: skip
-    assert "best=0" in error_text(search, step_of, LAYOUTS, device=SMALL, best=0)
-    assert error_text(search, step_of, [], device=SMALL).startswith("search: layouts is empty")
+
+
+def test_errors_of_a_search():
+    assert error_text(search, step_of, LAYOUTS, device=SMALL, best=0) == "search: best=0\n  fix: 1 or more"
+    assert error_text(search, step_of, LAYOUTS, device=SMALL, blocks=-1).startswith("search: blocks=-1")
+    assert error_text(search, step_of, divisions(7, data=3), device=SMALL).startswith("search: layouts is empty")
+    assert error_text(search, step_of, LAYOUTS, device=SMALL, headroom=1.0).startswith("search: headroom")
+    assert "Device" in error_text(search, step_of, LAYOUTS, device="h100")
+    (row,) = search(lambda **_: 3, LAYOUTS[:1], device=SMALL)
+    assert str(row.error).startswith("search: the result of step_of")
+
+
+def test_a_model_that_fits_nowhere_says_how_far_off_it_is():
+    sizes = [{"batch": 1024, "data": 2}, {"batch": 4096, "data": 2}]
+    small = dataclasses.replace(SMALL, memory=2**20)
+    got = search(sum_of, sizes, device=small, headroom=0.25)
+    assert [row.fits for row in got] == [False, False]
+    assert got.note.startswith(f"no layout fits: the smallest needs {size(got[0].peak)}, and a step may use 768.0 KiB")
+    assert "the 1.0 MiB of small less 25%" in got.note
+    assert got.note in repr(got)
+    assert search(sum_of, sizes[:1], device=H100).note == ""
+
+
+def test_a_share_of_a_layout_rules_out_others():
+    made = []
+
+    def counted(parts: int) -> Any:
+        made.append(parts)
+        return sum_of(4096 // parts, 1)
+
+    share = lambda a, b: b["parts"] / a["parts"]  # noqa: E731
+    device = dataclasses.replace(SMALL, memory=5 * 2**20)  # of 16, 8, 4 and 2 MiB
+    layouts = [{"parts": n} for n in (1, 2, 4, 8)]
+    got = search(counted, layouts, device=device, headroom=0.0, heavier=share)
+    assert made == [1, 4, 8]
+    (note,) = {row.note for row in got if row.layout["parts"] == 2}
+    assert note == "needs at least 50% of the 16.0 MiB of parts=1, which does not fit"
+    want = fs.plan_table(counted, layouts, device=device, headroom=0.0)
+    assert [row.layout for row in got if row.fits] == [row.layout for row in want if row.fits]
+
+
+def test_what_a_plan_passes_over_does_not_change_it(monkeypatch: pytest.MonkeyPatch):
+    """Views, and questions of autograd for a device: with each of them looked at the plan is the same."""
+    f, args = step_of(**LAYOUTS[2], blocks=2)
+    fast = fs.plan(f, *args, device=SMALL)
+    monkeypatch.setattr(sys.modules["fshard.planning.plan"], "is_view", lambda op: False)
+    monkeypatch.setattr("fshard._operations._DEVICE_OF", None)
+    assert fs.plan(f, *args, device=SMALL) == fast
 
 
 def test_divisions_are_all_products():
@@ -245,7 +346,12 @@ def test_divisions_are_all_products():
     assert {tuple(sizes.values()) for sizes in got} == want
     assert len(got) == len(want)
     assert divisions(7, data=3) == []
+    assert error_text(divisions, 7) == "divisions: n=7, and no axis is named\n  fix: divisions(7, data=7, model=8)"
+    assert error_text(divisions, 7, data=0).startswith("divisions: data=0")
 
 
 def test_a_row_prints_what_is_known():
-    assert not re.search("None|nan", repr(PlanTable((PlanRow({"data": 2}),))))
+    for shown in (PlanTable((PlanRow({"data": 2}),)), PlanRow({"data": 2})):
+        assert not re.search("None|nan", repr(shown))
+    assert repr(PlanRow({"data": 2}, 2, peak=2048)).splitlines()[1:] == ["data     peak", "   2  2.0 KiB"]
+    assert "2.0 KiB" in PlanRow({"data": 2}, 2, peak=2048)._repr_html_()

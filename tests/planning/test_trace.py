@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -171,11 +172,11 @@ def test_table_of_a_trace() -> None:
     assert (
         repr(fs.planning.Trace({"data": 1}, "measured", (rank,), notes=("short",)))
         == """\
-trace of data=1, measured: 4.000 ms
-                   operations     waits  over data  peak memory
-  rank 0 (data=0)    2.000 ms  1.000 ms   4.000 ms      2.0 KiB
+trace of data=1, measured: 4.00 ms
+                   operations    waits  over data  peak memory
+  rank 0 (data=0)     2.00 ms  1.00 ms    4.00 ms      2.0 KiB
   lines whose operations take the most time
-    100%  2.000 ms  train.py:5 in f
+    100%  2.00 ms  train.py:5 in f
   note: short"""
     )
 
@@ -278,8 +279,8 @@ def test_timed_comm_reports_each_start_and_wait_around_those_of_its_comm() -> No
     class Inner:
         sizes, coords, has_values, is_scheduled = {"data": 2}, {"data": 0}, True, True
 
-        def reduce(self, *_: Any, **__: Any) -> Any:
-            log.append("reduce")
+        def gather(self, *_: Any) -> Any:
+            log.append("gather")
             return lambda: log.append("waited") or ["result"]  # type: ignore[func-returns-value]
 
         def all_reduce(self, *_: Any) -> str:
@@ -287,23 +288,46 @@ def test_timed_comm_reports_each_start_and_wait_around_those_of_its_comm() -> No
             return "result"
 
     class Watch:
-        def begin_transfer(self, transfer: Transfer, ranks: tuple[int, ...]) -> int:
-            log.append(f"begin {transfer.op} of {ranks}")
+        def begin_transfer(self, transfer: Transfer, xs: list[Tensor], into: list[Tensor]) -> int:
+            assert xs == [X]
+            log.append(f"begin {transfer.op} over {transfer.axes} into {into}")
             return 7
 
         def __getattr__(self, name: str) -> Any:
             return lambda number, *results: log.append(f"{name} {number} {results}")
 
     comm = TimedComm(Inner(), Watch())  # type: ignore[arg-type]
-    comm.reduce([X], ("data",))()
+    comm.gather([X], ["buffer"], [0], ("data",))()  # type: ignore[list-item]
     comm.all_reduce(X, "max", ("data",))
     assert log == [
-        "begin all_reduce of (0, 1)", "reduce", "end_start 7 ()", "begin_wait 7 ()", "waited",
-        "end_transfer 7 (['result'],)", "begin all_reduce max of (0, 1)", "all_reduce", "end_transfer 7 (['result'],)",
+        "begin all_gather over ('data',) into ['buffer']", "gather", "end_start 7 ()", "begin_wait 7 ()", "waited",
+        "end_transfer 7 (['result'],)", "begin all_reduce max over ('data',) into []", "all_reduce",
+        "end_transfer 7 (['result'],)",
     ]  # fmt: skip
 
 
 # --- Chrome's format --------------------------------------------------------------------------------------------
+
+
+def test_html_of_a_trace_is_a_strip_for_each_lane() -> None:
+    def lane(*rows: tuple[str, float, float]) -> tuple[Slice, ...]:
+        facts = lambda kind: {"waits_for": "psum"} if kind == "wait" else {}  # noqa: E731
+        return tuple(Slice(kind, a, b, "", kind, facts(kind)) for kind, a, b in rows)
+
+    compute = lane(("forward", 1.0, 3.0), ("backward", 3.0, 3.49), ("forward", 3.49, 3.491), ("wait", 4.0, 5.0))
+    rank = Timeline(0, "rank 0", compute, {"data": lane(("backward", 2.0, 5.0))}, ((1.0, 2048),))
+    html = fs.planning.Trace({"data": 1}, "measured", (rank,))._repr_html_()
+    strips = [[(title, int(width)) for title, width in re.findall('title="([^"]*)".*?width: ([0-9]+)%', line)]
+              for line in html.splitlines() if "title=" in line]  # fmt: skip
+    assert strips == [
+        [("forward, 0.000 to 2000.000 ms", 50), ("backward, 2000.000 to 2480.000 ms", 12),
+         ("idle, 2480.000 to 3000.000 ms", 13), ("wait, 3000.000 to 4000.000 ms", 25)],
+        [("idle, 0.000 to 1000.000 ms", 25), ("backward, 1000.000 to 4000.000 ms", 75)],
+    ]  # fmt: skip
+    assert "rank 0: operations 2.49 s, waits 1.00 s, peak memory 2.0 KiB" in html
+    assert not re.search("<style|<script|<svg", html)
+    empty = fs.planning.Trace({"data": 1}, "planned", (Timeline(0, "rank 0", (), {}, ()),))._repr_html_()
+    assert re.findall("width: ([0-9]+)%", empty) == ["100"]
 
 
 def test_transfers_that_overlap_have_a_lane_each() -> None:

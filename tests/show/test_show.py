@@ -12,7 +12,7 @@ import torch
 
 import fshard as fs
 from fshard import P
-from fshard._display import bars, page, ranks_text, rgba, table
+from fshard._display import bars, format_runs, page, rgba, table
 from fshard.reshard import _sources
 from fshard.show import size
 from fshard.show.table import show
@@ -136,7 +136,7 @@ def test_placed_leaves_show_their_mesh_and_tied_leaves_count_once():
         out   f32[5@data, 4]  = in
         step  3
         x     i64[2]                      16 B
-        total  22 parameters, 96 B; 48–64 B on each of 2 devices (data=2)
+        total  22 elements, 96 B; 48–64 B on each of 2 devices (data=2)
         """,
     )
 
@@ -169,6 +169,59 @@ def test_optimizer_states_are_counted_apart_from_parameters():
     assert show({"params": params, "tied": params["w"]}).text.endswith("\ntotal  10 parameters, 40 B")
     _, tree = fs.defer(lambda: torch.nn.BatchNorm1d(3))
     assert show(tree).text.endswith("\ntotal  6 parameters, 24 B, and 7 other values (buffers), 32 B")
+
+
+def test_only_floating_leaves_of_a_tree_are_counted_as_parameters():
+    floats, ids = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
+    moments = fs.optim.adamw(1e-3).init({"w": floats})
+    small = {"w": floats.to(torch.int8)}
+    trees = {"parameters": [{"w": floats, "c": floats.to(torch.complex64)}, {"params": small}],
+             "elements": [{"images": floats, "labels": ids}, moments, floats, ids, small]}  # fmt: skip
+    for noun, each in trees.items():
+        for tree in each:
+            assert re.search(rf"total  \d+ {noun}, ", show(tree).text), show(tree)
+
+
+def test_a_leaf_without_dims_shows_its_value_where_it_has_one():
+    mesh = fs.make_mesh(data=2)
+    state = fs.device_put({"count": torch.tensor(7), "lr": torch.tensor(0.1), "x": torch.ones(1)}, P(), mesh)
+    table = """
+                            per device
+        count  i64[]   7           8 B
+        lr     f32[]   0.1         4 B
+        x      f32[1]              4 B
+        total  3 elements, 16 B; 16 B on each of 2 devices (data=2)
+        """
+    check(show(state), table)
+    assert ">value<" in show(state).html
+    assert ">initializer<" in show({"w": fs.init.zeros(2), "count": torch.tensor(7)}).html
+    fs.shard_map(lambda x: x + 1, mesh=mesh, donate=0, out_specs=P())(state["lr"])  # a donated leaf has none
+    assert [line.split() for line in show(state).text.splitlines()[1:3]] == [
+        ["count", "i64[]", "7", "8", "B"], ["lr", "f32[]", "4", "B"]]  # fmt: skip
+    # equal numbers fold, others do not
+    rows = show({"h": [{"n": torch.tensor(float(i > 2))} for i in range(4)]}).text.splitlines()
+    assert [row.split()[0] for row in rows] == ["h", "0–2.n", "3.n", "total"]
+    # on meta, fake, of a transform: no value, or not that of one example
+    seen = [show([torch.tensor(1.0, device="meta")])]
+    note = lambda x: seen.append(show([x])) or x  # noqa: E731
+    torch.func.vmap(note)(torch.ones(3))
+    torch.func.grad(note)(torch.ones(()))
+    fs.check(fs.shard_map(note, mesh=mesh, in_specs=P(), out_specs=P()), torch.ones(()))
+    assert len(seen) >= 4
+    assert {view.text.splitlines()[0] for view in seen} == {"0  f32[]  4 B"}
+    values = [torch.nn.Parameter(torch.tensor(2.5)), torch.tensor(True), torch.tensor(0.1, dtype=torch.bfloat16)]
+    assert [line.split()[2] for line in show(values).text.splitlines()[:3]] == ["2.5", "True", "0.100097656"]
+
+
+def test_bytes_per_device_are_a_number_too():
+    tree, specs = {"w": fs.init.zeros((7, 5)), "k": torch.tensor(3)}, {"w": P("data"), "k": P()}
+    assert show(tree, specs=specs, mesh={"data": 2}).per_device == 4 * 4 * 5 + 8
+    assert show(tree, specs=specs, mesh={"data": 2}, against=P()).per_device == 4 * 4 * 5  # to rank 1, of 7 rows
+    assert show(tree).per_device == 4 * 35 + 8
+    placed = fs.device_put(torch.zeros(7), P("data"), fs.make_mesh(data=2))
+    assert show(placed).per_device == 16
+    assert show(placed, against=P()).per_device == 16
+    assert show(fs.make_mesh(data=2)).per_device is show({}).per_device is show(P()).per_device is None
 
 
 def test_equal_neighbours_are_folded():
@@ -356,6 +409,19 @@ def test_columns_of_nested_tables_have_the_same_widths():
     assert sum(shares) == pytest.approx(100, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("row", "is_elastic"),
+    [(("a scatter", "12.3 MiB", "two words and others"), True), (("reduce_scatter", "1", "of all"), False)],
+)
+def test_a_narrow_page_scrolls_before_a_number_or_a_word_breaks(row, is_elastic):
+    style = str(table([row], align="lrl", head=("op", "", "line")))
+    least, most = (float(x) for x in re.search(r"min-width: ([\d.]+)em; max-width: ([\d.]+)em", style).groups())
+    shares = [float(x) / 100 for x in re.findall(r"width: ([\d.]+)%", style)[:3]]
+    words = [max(map(len, texts)) for texts in (row[0].split(), [row[1]], row[2].split())]
+    assert all(least * share >= 0.6 * n for share, n in zip(shares, words, strict=True))
+    assert (least < most) == is_elastic
+
+
 def test_groups_are_open_as_far_as_40_rows_are_seen():
     def states(tree):
         return [("open" in attrs) for tag, attrs in parsed(show(tree, fold=False)).tags if tag == "details"]
@@ -489,11 +555,11 @@ def test_layout_shows_each_rank_in_the_cell_of_its_box(spec):
     lines = show(x).text.splitlines()
     columns = lines[1].split()
     empty = [r for r in range(6) if 0 in box_shape(x.box(r))]
-    assert [line for line in lines if "empty" in line] == [f"empty on {ranks_text(empty)}"] * bool(empty)
+    assert [line for line in lines if "empty" in line] == [f"empty on {format_runs(empty, most=8)}"] * bool(empty)
     for (start, stop), (left, right) in {boxes[r] for r in range(6) if r not in empty}:
         (row,) = [line for line in lines if "│" in line and line.split()[0] == f"{start}:{stop}"]
         cell = row.split("│")[1:-1][columns.index(f"{left}:{right}")].strip()
-        assert cell == ranks_text([r for r in range(6) if boxes[r] == ((start, stop), (left, right))])
+        assert cell == format_runs([r for r in range(6) if boxes[r] == ((start, stop), (left, right))])
 
 
 def test_large_layouts_are_abbreviated():
@@ -520,7 +586,7 @@ def test_a_mesh_and_a_described_leaf():
         """,
     )
     assert show(fs.init.zeros(4), specs=P("a"), mesh={"a": 2}).text.splitlines()[0] == "f32[4@a] on a=2"
-    assert show(fs.init.zeros(4)).text == "f32[4]  zeros  16 B\ntotal  4 parameters, 16 B"
+    assert show(fs.init.zeros(4)).text == "f32[4]  zeros  16 B\ntotal  4 elements, 16 B"
 
 
 def blocks(html):
@@ -534,7 +600,10 @@ def test_a_device_has_one_colour_in_every_picture():
     pictures = [mesh._repr_html_(), *(fs.device_put(torch.zeros(8, 8), spec, mesh)._repr_html_()
                 for spec in (P(), P("data"), P("model"), P("model", "data"), P(("model", "data"))))]  # fmt: skip
     for html in pictures:
-        assert sorted((int(device), colour) for device, colour, _ in blocks(html)) == [(r, rgba(r)) for r in range(8)]
+        of_rank = {r: colours for _, colours, title in blocks(html) for r in map(int, re.findall(r"rank (\d+)", title))}
+        assert sorted(of_rank) == list(range(8))
+        for r in range(8):  # one cell for a block, with the colours of all ranks that have it and of no other
+            assert [rgba(k) in of_rank[r] for k in range(8)] == [of_rank[k] == of_rank[r] for k in range(8)]
     assert len({rgba(r) for r in range(64)}) == 64
 
 
@@ -551,10 +620,10 @@ def test_hover_says_the_slices_of_each_rank_and_its_place():
     mesh = fs.make_mesh(data=2, model=2)
     x = fs.device_put(torch.zeros(5, 8), P("model"), mesh)
     said = [title for *_, title in blocks(x._repr_html_())]
-    assert sorted(said) == [
-        f"rank {r} (data={r // 2}, model={r % 2}): [{'3:5' if r % 2 else '0:3'}, 0:8], {64 if r % 2 else 96} B"
-        for r in range(4)
-    ]
+    assert [title.splitlines() for title in said] == [
+        [f"rank {r} (data={r // 2}, model={r % 2}): [{'3:5' if r % 2 else '0:3'}, 0:8], {64 if r % 2 else 96} B"
+         for r in (at, at + 2)] for at in (0, 1)
+    ]  # fmt: skip
     many = blocks(layout((4,), P("a"), mesh={"a": 2, "b": 64}).html)
     assert len(many) == 2
     assert many[0][1].count(rgba(0)) == 2  # the start and the end of a stripe
@@ -711,7 +780,7 @@ ERRORS = {
     "specs of another tree": (
         lambda: show({"a": fs.init.zeros(2)}, specs={"b": P()}),
         (
-            "specs: not a prefix of the tree it describes\n  got  dict    expected  dict\n"
+            "specs: not a prefix of the tree it describes\n"
             "  missing ['a']    extra ['b']\n  fix: give every key a P, or one P for the whole subtree"
         ),
     ),

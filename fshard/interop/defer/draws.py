@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fshard._callsite import quote, site
+from fshard._callsite import place_and_source, site
 from fshard._comm import checker
 from fshard._operations import tensors_in
 from fshard._torch_compat import TorchDispatchMode, schema_of
@@ -35,9 +35,7 @@ Read = tuple[int, Any]  # a Python number computed from draws alone, and the num
 
 def draw_error(what: str, *notes: str, fix: str, **facts: object) -> ShardingError:
     """Return an error that names the line of the module's code."""
-    line = site()
-    source = () if line is None else (f"{line}", *(f"  {text}" for text in quote(line).splitlines()))
-    return fail(what, *source, *notes, fix=fix, **facts)
+    return fail(what, *place_and_source(site()), *notes, fix=fix, **facts)
 
 
 @dataclass(frozen=True)

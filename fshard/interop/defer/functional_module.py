@@ -7,8 +7,8 @@ import copy
 import functools
 import inspect
 import re
+import threading
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fshard import tree
 from fshard._comm import Axis, checker
 from fshard._ops import differentiable_dtype
+from fshard._torch_compat import in_transform
 from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
 from fshard.lora import Leaf
 from fshard.random import check_key
@@ -32,8 +33,9 @@ from .draws import Draws
 from .module_copy import ModuleCopy, copy_module
 from .module_leaves import Named, leaves_at, places_of
 from .probe import Fake
+from .recomputation import AGAIN, RefuseCheckpoint, recomputed, refused_by_torch_func
 from .replaced import Replace, Replaced
-from .stand_ins import adapted_as, detached, in_module, tensors_of
+from .stand_ins import BetweenCalls, adapted_as, detached, in_module, tensors_of
 from .units import Fill, UnshardedByUnit, as_they_are, leaves_of_units, shapes_of, unwatched
 from .writes import ParameterWrites, equal_values, version
 
@@ -60,10 +62,13 @@ class Apply:
     is an error in the first call.
 
     Dropout and other draws are by a key, `apply(params, buffers, x, key=key)`: see `with_key`. Without a key they are
-    from torch's generator, which is an error in a region; `.eval()` has none. Hugging Face's
-    `gradient_checkpointing` is an error: `torch.utils.checkpoint` fails under torch.func, and elsewhere would recompute
-    with the skeleton's own tensors; use `fs.remat`. An autograd.Function in the module needs a `setup_context`, or
-    torch.func refuses it (as Bloom's GeLU).
+    from torch's generator, which is an error in a region; `.eval()` has none. An autograd.Function in the module needs
+    a `setup_context`, or torch.func refuses it (as Bloom's GeLU).
+
+    The module has the leaves of a call while `forward` runs, and no longer. `torch.utils.checkpoint` in `forward`, as
+    by Hugging Face's `gradient_checkpointing`, would run parts of it again in backward: an error in a call that is
+    differentiated. Use `fs.remat` around the call, or `unshard(remat=True)`. So is a hook that reads a leaf in
+    backward.
 
     Args:
         ties: tied name -> the name of the leaf it uses, beyond the ties of `module` itself.
@@ -96,7 +101,7 @@ class Apply:
         self.units = leaves_of_units(module, units, self._places)
         self._replaced = Replaced.of(module, replace, self._places)
         self.specs = self._replaced.specs
-        self._free_copies: deque[ModuleCopy] = deque()
+        self._free_copies: dict[int, list[ModuleCopy]] = {}  # by thread: see `_take_copy`
         self._done: set[str] = set()  # the checks that only the first call makes; shared with copies, as the others are
         self._key: Tensor | None = None
         self._split_batch: SplitBatch | None = None
@@ -354,8 +359,12 @@ class Apply:
         guard: Any = None if "writes" in self._done else ParameterWrites(repr(self), params)
         if guard is not None:
             mine.units.watch = guard.watch
+        refusal: Any = (
+            RefuseCheckpoint(repr(self)) if self._is_first_differentiated(calls, params, args, kwargs) else None
+        )
+        nothing = contextlib.nullcontext()
         try:
-            with guard or contextlib.nullcontext(), draws or contextlib.nullcontext():
+            with refusal or nothing, guard or nothing, draws or nothing:
                 out = mine.module(*args, **kwargs)
             if draws is not None:
                 draws.check_number()
@@ -364,7 +373,7 @@ class Apply:
         except Exception as e:  # the state of the copy is unknown, so the copy is not used again
             self._explain(e, params, buffers, (args, kwargs))
             raise
-        self._done.add("writes")
+        self._done |= {"writes"} if refusal is None else {"writes", "checkpoint"}
         after, replaced = dict(copies), list(mine.units.replaced)
         for p in mine.places:
             x = p.holder.get(p.key)
@@ -385,6 +394,14 @@ class Apply:
             if not changed:
                 self._done.add("values")
         return out, after, changed
+
+    def _is_first_differentiated(self, calls: Any, *arguments: Any) -> bool:
+        """Return whether a call may have a backward, and no call before had one."""
+        if "checkpoint" in self._done or not torch.is_grad_enabled():
+            return False
+        if in_transform() or (calls is not None and any(any(u.differentiated) for u in calls.units.values())):
+            return True
+        return any(x.requires_grad for x in tree.leaves(arguments) if isinstance(x, Tensor))
 
     def _run_on_fakes(self, params: Named, buffers: Named, fake: Fake, args: Any, kwargs: Any) -> None:
         """Run forward on fake tensors with the shapes of these leaves, of the whole ones where they are split."""
@@ -425,6 +442,8 @@ class Apply:
 
     def _explain(self, e: Exception, params: Named, buffers: Named, arguments: Any) -> None:
         """Add to an error of forward its cause: a tie, or the names of the leaves that were not unsharded."""
+        if (refused := refused_by_torch_func(repr(self), e)) is not None:
+            raise refused from e
         if isinstance(e, TypeError) and (assigned := _ASSIGNED.search(str(e))):
             raise fail(f"{self!r}: forward assigns a tensor to the parameter {assigned[1]!r}",
                        "parameters are plain tensors in a pure call, which torch does not register",
@@ -457,15 +476,18 @@ class Apply:
                 e.args = (f'{e}\n  {what}\n  fix: params = fs.unshard(params, its specs, "{axis}")',)
 
     def _take_copy(self) -> ModuleCopy:
-        """Return a copy of the module that no other call is using."""
+        """Return a copy of the module that no other call is using, and that no other thread has used.
+
+        Other threads may be in backward: an operation that they do again, on a copy that a call uses, would be on the
+        leaves of this call. On a copy that no call uses it is an error (`BetweenCalls`).
+        """
         try:
-            return self._free_copies.pop()
+            return self._copies_of_thread.pop()
         except IndexError:
             for name, m in self.module.named_modules():
                 if m.training and getattr(m, "gradient_checkpointing", False) is True:
-                    raise fail(f"{self!r}: gradient checkpointing is on in {name or type(m).__name__!r}",
-                               "torch.utils.checkpoint would recompute with the skeleton's tensors, not with params",
-                               fix="switch it off, and wrap the recomputed call in fs.remat") from None  # fmt: skip
+                    raise recomputed(f"{self!r}: gradient checkpointing is on in {name or type(m).__name__!r}",
+                                     AGAIN.format("torch.utils.checkpoint")) from None  # fmt: skip
             module = copy_module(self.module)
             for name, norm in batch_norms(module):
                 if "forward" in vars(norm):  # that of `batch_norm_over`
@@ -474,12 +496,22 @@ class Apply:
                     batch_norm_of_one_rank, f"{self!r}: {repr(name) if name else 'it'}", norm
                 )
             self._replaced.install(repr(self), module)
-            return ModuleCopy(module, places_of(module, self.ties), self.units, self._replaced.splits)
+            places = places_of(module, self.ties)
+            return ModuleCopy(module, places, self.units, self._replaced.splits, self._between_calls)
+
+    @property
+    def _copies_of_thread(self) -> list[ModuleCopy]:
+        return self._free_copies.setdefault(threading.get_ident(), [])
+
+    @functools.cached_property
+    def _between_calls(self) -> dict[str, Tensor]:
+        return {name: BetweenCalls.of(repr(self), name, x) for named in self._leaves.values()
+                for name, x in named.items()}  # fmt: skip
 
     def _give_back(self, mine: ModuleCopy) -> None:
         mine.units.calls, mine.units.keep, mine.units.watch, mine.units.replaced = None, str, unwatched, []
         mine.units.fill = as_they_are
-        self._free_copies.append(mine)
+        self._copies_of_thread.append(mine)
 
     def _keep_unit(
         self, mine: ModuleCopy, draws: Draws | None, name: str

@@ -61,9 +61,12 @@ class ModuleCopy:
     """A copy of a module, used by one call at a time, and the contents of all its containers."""
 
     def __init__(
-        self, module: nn.Module, places: list[Place], units: Mapping[str, Sequence[str]], splits: Mapping[str, Split]
-    ) -> None:
+        self, module: nn.Module, places: list[Place], units: Mapping[str, Sequence[str]], splits: Mapping[str, Split],
+        between_calls: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
         self.module, self.places = module, places
+        for p in places:
+            p.holder[p.key] = between_calls[p.leaf]
         self.units = UnitForwards(module, units, places, splits)
         self.contents = Contents(module)
         self._unit_contents: dict[str, Contents] = {}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fshard._callsite import quote, site, user_frame
+from fshard._callsite import place_and_source, site, user_frame
 from fshard._comm import checker
 from fshard._operations import tensors_in
 from fshard._torch_compat import FakeTensorMode, schema_of, without_functorch, without_modes
@@ -206,19 +206,17 @@ def _probe_once(name: str, key: Tensor, prime: int, run: Callable[[Fake], Any], 
 
 
 def _foreign_draw(name: str, source: str, frame: FrameType) -> ShardingError:
-    line = site(user_frame(frame))
-    source_line = (f"{line}", *(f"  {text}" for text in quote(line).splitlines())) if line else ()
-    return fail(f"{name}: forward draws from {source}, which key= cannot replace", *source_line,
-                "its numbers depend on the process and on earlier draws", fix="draw by torch.rand")  # fmt: skip
+    return fail(f"{name}: forward draws from {source}, which key= cannot replace",
+                *place_and_source(site(user_frame(frame))), "its numbers depend on the process and on earlier draws",
+                fix="draw by torch.rand")  # fmt: skip
 
 
 def _cannot_run(name: str, e: Exception) -> ShardingError:
     frames = [f for f, _ in traceback.walk_tb(e.__traceback__)]
     line = site(next((f for f in reversed(frames) if user_frame(f) is f), None))
     why = str(e).partition("\n")[0]
-    source_line = (f"{line}", *(f"  {text}" for text in quote(line).splitlines())) if line else ()
     return fail(f"{name}: draws_over cannot find the dims of the examples: forward failed on tensors without values",
-                *source_line, f"{type(e).__name__}: {why}",
+                *place_and_source(line), f"{type(e).__name__}: {why}",
                 fix="draws_over(axis, probe=False), if the examples are in the same dim of every draw, one after the "
                 "other")  # fmt: skip
 

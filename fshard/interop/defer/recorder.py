@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fshard import tree
-from fshard._callsite import quote, site
+from fshard._callsite import place_and_source, site
 from fshard._torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -72,9 +72,7 @@ def recording_error(
     what: str, *notes: str, fix: str = EAGER, frame: FrameType | None = None, **facts: object
 ) -> ShardingError:
     """Return an error that names the line of the constructor."""
-    line = site(frame)
-    source = () if line is None else (f"{line}", *(f"  {text}" for text in quote(line).splitlines()))
-    return fail(f"defer: {what}", *source, *notes, fix=fix, **facts)
+    return fail(f"defer: {what}", *place_and_source(site(frame)), *notes, fix=fix, **facts)
 
 
 def why_valueless(x: Tensor) -> tuple[str, str] | None:

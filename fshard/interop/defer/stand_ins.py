@@ -19,6 +19,7 @@ from fshard.spec import P
 from fshard.weight import Weight
 
 from .module_leaves import Place
+from .recomputation import recomputed
 
 _METADATA = frozenset({
     Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.ndim.__get__, Tensor.layout.__get__,  # type: ignore[attr-defined]
@@ -77,6 +78,26 @@ class Placeholder(StandIn):
                    fix=f"leave {self.unit!r} out of units=, or choose the module that uses the leaf there")  # fmt: skip
 
 
+class BetweenCalls(StandIn):
+    """A leaf of a copy of a module that no call uses: an operation on it belongs to a call that has ended."""
+
+    apply: str
+
+    @staticmethod
+    def of(apply: str, leaf: str, x: Tensor) -> BetweenCalls:
+        out = BetweenCalls.like(leaf, x.shape, x.dtype, x.device)
+        out.apply = apply
+        return out
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<{self.leaf}, between calls>"
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise recomputed(f"{self.apply}: {self.leaf!r} is used by {getattr(func, '__name__', func)} after forward has "
+                         "ended", "a module has the leaves of a call while its forward runs; "
+                         "torch.utils.checkpoint runs a part of it again in backward")  # fmt: skip
+
+
 class AdaptedParameter(StandIn):
     """A `Weight` in the place of a parameter, used as nn.Linear, nn.Embedding and transformers' Conv1D use theirs.
 
@@ -111,10 +132,12 @@ class AdaptedParameter(StandIn):
 
     @property
     def _layout(self) -> str | None:
-        leaf = getattr(self.weight, "leaf", None)
-        return leaf.layout if isinstance(leaf, Leaf) else None
+        return getattr(self.weight, "layout", None)
 
     def _linear(self, input: Any, weight: Any, bias: Any = None) -> Any:
+        if weight is self and self._layout == "io":
+            raise fail(f"{self.leaf!r} was quantized, or adapted, as [in, out], and linear takes [out, in]",
+                       fix="pass of=, the function that fs.defer returned, to each function of fs.lora")  # fmt: skip
         if weight is not self or self._layout not in ("oi", "table"):
             return NotImplemented
         if self._layout == "table":

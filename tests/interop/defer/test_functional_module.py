@@ -5,12 +5,19 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 import fshard as fs
 from fshard import P, ShardingError
@@ -354,6 +361,11 @@ def test_hook_on_the_gradient_of_a_parameter_is_an_error(reference):
 # --- calls at the same time -----------------------------------------------------------------------------------
 
 
+def free_copies(apply):
+    """The copies of the module that no call uses, of all threads."""
+    return [c for of_thread in apply._free_copies.values() for c in of_thread]
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mamba"])
 def test_concurrent_calls_of_ranks_equal_sequential_calls(name):
     module = hugging_face_model(*MODELS[name][:2])
@@ -369,8 +381,8 @@ def test_concurrent_calls_of_ranks_equal_sequential_calls(name):
     )  # fmt: skip
     for _ in range(8):
         assert torch.equal(fs.device_get(f(each, buffers, ids())), expected)
-    assert len(alone._free_copies) == 1
-    modules = [c.module for c in apply._free_copies]
+    assert len(free_copies(alone)) == 1
+    modules = [c.module for c in free_copies(apply)]
     assert 1 <= len(modules) <= 4
     assert len({id(m) for m in [apply.module, *modules]}) == 1 + len(modules)
 
@@ -399,7 +411,7 @@ def test_copy_shares_tensors_and_has_its_own_structure():
     params, _ = leaves(module)
     x = torch.randn(3, 2)
     torch.testing.assert_close(apply(params, {}, x), module(x))
-    (free,) = apply._free_copies
+    (free,) = free_copies(apply)
     own = free.module
     assert own is not module
     assert own.path == [own.a, own.b]
@@ -407,7 +419,7 @@ def test_copy_shares_tensors_and_has_its_own_structure():
     assert own.table is module.table
     assert own.tables is not module.tables
     assert own.tables["t"][0] is module.tables["t"][0]
-    assert own.a.weight is module.a.weight is own.b.weight
+    assert own.a.weight is own.b.weight is not module.a.weight  # between calls a copy has no leaves
 
 
 def test_tie_by_name_sets_both_parameters():
@@ -432,7 +444,7 @@ def test_exception_in_forward_discards_the_copy():
     changed = {n: x + 1 for n, x in params.items()}
     with pytest.raises(RuntimeError, match="too large"):
         apply(changed, {}, torch.ones(1, 2))
-    assert not apply._free_copies
+    assert not free_copies(apply)
     assert all(torch.equal(x, before[n]) for n, x in module.state_dict().items())
     torch.testing.assert_close(apply(params, {}, -torch.ones(1, 2)), module(-torch.ones(1, 2)))
 
@@ -456,10 +468,10 @@ def test_changes_of_forward_are_undone():
     apply = Apply(Counts())
     result = [apply({}, {}, torch.ones(1)).tolist() for _ in range(3)]
     assert result == [[1, 1, 2, 1]] * 3
-    (free,) = apply._free_copies
+    (free,) = free_copies(apply)
     assert (free.module.calls, free.module.log, free.module.by_name, free.module.names) == (0, [], {"x": [0]}, set())
     assert not hasattr(free.module, "extra")
-    assert len(apply._free_copies) == 1
+    assert len(free_copies(apply)) == 1
 
 
 def test_hooks_added_in_forward_are_removed():
@@ -795,8 +807,9 @@ def test_gradient_checkpointing_is_refused():
     apply, state = Apply(module), leaves(module)
     assert error_text(apply, *state, **text()) == (
         "Apply(LlamaForCausalLM): gradient checkpointing is on in 'model'\n"
-        "  torch.utils.checkpoint would recompute with the skeleton's tensors, not with params\n"
-        "  fix: switch it off, and wrap the recomputed call in fs.remat"
+        "  torch.utils.checkpoint would run a part of forward again in backward, when the module has no leaves\n"
+        "  fix: switch checkpointing off in the module, and wrap the call in fs.remat; or choose units=, and "
+        "apply.unshard(..., remat=True)"
     )
     assert apply.eval()(*state, **text()).loss.ndim == 0  # evaluation recomputes nothing
 
@@ -807,6 +820,145 @@ def test_remat_of_a_call_has_equal_gradients():
     loss = lambda p, b: apply(p, b, **text()).loss  # noqa: E731
     expected, result = torch.func.grad(loss)(params, buffers), torch.func.grad(fs.remat(loss))(params, buffers)
     close(result, expected)
+
+
+# --- torch.utils.checkpoint ------------------------------------------------------------------------------------
+
+REFUSED = "forward calls torch.utils.checkpoint\n"
+ENDED = "Apply(Checkpointed): 'h.1.weight' is used by linear after forward has ended\n"
+
+
+def save_products(ctx, op, *args, **kwargs):
+    saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CHECKPOINTS = {  # ways to reach torch's checkpoint, of a list of modules
+    "plain": lambda h, x: functools.reduce(lambda x, m: checkpoint(m, x, use_reentrant=False), h, x),
+    "reentrant": lambda h, x: functools.reduce(lambda x, m: checkpoint(m, x, use_reentrant=True), h, x),
+    "selective": lambda h, x: checkpoint(
+        h, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(save_products)
+    ),
+    "sequential": lambda h, x: checkpoint_sequential(h, 2, x, use_reentrant=False),
+    "nested": lambda h, x: checkpoint(
+        lambda x: checkpoint(h[1], h[0](x), use_reentrant=False), x, use_reentrant=False
+    ),
+    "closure": lambda h, x: checkpoint(
+        lambda x: h[1](F.linear(x, h[0].weight, h[0].bias)), x, use_reentrant=False, preserve_rng_state=False
+    ),
+}  # fmt: skip
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, kind="plain"):
+        super().__init__()
+        self.kind, self.h = kind, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def forward(self, x, on=True):
+        return CHECKPOINTS[self.kind](self.h, x) if on else self.h(x)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's, of a reentrant one
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_torch_checkpoint_in_forward_is_refused_at_its_call(kind):
+    """Also where torch.func, which has no saved tensor hooks, would refuse it in words of its own."""
+    apply, state = fs.defer(lambda: Checkpointed(kind))
+    mesh, x = fs.make_mesh(data=2), torch.randn(4, 3)
+    params = fs.materialize(state["params"], P(), mesh, key=fs.key(0))
+    loss = lambda p, x: fs.pmean(apply(fs.pvary(p, "data"), {}, x).square().mean(), "data")  # noqa: E731
+    one = fs.device_get(params)
+    leaf = {n: w.clone().requires_grad_() for n, w in one.items()}
+    # Where nothing is differentiated, nothing is recomputed. Such a call is the first.
+    dense = Checkpointed()
+    dense.load_state_dict(one)
+    torch.testing.assert_close(apply(one, {}, x), dense.h(x))
+    with torch.no_grad():
+        torch.testing.assert_close(apply(leaf, {}, x), dense.h(x))
+    for step in (
+        fs.shard_map(fs.grad(loss), mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check="first"),
+        fs.shard_map(fs.grad(loss), mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check="never"),
+    ):
+        assert REFUSED in (text := error_text(step, params, x))
+        assert "test_functional_module.py:" in text
+        assert text.endswith("fix: switch checkpointing off in the module, and wrap the call in fs.remat; or choose "
+                             "units=, and apply.unshard(..., remat=True)")  # fmt: skip
+    of_func = torch.func.grad(lambda p: apply(p, {}, x).square().mean())
+    assert REFUSED in error_text(of_func, one)
+    assert REFUSED in error_text(apply, leaf, {}, x)
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_torch_checkpoint_in_a_later_call_is_refused_in_backward(kind):
+    """The first call is watched, and later ones are not: then a module that no call uses has no leaves."""
+    apply, state = fs.defer(lambda: Checkpointed(kind))
+    params = fs.device_get(fs.materialize(state["params"], P(), fs.make_mesh(data=1), key=fs.key(0)))
+    x = torch.randn(4, 3, requires_grad=True)  # which a reentrant one needs
+    leaf = {n: w.clone().requires_grad_() for n, w in params.items()}
+    apply(leaf, {}, x, on=False).sum().backward()
+    dense = Checkpointed()
+    dense.load_state_dict(params)
+    dense.h(x).sum().backward()
+    close({n: w.grad for n, w in leaf.items()}, {n: w.grad for n, w in dense.named_parameters()})
+    y = apply(leaf, {}, x)
+    apply({n: 2 * w for n, w in leaf.items()}, {}, x)  # of other leaves, by the same copy
+    text = error_text(y.sum().backward)
+    assert text == ENDED.replace("h.1.", "h.0." if kind not in ("plain", "reentrant") else "h.1.") + (
+        "  a module has the leaves of a call while its forward runs; torch.utils.checkpoint runs a part of it again in "
+        "backward\n  fix: switch checkpointing off in the module, and wrap the call in fs.remat; or choose units=, and "
+        "apply.unshard(..., remat=True)"
+    )
+
+
+def test_recomputation_on_one_rank_never_sees_the_leaves_of_another():
+    """While rank 1 is in forward, rank 0 is in backward: it may not run with the copy that rank 1 uses."""
+    first, second = threading.Event(), threading.Event()
+
+    class Waits(Checkpointed):
+        def forward(self, x, wait, on=True):
+            if wait:  # in forward until rank 0 has recomputed
+                first.set()
+                assert second.wait(10)
+            return super().forward(x, on)
+
+    apply = Apply(Waits().to("meta"))
+    p = {n: torch.ones(w.shape, requires_grad=True) for n, w in apply.module.named_parameters()}
+    apply(p, {}, torch.ones(1, 3), False, on=False)
+    y = apply(p, {}, torch.ones(1, 3), False)
+    other = threading.Thread(target=apply, args=({n: 2 * w.detach() for n, w in p.items()}, {}, torch.ones(1, 3), True))
+    other.start()
+    assert first.wait(10)
+    try:
+        assert ENDED[20:] in error_text(y.sum().backward)
+    finally:
+        second.set()
+        other.join()
+
+
+def test_checkpoint_around_a_call_has_equal_gradients():
+    """It passes the leaves again."""
+    apply, x = Apply(Checkpointed().to("meta")), torch.randn(4, 3)
+    dense = Checkpointed()
+    p = {n: w.detach().clone().requires_grad_() for n, w in dense.named_parameters()}
+    checkpoint(lambda p, x: apply(p, {}, x, on=False), p, x, use_reentrant=False).sum().backward()
+    dense.h(x).sum().backward()
+    close({n: w.grad for n, w in p.items()}, {n: w.grad for n, w in dense.named_parameters()})
+
+
+def test_hook_that_reads_a_leaf_in_backward_is_refused():
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            y = x * self.scale
+            y.register_hook(lambda g: g * self.scale)
+            return y
+
+    p = {"scale": torch.ones(3, requires_grad=True)}
+    assert "'scale' is used by mul after forward has ended" in error_text(
+        Apply(Scales())(p, {}, torch.ones(3)).sum().backward
+    )
 
 
 def test_apply_compiles_without_graph_breaks():

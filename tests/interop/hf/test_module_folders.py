@@ -421,7 +421,11 @@ def test_buffers_are_read_and_never_forgotten(tmp_path: Path) -> None:
     fs.hf.save(tmp_path / "again", {"model_type": "norms"}, full, of=apply)
     assert_same(load_file(tmp_path / "again" / "model.safetensors"), dict(theirs.state_dict()))
     text = error_text(fs.hf.save, tmp_path / "again", {}, full["params"], of=apply)
-    assert "write: buffers['norm.running_var'] is missing\n  fix: write the whole tree" in text
+    assert text == (
+        "write: buffers['norm.running_mean'] is missing\n"
+        "  fix: write the whole tree: {'params': ..., 'buffers': ...}\n"
+        "  the same for buffers['norm.running_var'], buffers['norm.num_batches_tracked']"
+    )
     assert_same(load_file(tmp_path / "again" / "model.safetensors"), dict(theirs.state_dict()))
     other = {"params": {**full["params"], "w": torch.ones(1)}, "buffers": full["buffers"]}
     assert error_text(fs.hf.save, tmp_path / "again", {}, other, of=apply) == \
