@@ -221,7 +221,8 @@ def test_linear_of_8_bits_under_transforms_and_compiled() -> None:
     assert fs.nn.linear(half, q).dtype == torch.bfloat16
     torch.testing.assert_close(fs.nn.linear(half, q), half @ q.dequantize(torch.bfloat16))
     compiled = torch.compile(lambda x: fs.nn.linear(x, q, b), backend="eager", fullgraph=True)
-    assert torch.equal(compiled(x), fs.nn.linear(x, q, b))
+    # The traced product may add its 4 terms of at most 8 in another order: 4 eps * 8.
+    torch.testing.assert_close(compiled(x), fs.nn.linear(x, q, b), rtol=0, atol=4e-6)
     flat = fs.lora.Int8(q.values.view(2, 2, 3), q.scale, 2).flatten(0, 1)
     assert torch.equal(fs.nn.linear(x, flat), fs.nn.linear(x, q))
 
