@@ -130,7 +130,7 @@ def train_step(
     options: dict[str, Any] = {"specs": specs, "remat": remat}
     args: tuple[Any, ...]
     if module is models.resnet:
-        options["layout"] = models.resnet.Layout(axes, over, **casts)
+        options["layout"] = models.resnet.Layout(axes, over, release=release, prefetch=prefetch, **casts)
         shape = (batch, cfg.num_channels, job.length, job.length)  # [B@data, C, H, W]
         args = (initial.zeros(shape), _integers(batch))
     else:

@@ -22,10 +22,10 @@ from fshard._comm import Axis, region
 from fshard._io import StrPath
 from fshard.collectives import all_gather, pvary
 from fshard.decoding import global_batch
-from fshard.errors import checked, fail, must_be, raise_all
+from fshard.errors import checked, fail, raise_all
 from fshard.interop.hf import CONFIG, FileTensor, WeightHeaders, config_of, read, write
-from fshard.schedule.remat import remat as rematerialized
-from fshard.schedule.unshard import unshard
+from fshard.schedule import scan, unshard
+from fshard.schedule.options import BackwardPrefetch, Release
 from fshard.spec import P, any_on_host, describe, is_spec, names_of, part_lengths, part_range
 
 from .activations import ACTIVATIONS, activation_errors
@@ -105,7 +105,9 @@ class Layout:
     targets are then gathered first. `dtype`: the dtype that convolutions and the head compute with (norms keep theirs,
     and their statistics are float32 or better), and `reduce_dtype`: the dtype their gradients are summed over `data`
     with; by default the dtype they are stored in. `examples`: the number of images on all ranks, needed only in a
-    compiled program that has an uneven dim anywhere and gathers features; elsewhere the ranks exchange it.
+    compiled program that has an uneven dim anywhere and gathers features; elsewhere the ranks exchange it. `release`,
+    `prefetch` and `backward_prefetch`: when the convolutions of the stem and of each block are gathered and freed; see
+    `scan`. The norms are gathered at once, before the stem, and kept.
 
     >>> Layout(("replica", "data"), ("data", "model")).batch
     ('replica',)
@@ -116,6 +118,9 @@ class Layout:
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     examples: int | None = None
+    release: Release = True
+    prefetch: int = 1
+    backward_prefetch: BackwardPrefetch = None
 
     def __post_init__(self) -> None:
         data, gathered = names_of(self.data), self.gathered
@@ -145,24 +150,6 @@ class Layout:
                        fix="the number of images on all ranks")  # fmt: skip
         split = len(self.batch)
         return part_range(self.examples, sizes[:split], coords[:split])[1]
-
-    def unshard(self, name: str, params: Any, specs: Any, described: Any, axes: Axis) -> Any:
-        """Make a part of the parameters whole over `axes`, by its specs; all but norms in `dtype`."""
-        own: Any = P() if specs is None else spec_of(specs, name)
-        leaves, treedef = tree.flatten(params[name])
-        flat = tree.broadcast(own, params[name], name=f"specs[{name!r}]", leaf=is_spec)
-        shapes = tree.leaves_with_path(described[name])
-        for norms in (False, True):
-            which = [i for i, (path, _) in enumerate(shapes) if any(str(k).startswith("norm_") for k in path) == norms]
-            dtype, reduce_dtype = (None, None) if norms else (self.dtype, self.reduce_dtype)
-            if axes or any_on_host([flat[i] for i in which]):
-                out = unshard([leaves[i] for i in which], [flat[i] for i in which], axes,
-                              shapes=[shapes[i][1] for i in which], dtype=dtype, reduce_dtype=reduce_dtype)  # fmt: skip
-            else:  # without a collective, so also outside a region
-                out = [leaves[i] if dtype is None else leaves[i].to(dtype) for i in which]
-            for i, x in zip(which, out, strict=True):
-                leaves[i] = x
-        return tree.unflatten(treedef, leaves)
 
 
 ONE_DEVICE = Layout()
@@ -196,8 +183,15 @@ def _block(cfg: Config, stage: int, i: int) -> dict[str, _Convolution]:
     return out if inputs == outputs and stride == 1 else {**out, "skip": _Convolution(inputs, outputs, 1, stride)}
 
 
-def _stages(cfg: Config, part: Callable[[dict[str, _Convolution]], Any]) -> list[list[Any]]:
-    return [[part(_block(cfg, stage, i)) for i in range(depth)] for stage, depth in enumerate(cfg.depths)]
+def _stages(cfg: Config, part: Callable[[dict[str, _Convolution]], Any]) -> dict[str, Any]:
+    """Return a tree of the stem and the blocks of each stage, made in this order from their convolutions."""
+    stem = part({"1": _stem(cfg)})
+    return {"stem": stem, "stages": [[part(_block(cfg, k, i)) for i in range(n)] for k, n in enumerate(cfg.depths)]}
+
+
+def _in_order(x: Mapping[str, Any]) -> list[Any]:
+    """Return the parts of such a tree in the order of the program: the stem, then each block."""
+    return [x["stem"], *(block for stage in x["stages"] for block in stage)]
 
 
 @checked
@@ -217,7 +211,7 @@ def init(cfg: Config) -> Any:
             (f"conv_{n}", convolution(c)), (f"norm_{n}", {"w": initial.ones(c.outputs), "b": initial.zeros(c.outputs)}),
         )}  # fmt: skip
 
-    params = {"stem": layers({"1": _stem(cfg)}), "stages": _stages(cfg, layers)}
+    params = _stages(cfg, layers)
     if not cfg.num_labels:
         return params
     d = cfg.hidden_sizes[-1]
@@ -238,7 +232,7 @@ def state(cfg: Config) -> Any:
         return {f"norm_{n}": {"mean": initial.zeros(c.outputs), "var": initial.ones(c.outputs),
                               "count": initial.zeros((), dtype=torch.int64)} for n, c in block.items()}  # fmt: skip
 
-    return {"stem": norms({"1": _stem(cfg)}), "stages": _stages(cfg, norms)}
+    return _stages(cfg, norms)
 
 
 @checked
@@ -261,7 +255,8 @@ def features(
 
     With `train` the norms use the statistics of the images of all ranks of `layout.data`, and the new state is their
     running average; otherwise they use the state. `params` are as placed. Pass their `specs` if they are split over
-    `layout.data` (FSDP). Each stage is unsharded just before it runs; `remat` recomputes stages in backward.
+    `layout.data` (FSDP). The convolutions of each block are gathered just before it runs, and freed by
+    `layout.release`; `remat` recomputes blocks in backward.
 
     >>> features(cfg, weights["params"], weights["state"], images, train=False)[0].shape
     torch.Size([2, 8])
@@ -275,48 +270,44 @@ def features(
     check_params(params, described)
     check_params(state, _state(cfg), "state")
     x = x.to(layout.dtype or x.dtype)
-    parts, wanted, states = map(_by_name, (params, described, state))
-    part_specs: Any = specs if specs is None or is_spec(specs) else {
-        "stem": spec_of(specs, "stem"), **_by_number(spec_of(specs, "stages"), len(cfg.depths))}  # fmt: skip
+    backbone, wanted = ({part: of[part] for part in ("stem", "stages")} for of in (params, described))
+    own = P() if specs is None else specs if is_spec(specs) else {part: spec_of(specs, part) for part in backbone}
+    leaf_specs = tree.unflatten(tree.flatten(backbone)[1], tree.broadcast(own, backbone, name="specs", leaf=is_spec))
 
-    def stage(name: str) -> Callable[..., tuple[Tensor, ...]]:
-        def run(params: Any, state: Any, x: Tensor) -> tuple[Tensor, ...]:
-            p = layout.unshard(name, {name: params}, part_specs, wanted, layout.data)
-            new: Any = []
-            if name == "stem":
-                x, new = _convolve(p, state, "1", _stem(cfg), x, train, layout)
-                x = ACTIVATIONS[cfg.hidden_act](x)
-                x = nn.max_pool2d(x, 3, stride=2, padding=1) if cfg.stem == "imagenet" else x
-            else:
-                for i, (block, norms) in enumerate(zip(p, state, strict=True)):
-                    x, of_block = _apply_block(cfg, block, norms, _block(cfg, int(name), i), x, train, layout)
-                    new.append(of_block)
-            return x, *tree.leaves(new)
+    def of_kind(kind: str) -> tuple[Any, Any, Any]:
+        """The parameters of this kind, their specs and shapes, of the stem and each block."""
+        return tuple([{k: v for k, v in part.items() if k.startswith(kind)} for part in _in_order(of)]
+                     for of in (backbone, leaf_specs, wanted))  # type: ignore[return-value]  # fmt: skip
 
-        return run
+    def block(convolutions: Any, carry: tuple[Tensor, ...], own: tuple[int, Any, Any]) -> tuple[Tensor, ...]:
+        """(x, new statistics of the blocks before) -> the same after this block."""
+        i, norms, state = own
+        x, *new = carry
+        x, of_block = _apply_block(cfg, blocks[i], {**convolutions, **norms}, state, x, train, layout)
+        return x, *new, *tree.leaves(of_block)
 
-    new: dict[str, Any] = {}
-    for name, part in parts.items():
-        f = stage(name)
-        x, *leaves = (rematerialized(f) if remat else f)(part, states[name], x)
-        new[name] = tree.unflatten(tree.flatten(states[name])[1], leaves)
-    stem = new.pop("stem")
-    return x.mean((2, 3)), {"stem": stem, "stages": list(new.values())}
+    blocks = _in_order(_stages(cfg, lambda block: block))
+    norms = _unshard(*of_kind("norm_"), layout.data)
+    convolutions, conv_specs, shapes = of_kind("conv_")
+    each = list(zip(range(len(blocks)), norms, _in_order(state), strict=True))
+    x, *new = scan(block, convolutions, (x,), specs=conv_specs, axis=layout.data, each=each, shapes=shapes, remat=remat,
+                   release=layout.release, prefetch=layout.prefetch, backward_prefetch=layout.backward_prefetch,
+                   dtype=layout.dtype, reduce_dtype=layout.reduce_dtype)  # fmt: skip
+    statistics = iter(tree.unflatten(tree.flatten(_in_order(state))[1], new))
+    return x.mean((2, 3)), _stages(cfg, lambda _: next(statistics))
 
 
 _state = state  # for functions with an argument of this name
 
 
-def _by_name(x: Any) -> dict[str, Any]:
-    """Return the parts of a tree of the model by name, those of stages by number."""
-    return {"stem": x["stem"], **{str(i): stage for i, stage in enumerate(x["stages"])}}
-
-
-def _by_number(specs: Any, n: int) -> dict[str, Any]:
-    if not is_spec(specs) and not (isinstance(specs, (list, tuple)) and len(specs) == n):
-        raise must_be("specs['stages']", f"a P, or a list with the specs of {n} stages", specs,
-                      fix="the specs that the parameters were placed with")  # fmt: skip
-    return {str(i): specs if is_spec(specs) else specs[i] for i in range(n)}
+def _unshard(
+    params: Any, specs: Any, described: Any, axes: Axis, dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Any:  # fmt: skip
+    """Make parameters whole over `axes`, in `dtype`; on one device without a collective, so also outside a region."""
+    if axes or any_on_host(specs):
+        return unshard(params, specs, axes, shapes=described, dtype=dtype, reduce_dtype=reduce_dtype)
+    return params if dtype is None else tree.map(lambda x: x.to(dtype), params)
 
 
 def _convolve(
@@ -330,10 +321,14 @@ def _convolve(
 
 
 def _apply_block(
-    cfg: Config, p: Any, state: Any, block: dict[str, _Convolution], x: Tensor, train: bool, layout: Layout
+    cfg: Config, block: dict[str, _Convolution], p: Any, state: Any, x: Tensor, train: bool, layout: Layout
 ) -> tuple[Tensor, dict[str, Any]]:
-    """A block; inside it the activation is relu, whatever `hidden_act`, as in transformers."""
-    new: dict[str, Any] = {}
+    """The stem or a block. Inside a block the activation is relu, whatever `hidden_act`, as in transformers."""
+    if len(block) == 1:
+        x, new = _convolve(p, state, "1", block["1"], x, train, layout)
+        x = ACTIVATIONS[cfg.hidden_act](x)
+        return nn.max_pool2d(x, 3, stride=2, padding=1) if cfg.stem == "imagenet" else x, new
+    new = {}
     h = skip = x
     for n, c in block.items():
         if n == "skip":
@@ -363,7 +358,8 @@ def head_inputs(
     if not cfg.num_labels:
         raise fail("resnet: the config has no head", fix="Config(num_labels=1000)")
     described = init(cfg)
-    fc = layout.unshard("fc", params, specs, described, layout.batch or None)
+    own = P() if specs is None else spec_of(specs, "fc")
+    fc = _unshard(params["fc"], own, described["fc"], layout.batch or None, layout.dtype, layout.reduce_dtype)
     if layout.gathered:
         size = layout.gathered_size(len(x))
         x = all_gather(x, layout.gathered, size=size)

@@ -147,32 +147,39 @@ class BufferPool:
     """The buffers of a rank. A loop reserves its buffers while it runs, so that a loop inside it uses others."""
 
     free: list[GatherBuffer] = field(default_factory=list)
+    reserved: int = 0
+    most_reserved: int = 0
 
-    def take(self, n: int, nbytes: int, region: Region) -> list[GatherBuffer]:
-        """Return `n` buffers of at least `nbytes`, free ones first, of those the largest, so that loops share them.
+    def take(self, sizes: Sequence[int], region: Region) -> list[GatherBuffer]:
+        """Return a buffer of at least each number of bytes: free ones that fit best, and new ones, so that loops share.
 
         Where only types are checked they have no memory.
         """
-        if not nbytes:
+        if not any(sizes):
             return []
         if not region.comm.is_scheduled:
-            return [GatherBuffer(torch.empty(0), torch.empty(0)) for _ in range(n)]
-        free = sorted((b for b in self.free if b.write.device == region.device), key=lambda b: -b.write.numel())
-        fit = [b for b in free if b.write.numel() >= nbytes][:n]
-        new = [GatherBuffer.of(nbytes, region.device) for _ in range(n - len(fit))]
-        if new:  # drop buffers that are too small
-            self.free = [*fit, *new]
-        return [*fit, *new]
+            return [GatherBuffer(torch.empty(0), torch.empty(0)) for _ in sizes]
+        free = sorted((b for b in self.free if b.write.device == region.device), key=lambda b: b.write.numel())
+        taken: dict[int, GatherBuffer] = {}
+        for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+            fit = next((k for k, b in enumerate(free) if b.write.numel() >= sizes[i]), None)
+            taken[i] = GatherBuffer.of(sizes[i], region.device) if fit is None else free.pop(fit)
+        out = [taken[i] for i in range(len(sizes))]
+        if any(all(b is not other for other in self.free) for b in out):  # drop buffers that are too small
+            self.free = out
+        return out
 
     def reserve(self, buffers: Sequence[GatherBuffer]) -> None:
         """Keep these buffers from other loops until they are released."""
         self.free = [b for b in self.free if all(b is not other for other in buffers)]
+        self.reserved += len(buffers)
+        self.most_reserved = max(self.most_reserved, self.reserved)
 
     def release(self, buffers: Sequence[GatherBuffer]) -> None:
-        """Let other loops use these buffers, but for those that are smaller than others."""
+        """Let other loops use these buffers. The largest are kept, as many as were in use at one time."""
+        self.reserved -= len(buffers)
         self.free += [b for b in buffers if b.write.numel() and all(b is not other for other in self.free)]
-        largest = max((b.write.numel() for b in self.free), default=0)
-        self.free = [b for b in self.free if b.write.numel() == largest]
+        self.free = sorted(self.free, key=lambda b: -b.write.numel())[: self.most_reserved - self.reserved]
 
 
 def buffer_pool(region: Region) -> BufferPool:

@@ -122,8 +122,10 @@ class Executor:
         self.shard_copies: dict[int, PendingTransfer] = {}  # pending
         self.kept: dict[int, tuple[BucketPlan, list[Tensor]]] = {}  # parts of weights kept for backward, and their plan
         self.is_differentiated = False
-        count = min(self.n, schedule.most_ahead + 1) if schedule.release else self.n
-        self.buffers = buffer_pool(region).take(count, max(p.nbytes for p in plans), region)
+        sizes = [p.nbytes for p in plans]
+        if schedule.release:
+            sizes = [max(sizes)] * min(self.n, schedule.most_ahead + 1)
+        self.buffers = buffer_pool(region).take(sizes, region)
 
     # --- forward ---
 

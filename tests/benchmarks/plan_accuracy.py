@@ -64,9 +64,8 @@ WAYS = {
     "accumulate": Way(sharded=True, steps=2),
     "bf16": Way(sharded=True, layout=BF16),
 }
-# ResNet has no `release`: it keeps the weights that it has gathered until backward, or with remat gathers them again.
-# Images have no dim of time that sequence parallelism could split; "tp" splits the classes of the head.
-SKIPPED = {("resnet", "fsdp"), ("resnet", "tp+sp")}
+# Images have no dim of time that sequence parallelism could split; "tp" of ResNet splits the classes of the head.
+SKIPPED = {("resnet", "tp+sp")}
 
 
 def build(name: str, way: Way, kind: str) -> tuple[Any, tuple[Any, ...]]:
@@ -74,8 +73,7 @@ def build(name: str, way: Way, kind: str) -> tuple[Any, tuple[Any, ...]]:
     module, cfg = MODELS[name]
     mesh = fs.make_mesh(kind=kind, **({"model": 2} if way.model else {"data": 2}))
     data, model = "data" if way.data else None, "model" if way.model else None
-    options = {} if (name, way) == ("resnet", WAYS["keep"]) else way.layout
-    layout = module.Layout(data, model, **options)
+    layout = module.Layout(data, model, **way.layout)
     described, specs = module.init(cfg), module.specs(cfg, model=model)
     if way.sharded:
         specs = fs.fully_shard(specs, described, axis="data")

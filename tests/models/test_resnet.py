@@ -146,18 +146,57 @@ def test_train_steps_equal_those_of_transformers(name, kind, known):
         close_to_tensors(group, fs.device_get(leaves), want.tensors)
 
 
-def test_half_precision_computes_convolutions_and_the_head_in_it_and_norms_in_float32(known):
+def test_blocks_are_gathered_again_in_backward_if_released_with_the_same_gradients(known):
+    cfg, weights = hf.load(known["one stage"].folder)
+    mesh = fs.make_mesh(data=2)
+    specs = fs.fully_shard(resnet.specs(cfg), weights["params"], axis="data", min_size=4)
+    params = fs.materialize(weights["params"], specs, mesh, key=fs.key(0))
+    state = fs.materialize(weights["state"], P(), mesh, key=fs.key(0))
+
+    def run(remat, **options):
+        layout = resnet.Layout("data", **options)
+
+        @fs.shard_map(mesh=mesh, in_specs=(specs, P(), P("data"), P("data")), out_specs=(P(), P(), specs))
+        def step(p, state, x, y):
+            loss_fn = lambda p: resnet.loss(cfg, p, state, x, y, layout=layout, specs=specs, remat=remat)  # noqa: E731
+            (loss, new), grads = fs.value_and_grad(loss_fn, has_aux=True)(p)
+            return loss, new, grads
+
+        with fs.recording() as log:
+            got = step(params, state, *inputs())
+        return fs.device_get(got), [t.phase for t in log if t.op == "all_gather" and t.rank == 0]
+
+    want, kept = run(False, release=False)
+    norms, stem, blocks, head = 1, 1, 2, 1
+    assert kept == ["forward"] * (norms + stem + blocks + head)
+    for remat in (False, True):
+        got, gathered = run(remat, prefetch=0)
+        assert_same(got, want)
+        assert gathered == kept + ["backward"] * blocks  # the last of three is still there
+
+
+def test_half_precision_computes_convolutions_and_the_head_in_it_and_norms_in_float32(known, monkeypatch):
     cfg, weights = hf.load(known["one stage"].folder)
     mesh = fs.make_mesh(data=2, model=2)
     layout = resnet.Layout("data", ("data", "model"), dtype=torch.bfloat16, reduce_dtype=torch.float32)
     specs = resnet.specs(cfg, model=layout.model)
     dtypes = set()
 
+    def watch(name, weight):
+        f = getattr(nn, name)
+
+        def watched(*args, **options):
+            dtypes.add((name, args[weight].dtype))
+            return f(*args, **options)
+
+        monkeypatch.setattr(nn, name, watched)
+
+    for name, weight in (("conv2d", 1), ("batch_norm", 2), ("linear", 1)):
+        watch(name, weight)
+
     @fs.shard_map(mesh=mesh, in_specs=(specs, P(), P("data"), P("data")), out_specs=(P(), P(), specs))
     def step(p, state, x, y):
         def loss_fn(p):
-            conv, norm = layout.unshard("stem", p, specs, resnet.init(cfg), "data").values()
-            dtypes.update({conv["w"].dtype, norm["w"].dtype})
             return resnet.loss(cfg, p, state, x, y, layout=layout, specs=specs)
 
         (loss, new), grads = fs.value_and_grad(loss_fn, has_aux=True)(p)
@@ -166,7 +205,7 @@ def test_half_precision_computes_convolutions_and_the_head_in_it_and_norms_in_fl
     place = lambda group, specs: fs.materialize(weights[group], specs, mesh, key=fs.key(0), dtype=torch.float32)  # noqa: E731
     x, y = inputs()
     loss, new, grads = fs.device_get(step(place("params", specs), place("state", P()), x.float(), y))
-    assert dtypes == {torch.bfloat16, torch.float32}
+    assert dtypes == {("conv2d", torch.bfloat16), ("batch_norm", torch.float32), ("linear", torch.bfloat16)}
     assert {g.dtype for g in fs.tree.leaves((loss, grads))} == {torch.float32}
     # Rounding of 2^-8 at each of eight convolutions.
     torch.testing.assert_close(loss.double(), known["one stage"].steps.losses[0], rtol=0.03, atol=0)

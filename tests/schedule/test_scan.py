@@ -365,6 +365,24 @@ def test_scans_over_blocks_of_two_sizes_share_buffers_of_the_larger() -> None:
         assert min(sizes[-1]) >= largest
 
 
+def test_kept_weights_of_blocks_of_other_sizes_take_the_bytes_of_each() -> None:
+    tree, mesh = [described(f=f)[0] for f in (4, F + 3, 2)], fs.make_mesh(data=2, model=1)
+    specs = fs.tree.map(lambda leaf: P("data"), tree)
+    sizes: list[int] = []
+
+    def loop(p: Any, x: Tensor) -> Tensor:
+        out = scanned(tree, specs, release=False)(p, x)
+        sizes[:] = [b.write.numel() for b in buffer_pool(region("test")).free]
+        return out
+
+    step, params, x = step_of(loop, mesh, specs), place(mesh, tree, specs), batch()
+    want = step_of(plain(tree, specs), mesh, specs)(params, x)
+    for _ in range(2):
+        assert_same(step(params, x), want)
+        needed = sorted((sum(w.numel() * 4 for w in fs.tree.leaves(one)) for one in tree), reverse=True)
+        assert all(n <= got < n + 4 * 64 for n, got in zip(needed, sizes, strict=True))  # each leaf is aligned to 64
+
+
 def test_weights_returned_by_a_block_are_copies() -> None:
     """Overwrite their buffer by later blocks and by the next call."""
     tree, mesh = described(D, D), fs.make_mesh(data=2, model=1)
