@@ -290,6 +290,13 @@ def test_wait_for_messages_names_the_rank_and_the_collective() -> None:
 # --- the end of a program ---------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a program: an IPython shell that another test of this process has made sets `sys.ps1`, and leaves it."""
+    monkeypatch.delattr(sys, "ps1", raising=False)
+
+
+@pytest.mark.usefixtures("no_prompt")
 @pytest.mark.parametrize("child", [False, True])
 def test_end_of_a_program_by_an_exception_is_a_failure(child: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[bool] = []
@@ -326,6 +333,7 @@ def test_end_of_a_program_by_an_exception_is_a_failure(child: bool, monkeypatch:
     monkeypatch.undo()
 
 
+@pytest.mark.usefixtures("no_prompt")
 def test_uncaught_exception_is_told_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads of the program may go on for long after it."""
     raised: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard import P
 from fshard.models import gpt2, resnet
-from tests.benchmarks import gpt_module, predict_classes, train_steps
+from tests.benchmarks import gpt_module, predict_classes, published_layouts, train_steps
 from tests.benchmarks.step_cost import StepCost, measure_step
 
 TINY = gpt2.Config(vocab_size=61, n_positions=12, n_embd=24, n_layer=2, n_head=3)
@@ -119,3 +120,25 @@ def test_memory_that_is_predicted_from_shapes_is_the_memory_of_a_real_step(head:
     assert predicted.arguments == arguments
     # To a scalar. In half precision kernels of the CPU have scratch memory, too, that no plan sees.
     assert abs(predicted.peak - peak) <= 8
+
+
+def test_a_step_of_many_blocks_and_microbatches_is_predicted_from_few(monkeypatch) -> None:
+    monkeypatch.setattr(published_layouts, "SIZES", {"tiny": (4, 64, 128, 4)})
+    monkeypatch.setattr(published_layouts, "VOCAB", 96)
+    monkeypatch.setattr(published_layouts, "TIME", 32)
+    monkeypatch.setattr(published_layouts, "EXAMPLES", 12)
+    layout = published_layouts.Layout("tiny", data=2, tensor=2, micro_batch=2, zero=1)
+    step, args = published_layouts.step_of(layout, 4, layout.microbatches)
+    device = dataclasses.replace(fs.devices.H100, efficiency=0.5)
+    whole = layout.tokens / fs.plan(step, *args, device=device).time.seconds
+    few = published_layouts.plans_of(layout)
+    assert published_layouts.predict(layout, few, 0.5) == pytest.approx(whole, rel=0.002)
+
+
+def test_rank_correlations_are_those_of_known_orders() -> None:
+    """Of 1 2 3 4 and 1 3 2 4: 1 - 6 (1 + 1) / (4 (16 - 1)). Two equal numbers share ranks 2 and 3."""
+    of = published_layouts.rank_correlation
+    assert of([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+    assert of([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    assert of([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
+    assert of([1, 2, 3, 4], [1, 5, 5, 9]) == pytest.approx(4.5 / (5 * 4.5) ** 0.5)

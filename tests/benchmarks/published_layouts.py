@@ -1,0 +1,195 @@
+"""The order of published layouts beside the order that plans give: `python -m tests.benchmarks.published_layouts`.
+
+Hugging Face's Ultra-Scale Playbook measured thousands of layouts of four Llama models on 8 to 512 H100, each with a
+global batch of 256 sequences of 4,096 tokens and no recomputation. `published_layouts.csv` has those without pipeline
+parallelism: tokens per second and device, by data and tensor parallelism, microbatch and ZeRO stage. The same steps are
+planned with `fshard.models.llama`, at one fitted number: the efficiency of the H100, from the fastest 8.86B on 8.
+
+Source: huggingface.co/spaces/nanotron/ultrascale-playbook, `assets/data/benchmarks/benchmarks_interactive.html`, rows
+of "PP: 1"; sizes of the models: huggingface/nanotron, `scripts/scaling_benchmarks.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fshard as fs
+from fshard import P, devices, optim
+from fshard.models import llama
+from fshard.planning import Plan, roofline
+
+EXAMPLES, TIME, VOCAB = 256, 4096, 131_072
+SIZES = {  # layers, width, hidden units, heads; the smaller two tie their head to the table
+    "1.34B": (16, 2048, 8192, 32),
+    "3.57B": (28, 3072, 8192, 32),
+    "8.86B": (32, 4096, 14336, 32),
+    "80B": (80, 8192, 28672, 64),
+}
+FIT = ("8.86B", 8)  # its fastest row fits the efficiency
+_BLOCKS = 2  # planned, and one more: the others add as much
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A published layout: examples of a microbatch on each data rank, and ZeRO 0 (DDP) or 1."""
+
+    model: str
+    data: int
+    tensor: int
+    micro_batch: int
+    zero: int
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor
+
+    @property
+    def microbatches(self) -> int:
+        return EXAMPLES // (self.data * self.micro_batch)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step on each device."""
+        return EXAMPLES * TIME // self.ranks
+
+    def config(self, blocks: int) -> llama.Config:
+        _, width, hidden, heads = SIZES[self.model]
+        return llama.Config(
+            vocab_size=VOCAB, hidden_size=width, intermediate_size=hidden, num_hidden_layers=blocks,
+            num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=TIME,
+            tie_word_embeddings=hidden < 10_000,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"DP {self.data}, TP {self.tensor}, {self.micro_batch} x {self.microbatches}, ZeRO-{self.zero}"
+
+
+@dataclass(frozen=True)
+class Row:
+    layout: Layout
+    measured: float  # tokens per second and device
+
+
+def published() -> list[Row]:
+    with Path(__file__).with_suffix(".csv").open() as f:
+        return [
+            Row(Layout(model, *map(int, numbers)), float(tokens)) for model, *numbers, tokens in list(csv.reader(f))[1:]
+        ]
+
+
+def step_of(layout: Layout, blocks: int, microbatches: int) -> tuple[Any, tuple[Any, ...]]:
+    """The step with AdamW in float32, computed in bfloat16, whose gradients cross the data axis once."""
+    cfg = layout.config(blocks)
+    mesh = fs.make_mesh(kind="abstract", data=layout.data, model=layout.tensor)
+    described, specs = llama.init(cfg), llama.specs(cfg, model="model")
+    options = llama.Layout("data", "model", sequence=layout.tensor > 1, dtype=torch.bfloat16,
+                           reduce_dtype=torch.float32, varied=True)  # fmt: skip
+    opt, zero = optim.adamw(1e-4), layout.zero and layout.data > 1
+    if zero:
+        opt = optim.zero(opt, specs, fs.fully_shard(specs, described, axis="data"), axis="data")
+    placed = {"params": specs, "opt": opt.specs(specs)}
+
+    @fs.shard_map(mesh=mesh, in_specs=(placed, P("data"), P("data")), out_specs=(placed, P()), donate=0)
+    def step(state: Any, ids: Tensor, targets: Tensor) -> Any:
+        loss = lambda p, x, y: llama.loss(cfg, p, x, y, layout=options, specs=specs)  # noqa: E731
+        own = lambda p: fs.pvary(p, "data")  # noqa: E731
+        params = state["params"]
+        if zero:  # which sums the gradients itself
+            value, grads = fs.accumulate(loss, microbatches)(own(params), ids, targets)
+        else:
+            value, grads = fs.accumulate(loss, microbatches, gather=own)(params, ids, targets)
+        params, new = opt.update(grads, state["opt"], params)
+        return {"params": params, "opt": new}, value
+
+    ids = fs.init.zeros((layout.data * layout.micro_batch * microbatches, TIME), dtype=torch.int64)
+    return step, ({"params": described, "opt": opt.init(described)}, ids, ids)
+
+
+Plans = Mapping[tuple[int, int], Plan]  # by blocks and microbatches
+
+
+def plans_of(layout: Layout) -> Plans:
+    """Plans of a few blocks and of one and two microbatches, from which those of all follow."""
+    out = {}
+    for blocks, n in itertools.product((_BLOCKS, _BLOCKS + 1), (1, 2)[: layout.microbatches]):
+        step, args = step_of(layout, blocks, n)
+        out[blocks, n] = fs.plan(step, *args, device=devices.H100)
+    return out
+
+
+def predict(layout: Layout, plans: Plans, efficiency: float) -> float:
+    """Tokens per second and device."""
+    device = dataclasses.replace(devices.H100, efficiency=efficiency)
+    seconds = {key: roofline(plan.events, plan.mesh, device).seconds for key, plan in plans.items()}
+
+    def of_all_blocks(n: int) -> float:
+        few, more = seconds[_BLOCKS, n], seconds[_BLOCKS + 1, n]
+        return few + (more - few) * (SIZES[layout.model][0] - _BLOCKS)
+
+    one = of_all_blocks(1)
+    more = (of_all_blocks(2) - one) * (layout.microbatches - 1) if layout.microbatches > 1 else 0.0
+    return layout.tokens / (one + more)
+
+
+def fitted(row: Row, plans: Plans) -> float:
+    """The efficiency at which the predicted speed of a row is the measured one, by bisection."""
+    low, high = 0.05, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if predict(row.layout, plans, middle) < row.measured else (low, middle)
+    return low
+
+
+def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Spearman's: 1 for the same order, -1 for the opposite one. Equal numbers have their mean rank."""
+    ranks = [torch.tensor([(sum(y < x for y in of) + sum(y <= x for y in of) - 1) / 2 for x in of]) for of in (xs, ys)]
+    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="MODEL", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--devices", nargs="+", type=int, help="such numbers of devices alone")
+    parser.add_argument("--rows", action="store_true", help="print every layout")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = published()
+    fit = max((r for r in rows if (r.layout.model, r.layout.ranks) == FIT), key=lambda r: r.measured)
+    efficiency = fitted(fit, plans_of(fit.layout))
+    print(f"efficiency {efficiency:.3f}, from {fit.layout.model}, {fit.layout}: {fit.measured:,.0f} tokens/s")
+    print("model    devices  layouts  correlation  measured of the first planned  in both first three  layout")
+    found = []
+    key = lambda r: (SIZES[r.layout.model], r.layout.ranks)  # noqa: E731
+    chosen = [r for r in rows if r.layout.model in args.only and r.layout.ranks in (args.devices or [r.layout.ranks])]
+    for _, group in itertools.groupby(sorted(chosen, key=key), key):
+        own = list(group)
+        planned = [predict(r.layout, plans_of(r.layout), efficiency) for r in own]
+        measured = [r.measured for r in own]
+        order = sorted(range(len(own)), key=lambda i: -planned[i])
+        best = sorted(range(len(own)), key=lambda i: -measured[i])
+        first, share = own[order[0]], measured[order[0]] / max(measured)
+        both = len({*order[:3]} & {*best[:3]})
+        print(f"{first.layout.model:8} {first.layout.ranks:7} {len(own):8} {rank_correlation(planned, measured):12.2f} "
+              f"{first.measured:14,.0f} of {max(measured):,.0f} ({share:.0%}) {both:15}  {first.layout}",
+              flush=True)  # fmt: skip
+        for i in best if args.rows else ():
+            print(f"    {own[i].layout!s:36} {measured[i]:8,.0f} measured {planned[i]:8,.0f} planned")
+        found += [{**dataclasses.asdict(r.layout), "measured": r.measured, "planned": p}
+                  for r, p in zip(own, planned, strict=True)]  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
