@@ -16,10 +16,10 @@ import csv
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,13 +88,17 @@ def published() -> list[Row]:
         ]
 
 
-def step_of(layout: Layout, blocks: int, microbatches: int) -> tuple[Any, tuple[Any, ...]]:
-    """The step with AdamW in float32, computed in bfloat16, whose gradients cross the data axis once."""
+def step_of(layout: Layout, blocks: int, microbatches: int, *, overlapped: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    """The step with AdamW in float32, computed in bfloat16, whose gradients cross the data axis once.
+
+    ZeRO-1 sums them in its update. DDP sums them after the microbatches; or, `overlapped`, those of each block of one
+    microbatch while the block before computes its own.
+    """
     cfg = layout.config(blocks)
     mesh = fs.make_mesh(kind="abstract", data=layout.data, model=layout.tensor)
     described, specs = llama.init(cfg), llama.specs(cfg, model="model")
     options = llama.Layout("data", "model", sequence=layout.tensor > 1, dtype=torch.bfloat16,
-                           reduce_dtype=torch.float32, varied=True)  # fmt: skip
+                           reduce_dtype=torch.float32, varied=not overlapped)  # fmt: skip
     opt, zero = optim.adamw(1e-4), layout.zero and layout.data > 1
     if zero:
         opt = optim.zero(opt, specs, fs.fully_shard(specs, described, axis="data"), axis="data")
@@ -105,7 +109,9 @@ def step_of(layout: Layout, blocks: int, microbatches: int) -> tuple[Any, tuple[
         loss = lambda p, x, y: llama.loss(cfg, p, x, y, layout=options, specs=specs)  # noqa: E731
         own = lambda p: fs.pvary(p, "data")  # noqa: E731
         params = state["params"]
-        if zero:  # which sums the gradients itself
+        if overlapped:
+            value, grads = fs.value_and_grad(loss)(params, ids, targets)
+        elif zero:
             value, grads = fs.accumulate(loss, microbatches)(own(params), ids, targets)
         else:
             value, grads = fs.accumulate(loss, microbatches, gather=own)(params, ids, targets)
@@ -116,30 +122,33 @@ def step_of(layout: Layout, blocks: int, microbatches: int) -> tuple[Any, tuple[
     return step, ({"params": described, "opt": opt.init(described)}, ids, ids)
 
 
-Plans = Mapping[tuple[int, int], Plan]  # by blocks and microbatches
+class Plans(NamedTuple):
+    """Plans of two numbers of blocks each, from which those of all blocks follow."""
+
+    last: Sequence[Plan]  # a step of one microbatch
+    one: Sequence[Plan] = ()  # the same without overlap, and with a microbatch more: what a microbatch adds
+    two: Sequence[Plan] = ()
 
 
 def plans_of(layout: Layout) -> Plans:
-    """Plans of a few blocks and of one and two microbatches, from which those of all follow."""
-    out = {}
-    for blocks, n in itertools.product((_BLOCKS, _BLOCKS + 1), (1, 2)[: layout.microbatches]):
-        step, args = step_of(layout, blocks, n)
-        out[blocks, n] = fs.plan(step, *args, device=devices.H100)
-    return out
+    def plans(microbatches: int, **options: Any) -> list[Plan]:
+        steps = [step_of(layout, _BLOCKS + i, microbatches, **options) for i in (0, 1)]
+        return [fs.plan(step, *args, device=devices.H100) for step, args in steps]
+
+    last = plans(1, overlapped=not layout.zero)
+    return Plans(last) if layout.microbatches == 1 else Plans(last, plans(1) if not layout.zero else last, plans(2))
 
 
 def predict(layout: Layout, plans: Plans, efficiency: float) -> float:
     """Tokens per second and device."""
     device = dataclasses.replace(devices.H100, efficiency=efficiency)
-    seconds = {key: roofline(plan.events, plan.mesh, device).seconds for key, plan in plans.items()}
 
-    def of_all_blocks(n: int) -> float:
-        few, more = seconds[_BLOCKS, n], seconds[_BLOCKS + 1, n]
+    def seconds(of: Sequence[Plan]) -> float:
+        few, more = (roofline(plan.events, plan.mesh, device).seconds for plan in of)
         return few + (more - few) * (SIZES[layout.model][0] - _BLOCKS)
 
-    one = of_all_blocks(1)
-    more = (of_all_blocks(2) - one) * (layout.microbatches - 1) if layout.microbatches > 1 else 0.0
-    return layout.tokens / (one + more)
+    added = seconds(plans.two) - seconds(plans.one) if plans.two else 0.0
+    return layout.tokens / (seconds(plans.last) + added * (layout.microbatches - 1))
 
 
 def fitted(row: Row, plans: Plans) -> float:
