@@ -28,14 +28,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
 from .errors import checked, fail, must_be
 
-__all__ = ["A100", "A100_40GB", "B200", "H100", "H200", "MI300X", "TPU_V5P", "Device", "Link", "of", "this_cpu"]
+__all__ = ["A100", "A100_40GB", "B200", "H100", "H200", "MI300X", "TPU_V5P", "Device", "Link", "of", "this_cpu",
+           "with_bus_bandwidth"]  # fmt: skip
 
 
 class Link(NamedTuple):
@@ -158,6 +159,45 @@ def of(name: str) -> Device:
         raise fail(f"devices.of: name: no device is called {name!r}",
                    fix=f"one of {', '.join(sorted(_KNOWN))}, cpu; or make an fs.devices.Device")  # fmt: skip
     return _KNOWN[key]
+
+
+@checked
+def with_bus_bandwidth(device: Device, measured: Mapping[int, float]) -> Device:
+    """Return the device with a network as fast as sums over so many ranks were measured: "busbw" of nccl-tests.
+
+    A ring over n ranks passes between groups of p, the ranks of the level before, on the links of p of them at a time.
+    So a level has 1/p of what the sum over its ranks reaches. The nearest links and the latencies stay.
+
+    Args:
+        measured: bytes/s of an all_reduce of many bytes, 2 (n - 1) / n of its bytes / its seconds, by the number n of
+            ranks, from the fewest: each a multiple of the one before, the first of those in a node. What was measured
+            for the most ranks is taken for more, too.
+
+    >>> slow = with_bus_bandwidth(H100, {16: 362e9, 32: 160e9, 512: 33e9})       # 2, 4 and 64 nodes
+    >>> [(link.name, link.ranks, round(link.bandwidth / 1e9, 2)) for link in slow.links]
+    [('NVLink', 8, 450.0), ('16 ranks', 16, 45.25), ('32 ranks', 32, 10.0), ('512 ranks', None, 1.03)]
+
+    Raises ShardingError for a device without links, and for ranks that are no such multiples.
+    """
+    if not device.links:
+        raise fail(f"with_bus_bandwidth: {device.name} has no links", fix="give the Device a Link for those in a node")
+    if not measured:
+        raise fail("with_bus_bandwidth: measured is empty", fix="bytes/s by ranks: {16: 362e9}")
+    nearest, network = device.links[0], device.links[-1]
+    if nearest.ranks is None:
+        raise fail(f"with_bus_bandwidth: {nearest.name} of {device.name} joins any number of ranks, so no network is "
+                   "beyond it", fix="give the Device a first Link with the ranks of a node")  # fmt: skip
+    levels, before = [nearest], nearest.ranks
+    for n, rate in measured.items():
+        if n <= before or n % before:
+            raise fail(
+                f"with_bus_bandwidth: measured over {n} ranks, after {before}", measured=dict(measured),
+                fix=f"multiples of {nearest.ranks}, the ranks of {nearest.name}, and each of the one before",
+            )  # fmt: skip
+        levels.append(Link(f"{n} ranks", n, rate / before, network.latency))
+        before = n
+    levels[-1] = levels[-1]._replace(ranks=None)
+    return replace(device, links=tuple(levels))
 
 
 @checked

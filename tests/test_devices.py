@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard import devices
+from fshard import P, devices
 from fshard.devices import Device, Link
+from tests.lib.assertions import error_text
 
 NAMES = ["a100", "a100-40gb", "b200", "h100", "h200", "mi300x", "tpu-v5p"]
 
@@ -74,3 +75,38 @@ def test_this_cpu_measures_rates_that_torch_reaches() -> None:
 def test_repr_says_rates_memory_and_links() -> None:
     own = Device("mine", {torch.float32: 5e12}, 8 * 2**30, 5e11, efficiency=0.5)
     assert repr(own) == "Device(mine: 5 TFLOP/s float32, 8 GiB at 0.5 TB/s, no links, efficiency 0.50)"
+
+
+# --- a measured network -----------------------------------------------------------------------------------------
+
+
+def test_a_sum_takes_as_long_as_it_was_measured() -> None:
+    measured = {16: 362e9, 32: 160e9, 128: 85e9, 512: 33e9}
+    device = devices.with_bus_bandwidth(devices.H100, measured)
+    assert (device.links[0], device.links[-1].ranks) == (devices.H100.links[0], None)
+    for n, rate in measured.items():
+        mesh = fs.make_mesh(kind="abstract", data=n)
+        step = fs.shard_map(lambda x: fs.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+        seconds = fs.plan(step, fs.init.zeros((n, 2**28)), device=device).time.transfers["data"]
+        latencies = 2 * (n * 7 / 8 * device.links[0].latency + (n / 8 - 1) * device.links[1].latency)
+        assert seconds == pytest.approx(2 * (n - 1) / n * 2**30 / rate + latencies, rel=1e-6)
+
+
+def test_two_sums_over_halves_of_each_node_share_its_measured_network() -> None:
+    """Rings of every second rank: both together send as fast as one ring of all ranks."""
+    device = devices.with_bus_bandwidth(devices.H100, {16: 320e9})
+    mesh = fs.make_mesh(kind="abstract", data=8, model=2)
+    step = fs.shard_map(lambda x: fs.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+    seconds = fs.plan(step, fs.init.zeros((8, 2**28)), device=device).time.transfers["data"]
+    assert seconds == pytest.approx(2 * 7 / 8 * 2**30 / 160e9, rel=0.01)
+
+
+def test_ranks_that_are_no_multiples_and_devices_without_a_network_are_refused() -> None:
+    for measured in ({12: 1e9}, {8: 1e9}, {32: 1e9, 16: 1e9}, {16: 1e9, 40: 1e9}):
+        assert "multiples of 8, the ranks of NVLink" in error_text(devices.with_bus_bandwidth, devices.H100, measured)
+    assert "bandwidth of 16 ranks" in error_text(devices.with_bus_bandwidth, devices.H100, {16: 0.0})
+    assert "measured is empty" in error_text(devices.with_bus_bandwidth, devices.H100, {})
+    alone = dataclasses.replace(devices.H100, links=())
+    assert "H100 has no links" in error_text(devices.with_bus_bandwidth, alone, {16: 1e9})
+    flat = dataclasses.replace(devices.H100, links=devices.H100.links[1:])
+    assert "joins any number of ranks" in error_text(devices.with_bus_bandwidth, flat, {16: 1e9})

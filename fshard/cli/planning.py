@@ -44,6 +44,11 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="of fs.devices: h100, a100, mi300x, tpu-v5p, cpu ...: for what fits, and for times",
     )
+    option(
+        "--bus-bandwidth",
+        metavar="RANKS=GB/s",
+        help="of the network, as nccl-tests prints it for an all_reduce over so many ranks: 16=362,32=160,512=33",
+    )
     option("--layout", nargs="+", action="extend", default=[], metavar="AXES",
            help=f"data=64,model=8,remat=yes; {_SETTINGS}; dtype: {', '.join(_DTYPES)} (default: data=N)")  # fmt: skip
     option(
@@ -68,7 +73,11 @@ def _run(options: argparse.Namespace) -> str:
         raise fail(f"plan: --html {options.html}: there is no folder {Path(options.html).parent}")
     if options.search and not options.device:
         raise fail("plan: --search without --device: there is nothing to compare", fix="--device h100")
+    if options.bus_bandwidth and not options.device:
+        raise fail("plan: --bus-bandwidth without --device: there is no time to plan", fix="--device h100")
     device = devices.of(options.device) if options.device else None
+    if device is not None and options.bus_bandwidth:
+        device = devices.with_bus_bandwidth(device, _rates(options.bus_bandwidth))
     job = read_job(options.model, options.seq)
     given = _layouts(options.layout)
     count = options.devices or (_product(given[0]) if given and not options.search else 8)
@@ -100,6 +109,19 @@ def _run(options: argparse.Namespace) -> str:
     if options.json:
         return json.dumps({"model": options.model, "batch": batch, "length": job.length, **table.as_dict()}, indent=2)
     return f"{options.model}: {_facts(job, batch)}\n{table!r}"
+
+
+def _rates(text: str) -> dict[int, float]:
+    """Parse `16=362,32=160`, in GB/s: bytes/s by ranks. Raises ShardingError for the first part that is none."""
+    rates: dict[int, float] = {}
+    for part in text.split(","):
+        ranks, _, rate = part.strip().partition("=")
+        try:
+            rates[int(ranks)] = float(rate) * 1e9
+        except ValueError as e:
+            raise fail(f"plan: --bus-bandwidth {text}: {part.strip()!r} is not RANKS=GB/s",
+                       fix="--bus-bandwidth 16=362,32=160,512=33") from e  # fmt: skip
+    return rates
 
 
 def _facts(job: Job, batch: int) -> str:

@@ -5,8 +5,13 @@ global batch of 256 sequences of 4,096 tokens and no recomputation. `published_l
 parallelism: tokens per second and device, by data and tensor parallelism, microbatch and ZeRO stage. The same steps are
 planned with `fshard.models.llama`, at one fitted number: the efficiency of the H100, from the fastest 8.86B on 8.
 
+Each order is planned twice: with the links of the data sheet, and with those that the same cluster had when the program
+itself summed 1 GiB over all ranks of a job (the median of all its runs): over 64 nodes at 33 GB/s, where the data sheet
+has 400.
+
 Source: huggingface.co/spaces/nanotron/ultrascale-playbook, `assets/data/benchmarks/benchmarks_interactive.html`, rows
-of "PP: 1"; sizes of the models: huggingface/nanotron, `scripts/scaling_benchmarks.py`.
+of "PP: 1", and `pp_comm_bandwidth.html` there; huggingface/nanotron, `scripts/scaling_benchmarks.py` for the sizes of
+the models, and `measure_bandwidth` in `src/nanotron/trainer.py` at e3b886c for what was measured.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, devices, optim
+from fshard.devices import Device
 from fshard.models import llama
 from fshard.planning import Plan, roofline
 
@@ -37,6 +43,7 @@ SIZES = {  # layers, width, hidden units, heads; the smaller two tie their head 
     "80B": (80, 8192, 28672, 64),
 }
 FIT = ("8.86B", 8)  # its fastest row fits the efficiency
+SUMS = {16: 361.7e9, 32: 160.1e9, 64: 99.6e9, 128: 84.7e9, 256: 64.9e9, 512: 32.9e9}  # bytes/s of all_reduce, by ranks
 _BLOCKS = 2  # planned, and one more: the others add as much
 
 
@@ -139,9 +146,8 @@ def plans_of(layout: Layout) -> Plans:
     return Plans(last) if layout.microbatches == 1 else Plans(last, plans(1) if not layout.zero else last, plans(2))
 
 
-def predict(layout: Layout, plans: Plans, efficiency: float) -> float:
+def predict(layout: Layout, plans: Plans, device: Device) -> float:
     """Tokens per second and device."""
-    device = dataclasses.replace(devices.H100, efficiency=efficiency)
 
     def seconds(of: Sequence[Plan]) -> float:
         few, more = (roofline(plan.events, plan.mesh, device).seconds for plan in of)
@@ -156,7 +162,8 @@ def fitted(row: Row, plans: Plans) -> float:
     low, high = 0.05, 1.0
     for _ in range(20):
         middle = (low + high) / 2
-        low, high = (middle, high) if predict(row.layout, plans, middle) < row.measured else (low, middle)
+        slower = predict(row.layout, plans, dataclasses.replace(devices.H100, efficiency=middle)) < row.measured
+        low, high = (middle, high) if slower else (low, middle)
     return low
 
 
@@ -177,25 +184,29 @@ def main() -> None:
     fit = max((r for r in rows if (r.layout.model, r.layout.ranks) == FIT), key=lambda r: r.measured)
     efficiency = fitted(fit, plans_of(fit.layout))
     print(f"efficiency {efficiency:.3f}, from {fit.layout.model}, {fit.layout}: {fit.measured:,.0f} tokens/s")
-    print("model    devices  layouts  correlation  measured of the first planned  in both first three  layout")
+    print("Links of the data sheet, then measured ones: correlation; what the first planned measured; its layout")
+    sheet = dataclasses.replace(devices.H100, efficiency=efficiency)
     found = []
     key = lambda r: (SIZES[r.layout.model], r.layout.ranks)  # noqa: E731
     chosen = [r for r in rows if r.layout.model in args.only and r.layout.ranks in (args.devices or [r.layout.ranks])]
     for _, group in itertools.groupby(sorted(chosen, key=key), key):
         own = list(group)
-        planned = [predict(r.layout, plans_of(r.layout), efficiency) for r in own]
+        plans = [plans_of(r.layout) for r in own]
         measured = [r.measured for r in own]
-        order = sorted(range(len(own)), key=lambda i: -planned[i])
-        best = sorted(range(len(own)), key=lambda i: -measured[i])
-        first, share = own[order[0]], measured[order[0]] / max(measured)
-        both = len({*order[:3]} & {*best[:3]})
-        print(f"{first.layout.model:8} {first.layout.ranks:7} {len(own):8} {rank_correlation(planned, measured):12.2f} "
-              f"{first.measured:14,.0f} of {max(measured):,.0f} ({share:.0%}) {both:15}  {first.layout}",
-              flush=True)  # fmt: skip
-        for i in best if args.rows else ():
-            print(f"    {own[i].layout!s:36} {measured[i]:8,.0f} measured {planned[i]:8,.0f} planned")
-        found += [{**dataclasses.asdict(r.layout), "measured": r.measured, "planned": p}
-                  for r, p in zip(own, planned, strict=True)]  # fmt: skip
+        planned = [[predict(r.layout, p, device) for r, p in zip(own, plans, strict=True)]
+                   for device in (sheet, devices.with_bus_bandwidth(sheet, SUMS))]  # fmt: skip
+        print(
+            f"{own[0].layout.model}, {own[0].layout.ranks} devices, {len(own)} layouts, {max(measured):,.0f} tokens/s"
+        )
+        for speeds in planned:
+            first = own[max(range(len(own)), key=lambda i: speeds[i])]
+            share = first.measured / max(measured)
+            correlation = rank_correlation(speeds, measured)
+            print(f"    {correlation:5.2f} {first.measured:8,.0f} ({share:4.0%})  {first.layout}", flush=True)
+        for r, *speeds in sorted(zip(own, *planned, strict=True), key=lambda x: -x[0].measured) if args.rows else ():
+            print(f"    {r.layout!s:36} {r.measured:8,.0f} measured; planned" + "".join(f"{s:8,.0f}" for s in speeds))
+        found += [{**dataclasses.asdict(r.layout), "measured": r.measured, "planned": speeds}
+                  for r, *speeds in zip(own, *planned, strict=True)]  # fmt: skip
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
 

@@ -112,6 +112,14 @@ def test_a_search_prints_the_fastest_first(capsys: pytest.CaptureFixture[str]):
     assert times == sorted(times)
 
 
+def test_a_measured_network_makes_its_transfers_slower(capsys: pytest.CaptureFixture[str]):
+    options = ("--devices", "32", "--device", "h100", "--layout", "data=32", "--json")
+    fast, slow = (json.loads(run(capsys, *options, *more))["rows"][0]
+                  for more in ((), ("--bus-bandwidth", "16=0.4, 32=0.02")))  # fmt: skip
+    assert slow["seconds"] > 2 * fast["seconds"]
+    assert slow["peak_bytes"] == fast["peak_bytes"]
+
+
 def test_candidates_use_all_devices_and_rule_out_each_other():
     job = Job(fs.models.gpt2, fs.models.gpt2.Config(), 8)
     found = list(_candidates(job, H100, 32, 32, {}))
@@ -142,6 +150,8 @@ def test_errors_name_the_option(capsys: pytest.CaptureFixture[str]):
     assert "4 x 4 = 16" in error(capsys, "--devices", "8", "--layout", "data=4,model=4")
     assert error(capsys, "--devices", "0") == "plan: --devices 0\n  fix: 1 or more"
     assert "--search without --device" in error(capsys, "--search")
+    assert "--bus-bandwidth without --device" in error(capsys, "--bus-bandwidth", "16=40")
+    assert "'32' is not RANKS=GB/s" in error(capsys, "--device", "h100", "--bus-bandwidth", "16=40,32")
     assert "there is no folder" in error(capsys, "--html", "no/such/page.html")
     assert "no device is called 'h99'" in error(capsys, "--device", "h99")
     for layout, devices, batch, reason, fix in (

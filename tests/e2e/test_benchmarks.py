@@ -132,7 +132,7 @@ def test_a_step_of_many_blocks_and_microbatches_is_predicted_from_few(monkeypatc
     device = dataclasses.replace(fs.devices.H100, efficiency=0.5)
     whole = layout.tokens / fs.plan(step, *args, device=device).time.seconds
     few = published_layouts.plans_of(layout)
-    assert published_layouts.predict(layout, few, 0.5) == pytest.approx(whole, rel=0.002)
+    assert published_layouts.predict(layout, few, device) == pytest.approx(whole, rel=0.002)
 
 
 def test_rank_correlations_are_those_of_known_orders() -> None:
