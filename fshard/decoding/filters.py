@@ -18,7 +18,7 @@ from torch import Tensor
 from fshard._comm import Axis
 from fshard._ops import local_range
 from fshard.collectives import pmax, pmin, psum, pvary
-from fshard.errors import fail
+from fshard.errors import fail, must_be
 
 from .options import Options, token_list
 
@@ -147,6 +147,8 @@ def argmax(logits: Tensor, axis: Axis, size: int) -> Tensor:
 
     Raises ShardingError for logits of one number.
     """
+    if not isinstance(logits, Tensor):
+        raise must_be("argmax: logits", "a Tensor", logits)
     if not logits.ndim:
         raise fail("argmax: logits are one number", fix="[B, V]")
     first, whole = local_range("argmax", logits.shape[-1], axis, size)

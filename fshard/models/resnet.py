@@ -425,7 +425,7 @@ _LEAVES = {
     ("state", "norm", "var"): "normalization.running_var",
     ("state", "norm", "count"): "normalization.num_batches_tracked",
 }
-_FC = {("params", "fc", "w"): "classifier.1.weight", ("params", "fc", "b"): "classifier.1.bias"}
+_FC = {"w": "classifier.1.weight", "b": "classifier.1.bias"}
 
 
 @checked
@@ -437,9 +437,9 @@ def theirs(path: tree.Path) -> FileTensor:
 
     Raises ShardingError for a path that the model lacks.
     """
-    if path in _FC:
-        return FileTensor(_FC[path])
     match path:
+        case ("params", "fc", "w" | "b" as leaf):
+            return FileTensor(_FC[leaf])
         case (group, "stem", str(layer), leaf):
             prefix = "resnet.embedder.embedder"
         case (group, "stages", int(stage), int(block), str(layer), leaf):

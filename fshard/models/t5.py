@@ -415,7 +415,7 @@ def _run_stack(
     (x, *_), blocks = apply_blocks(
         functools.partial(_block, stack), call.params[name], (x, *bias, *source), layout=layout,
         described=call.described[name], specs=None if call.specs is None else spec_of(call.specs, name), key=key,
-        remat=call.remat, cache=cache,
+        remat=call.remat, cache=cache, label=f"params[{name!r}]",
     )  # fmt: skip
     return stack.dropout(stack.norm(x, own["norm_f"]), key, "final"), blocks
 

@@ -355,14 +355,14 @@ def _window_mask(tokens: Tokens, s: int, window: int) -> Tensor | None:
 def apply_blocks(
     block: Block, params: Any, x: Any, *, layout: Layout, described: Any, specs: Any = None,
     key: Tensor | None = None, remat: bool = False, cache: Cache | None = None,
-    each: Sequence[tuple[Any, ...]] | None = None, has_aux: bool = False,
+    each: Sequence[tuple[Any, ...]] | None = None, has_aux: bool = False, label: str = "params",
 ) -> tuple[Any, list[Any]]:  # fmt: skip
     """Apply the blocks `params["h"]` one after the other: (x, the keys and values of each for the next cache).
 
     Each block is unsharded just before it runs, by `specs["h"]`; `remat` recomputes it in backward. Without a `cache`
     the keys and values are not kept. `each` has more arguments for each block. With `has_aux` a block returns any
     tree in the place of its keys and values, which is kept. x is a tensor, or a tree that also has the tensors that
-    all blocks share and pass on: those that are differentiated cannot be captured.
+    all blocks share and pass on: those that are differentiated cannot be captured. Errors call the parameters `label`.
     """
     keep = has_aux or cache is not None
 
@@ -370,7 +370,8 @@ def apply_blocks(
         out = block(p, x, *inputs)
         return out if keep else out[0]
 
-    blocks = params["h"]
+    blocks = params.get("h")
+    check_params({"h": blocks}, {"h": described["h"]}, label)
     cached = cache.blocks if cache is not None and cache.blocks else [None] * len(blocks)
     inputs = [(fold_name(key, i), cached[i], *([] if each is None else each[i])) for i in range(len(blocks))]
     block_specs = None if specs is None else spec_of(specs, "h")

@@ -473,5 +473,7 @@ def test_what_cannot_be_is_refused():
     text = error_text(t5.apply, cfg, {**p, "encoder": {"h": p["encoder"]["h"], "norm_f": {}}}, ids, targets)
     assert "params['encoder']['bias']: is missing" in text
     assert "params['encoder']['norm_f']['w']: is missing" in text
+    text = error_text(t5.loss, cfg, {**p, "decoder": {**p["decoder"], "h": p["decoder"]["h"][:-1]}}, ids, targets)
+    assert f"params['decoder']['h'][{len(p['decoder']['h']) - 1}]" in text
     assert "has no leaf at the path ('encoder', 'h', 0, 'cross', 'q', 'w')" in (
         error_text(t5.theirs, ("encoder", "h", 0, "cross", "q", "w")))  # fmt: skip

@@ -11,6 +11,7 @@ import fshard as fs
 from fshard import P, ShardingError
 from fshard.decoding import loop
 from fshard.models import bert, gpt2, gpt_neox, gptj, llama, t5
+from tests.lib.assertions import error_text
 from tests.lib.model_cases import close, tokens
 
 MODELS = {
@@ -98,3 +99,19 @@ def test_the_batch_is_exchanged_once_with_dropout_and_never_without(name, monkey
         exchanged.clear()
         loss_and_grads(model, config, {"r": 1, "d": 1}, tokens(5, b=2, t=4), key=fs.key(1))
         assert exchanged == ["dropout"] * times
+
+
+def test_blocks_that_are_missing_or_lack_a_leaf_are_named():
+    cfg = gpt2.Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=2, n_head=1)
+    params = fs.device_get(fs.materialize(gpt2.init(cfg), P(), fs.make_mesh(data=1), key=fs.key(0)))
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    first, second = params["h"]
+    without = {name: leaf for name, leaf in second.items() if name != "ln_2"}
+    for blocks, words in (
+        ([first, without], "params['h'][1]['ln_2']['w']: is missing"),
+        ([first], "params['h'][1]['down']['b']: is missing"),
+        (iter([first, second]), "params['h']: is more than the model has"),
+    ):
+        assert words in error_text(gpt2.apply, cfg, params | {"h": blocks}, ids)
+    del params["h"]
+    assert "params['h'][0]['down']['b']: is missing" in error_text(gpt2.apply, cfg, params, ids)
