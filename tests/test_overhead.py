@@ -121,11 +121,13 @@ def python_calls(f, *args):
         count += event == "call" and frame.f_code.co_name not in ("<listcomp>", "<genexpr>")
 
     before = sys.getprofile()
+    gc.disable()  # a collection would run finalizers of what other tests have left
     sys.setprofile(count_call)
     try:
         out = f(*args)
     finally:
         sys.setprofile(before)
+        gc.enable()
     return count, out
 
 
