@@ -24,9 +24,10 @@ from fshard.collectives import all_gather, pvary
 from fshard.decoding import global_batch
 from fshard.errors import checked, fail, raise_all
 from fshard.interop.hf import CONFIG, FileTensor, WeightHeaders, config_of, read, write
-from fshard.schedule import scan, unshard
+from fshard.schedule import scan
 from fshard.schedule.options import BackwardPrefetch, Release
-from fshard.spec import P, any_on_host, describe, is_spec, names_of, part_lengths, part_range
+from fshard.schedule.unshard import make_whole
+from fshard.spec import P, describe, is_spec, names_of, part_lengths, part_range
 
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import read_config
@@ -287,7 +288,8 @@ def features(
         return x, *new, *tree.leaves(of_block)
 
     blocks = _in_order(_stages(cfg, lambda block: block))
-    norms = _unshard(*of_kind("norm_"), layout.data)
+    norms, norm_specs, norm_shapes = of_kind("norm_")
+    norms = make_whole(norms, norm_specs, layout.data, shapes=norm_shapes)
     convolutions, conv_specs, shapes = of_kind("conv_")
     each = list(zip(range(len(blocks)), norms, _in_order(state), strict=True))
     x, *new = scan(block, convolutions, (x,), specs=conv_specs, axis=layout.data, each=each, shapes=shapes, remat=remat,
@@ -298,16 +300,6 @@ def features(
 
 
 _state = state  # for functions with an argument of this name
-
-
-def _unshard(
-    params: Any, specs: Any, described: Any, axes: Axis, dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-) -> Any:  # fmt: skip
-    """Make parameters whole over `axes`, in `dtype`; on one device without a collective, so also outside a region."""
-    if axes or any_on_host(specs):
-        return unshard(params, specs, axes, shapes=described, dtype=dtype, reduce_dtype=reduce_dtype)
-    return params if dtype is None else tree.map(lambda x: x.to(dtype), params)
 
 
 def _convolve(
@@ -359,7 +351,8 @@ def head_inputs(
         raise fail("resnet: the config has no head", fix="Config(num_labels=1000)")
     described = init(cfg)
     own = P() if specs is None else spec_of(specs, "fc")
-    fc = _unshard(params["fc"], own, described["fc"], layout.batch or None, layout.dtype, layout.reduce_dtype)
+    fc = make_whole(params["fc"], own, layout.batch or None, shapes=described["fc"], dtype=layout.dtype,
+                    reduce_dtype=layout.reduce_dtype)  # fmt: skip
     if layout.gathered:
         size = layout.gathered_size(len(x))
         x = all_gather(x, layout.gathered, size=size)

@@ -28,7 +28,7 @@ from fshard.random import fold_in
 from fshard.schedule.options import BackwardPrefetch, Release
 from fshard.schedule.overlap import apply_then_compute
 from fshard.schedule.scan import scan
-from fshard.schedule.unshard import unshard
+from fshard.schedule.unshard import make_whole, unshard
 from fshard.spec import P, any_on_host, is_spec, names_of
 from fshard.weight import Weight, is_weight
 
@@ -108,8 +108,8 @@ class Layout:
         part_specs: Any = P() if specs is None else {name: spec_of(specs, name) for name in names}
         axis = self.unsharded(part_specs)
         if not axis and not any_on_host(part_specs):  # without a collective, so also outside a region
-            cast = lambda x: x.to(self.dtype) if x.is_floating_point() else x  # noqa: E731
-            return parts if self.dtype is None else tree.map(cast, parts)
+            on_one_device: dict[str, Any] = make_whole(parts, part_specs, axis, dtype=self.dtype)
+            return on_one_device
 
         def gather(names: Sequence[str]) -> dict[str, Any]:
             own = part_specs if is_spec(part_specs) else {name: part_specs[name] for name in names}

@@ -25,7 +25,7 @@ from .executor import Executor, FlatTree, Schedule, run_blocks
 from .options import BackwardPrefetch, Release
 from .remat import check_captured
 from .remat import remat as rematerialize
-from .unshard import placements, routes, unshard
+from .unshard import make_whole, placements, routes
 
 # (parameters of a block, x[, the block's own argument]) -> x, or (x, an output of the block)
 Block = Callable[..., Any]
@@ -101,9 +101,7 @@ def scan(
     else:
 
         def whole(p: Any, specs: Any, shapes: Any) -> Any:
-            if axis or host:
-                return unshard(p, specs, axis, shapes=shapes, dtype=dtype, reduce_dtype=reduce_dtype)
-            return p if dtype is None else tree.map(lambda t: t.to(dtype) if t.is_floating_point() else t, p)
+            return make_whole(p, specs, axis, shapes=shapes, dtype=dtype, reduce_dtype=reduce_dtype)
 
         if remat:
             check_captured("scan", block)

@@ -14,7 +14,7 @@ from fshard._comm import Axis, Region, copy_to_device, known_axes, live_axes, re
 from fshard._ops import CastMap, Gather, Map, Precision, Vary, apply_map, gather_layout
 from fshard.collectives import by_dtype
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
-from fshard.spec import P, is_spec, part_range, spec_errors
+from fshard.spec import P, any_on_host, is_spec, part_range, spec_errors
 from fshard.weight import Part, Weight, is_weight
 
 
@@ -68,6 +68,16 @@ def unshard(
     for parts in gather.values():
         _gather_leaves(current, parts, casts, out)
     return tree.unflatten(treedef, out)
+
+
+def make_whole(
+    params: Any, specs: Any, axis: Axis, *, shapes: Any = None, dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Any:  # fmt: skip
+    """`unshard`; where there is no axis and nothing in host memory a cast alone, which needs no region."""
+    if axis or any_on_host(specs):
+        return unshard(params, specs, axis, shapes=shapes, dtype=dtype, reduce_dtype=reduce_dtype)
+    return params if dtype is None else tree.map(lambda x: x.to(dtype) if x.is_floating_point() else x, params)
 
 
 def _apply(m: Map, cast: Precision | None, xs: Sequence[Tensor]) -> Sequence[Tensor]:

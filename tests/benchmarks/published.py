@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,13 +166,18 @@ def predict(row: Row, plan: Planned, efficiency: float) -> Predicted:
     return Predicted(row, plan, roofline(events, plan.mesh, dataclasses.replace(row.device, efficiency=efficiency)))
 
 
-def fit(row: Row, plan: Planned) -> float:
-    """Return the efficiency at which the predicted speed of a row is the published one, by bisection."""
+def fitted_efficiency(speed: Callable[[float], float], measured: float) -> float:
+    """Return the efficiency at which a predicted speed, which grows with it, is the measured one, by bisection."""
     low, high = 0.05, 1.0
     for _ in range(20):
         middle = (low + high) / 2
-        low, high = (middle, high) if predict(row, plan, middle).tokens < row.tokens else (low, middle)
+        low, high = (middle, high) if speed(middle) < measured else (low, middle)
     return low
+
+
+def fit(row: Row, plan: Planned) -> float:
+    """Return the efficiency at which the predicted speed of a row is the published one."""
+    return fitted_efficiency(lambda efficiency: predict(row, plan, efficiency).tokens, row.tokens)
 
 
 def main() -> None:

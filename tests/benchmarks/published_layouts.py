@@ -35,6 +35,8 @@ from fshard.devices import Device
 from fshard.models import llama
 from fshard.planning import Plan, roofline
 
+from .published import fitted_efficiency
+
 EXAMPLES, TIME, VOCAB = 256, 4096, 131_072
 SIZES = {  # layers, width, hidden units, heads; the smaller two tie their head to the table
     "1.34B": (16, 2048, 8192, 32),
@@ -140,7 +142,7 @@ class Plans(NamedTuple):
 def plans_of(layout: Layout) -> Plans:
     def plans(microbatches: int, **options: Any) -> list[Plan]:
         steps = [step_of(layout, _BLOCKS + i, microbatches, **options) for i in (0, 1)]
-        return [fs.plan(step, *args, device=devices.H100) for step, args in steps]
+        return [fs.plan(step, *args) for step, args in steps]
 
     last = plans(1, overlapped=not layout.zero)
     return Plans(last) if layout.microbatches == 1 else Plans(last, plans(1) if not layout.zero else last, plans(2))
@@ -155,16 +157,6 @@ def predict(layout: Layout, plans: Plans, device: Device) -> float:
 
     added = seconds(plans.two) - seconds(plans.one) if plans.two else 0.0
     return layout.tokens / (seconds(plans.last) + added * (layout.microbatches - 1))
-
-
-def fitted(row: Row, plans: Plans) -> float:
-    """The efficiency at which the predicted speed of a row is the measured one, by bisection."""
-    low, high = 0.05, 1.0
-    for _ in range(20):
-        middle = (low + high) / 2
-        slower = predict(row.layout, plans, dataclasses.replace(devices.H100, efficiency=middle)) < row.measured
-        low, high = (middle, high) if slower else (low, middle)
-    return low
 
 
 def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -182,18 +174,20 @@ def main() -> None:
     args = parser.parse_args()
     rows = published()
     fit = max((r for r in rows if (r.layout.model, r.layout.ranks) == FIT), key=lambda r: r.measured)
-    efficiency = fitted(fit, plans_of(fit.layout))
+    plans = plans_of(fit.layout)
+    at = lambda efficiency: dataclasses.replace(devices.H100, efficiency=efficiency)  # noqa: E731
+    efficiency = fitted_efficiency(lambda x: predict(fit.layout, plans, at(x)), fit.measured)
     print(f"efficiency {efficiency:.3f}, from {fit.layout.model}, {fit.layout}: {fit.measured:,.0f} tokens/s")
     print("Links of the data sheet, then measured ones: correlation; what the first planned measured; its layout")
-    sheet = dataclasses.replace(devices.H100, efficiency=efficiency)
+    sheet = at(efficiency)
     found = []
     key = lambda r: (SIZES[r.layout.model], r.layout.ranks)  # noqa: E731
     chosen = [r for r in rows if r.layout.model in args.only and r.layout.ranks in (args.devices or [r.layout.ranks])]
     for _, group in itertools.groupby(sorted(chosen, key=key), key):
         own = list(group)
-        plans = [plans_of(r.layout) for r in own]
+        of_each = [plans_of(r.layout) for r in own]
         measured = [r.measured for r in own]
-        planned = [[predict(r.layout, p, device) for r, p in zip(own, plans, strict=True)]
+        planned = [[predict(r.layout, p, device) for r, p in zip(own, of_each, strict=True)]
                    for device in (sheet, devices.with_bus_bandwidth(sheet, SUMS))]  # fmt: skip
         print(
             f"{own[0].layout.model}, {own[0].layout.ranks} devices, {len(own)} layouts, {max(measured):,.0f} tokens/s"
