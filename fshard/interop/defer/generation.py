@@ -19,7 +19,7 @@ from fshard.decoding.options import with_tokens
 from fshard.errors import checked, fail, must_be
 
 # Names of results that are arguments of the next call. Not "state", of RWKV: it mixes the rows of a batch.
-_CACHES = ("past_key_values", "cache_params")
+_CACHES = ("cache", "past_key_values", "cache_params")  # the first since transformers 5.24, the others before
 
 
 @checked
@@ -158,8 +158,7 @@ def _step(
         else:
             inputs["encoder_outputs"] = _Encoded(state.encoded)
             mask = None if mask is None else mask.repeat_interleave(len(ids) // len(mask), 0)  # of beams
-    # Padding is no part of a state: its mask is that of the prompt alone.
-    if mask is not None and "attention_mask" in model.takes and "cache_params" not in (state.cache or {}):
+    if mask is not None and "attention_mask" in model.takes and not _holds_states_only(state.cache):
         mask = _at_least_one_row(mask)
         inputs["attention_mask"] = mask
     if not source and "position_ids" in model.takes:  # some models count from 0 at each step without them
@@ -178,6 +177,11 @@ def _step(
     cache = next(({name: value} for name, value in caches if value is not None), {})
     encoded = state.encoded if state.encoded is not None else getattr(out, "encoder_last_hidden_state", None)
     return logits[:rows, -1], _State(length, cache, None if cache else ids, encoded if source else None)
+
+
+def _holds_states_only(cache: Mapping[str, Any] | None) -> bool:
+    """Return whether a cache holds recurrent states without keys: only the prompt has padding to mask then."""
+    return any(name == "cache_params" or all(getattr(x, "is_linear", [False])) for name, x in (cache or {}).items())
 
 
 def _reordered(state: _State, rows: Tensor) -> _State:
