@@ -10,6 +10,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one compute thread for each worker, s
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
@@ -17,6 +18,10 @@ import fshard  # noqa: F401  loaded before the ranks are forked, so that they ne
 from tests.lib.processes import Pool
 
 MOST_PROCESS_TESTS = 25
+hypothesis.settings.register_profile(  # on a loaded machine any example may be slow
+    "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("tests")
 _pool = pytest.StashKey[Pool]()
 
 

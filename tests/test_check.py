@@ -493,7 +493,7 @@ def test_overlapping_checked_calls_restore_the_compiler_stance():
     def call(i):
         def f(x):
             inside[i].set()
-            assert leave[i].wait(60)
+            assert leave[i].wait(600)
             seen.append(torch._dynamo.eval_frame._stance.stance)
             return x
 
@@ -503,7 +503,7 @@ def test_overlapping_checked_calls_restore_the_compiler_stance():
     threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
     for thread, entered in zip(threads, inside, strict=True):
         thread.start()
-        assert entered.wait(60)
+        assert entered.wait(600)
     for thread, go in zip(threads, leave, strict=True):  # the first to enter leaves first
         go.set()
         thread.join(20)

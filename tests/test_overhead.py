@@ -358,7 +358,7 @@ def test_the_scratch_of_a_failed_call_is_dropped():
 
 
 def test_concurrent_calls_have_separate_scratch():
-    barrier, seen = threading.Barrier(2, timeout=60), []
+    barrier, seen = threading.Barrier(2, timeout=600), []
 
     def f(x):
         seen.append(keep_buffer(x)[1])

@@ -306,7 +306,7 @@ def test_reshard_between_any_two_specs(axes, shape):
         assert len(set(pointers)) == len(pointers)  # shares storage with nothing
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.lists(st.integers(0, 7), max_size=3).map(tuple), st.sampled_from(MESHES), st.sampled_from(MESHES))
 def test_reshard_between_any_two_meshes(data, shape, from_axes, to_axes):
     before = data.draw(st.sampled_from(specs_for(len(shape), from_axes)))

@@ -164,7 +164,7 @@ def part_ranges(n, sizes):
     return [part_range(n, sizes, at) for at in itertools.product(*(range(k) for k in sizes))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 40), some_sizes)
 def test_parts_cover_the_range_once_and_in_order(n, sizes):
     cut = part_ranges(n, sizes)
@@ -173,7 +173,7 @@ def test_parts_cover_the_range_once_and_in_order(n, sizes):
     assert all(0 <= start <= n and length >= 0 for start, length in cut)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_one_axis_splits_as_torch_chunk(n, k):
     chunks = [c.tolist() for c in torch.arange(n).chunk(k)] if n else []
@@ -181,7 +181,7 @@ def test_one_axis_splits_as_torch_chunk(n, k):
     assert [list(range(s, s + m)) for s, m in part_ranges(n, [k])] == chunks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 40), st.lists(st.integers(1, 5), min_size=1, max_size=3))
 def test_joining_parts_of_the_minor_axis_gives_parts_of_the_major(n, sizes):
     minor = sizes[-1]
@@ -191,7 +191,7 @@ def test_joining_parts_of_the_minor_axis_gives_parts_of_the_major(n, sizes):
         assert [x for s, m in parts for x in range(s, s + m)] == list(range(start, start + length))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 40), some_sizes)
 def test_parts_are_those_of_dtensor(n, sizes):
     shard = pytest.importorskip("torch.distributed.tensor.placement_types").Shard(0)
@@ -217,7 +217,7 @@ def specs(draw, ndim):
     return P(*map(tuple, dims))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data(), st.lists(st.integers(0, 9), min_size=0, max_size=3))
 def test_boxes_of_a_mesh_contain_every_element_once_per_replica(data, shape):
     spec = data.draw(specs(len(shape)))
@@ -393,7 +393,7 @@ def test_fully_shard_takes_prefix_specs_and_described_trees():
     assert fs.fully_shard({"h": P("m"), "n": P()}, tree, axis="z") == {"h": [P("m", "z"), P(("m", "z"))], "n": None}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data(), st.lists(st.integers(2, 9), min_size=1, max_size=3))
 def test_fully_shard_only_adds_the_axis(data, shape):
     before = data.draw(specs(len(shape)))

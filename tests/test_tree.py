@@ -90,7 +90,7 @@ containers = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(containers, st.booleans())
 def test_traced_and_eager_flatten_agree_on_any_tree(t, none_is_leaf):
     out: list[object] = []
@@ -100,7 +100,7 @@ def test_traced_and_eager_flatten_agree_on_any_tree(t, none_is_leaf):
     assert tree._unflatten_traced(treedef, iter(out)) == t
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(containers)
 def test_a_tree_of_specs_is_its_own_prefix(t):
     specs = tree.map(lambda n: P(f"axis{n}"), t)

@@ -25,7 +25,7 @@ from fshard._torch_compat import set_jvp_nesting
 from tests.lib.assertions import error_text
 from tests.lib.collective_cases import verbs_with_bytes
 
-LIMIT = 60.0  # seconds, far above the time of a test that does not hang
+LIMIT = 600.0  # seconds, far above the time of a test that does not hang on a loaded machine
 
 
 WHOLE = P()
@@ -281,7 +281,7 @@ def test_rank_that_an_interrupt_cannot_end_holds_up_no_other_run(monkeypatch):
 
     class Waits(torch.nn.Module):
         def forward(self, x):
-            threading.Timer(0.1, interrupt).start()  # when the rank is in the next call
+            threading.Timer(0.5, interrupt).start()  # when the rank is in the next call
             assert leave.acquire(timeout=LIMIT)  # one call into C, which no exception reaches
 
     def f(x):

@@ -211,13 +211,13 @@ def test_error_text_of_a_module_that_a_run_on_another_thread_is_using():
     def waits(x):
         y = functional_call(module, {"weight": torch.zeros(1, 1)}, (x,))
         inside.set()
-        assert leave.wait(60)
+        assert leave.wait(600)
         return y
 
     other = threading.Thread(target=on_ranks, args=(waits, torch.ones(N, 1)))
     other.start()
     try:
-        assert inside.wait(60)
+        assert inside.wait(600)
         with pytest.raises(fs.ShardingError) as caught:
             on_ranks(lambda x: functional_call(nn.Sequential(module), {}, (x,)), torch.ones(N, 1))
     finally:

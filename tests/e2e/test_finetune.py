@@ -272,7 +272,7 @@ def test_launch_with_the_file_of_accelerate_runs_it_as_it_stands_and_passes_on_t
     command = [sys.executable, "-m", "fshard", "launch", "--config_file", str(YAML), "-m", "fshard.recipes.finetune",
                *TINY, "--data", texts, "--out", str(out), "--methods", "t5-lora"]  # fmt: skip
     done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "data=2" in done.stdout
@@ -301,7 +301,7 @@ def test_launch_with_the_file_of_accelerate_runs_it_as_it_stands_and_passes_on_t
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     want = "[Mesh(data=2; process, 2 x cpu), 3, ('T5Block',), 'FULL_SHARD', True, ['--steps', '2']]"

@@ -59,7 +59,7 @@ def execute(notebook: NotebookNode) -> NotebookNode:
         path = [str(Path(fs.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {"IPYTHONDIR": place, "PYTHONPATH": os.pathsep.join(path)}  # no user's profile, and this fshard
         client = NotebookClient(
-            fresh, timeout=240, startup_timeout=120, kernel_name="python3", kernel_manager_class=ThisPython,
+            fresh, timeout=900, startup_timeout=600, kernel_name="python3", kernel_manager_class=ThisPython,
             record_timing=False, coalesce_streams=True, resources={"metadata": {"path": place}},
             extra_arguments=["--log-level=ERROR"],  # it warns that it listens on this machine's own TCP ports
         )  # fmt: skip

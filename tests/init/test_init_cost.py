@@ -174,7 +174,7 @@ def test_no_operation_is_split_between_threads_of_torch(two_threads, fills, infe
 
 
 def test_tiles_are_divided_between_threads(two_threads, fills, monkeypatch):
-    both = threading.Barrier(2, timeout=60)  # passed by two threads, each at its first tile
+    both = threading.Barrier(2, timeout=600)  # passed by two threads, each at its first tile
     first = threading.local()
     watched = R.philox_in_place
 

@@ -28,8 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = 150.0  # seconds for a job: a checked first call is slow where cores are few, or busy
-GRACE = 2.0  # seconds for the other ranks to fail as well, after one has failed
+# Limits that only a job that fails or hangs reaches; a job that passes waits for none of them.
+TIMEOUT = 600.0  # seconds for a job: a checked first call is slow where cores are few, or busy
+GRACE = 20.0  # seconds for the other ranks to fail as well, after one has failed
 
 
 class RanksError(AssertionError):
@@ -135,8 +136,11 @@ class _Team:
     def _stack(self, rank: int) -> str:
         """Stack of a hanging rank, which its faulthandler writes on a signal."""
         os.kill(self.pids[rank], signal.SIGUSR1)
-        time.sleep(0.2)
-        return (self.folder / f"stack{rank}").read_text().partition(f'  File "{__file__}"')[0]
+        end, here, text = time.monotonic() + GRACE, f'  File "{__file__}"', ""
+        while here not in text and time.monotonic() < end:  # the frame of _serve_jobs is the last but a few
+            time.sleep(0.02)
+            text = (self.folder / f"stack{rank}").read_text()
+        return text.partition(here)[0]
 
     def close(self) -> None:
         """End the workers, and wait until each has saved its coverage and ended."""
@@ -144,7 +148,7 @@ class _Team:
             c.send_bytes(b"")
         for c in self.connections:
             with contextlib.suppress(EOFError, ConnectionError):
-                if not c.poll(5):
+                if not c.poll(GRACE):
                     break
                 c.recv_bytes()
         self.kill()

@@ -81,7 +81,7 @@ def cases(draw: Any) -> Case:
     return text, at, tuple(x.shape), tuple(box), x, draw(st.integers(1, 30))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(cases())
 def test_every_box_equals_slicing_by_plain_torch(case: Case) -> None:
     text, at, shape, box, want, max_elements = case

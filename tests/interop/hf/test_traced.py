@@ -75,7 +75,7 @@ def test_places_of_a_chain_of_operations_are_those_of_torch(name: str) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_random_views_of_several_parts_keep_every_place(data: Any) -> None:
     files = numbered(a=(2, 6, 4), b=(2, 2, 4))
     traced = torch.cat([trace(n, x.shape, x.dtype) for n, x in files.items()], 1)
