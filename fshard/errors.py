@@ -62,7 +62,9 @@ def hide_library_frames(e: BaseException) -> None:
     those of fshard if one of them raised it; and all frames if none is of the user.
     """
     at: BaseException | None = e
-    while at is not None and not _shows_all_frames():
+    seen: set[int] = set()  # an error may be among its own causes
+    while at is not None and id(at) not in seen and not _shows_all_frames():
+        seen.add(id(at))
         frames = _users_frames(at.__traceback__)
         if not isinstance(e, ShardingError):
             frames = [*frames, *_frames_below(frames[-1])] if frames else _frames(at.__traceback__)

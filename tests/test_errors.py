@@ -20,7 +20,7 @@ from typing_extensions import TypeAliasType  # what a `type` statement of Python
 import fshard as fs
 from fshard import P
 from fshard._comm import Axis
-from fshard.errors import checked, fail, raise_all
+from fshard.errors import api_boundary, checked, fail, raise_all
 from tests.lib.assertions import error_text
 
 T = TypeVar("T")
@@ -163,6 +163,17 @@ def test_traceback_of_another_error_has_no_library_frame_above_the_users_last_on
     monkeypatch.setenv("FSHARD_TRACEBACK", "full")
     assert len(every := frames(run)) > 12
     assert {"_run_rank", "_grad_by_autograd"} <= {*every}
+
+
+def test_an_error_that_is_its_own_cause_is_raised():
+    @api_boundary
+    def f():
+        e, other = ValueError("mine"), KeyError("other")
+        e.__cause__, other.__cause__ = other, e
+        raise e
+
+    with pytest.raises(ValueError, match="mine"):
+        f()
 
 
 def test_traceback_of_another_error_that_no_frame_of_the_user_raised_is_whole():
