@@ -5,7 +5,7 @@ The storages of arguments are told apart by what the step does with them, under 
   those that forward passes to an operation as its weight (`x @ w`, and `F.linear`, `F.conv2d`, ... by their schemas);
 - optimizer: others that are read, element by element, where results are computed from gradients: moments, averages of
   parameters, master weights, counts, a loss scale;
-- other: the batch, and states that a step returns anew without gradients, as a cache of keys and values.
+- other: the batch, and states of forward that a step returns anew, as a cache of keys and values.
 A leaf that is in none of these joins the parameters or the optimizer if all others do in the smallest subtree of an
 argument that has any: scales of norms in a tree of frozen weights. In an evaluation all weights are frozen.
 
@@ -19,7 +19,6 @@ Storages that a rank allocates are
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
@@ -89,7 +88,8 @@ class Storage:
     path: tuple[Any, ...] = ()  # of an argument
     has_gradient: bool = False  # it was computed from a gradient
     made_of: list[Sequence[Storage]] = field(default_factory=list)  # what its elements were computed from, one by one
-    weight_at: float = math.inf  # of an argument: the first event that takes it as a weight
+    weight_at: dict[bool, int] = field(default_factory=dict)  # of an argument: the first event that takes it as a
+    # weight, of one product and (True) of a batch of products, where it may be a cache of keys
     is_data: bool = False  # of an argument: it is multiplied by a weight
     is_state: bool = False  # of an argument: it is written or returned anew, without a gradient in it
 
@@ -145,7 +145,7 @@ class Storages:
         self.all = self.alive()
         self.clock, self.host_peak = 0, self.host
         for s in self.all:
-            s.born, s.made_of, s.weight_at = 0, [], math.inf
+            s.born, s.made_of, s.weight_at = 0, [], {}
             s.has_gradient = s.is_data = s.is_state = False
 
 
@@ -193,7 +193,8 @@ def assign_parts(
         a.is_state = True
     arguments = [s for s in storages if s.argument]
     for s in arguments:
-        frozen = s.weight_at < last_backward and not s.is_data and not s.is_state
+        at = min((n for is_batch, n in s.weight_at.items() if not (is_batch and s.is_state)), default=last_backward)
+        frozen = at < last_backward and not s.is_data
         s.part = ("parameters" if s in trained or frozen else "optimizer" if s in kept else
                   "other" if s.is_data else None)  # fmt: skip
     _ask_neighbours(arguments)

@@ -328,7 +328,7 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
             for x, s in known.items():
                 for a in arguments_of(s):
                     if id(x) in weights:
-                        a.weight_at = min(a.weight_at, self.storages.clock)
+                        a.weight_at.setdefault(name_of(func) in ("bmm", "baddbmm"), self.storages.clock)
                     else:
                         a.is_data = True
 

@@ -291,6 +291,7 @@ PARTS_OF: list[tuple[Callable[..., Any], Any, Any, tuple[int, ...]]] = [
     (adversaries, (matrices(), matrices(), matrices(1), matrices(1), X, X), "p o p o x x", ()),
     (fs.grad(loss_of), (matrices(), X), "p x", ()),
     (loss_of, (matrices(), X), "p x", ()),  # an evaluation
+    (lambda a, b: sgd(a, [loss_of(a, b) * torch.ones_like(w) for w in a]), (matrices(), X), "p x", ()),  # no gradient
     (lambda s: loss_of(s["x"], s["p"]), ({"x": matrices(), "p": X},), [{"x": "p", "p": "x"}], ()),
     (generate, ({"e": fs.init.zeros((9, WIDTH)), "k": matrices(1)[0]}, fs.init.zeros((2, 4, WIDTH)), *leaves((2, 1),
      dtype=torch.int64)), "p x x", ()),
