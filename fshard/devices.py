@@ -122,8 +122,9 @@ def _node(nearest: str, bandwidth: float, network: float) -> tuple[Link, ...]:
     return (Link(nearest, 8, bandwidth, _STEP), Link("InfiniBand", None, network, _NETWORK_STEP))
 
 
-_HOPPER = _rates((_FP8, 1978.9), (_HALF, 989.4), ((torch.float32, torch.float64), 66.9))
-_AMPERE = _rates((_HALF, 312), ((torch.float32, torch.float64), 19.5))
+_INT8 = (torch.int8,)
+_HOPPER = _rates(((*_FP8, *_INT8), 1978.9), (_HALF, 989.4), ((torch.float32, torch.float64), 66.9))
+_AMPERE = _rates((_INT8, 624), (_HALF, 312), ((torch.float32, torch.float64), 19.5))
 _GIB = 2**30
 
 # SXM boards, in nodes of 8 with one 400 Gb/s port for each device (A100: 200 Gb/s).
@@ -131,13 +132,14 @@ A100 = Device("A100", _AMPERE, 80 * _GIB, 2.039e12, _node("NVLink", 300e9, 25e9)
 A100_40GB = Device("A100-40GB", _AMPERE, 40 * _GIB, 1.555e12, _node("NVLink", 300e9, 25e9))
 H100 = Device("H100", _HOPPER, 80 * _GIB, 3.35e12, _node("NVLink", 450e9, 50e9))
 H200 = Device("H200", _HOPPER, 141 * _GIB, 4.8e12, _node("NVLink", 450e9, 50e9))
-B200 = Device("B200", _rates((_FP8, 4500), (_HALF, 2250), ((torch.float32,), 80), ((torch.float64,), 40)), 180 * _GIB,
-              8e12, _node("NVLink", 900e9, 50e9))  # fmt: skip
+B200 = Device("B200", _rates(((*_FP8, *_INT8), 4500), (_HALF, 2250), ((torch.float32,), 80), ((torch.float64,), 40)),
+              180 * _GIB, 8e12, _node("NVLink", 900e9, 50e9))  # fmt: skip
 # 7 links of 64 GB/s each way, one to each other device of the node
-MI300X = Device("MI300X", _rates((_FP8_AMD, 2614.9), (_HALF, 1307.4), ((torch.float32, torch.float64), 163.4)),
+MI300X = Device("MI300X", _rates(((*_FP8_AMD, *_INT8), 2614.9), (_HALF, 1307.4),
+                                 ((torch.float32, torch.float64), 163.4)),
                 192 * _GIB, 5.3e12, _node("Infinity Fabric", 448e9, 50e9))  # fmt: skip
 # 1,200 GB/s in both directions of 6 links, 2 of which are along one axis of the torus: 200 GB/s for a ring.
-TPU_V5P = Device("TPU-v5p", _rates(((*_FP8, torch.bfloat16), 459)), 95 * _GIB, 2.765e12,
+TPU_V5P = Device("TPU-v5p", _rates(((*_FP8, torch.bfloat16), 459), (_INT8, 918)), 95 * _GIB, 2.765e12,
                  (Link("ICI", 8960, 200e9, 1e-6), Link("DCN", None, 6.25e9, 10e-6)))  # fmt: skip
 
 _KNOWN = {device.name.lower(): device for device in (A100, A100_40GB, H100, H200, B200, MI300X, TPU_V5P)}

@@ -11,7 +11,7 @@ from fshard._callsite import Site
 from fshard._comm import Transfer
 from fshard._torch_compat import in_backward
 
-Kind = Literal["matmul", "attention", "convolution", "elementwise", "copy"]
+Kind = Literal["matmul", "attention", "convolution", "linalg", "fft", "elementwise", "copy"]
 Phase = Literal["forward", "recompute", "backward", "update"]
 
 
@@ -19,9 +19,10 @@ Phase = Literal["forward", "recompute", "backward", "update"]
 class Operation:
     """An operation of torch on this rank.
 
-    `dtype` is that of its arguments (of a matmul: of the matrices), `bytes` the bytes that it reads and writes, `live`
-    the bytes of tensors in this rank's device memory after it. `where` is the user's line; in backward that of the call
-    which computes the gradient.
+    `dtype` is that of its arguments (of a matmul: of the matrices). `flops` is None for an operation that may compute
+    much and has no formula, and 0 for one that only reads and writes. `bytes` are those that it reads and writes,
+    `live` those of tensors in this rank's device memory after it. `where` is the user's line; in backward that of the
+    call which computes the gradient.
 
     >>> [(e.name, e.kind, e.flops) for e in plan.events if isinstance(e, fs.planning.Operation)][:2]
     [('aten.mm', 'matmul', 24), ('aten.sum', 'elementwise', 0)]
@@ -30,7 +31,7 @@ class Operation:
     name: str  # "aten.mm"
     kind: Kind
     dtype: torch.dtype
-    flops: int
+    flops: int | None
     bytes: int
     live: int
     where: Site | None

@@ -20,7 +20,7 @@ from fshard.spec import short_dtype
 
 from .chrome import Slice, Timeline
 from .events import phase_now
-from .flops import flops_of, is_view, name_of
+from .flops import flops_fact, flops_of, full_name_of, is_view
 
 _MOST_SHAPES = 4
 
@@ -137,7 +137,7 @@ class Recorder(OperationMode):
         end = self.clock.now()
         self._follow(out)
         if not is_view(func):
-            operation = Slice(f"aten.{name_of(func)}", 0.0, 0.0, self._line(), "", _facts(func, args, kwargs, out))
+            operation = Slice(full_name_of(func), 0.0, 0.0, self._line(), "", _facts(func, args, kwargs, out))
             self._add(begin, end, operation=operation)
         return out
 
@@ -204,7 +204,7 @@ class Recorder(OperationMode):
 def _facts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> dict[str, Any]:
     inputs, flops = tensors_in(args, kwargs), flops_of(func, args, kwargs, out)
     shapes = ", ".join(f"{short_dtype(x.dtype)}{list(x.shape)}" for x in inputs[:_MOST_SHAPES])
-    return ({"arguments": shapes} if inputs else {}) | ({"flops": flops} if flops else {})
+    return ({"arguments": shapes} if inputs else {}) | flops_fact(flops)
 
 
 # --- from records to timelines --------------------------------------------------------------------------------

@@ -1,21 +1,27 @@
 """The storages of a planned run, when each is alive, and what they are at the peak.
 
-A storage of an argument is a parameter if forward reads it and the update reads or writes it too, or if its name says
-`params`, `frozen` or `weights`; it is of the optimizer if forward does not read it, or if its name says `opt`. Storages
-that a rank allocates are
+The storages of arguments are told apart by what the step does with them, under any names:
+- parameters: those that are differentiated, if their gradient is a result or is read by an update. Also frozen ones:
+  those that forward passes to an operation as its weight (`x @ w`, and `F.linear`, `F.conv2d`, ... by their schemas);
+- optimizer: others that are read, element by element, where results are computed from gradients: moments, averages of
+  parameters, master weights, counts, a loss scale;
+- other: the batch, and states of forward that a step returns anew, as a cache of keys and values.
+A leaf that is in none of these joins the parameters or the optimizer if all others do in the smallest subtree of an
+argument that has any: scales of norms in a tree of frozen weights. In an evaluation all weights are frozen.
+
+Storages that a rank allocates are
 - gathered: results of a gather of parameters, and copies of parameters, as in another dtype;
 - buffers: those of transfers;
-- gradients: those of backward that the update reads, that are alive after backward, or that a transfer sums to such;
+- gradients: those of parameters; before casts and sums over the ranks; summed over microbatches, clipped, unscaled;
 - activations: those of forward and of a recomputation;
 - other: those of backward and of the update, results, data.
 """
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,7 +46,9 @@ class Memory:
         peak: most bytes at one time, in the memory of the device.
         at: index of the event after which that is.
         where: the user's line of that event.
-        parts: the bytes of each kind of tensor at the peak; they sum to `peak`.
+        parts: the bytes of each kind of tensor at the peak; they sum to `peak`. Arguments are told apart by what the
+            step does with them, under any names: parameters are differentiated, or weights that forward reads; the
+            optimizer's are read together with gradients; the batch is other.
         largest: the largest tensors at the peak: bytes, description, the user's line that made it.
         arguments: bytes of the arguments of the step.
         host: most bytes in host memory at one time, where that is not the device's.
@@ -75,10 +83,15 @@ class Storage:
     host: bool = False
     part: str | None = None
     died: int | None = None  # no longer alive at the event of this number
-    readers: set[str] = field(default_factory=set)  # phases of the operations that read it
     read_at: tuple[int, Site | None] = (-1, None)  # number and line of the last operation of forward that did
-    written: bool = False  # by an operation, after it was allocated
     sources: Sequence[Storage] = ()  # of a sum over the ranks: the summands
+    path: tuple[Any, ...] = ()  # of an argument
+    has_gradient: bool = False  # it was computed from a gradient
+    made_of: list[Sequence[Storage]] = field(default_factory=list)  # what its elements were computed from, one by one
+    weight_at: dict[bool, int] = field(default_factory=dict)  # of an argument: the first event that takes it as a
+    # weight, of one product and (True) of a batch of products, where it may be a cache of keys
+    is_data: bool = False  # of an argument: it is multiplied by a weight
+    is_state: bool = False  # of an argument: it is written or returned anew, without a gradient in it
 
 
 class Storages:
@@ -132,42 +145,93 @@ class Storages:
         self.all = self.alive()
         self.clock, self.host_peak = 0, self.host
         for s in self.all:
-            s.born = 0
+            s.born, s.made_of, s.weight_at = 0, [], {}
+            s.has_gradient = s.is_data = s.is_state = False
 
 
-_PARAMETERS = re.compile(r"params|frozen|weights")
-_OPTIMIZER = re.compile(r"\bopt|\[['\"]opt")
+def arguments_of(storage: Storage) -> list[Storage]:
+    """Return the arguments that a storage is made of, if it has no gradient in it."""
+    if storage.argument:
+        return [storage]
+    return [] if storage.has_gradient else [s for sources in storage.made_of for s in sources]
 
 
-def part_of(storage: Storage, gradients: set[int]) -> str:
-    """Return which of `PARTS` a storage is."""
-    if not storage.argument:
-        if storage.part is not None:
-            return storage.part
-        if id(storage) in gradients:
-            return "gradients"
-        return "activations" if storage.phase in ("forward", "recompute") else "other"
-    if _OPTIMIZER.search(storage.name):
-        return "optimizer"
-    in_forward = "forward" in storage.readers
-    if storage.dtype.is_floating_point:
-        if _PARAMETERS.search(storage.name) or (in_forward and (storage.written or "update" in storage.readers)):
-            return "parameters"
-        if not in_forward and storage.readers:
-            return "optimizer"
-    return "other"
+def _origins(storages: Iterable[Storage], ends: Set[Storage] = frozenset(), writes: int | None = None) -> set[Storage]:
+    """Return the storages that some are made of, themselves included, and not what `ends` are made of.
 
-
-def gradients_among(storages: Sequence[Storage], last_backward: int) -> set[int]:
-    """Return the `id` of each storage that is a gradient, of a rank's part or before the sum over the ranks."""
-    found: set[int] = set()
-    stack = [s for s in storages if not s.argument and s.phase == "backward" and s.part is None
-             and ("update" in s.readers or s.died is None or s.died > last_backward)]  # fmt: skip
+    `writes`: the number of operations that count of those that wrote to a storage: 1 for the one that allocated it.
+    """
+    found: set[Storage] = set()
+    lists: set[int] = set()  # of many results one list is shared
+    stack = list(storages)
     while stack:
         s = stack.pop()
-        if id(s) not in found and not s.argument and s.phase == "backward":
-            found.add(id(s))
-            stack += s.sources
+        if s not in found:
+            found.add(s)
+            for sources in s.made_of[:writes] if s not in ends else ():
+                if id(sources) not in lists:
+                    lists.add(id(sources))
+                    stack += sources
+    return found
+
+
+def assign_parts(
+    storages: Sequence[Storage], gradients: Sequence[tuple[Storage, Storage]], results: Sequence[Storage],
+    last_backward: int,
+) -> None:  # fmt: skip
+    """Set which of `PARTS` each storage is, by what was differentiated, and its gradients; and by the results.
+
+    1. A gradient counts if a result is made of it, or of the argument: not that of a loss which has gradients in it.
+    2. Arguments by the rules above, then those that no rule names by their neighbours.
+    3. What was allocated, by its phase.
+    """
+    ends = {g for _, g in gradients}
+    kept = _origins((s for s in results if s.has_gradient), ends)
+    counted = [(set(arguments_of(x)), g) for x, g in gradients if g in kept or kept & set(arguments_of(x))]
+    trained = {a for arguments, _ in counted for a in arguments}
+    for a in (a for s in results if not s.argument for a in arguments_of(s)):
+        a.is_state = True
+    arguments = [s for s in storages if s.argument]
+    for s in arguments:
+        at = min((n for is_batch, n in s.weight_at.items() if not (is_batch and s.is_state)), default=last_backward)
+        frozen = at < last_backward and not s.is_data
+        s.part = ("parameters" if s in trained or frozen else "optimizer" if s in kept else
+                  "other" if s.is_data else None)  # fmt: skip
+    _ask_neighbours(arguments)
+    found = _summed({g for _, g in counted})
+    for s in storages:
+        if s.part == "gathered" and all(a.part != "parameters" for a in _origins([s]) if a.argument):
+            s.part = None
+        if s.part is None and s.has_gradient and s in kept and s.phase != "backward":  # a new leaf, or a sum or share
+            is_leaf = any(a.argument and a.shape == s.shape for a in _origins([s], ends, writes=1))
+            s.part = "other" if is_leaf else "gradients"
+        if s.part is None:
+            s.part = "gradients" if s in found else "activations" if s.phase in ("forward", "recompute") else "other"
+
+
+def _ask_neighbours(arguments: Sequence[Storage]) -> None:
+    """Set the part of each argument that has none: that of all others in the smallest subtree that has any."""
+    parts: dict[tuple[Any, ...], set[str]] = {}
+    for s in arguments:
+        for depth in range(1, len(s.path) + 1) if s.part is not None else ():
+            parts.setdefault(s.path[:depth], set()).add(s.part or "")
+    for s in arguments:
+        if s.part is None:
+            near = next((parts[s.path[:n]] for n in range(len(s.path), 0, -1) if s.path[:n] in parts), {"other"})
+            is_one = near == {"optimizer"} or (len(near) == 1 and s.dtype.is_floating_point and not s.is_state)
+            s.part = next(iter(near)) if is_one else "other"
+
+
+def _summed(gradients: Iterable[Storage]) -> set[Storage]:
+    """Return gradients, and what they were in backward before casts and sums over the ranks."""
+    found: set[Storage] = set()
+    stack = list(gradients)
+    while stack:
+        s = stack.pop()
+        if s not in found:
+            found.add(s)
+            before = [*s.sources, *(x for sources in s.made_of for x in sources)]
+            stack += [x for x in before if not x.argument and x.phase == "backward" and x.part is None]
     return found
 
 

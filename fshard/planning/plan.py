@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fshard import tree
 from fshard._call import CallPlan
@@ -17,7 +18,8 @@ from fshard._callsite import Site, site
 from fshard._comm import Transfer, recording, transfer_rows, transfer_table
 from fshard._display import Row, bar, page, table
 from fshard._operations import OperationMode, tensors_in
-from fshard._torch_compat import in_backward, storage_id
+from fshard._torch_compat import in_backward, storage_id, unwrapped
+from fshard._typecheck import leaves_of
 from fshard.devices import Device
 from fshard.errors import checked, number_of
 from fshard.mesh import planned_mesh
@@ -25,8 +27,20 @@ from fshard.shard_map import ShardMapped, planned_calls
 from fshard.spec import format_axes, short_dtype, size
 
 from .events import Event, Kind, Operation, Phase, Start, Wait, phase_now
-from .flops import bytes_of, dtype_of, flops_of, is_optimizer_step, is_view, kind_of, name_of, written_by
-from .memory import PARTS, Memory, Storage, Storages, gradients_among, part_of, parts_and_largest, tensors_at
+from .flops import (
+    bytes_of,
+    dtype_of,
+    flops_of,
+    full_name_of,
+    is_elementwise,
+    is_optimizer_step,
+    is_view,
+    kind_of,
+    name_of,
+    weight_arguments,
+    written_by,
+)  # fmt: skip
+from .memory import PARTS, Memory, Storage, Storages, arguments_of, assign_parts, parts_and_largest, tensors_at
 from .roofline import Roofline, roofline
 
 _aten = torch.ops.aten
@@ -52,9 +66,10 @@ class Plan:
         events: its operations and transfers in order.
         memory: the peak, and what it is.
         transfers: those that `fs.recording` sees in a real run of that rank.
-        flops: by kind of operation and dtype; no entry for kinds without a formula.
+        flops: by kind of operation and dtype; no entry for kinds that only read and write.
         device: the device of the estimates, if one was named.
         time: estimate of the seconds, with a device.
+        warnings: operations that may compute much, and have no formula for their FLOPs, which `flops` and `time` lack.
     """
 
     mesh: dict[str, int]
@@ -65,12 +80,13 @@ class Plan:
     flops: dict[tuple[Kind, torch.dtype], int]
     device: Device | None = None
     time: Roofline | None = None
+    warnings: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         rows = [f"  {size(n):>10}  {100 * n / max(1, self.memory.peak):3.0f} %  {part}" for part, n in self._parts()]
         flops = [f"  {flops:10.3e}  {kind} in {short_dtype(dtype)}" for (kind, dtype), flops in self.flops.items()]
         return "\n".join([self._title(), self._peak(), *rows, *self._notes(), *["FLOPs of the rank"][: len(flops)],
-                          *flops, self._sent(), *transfer_rows(self.transfers)])  # fmt: skip
+                          *flops, *self._warnings(), self._sent(), *transfer_rows(self.transfers)])  # fmt: skip
 
     def _repr_html_(self) -> str:
         peak = max(1, self.memory.peak)
@@ -82,7 +98,7 @@ class Plan:
         return page(
             self._title(), self._peak(), table(parts, head=("at the peak", "bytes", "", "line"), align="lrll", most=8),
             *self._notes(), *[table(work, head=("FLOPs of the rank", "dtype", ""), align="llr")][: len(work)],
-            self._sent(), *[transfer_table(self.transfers)][: len(self.transfers)],
+            *self._warnings(), self._sent(), *[transfer_table(self.transfers)][: len(self.transfers)],
         )  # fmt: skip
 
     def _title(self) -> str:
@@ -101,6 +117,11 @@ class Plan:
             share = 100 * self.memory.peak / self.device.memory
             notes.append(f"{self.device.name}: {share:.3g} % of its memory; {self.time!r}")
         return notes
+
+    def _warnings(self) -> list[str]:
+        rows = [f"  {text}" for text in self.warnings]
+        head = "FLOPs unknown (torch.utils.flop_counter.register_flop_formula adds a formula)"
+        return [head, *rows] if rows else []
 
     def _sent(self) -> str:
         count = number_of(len(self.transfers), "transfer")
@@ -149,8 +170,8 @@ def _plan_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device 
     def observe(plan: CallPlan, g: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         nonlocal uneven
         uneven = bool(plan.uneven)
-        recorder.begin(plan.names, tree.leaves(inputs))
-        with recorder:
+        recorder.begin(plan.names, tree.leaves_with_path(inputs))
+        with _Gradients(recorder.note_gradients), recorder:
             out = g(*inputs)
         recorder.end(out)
         return out
@@ -170,34 +191,76 @@ def plan_of(mesh: dict[str, int], rank: int, events: Sequence[Event], memory: Me
         if isinstance(e, Operation) and e.flops:
             flops[e.kind, e.dtype] += e.flops
     time = None if device is None else roofline(events, mesh, device)
-    return Plan(mesh, rank, tuple(events), memory, transfers, dict(flops), device, time)
+    warnings = warnings_of(unknown_operations(events))
+    return Plan(mesh, rank, tuple(events), memory, transfers, dict(flops), device, time, warnings)
+
+
+def unknown_operations(events: Iterable[Event]) -> Counter[str]:
+    """Return how often each operation without a formula runs, by its name and line."""
+    found = (e for e in events if isinstance(e, Operation) and e.flops is None)
+    return Counter(f"{e.name} at {e.where}" if e.where else e.name for e in found)
+
+
+def warnings_of(unknown: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the texts of `Plan.warnings`."""
+    return tuple(f"{text}, {number_of(n, 'call')}" for text, n in unknown.items())
+
+
+class _Gradients(TorchFunctionMode):
+    """A mode above torch.func that passes on what is differentiated, and its gradients; not those inside a backward."""
+
+    def __init__(self, note: Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = leaves_of(args[0]) if func is Tensor.backward else []  # backward frees the graph
+        out = func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            xs = args[1] if len(args) > 1 else kwargs["inputs"]
+            self._note([xs] if isinstance(xs, Tensor) else xs, out)
+        elif leaves:
+            self._note(leaves, [x.grad for x in leaves])
+        return out
 
 
 class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
     """A mode that notes the operations of a rank, and a `Watch` of its transfers."""
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: torch compiles the functions of `torch.cond` and `flex_attention` without this mode."""
+        return True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.storages = Storages()
+        self._gradients: list[tuple[Storage, Storage]] = []  # what is differentiated, and its gradient
+        self._results: list[Storage] = []
         self.arguments = 0
         self._kept: list[Storage] = []  # allocated in this call, and left for the next one
         self._is_transferring = False
         self._started: list[tuple[list[Storage], Sequence[Tensor]]] = []  # their arguments, and what gathers write
 
-    def begin(self, names: Sequence[str], leaves: Sequence[Any]) -> None:
+    def begin(self, names: Sequence[str], leaves: Sequence[tuple[tree.Path, Any]]) -> None:
         """Note the arguments of a call."""
         self.events.clear()
+        self._gradients.clear()
         self._started.clear()
         self.storages.begin_again()
-        for name, x in zip(names, leaves, strict=True):
+        for name, (path, x) in zip(names, leaves, strict=True):
             if isinstance(x, Tensor) and self.storages.get(x) is None:
-                self.storages.add(x, name, None, argument=True)
+                self.storages.add(x, name, None, argument=True, path=path)
         self.arguments = sum(s.nbytes for s in self.storages.all if s.argument)
 
     def end(self, out: Any) -> None:
         """Note the results of a call."""
         results = [self.storages.get(x) for x in tree.leaves(out) if isinstance(x, Tensor)]
+        self._results = [s for s in results if s is not None]
         self._kept = [s for s in self.storages.alive() if not s.argument and all(s is not r for r in results)]
 
     def replaced_buffers(self) -> bool:
@@ -223,22 +286,59 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         phase, storages = phase_now(), self.storages
         known = [s for s in map(storages.get, inputs) if s is not None]
         where = self._line(known, phase)
-        for s in known:
-            s.readers.add(phase)
-            if phase != "backward":
+        if phase != "backward":
+            for s in known:
                 s.read_at = storages.clock, where
-        for x in written:
-            if (target := storages.get(x)) is not None:
-                target.written = True
         part = self._part_of_new(func, known, phase)
         for x in new:
             if storages.get(x) is None:
                 storages.add(x, name_of(func), where, phase=phase, part=part)
+        self._note_origins(func, args, inputs, [*new, *written], phase)
         self._append(Operation(
-            f"aten.{name_of(func)}", kind_of(func), dtype_of(inputs, new), flops_of(func, args, kwargs, out),
+            full_name_of(func), kind_of(func), dtype_of(inputs, new), flops_of(func, args, kwargs, out),
             bytes_of(func, inputs, written, new), storages.live, where, phase,
         ))  # fmt: skip
         return out
+
+    def _note_origins(
+        self, func: Any, args: tuple[Any, ...], inputs: Sequence[Tensor], outs: Sequence[Tensor], phase: Phase
+    ) -> None:
+        """Note what the results of an operation are made of, element by element, and which arguments are its weights.
+
+        Without a gradient, these are arguments of the size of the result: W + A B is made of W, x + bias of neither.
+        """
+        known = {x: s for x in inputs if (s := self.storages.get(x)) is not None}
+        has_gradient = phase == "backward" or any(s.has_gradient for s in known.values())
+        sources: Sequence[Storage] = ()
+        if is_elementwise(func) and has_gradient:
+            sources = list(known.values())
+        elif is_elementwise(func):
+            sizes = {x.numel() for x in outs}
+            found = [arguments_of(s) for x, s in known.items() if kind_of(func) == "copy" or x.numel() in sizes]
+            if kind_of(func) != "copy" or all(found):  # a cache with new rows is not of the cache alone
+                sources = list(dict.fromkeys(a for arguments in found for a in arguments))
+        for x in outs:
+            if (s := self.storages.get(x)) is not None:
+                s.has_gradient |= has_gradient
+                s.is_state |= not has_gradient
+                if sources:
+                    s.made_of.append(sources)
+        if not has_gradient and (at := weight_arguments(func)):
+            weights = {id(x) for x in tensors_in([args[i] for i in at if i < len(args)])}
+            for x, s in known.items():
+                for a in arguments_of(s):
+                    if id(x) in weights:
+                        a.weight_at.setdefault(name_of(func) in ("bmm", "baddbmm"), self.storages.clock)
+                    else:
+                        a.is_data = True
+
+    def note_gradients(self, xs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Note the gradients of tensors, which torch.func may have wrapped."""
+        for x, g in zip(xs, gradients, strict=True):
+            pair = None if g is None else (self.storages.get(unwrapped(x)), self.storages.get(unwrapped(g)))
+            if pair is not None and pair[0] is not None and pair[1] is not None:
+                pair[1].has_gradient = True
+                self._gradients.append((pair[0], pair[1]))
 
     def _part_of_new(self, func: Any, inputs: Sequence[Storage], phase: Phase) -> str | None:
         if self._is_transferring:
@@ -262,8 +362,6 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
             return -1
         number, sources = len(self._started), [s for s in map(self.storages.get, xs) if s is not None]
         self._started.append((sources, into))
-        for s in sources:
-            s.readers.add(phase_now())
         self._append(Start(transfer, number, self.storages.live))
         self._is_transferring = True
         return number
@@ -285,6 +383,8 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
             s = self.storages.get(x)
             if s is not None and not s.argument:
                 s.part = "gathered" if weights else None
+                s.has_gradient = any(source.has_gradient for source in sources)
+                s.made_of = [sources if s.has_gradient else [a for source in sources for a in arguments_of(source)]]
                 if not weights:
                     s.sources = sources
         self._append(Wait(number, self.storages.live))
@@ -320,9 +420,7 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         if not events:
             return Memory(self.arguments, 0, None, {**dict.fromkeys(PARTS, 0), "other": self.arguments}, self.arguments)
         at = max(range(len(events)), key=lambda i: events[i].live)
-        gradients = gradients_among(self.storages.all, last_backward)
-        for s in self.storages.all:
-            s.part = part_of(s, gradients)
+        assign_parts(self.storages.all, self._gradients, self._results, last_backward)
         parts, largest = parts_and_largest(tensors_at(self.storages.all, at))
         return Memory(events[at].live, at, line_of(events[at]), parts, self.arguments, self.storages.host_peak, largest,
                       tuple(self.storages.all))  # fmt: skip

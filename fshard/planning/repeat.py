@@ -127,7 +127,7 @@ def _label(e: Event) -> tuple[Any, Any]:
     """Return what does not change with the number of blocks, and the work, which rarely does."""
     match e:
         case Operation():
-            return (e.name, e.kind, e.dtype, e.where, e.phase), (e.flops, e.bytes)
+            return (e.name, e.kind, e.dtype, e.where, e.phase, e.flops is None), (e.flops, e.bytes)
         case Start():
             return replace(e.transfer, bytes=0, kept=0), e.transfer.bytes
         case Wait():
@@ -137,7 +137,7 @@ def _label(e: Event) -> tuple[Any, Any]:
 def _numbers(e: Event) -> tuple[int, ...]:
     match e:
         case Operation():
-            return e.live, e.flops, e.bytes
+            return e.live, e.flops or 0, e.bytes
         case Start():
             return e.live, e.number, e.transfer.bytes, e.transfer.kept
         case Wait():
@@ -149,7 +149,7 @@ def _with(e: Event, numbers: Sequence[int]) -> Event:
     live, *rest = numbers
     match e:
         case Operation():
-            return replace(e, live=live, flops=rest[0], bytes=rest[1])
+            return replace(e, live=live, flops=None if e.flops is None else rest[0], bytes=rest[1])
         case Start():
             return Start(replace(e.transfer, bytes=rest[1], kept=rest[2]), rest[0], live)
         case Wait():

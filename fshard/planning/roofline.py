@@ -20,7 +20,8 @@ group share what passes: eight devices of a node send eight times as fast over t
 latency and of this sharing: NVIDIA, NCCL, `src/graph/tuning.cc`.
 
 It is an estimate, not a simulation: it has no launch of a kernel, no pause of the program, no fusion by a compiler, and
-no competition between transfers and operations for a device's units or memory. The efficiency of a device, fitted to a
+no competition between transfers and operations for a device's units or memory. Operations without a formula for their
+FLOPs, which `Plan.warnings` lists, take the time of their bytes. The efficiency of a device, fitted to a
 measured step, has to stand for all of these ([docs/planning.md](../../docs/planning.md)).
 """
 
@@ -43,7 +44,8 @@ from fshard.spec import format_axes
 from .events import Event, Operation, Start, Wait
 
 COMPUTE = "compute"
-_COUNTED = ("matmul", "attention", "convolution")  # kinds whose FLOPs take the units that a peak is stated for
+_MODEL = ("matmul", "attention", "convolution")  # kinds whose FLOPs count for the MFU
+_AT_PEAK = (*_MODEL, "linalg", "fft")  # kinds that take at least their FLOPs at the peak
 
 
 class Span(NamedTuple):
@@ -136,7 +138,8 @@ def roofline(events: Sequence[Event], mesh: Mapping[str, int], device: Device) -
                 seconds, counted = _operation_seconds(event, device)
                 compute += seconds
                 again = 0.2 if event.kind == "attention" and event.phase == "backward" else 0.0
-                at_peak += (1 - again) * counted if event.phase != "recompute" else 0.0
+                counts = event.phase != "recompute" and event.kind in _MODEL
+                at_peak += (1 - again) * counted if counts else 0.0
                 if seconds:
                     lanes.append(Span(COMPUTE, event.name, now, now + seconds, event.where))
                 now += seconds
@@ -163,7 +166,7 @@ def roofline(events: Sequence[Event], mesh: Mapping[str, int], device: Device) -
 def _operation_seconds(operation: Operation, device: Device) -> tuple[float, float]:
     """Return the seconds of an operation, and those of its FLOPs at the peak."""
     at_peak = 0.0
-    if operation.flops and operation.kind in _COUNTED:
+    if operation.flops and operation.kind in _AT_PEAK:
         rate = device.flops.get(operation.dtype)
         if rate is None:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in device.flops)

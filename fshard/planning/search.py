@@ -17,6 +17,7 @@ from fshard.init import Deferred
 from fshard.sharded import Sharded
 from fshard.spec import P, box_shape, is_spec, local_box, size
 
+from .plan import unknown_operations, warnings_of
 from .repeat import Repeats
 from .table import Layout, PlanRow, PlanTable, Task, progress_bar, text
 
@@ -202,7 +203,10 @@ def _row_of(task: Task, layout: Layout, repeats: Repeats, blocks: int) -> PlanRo
 
     seconds = extend(lambda row: row.seconds)
     at_peak = extend(lambda row: (row.mfu or 0) * (row.seconds or 0))
-    return replace(more, plan=None, peak=repeats.peak(blocks), seconds=seconds, mfu=at_peak / (seconds or 1),
+    counts = [unknown_operations(p.events) for p in (repeats.few, repeats.more)]
+    unknown = {key: counts[0][key] + (n - counts[0][key]) * (blocks - repeats.blocks) for key, n in counts[1].items()}
+    return replace(more, plan=None, peak=repeats.peak(blocks), warnings=warnings_of(unknown), seconds=seconds,
+                   mfu=at_peak / (seconds or 1),
                    sent=round(extend(lambda row: row.sent)),
                    note=f"from {repeats.blocks} and {repeats.blocks + 1} of its {blocks} blocks")  # fmt: skip
 

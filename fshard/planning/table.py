@@ -32,7 +32,7 @@ class PlanRow:
 
     `plan` is None after an error, which `error` is, and for a layout that a search has not planned as a whole, of which
     `note` says why. `peak` is in bytes, of which the transfers of a step send `sent`; `seconds` are those of a step,
-    in which all devices together compute `tokens`. Numbers that are not known are None.
+    in which all devices together compute `tokens`. Numbers that are not known are None; `warnings` are the plan's.
 
     >>> step_of = lambda data: (step.on(make_mesh(kind="abstract", data=data)), args)
     >>> row = plan_table(step_of, [{"data": 2}, {"data": 4}])[0]
@@ -51,6 +51,7 @@ class PlanRow:
     limit: int | None = None  # bytes that a step may use of the device
     error: Exception | None = None
     note: str = ""
+    warnings: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -85,6 +86,7 @@ class PlanRow:
             "sent_bytes": self.sent, "seconds": self.seconds, "tokens": self.tokens,
             "tokens_per_second_per_device": self.rate, "mfu": self.mfu,
             "error": None if self.error is None else _words(self.error), "note": self.note,
+            "warnings": list(self.warnings),
         }  # fmt: skip
 
 
@@ -259,7 +261,8 @@ class Task:
         tokens = self.tokens(**layout) if callable(self.tokens) else self.tokens
         seconds, mfu = (None, None) if found.time is None else (found.time.seconds, found.time.mfu)
         return PlanRow(dict(layout), math.prod(found.mesh.values()), found, found.memory.peak,
-                       sum(t.sent for t in found.transfers), seconds, tokens, mfu, self.limit)  # fmt: skip
+                       sum(t.sent for t in found.transfers), seconds, tokens, mfu, self.limit,
+                       warnings=found.warnings)  # fmt: skip
 
     def step(self, layout: Layout, **more: Any) -> tuple[ShardMapped, tuple[Any, ...]]:
         """Call `step_of`. Raises ShardingError unless it returns a function of shard_map and its arguments."""
@@ -299,7 +302,9 @@ def _shares(row: PlanRow, memory: int) -> dict[str, float]:
 def _remark(row: PlanRow) -> str:
     if row.error is not None:
         return f"error: {(_words(row.error).strip().splitlines() or [''])[0]}"
-    return "; ".join(["does not fit"] * (row.fits is False) + [row.note] * bool(row.note))
+    unknown = ", ".join(dict.fromkeys(text.split()[0] for text in row.warnings))
+    remarks = ("does not fit" * (row.fits is False), row.note, f"FLOPs unknown: {unknown}" * bool(unknown))
+    return "; ".join(filter(None, remarks))
 
 
 # --- progress -------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from fshard.spec import format_axes, short_dtype, size
 
 from .chrome import LEAST_EVENTS, MOST_EVENTS, Slice, Timeline, chrome_events, fitted
 from .events import Operation, Start
+from .flops import flops_fact
 from .measure import CudaClock, HostClock, Recorder, facts_of, own_clocks, timeline
 from .plan import Plan, plan
 from .roofline import Roofline, roofline
@@ -238,7 +239,8 @@ def _planned(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> Tr
     planned = plan(f, *args, device=device)
     row = _timeline_of_plan(planned, roofline(planned.events, planned.mesh, device), device)
     row, note = fitted(row, MOST_EVENTS)
-    return Trace(planned.mesh, "planned", (row,), None, (f"rank {planned.rank}: {note}",) if note else ())
+    notes = (*([f"rank {planned.rank}: {note}"] if note else []), *planned.warnings)
+    return Trace(planned.mesh, "planned", (row,), None, notes)
 
 
 def _timeline_of_plan(planned: Plan, estimate: Roofline, device: Device) -> Timeline:
@@ -250,9 +252,8 @@ def _timeline_of_plan(planned: Plan, estimate: Roofline, device: Device) -> Time
     for e, end in zip(planned.events, estimate.times, strict=True):
         if isinstance(e, Operation):
             phase = e.phase
-            flops = {"flops": e.flops} if e.flops else {}
             if end > now:
-                facts = {**flops, "bytes": e.bytes, "dtype": short_dtype(e.dtype)}
+                facts = {**flops_fact(e.flops), "bytes": e.bytes, "dtype": short_dtype(e.dtype)}
                 compute.append(Slice(e.name, now, end, str(e.where or ""), phase, facts))
         elif isinstance(e, Start):
             starts[e.number] = e.transfer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -124,6 +124,212 @@ def test_parts_say_what_the_peak_is() -> None:
     assert m.parts["gathered"] >= 2 * block
     assert [row[0] for row in m.largest] == sorted((row[0] for row in m.largest), reverse=True)
     assert m.where is not None
+
+
+# --- parts of the arguments, which no name decides ---
+
+WIDTH = 16
+Net = tuple[Any, ...]
+
+
+def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Net:
+    return tuple(fs.init.zeros(shape, dtype=dtype) for shape in shapes)
+
+
+def matrices(n: int = 2, dtype: torch.dtype = torch.float32) -> Net:
+    return leaves(*[(WIDTH, WIDTH)] * n, dtype=dtype)
+
+
+def loss_of(net: Net, x: Tensor) -> Tensor:
+    for w in net:
+        x = torch.tanh(x @ w)
+    return fs.pmean(x.square().mean(), "data")
+
+
+def sgd(net: Net, grads: Net) -> Net:
+    return tuple(w - 0.1 * g for w, g in zip(net, grads, strict=True))
+
+
+def averaged(old: Net, new: Net) -> Net:
+    return tuple(0.9 * a + 0.1 * b for a, b in zip(old, new, strict=True))
+
+
+def adamw(a: Net, b: Any, c: Tensor) -> Any:
+    _, grads = fs.value_and_grad(loss_of)(a, c)
+    return fs.optim.adamw(0.1).update(grads, b, a)
+
+
+def adam_by_hand(params: Net, weights: Net, count: Tensor, opt: Net, x: Tensor) -> Any:
+    """The names are wrong: params and weights are the moments, opt are the parameters."""
+    grads = torch.func.grad(loss_of)(opt, x)
+    m, v, t = averaged(params, grads), averaged(weights, [g * g for g in grads]), count + 1
+    steps = [a / (1 - 0.9**t) / ((b / (1 - 0.9**t)).sqrt() + 1e-8) for a, b in zip(m, v, strict=True)]
+    return m, v, t, sgd(opt, tuple(steps))
+
+
+class TrainState(NamedTuple):
+    first: Any
+    second: Any
+
+
+def momentum(state: TrainState, x: Tensor) -> Any:
+    m = averaged(state.second, fs.grad(loss_of)(state.first, x))
+    return TrainState(sgd(state.first, m), m)
+
+
+def in_place(state: TrainState, x: Tensor) -> Any:
+    for w, m, g in zip(*state, fs.grad(loss_of)(state.first, x), strict=True):
+        m.mul_(0.9).add_(g)
+        w.sub_(m, alpha=0.1)
+    return state
+
+
+def by_backward(net: Net, m: Net, x: Tensor) -> Any:
+    local = tuple(w.detach().requires_grad_() for w in net)
+    loss_of(local, x).backward()  # type: ignore[no-untyped-call]
+    m = tuple(torch._foreach_add(torch._foreach_mul(list(m), 0.9), [w.grad for w in local]))  # type: ignore[misc]
+    return sgd(net, m), m
+
+
+def average_and_scale(net: Net, average: Net, scale: Tensor, x: Tensor) -> Any:
+    grads = tuple(g / scale for g in fs.grad(lambda net: loss_of(net, x) * scale)(net))
+    is_finite = torch.stack([g.isfinite().all() for g in grads]).all()
+    net = tuple(torch.where(is_finite, a, w) for a, w in zip(sgd(net, grads), net, strict=True))
+    return net, averaged(average, net), torch.where(is_finite, scale * 2, scale / 2)
+
+
+def master_weights(half: Net, full: Net, x: Tensor) -> Any:
+    full = sgd(full, [g.float() for g in fs.grad(loss_of)(half, x.bfloat16())])
+    return tuple(w.bfloat16() for w in full), full
+
+
+def cast_before(full: Net, x: Tensor) -> Any:
+    return sgd(full, [g.float() for g in fs.grad(loss_of)(tuple(w.bfloat16() for w in full), x.bfloat16())])
+
+
+def sharded(net: Net, state: Any, x: Tensor) -> Any:
+    block = lambda w, h: torch.tanh(h @ w)  # noqa: E731
+
+    def loss(net: Net, x: Tensor) -> Tensor:
+        out = fs.scan(block, list(net), x, specs=[P("data")] * len(net), axis="data", remat=True, dtype=torch.bfloat16)
+        return fs.pmean(out.float().square().mean(), "data")
+
+    _, grads = fs.accumulate(loss, 2)(net, x)
+    return fs.optim.adamw(0.1).update(grads, state, net)
+
+
+def adapters(base: Any, ab: Any, m: Any, x: Tensor) -> Any:
+    """W + A B of one layer, x W + x A B of another, whose frozen W is 8-bit; and a frozen scale."""
+    w, q, scale = base
+
+    def loss(ab: Any) -> Tensor:
+        (a, b), (c, d) = ab
+        h = torch.tanh(x @ (w + a @ b)) * scale
+        return fs.pmean((h @ (q.float() * 0.1) + h @ c @ d).square().mean(), "data")
+
+    m = fs.tree.map(lambda m, g: 0.9 * m + g, m, fs.grad(loss)(ab))
+    return fs.tree.map(lambda w, m: w - 0.1 * m, ab, m), m
+
+
+def images(state: Any) -> Any:
+    """All in one tree, images too."""
+
+    def loss(w: Tensor) -> Tensor:
+        y = torch.nn.functional.conv2d((state["k"] - 0.5) / 0.2, w).mean((2, 3))
+        return fs.pmean((y - state["z"]).square().mean(), "data")
+
+    (m,) = averaged((state["a"],), (fs.grad(loss)(state["m"]),))
+    return m, state["m"] - 0.1 * m
+
+
+def attacked(net: Net, x: Tensor) -> Any:
+    """The images and points that a loss differentiates are no parameters: their gradient is in no result."""
+    x = x + 0.1 * fs.grad(lambda x: torch.tanh(x @ net[0]).sum())(x).sign()
+
+    def loss(net: Net) -> Tensor:
+        slope = torch.func.grad(lambda x: torch.tanh(x @ net[0]).sum())(x)
+        return loss_of(net, x) + fs.pmean(slope.square().mean(), "data")
+
+    return sgd(net, fs.grad(loss)(net))
+
+
+def adversaries(d: Net, dm: Net, g: Net, gm: Net, x: Tensor, z: Tensor) -> Any:
+    dm = averaged(dm, fs.grad(lambda d: loss_of(d, x) - loss_of(d, torch.tanh(z @ g[0])))(d))
+    d = sgd(d, dm)
+    gm = averaged(gm, fs.grad(lambda g: loss_of(d, torch.tanh(z @ g[0])))(g))
+    return d, dm, sgd(g, gm), gm
+
+
+def generate(p: Any, cache: Tensor, ids: Tensor) -> Any:
+    h = torch.nn.functional.embedding(ids, p["e"])  # [B, 1, D]
+    cache = torch.cat([cache[:, 1:], h @ p["k"]], 1)
+    return torch.nn.functional.scaled_dot_product_attention(h, cache, cache) @ p["e"].T, cache
+
+
+DATA, X = P("data"), fs.init.zeros((8, WIDTH))
+STATE = fs.optim.adamw(0.1).init(matrices())
+AB = (leaves((WIDTH, 2), (2, WIDTH)), leaves((WIDTH, 2), (2, WIDTH)))
+MOMENTUM = TrainState(matrices(), matrices())
+BASE = (*matrices(1), *matrices(1, torch.int8), *leaves((WIDTH,)))
+IMAGES = dict(zip("amkz", leaves((4, 3, 3, 3), (4, 3, 3, 3), (8, 3, 9, 9), (8, 4)), strict=True))
+HALF, COUNT = matrices(dtype=torch.bfloat16), fs.init.zeros(())
+PARTS_OF: list[tuple[Callable[..., Any], Any, Any, tuple[int, ...]]] = [
+    # a function, its arguments, their parts (a prefix of their trees), what is donated
+    (adamw, (matrices(), STATE, X), "p o x", ()),
+    (adamw, (matrices(), STATE, X), "p o x", (0, 1)),
+    (lambda c, b, a: adamw(a, b, c), (X, STATE, matrices()), "x o p", ()),
+    (adam_by_hand, (matrices(), matrices(), COUNT, matrices(), X), "o o o p x", ()),
+    (momentum, (MOMENTUM, X), [TrainState("p", "o"), "x"], ()),
+    (in_place, (MOMENTUM, X), [TrainState("p", "o"), "x"], (0,)),
+    (by_backward, (matrices(), matrices(), X), "p o x", ()),
+    (average_and_scale, (matrices(), matrices(), COUNT, X), "p o o x", ()),
+    (master_weights, (HALF, matrices(), X), "p o x", ()),
+    (cast_before, (matrices(), X), "p x", ()),
+    (adapters, (BASE, AB, AB, X), "p p o x", ()),
+    (images, (IMAGES,), [{"a": "o", "m": "p", "k": "x", "z": "x"}], ()),
+    (attacked, (matrices(1), X), "p x", ()),
+    (adversaries, (matrices(), matrices(), matrices(1), matrices(1), X, X), "p o p o x x", ()),
+    (fs.grad(loss_of), (matrices(), X), "p x", ()),
+    (loss_of, (matrices(), X), "p x", ()),  # an evaluation
+    (lambda a, b: sgd(a, [loss_of(a, b) * torch.ones_like(w) for w in a]), (matrices(), X), "p x", ()),  # no gradient
+    (lambda s: loss_of(s["x"], s["p"]), ({"x": matrices(), "p": X},), [{"x": "p", "p": "x"}], ()),
+    (generate, ({"e": fs.init.zeros((9, WIDTH)), "k": matrices(1)[0]}, fs.init.zeros((2, 4, WIDTH)), *leaves((2, 1),
+     dtype=torch.int64)), "p x x", ()),
+]  # fmt: skip
+WORDS = {"p": "parameters", "o": "optimizer", "x": "other"}
+
+
+@pytest.mark.parametrize(("f", "args", "want", "donate"), PARTS_OF, ids=[str(i) for i in range(len(PARTS_OF))])
+def test_arguments_are_told_apart_by_what_the_step_does_with_them(f: Any, args: Any, want: Any, donate: Any) -> None:
+    mesh = fs.make_mesh(kind="abstract", data=1)
+    step = fs.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), donate=donate)
+    want = tuple(want.split()) if isinstance(want, str) else tuple(want)
+    expected = fs.tree.broadcast(want, args, name="want", leaf=lambda x: isinstance(x, str))
+    got = [s.part for s in fs.plan(step, *args).memory.storages if s.argument]
+    assert got == [WORDS[x] for x in expected]
+
+
+def test_parts_of_a_sharded_step_are_those_of_its_arguments_and_gradients() -> None:
+    mesh = fs.make_mesh(kind="abstract", data=2)
+    placed = (P("data"), P("data"))
+    state = fs.optim.adamw(0.1).specs(placed)
+    step = fs.shard_map(sharded, mesh=mesh, in_specs=(placed, state, DATA), out_specs=(placed, state))
+    memory, each = fs.plan(step, matrices(), STATE, X).memory, 4 * WIDTH * WIDTH // 2
+    assert [s.part for s in memory.storages if s.argument] == ["parameters"] * 2 + ["optimizer"] * 5 + ["other"]
+    assert memory.parts["parameters"] == memory.parts["gradients"] == 2 * each
+    assert memory.parts["optimizer"] == 4 * each + 8
+
+
+def test_gradients_are_of_parameters_alone() -> None:
+    """The gradient of the activations is as large as they are, and is alive at the peak."""
+
+    def f(w: Tensor, x: Tensor) -> Tensor:
+        return fs.grad(lambda w: torch.nn.functional.conv2d(x, w).mean((2, 3)).square().sum())(w)
+
+    step = fs.shard_map(f, mesh=fs.make_mesh(kind="abstract", data=1), in_specs=P(), out_specs=P())
+    memory = fs.plan(step, *leaves((8, 3, 3, 3), (8, 3, 64, 64))).memory
+    assert memory.parts["gradients"] <= 8 * 27 * 4
+    assert memory.parts["other"] >= 8 * 8 * 62 * 62 * 4
 
 
 def test_buffers_of_transfers_are_those_of_real_groups() -> None:
