@@ -42,7 +42,7 @@ EQUAL = {
 }
 
 
-SLOW = ("clip and AdamW", "gpt2")  # of parts that other programs have
+SLOW = ("clip and AdamW", "gpt2", "pipeline")  # of parts that other programs have
 
 
 def on_one_worker(program, *values, slow=False):

@@ -282,9 +282,11 @@ def refusal(*flags):
     ("--folder {tmp}/none", "image_folder: {tmp}/none is no folder"),
     ("--folder {folder} --batch 64", "--batch 64: there are only "),
     ("--folder {folder} --classes 3", "--classes 3: the images have 5: give 5 or more, or leave it out"),
-    ("--folder {folder} --resume {saved} --steps 2 --lr 1", "--resume {saved}: it was trained with other arguments: give --lr"),
+    ("--folder {folder} --resume {saved} --steps 2 --lr 1",
+     "--resume {saved}: it was trained with other arguments: give --lr"),
     ("--folder {folder} --out {saved}", "--out {saved} holds a run, up to step 2: give --resume {saved}, or another"),
-    ("--folder {other} --resume {saved} --steps 2", "--resume {saved}: it was trained with other arguments: give --folder "),
+    ("--folder {other} --resume {saved} --steps 2",
+     "--resume {saved}: it was trained with other arguments: give --folder "),
 ])  # fmt: skip
 def test_what_no_run_can_have_is_refused_in_one_line(flags, want, folder, saved, on_one, tmp_path):
     on_one("short")

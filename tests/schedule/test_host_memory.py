@@ -28,7 +28,7 @@ from tests.lib.assertions import assert_same
 from tests.lib.operations import Operations
 
 DEVICE = torch.device("meta")
-CFG = gpt2.Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=3, n_head=4)
+CFG = gpt2.Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=4)
 ROWS = 4
 
 # (parameters, optimizer's state) in host memory; "h": the parameters of the blocks alone.
@@ -88,9 +88,7 @@ def train(mesh: fs.Mesh, kind: str, params: bool | str, state: bool, **how: Any)
 # --- values ---
 
 
-@pytest.mark.parametrize(
-    ("kind", "remat"), [("one", True), ("full", False), ("both", True)]
-)
+@pytest.mark.parametrize(("kind", "remat"), [("one", True), ("full", False), ("both", True)])
 def test_training_with_host_leaves_has_the_numbers_of_device_leaves(kind: str, remat: bool) -> None:
     mesh = fs.make_mesh(data=1 if kind == "one" else 2, model=2 if kind in ("tensor", "both") else 1)
     want = train(mesh, kind, False, False, remat=remat)
