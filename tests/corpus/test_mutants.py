@@ -63,7 +63,7 @@ def subjects():
     return get
 
 
-@pytest.mark.parametrize("name", [on_one_worker(name) for name in TESTED])
+@pytest.mark.parametrize("name", [on_one_worker(name, slow=name in SLOW) for name in TESTED])
 def test_neither_check_refuses_the_correct_program(name, subjects):
     assert subjects(name).alarms == {"types": "", "verify": ""}
 

@@ -300,7 +300,7 @@ def test_a_schedule_sets_the_learning_rate(name):
 
 # --- meshes -------------------------------------------------------------------------------------------------
 
-MESHES = [{"data": 1}, {"model": 2}, {"data": 2, "model": 2}, {"data": 3}, {"model": 5}]
+MESHES = [{"data": 1}, {"data": 3}, {"data": 2, "model": 2}, {"model": 5}]
 SPECS = {"w": fs.column("model"), "odd": [fs.row("model"), P()], "scale": P(), "none": None, "empty": fs.row("model")}
 OPTIMIZERS = {
     "sgd": lambda specs: optim.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
