@@ -149,7 +149,8 @@ def test_verify_passes_and_does_not_change_the_training(text, tmp_path, capsys):
     printed = capsys.readouterr().out
     # all leaves: 16 parameters, two moments of each, count, norm, key, step, loss, norm; none of them is only rounding
     assert re.search(
-        r"\nverified: 54 leaves the same on data=2, model=1; data=1, model=1 \(largest relative error \d+e-0[678]\)\nstep     0 ", printed)  # fmt: skip
+        r"\nverified: 54 leaves the same on data=2, model=1; data=1, model=1 "
+        r"\(largest relative error \d+e-0[678]\)\nstep     0 ", printed)  # fmt: skip
     assert_same_checkpoints(tmp_path / "verified", tmp_path / "plain")
     assert [(m["loss"], m["grad_norm"]) for m in verified] == [(m["loss"], m["grad_norm"]) for m in plain]
 
