@@ -35,10 +35,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
-    """Keep modules and tests, a million objects that live to the end, out of all garbage collections."""
+    """Keep modules and tests, a million objects that live to the end, out of all garbage collections.
+
+    What tests import later is as large, and each full collection would visit it: they are made rare.
+    """
     gc.disable()
     result = yield
     gc.freeze()
+    gc.set_threshold(10_000, 20, 100)
     gc.enable()
     return result
 

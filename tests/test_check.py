@@ -377,7 +377,7 @@ def test_check_of_a_model_with_empty_heads_and_an_empty_batch():
     values = []
     for mesh in (fs.make_mesh(data=3, model=3), fs.make_mesh(data=1, model=1)):
         params = fs.materialize(llama.init(cfg), specs, mesh, key=fs.key(0))
-        values.append(fs.device_get(mapped(run, mesh, ins, out)(params, ids)))
+        values.append(fs.device_get(mapped(run, mesh, ins, out, check="never")(params, ids)))
     torch.testing.assert_close(*values)
     for leaf, x in zip(fs.tree.leaves(checked.result), fs.tree.leaves(values[0]), strict=True):
         assert leaf.shape == x.shape

@@ -38,7 +38,7 @@ def test_known_answers(mesh, axes):
     check_values(fs.make_mesh(**mesh), axes)
 
 
-@pytest.mark.parametrize(("mesh", "axes"), MESHES[::2])
+@pytest.mark.parametrize(("mesh", "axes"), MESHES[2::5])
 def test_vmap_is_one_transfer(mesh, axes):
     check_vmap_is_one_transfer(fs.make_mesh(**mesh), axes)
 

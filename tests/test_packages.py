@@ -52,12 +52,19 @@ def parsed(name: str) -> ast.Module:
 
 
 @cache
+def names(name: str) -> list[ast.Import | ast.ImportFrom | ast.Attribute]:
+    """Imports and attributes of a file, at every depth."""
+    kinds = ast.Import | ast.ImportFrom | ast.Attribute
+    return [node for node in ast.walk(parsed(name)) if isinstance(node, kinds)]
+
+
+@cache
 def imports(name: str) -> tuple[tuple[int, str, str], ...]:
     """(line, module, imported name) of every import of fshard in a file: at its head, in a function, for types only."""
     file = FILES[name]
     package = ["fshard", *file.relative_to(ROOT).parent.parts]
     out = []
-    for node in ast.walk(parsed(name)):
+    for node in names(name):
         if isinstance(node, ast.Import):
             wanted = [(alias.name.split("."), "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -114,8 +121,9 @@ def in_order(edges: dict[str, set[str]]) -> list[str]:
     return done
 
 
-def reachable(edges: dict[str, set[str]], package: str) -> set[str]:
-    return set().union(*({other} | reachable(edges, other) for other in edges[package]))
+@cache
+def reachable(package: str) -> set[str]:
+    return set().union(*({other} | reachable(other) for other in graph()[package]))
 
 
 def drawing() -> str:
@@ -123,7 +131,7 @@ def drawing() -> str:
     edges, lines = graph(), []
     for package in in_order(edges):
         direct = edges[package]
-        needed = sorted(o for o in direct if not any(o in reachable(edges, other) for other in direct - {o}))
+        needed = sorted(o for o in direct if not any(o in reachable(other) for other in direct - {o}))
         lines.append(f"{package:16}{', '.join(needed)}".rstrip())
     return "\n".join(lines)
 
@@ -176,15 +184,18 @@ def test_only_comm_and_mesh_know_the_kinds_of_comm() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def external(name: str) -> Iterator[tuple[int, str]]:
+@cache
+def external(name: str) -> list[tuple[int, str]]:
     """(line, dotted name) of everything that a file imports or names from other libraries."""
-    for node in ast.walk(parsed(name)):
+    out = []
+    for node in names(name):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+            out += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.Attribute):
-            yield node.lineno, ast.unparse(node)
+            out.append((node.lineno, ast.unparse(node)))
+        elif not node.level and node.module:
+            out += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return out
 
 
 def test_extras_are_imported_only_where_they_may_be() -> None:

@@ -8,6 +8,7 @@ import torch
 import fshard as fs
 from fshard import P, ShardingError, checkpoint, optim
 from tests.lib.assertions import error_text
+from tests.lib.compile_cases import by_aot_eager
 
 # up [D, F@model], down [F@model, D]; `wide` the same over data too, uneven where 3 ranks share 10 or 4
 SHAPES = {"up": fs.init.normal((6, 10)), "bias": fs.init.normal((10,)), "down": fs.init.normal((10, 4))}
@@ -227,7 +228,8 @@ BAD = (0, 1, 4, 7)  # the first, two in a row, of each kind; 4 and 7 come after 
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [*(("adamw", layout) for layout in LAYOUTS), ("sgd", "2x2 sharded"), ("sgd", "uneven zero")]
+    ("name", "layout"),
+    [*(("adamw", layout) for layout in LAYOUTS if "=" not in layout), ("sgd", "2x2 sharded"), ("sgd", "uneven zero")],
 )
 def test_all_ranks_skip_the_steps_that_grad_scaler_skips(name, layout):
     """In float32, so that all else is exact; a gradient overflows on the ranks with one row of `up`, or on all."""
@@ -253,10 +255,10 @@ def test_all_ranks_skip_the_steps_that_grad_scaler_skips(name, layout):
 
 
 def test_a_finite_step_equals_the_optimizers_own():
-    data, scale = batches(5), fs.LossScale(initial=2.0**10, interval=2)
+    data, scale = batches(3), fs.LossScale(initial=2.0**10, interval=2)
     clipped = lambda specs: optim.chain(optim.clip_by_global_norm(0.5, specs), optim.adamw(0.05))  # noqa: E731
     for layout in ("one device", "2x2 sharded", "2x2 zero"):
-        for donate in (True, False)[: 1 if layout == "2x2 sharded" else 2]:
+        for donate in (True, False)[: 2 if layout == "2x2 zero" else 1]:
             rows = (on_a_mesh(layout, fs.Policy(), clipped, data, scale=s, donate=donate) for s in (scale, None))
             for (params, state, _), (right, right_state, _) in zip(*rows, strict=True):  # powers of two round nothing
                 pairs = [fs.tree.leaves(x) for x in ((params, state["opt"]), (right, right_state))]
@@ -264,7 +266,7 @@ def test_a_finite_step_equals_the_optimizers_own():
                     torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("layout", ["data=2", "2x2 sharded", "2x2 zero"])
+@pytest.mark.parametrize("layout", ["2x2 sharded", "2x2 zero"])
 def test_one_bad_microbatch_skips_the_whole_step(layout):
     scale, data = fs.LossScale(**POWERS), batches(6, (1, 2))
     adamw = OPTIMIZERS["adamw"][0]
@@ -277,7 +279,7 @@ def test_one_bad_microbatch_skips_the_whole_step(layout):
             torch.testing.assert_close(p, right[k], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", ["one device", "data=2", "2x2 sharded", "uneven", "uneven zero"])
+@pytest.mark.parametrize("layout", ["one device", "2x2 sharded", "uneven zero"])
 def test_float16_trains_with_gradients_that_underflow_without_a_scale(layout):
     policy, weight = fs.Policy(compute=torch.float16), 2.0**-30
     sgd, data = (lambda specs: optim.sgd(2.0**23, momentum=0.9)), batches(12)
@@ -402,7 +404,8 @@ def test_compiled_and_under_vmap_a_guarded_step_equals_the_eager_one():
     state = opt.init(params)
     for grads in (worse, good, good, worse, good):
         params, state = opt.update(grads, state, params)
-        new, new_state = compiled(fs.device_put(grads, P(), mesh), *placed)
+        with by_aot_eager():
+            new, new_state = compiled(fs.device_put(grads, P(), mesh), *placed)
         placed = new_state, new
         for a, b in zip(fs.tree.leaves(fs.device_get(placed)), fs.tree.leaves((state, params)), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)  # inductor rounds multiply-add once

@@ -101,7 +101,6 @@ OPTIMIZERS = {
 }  # fmt: skip
 BOTH = ("data", "model")
 CASES = [
-    ("momentum", {"data": 1, "model": 3}, "model", 7),
     ("dampening", {"data": 2, "model": 2}, "model", 7),
     ("momentum", {"data": 1, "model": 4}, "model", 3),  # an empty part of the classes
     ("adamw", {"data": 4, "model": 1}, "model", 7),

@@ -32,7 +32,6 @@ TIMEOUT = datetime.timedelta(seconds=600)
 MESHES = [
     ({"a": 2}, ("a",)),
     ({"a": 3}, ("a",)),
-    ({"a": 2, "b": 2}, ("b",)),
     ({"a": 2, "b": 3}, ("b", "a")),
     ({"a": 2, "b": 1, "c": 2, "d": 2}, ("a", "d")),
 ]
@@ -212,7 +211,7 @@ RUNS = {**IN_RANK_ORDER, "functional": run_functional}
 @pytest.mark.parametrize(("sizes", "axes"), MESHES)
 @pytest.mark.parametrize("kind", RUNS)
 def test_pending_transfers_waited_for_in_another_order_have_the_right_values(kind, sizes, axes):
-    dtypes = EVERY_DTYPE if len(sizes) == 1 else EVERY_DTYPE[2::3]
+    dtypes = EVERY_DTYPE if sizes == {"a": 2} else EVERY_DTYPE[2::3]
     check_pending_transfers(RUNS[kind](sizes), sizes, axes, dtypes)
 
 
@@ -226,7 +225,7 @@ def test_pending_transfer_is_recorded_once_with_the_bytes_of_its_arguments(kind,
 def test_sums_are_in_rank_order_and_half_precision_is_rounded_once(size):
     parts = {torch.float32: [1e8, 1.0, -1e8, 1.0, 3.0], torch.bfloat16: [1000.0, 1.25, 1.25, -1000.0, 1.0],
              torch.float16: [1000.0, 1.25, 1.25, -1000.0, 1.0]}  # fmt: skip
-    runs = {n: [run({"a": n}) for run in IN_RANK_ORDER.values()] for n in (2, 3, 5)}
+    runs = {n: [run({"a": n}) for run in IN_RANK_ORDER.values()] for n in (2, 5)}
     for n, (dtype, values) in itertools.product(runs, parts.items()):
         total = torch.tensor(values[0], dtype=torch.float32)
         for v in values[1:n]:
@@ -311,9 +310,9 @@ def test_rank_may_start_transfers_before_it_waits_for_one_that_others_have_waite
             second, third = comm.reduce([b], ("a",)), comm.gather([torch.ones(1, 50_000) * rank], [c], [0], ("a",))
         second()
         third()
-        assert a.unique().tolist() == [3]
-        assert b.unique().tolist() == [3]
-        assert c.unique(dim=1).tolist() == [[0], [1], [2]]
+        assert (a == 3).all()
+        assert (b == 3).all()
+        assert (c == torch.arange(3)[:, None]).all()
 
     RUNS[kind]({"a": 3})(f)
 

@@ -200,9 +200,9 @@ def put_reshard_get() -> None:
     mesh = fs.make_mesh(a=2, b=2)
     other = fs.make_mesh(b=4)
     rank = dist.get_rank()
-    pairs = [(s, torch.float32, a, b) for s in SHAPES[1:3] for a, b in itertools.product(SPECS, SPECS)]
+    pairs = [(SHAPES[1], torch.float32, a, b) for a, b in itertools.product(SPECS, SPECS)]
     pairs += [(s, torch.float32, a, b) for s in SHAPES for a, b in itertools.pairwise(SPECS)]
-    pairs += [((5, 3), d, a, b) for d in DTYPES for a, b in itertools.pairwise(SPECS)]
+    pairs += [((5, 3), d, a, b) for d in DTYPES for a, b in itertools.pairwise(SPECS[1::3])]
     pairs += [((), d, P(), P()) for d in DTYPES]
     for shape, dtype, before, after in pairs:
         whole = values(shape, dtype)
@@ -210,7 +210,7 @@ def put_reshard_get() -> None:
         assert_placed(x, whole, before)
         assert_placed(fs.reshard(x, after), whole, after)
         assert_placed(x, whole, before)  # the argument is unchanged
-    placed = [*itertools.product(SHAPES, DTYPES[:2], SPECS), *itertools.product(SHAPES[1:2], DTYPES[2:], SPECS)]
+    placed = [*itertools.product(SHAPES, DTYPES[:1], SPECS), *itertools.product(SHAPES[1:2], DTYPES[1:], SPECS[1::3])]
     for shape, dtype, spec in [*placed, *(((), d, P()) for d in DTYPES)]:
         whole = values(shape, dtype)
         x = fs.device_put({"x": whole}, spec, mesh)
@@ -436,7 +436,9 @@ def different_collectives() -> None:
             with pytest.raises(fs.ShardingError, match=r"disagree on a collective\n  data=0  .*\n  data=1  .*") as e:
                 fs.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check="never")(x)
             assert str(e.value).count(f"test_process.py:{f.__code__.co_firstlineno} in ") == 1
-            check_values(mesh, ("data",))
+            total = fs.shard_map(lambda x: fs.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+            assert fs.device_get(total(x)).tolist() == [2.0] * n
+    check_values(mesh, ("data",))
 
 
 def printing() -> None:
@@ -445,7 +447,7 @@ def printing() -> None:
 
     def say(x: Tensor | str) -> None:
         fs.print("b is", fs.axis_index("b"), x)
-        torch.func.grad(lambda y: fs.print("in grad") or y.sum())(torch.ones(2))
+        fs.print("again")
         if rank == 3 and mesh._comm._connections is not None:
             fs.psum(torch.ones(2), ("a", "b"))
         else:
@@ -453,7 +455,7 @@ def printing() -> None:
 
     step = fs.shard_map(say, mesh=mesh, out_specs=P(), check="never")
     x, lines = (torch.eye(2) if rank == 3 else "é"), ["[a=0..1, b=0] b is 0 é", "[a=0, b=1] b is 1 é"]
-    lines += ["[a=1, b=1] b is 1 tensor([[1., 0.],", "                          [0., 1.]])", "[a=0..1, b=0..1] in grad"]
+    lines += ["[a=1, b=1] b is 1 tensor([[1., 0.],", "                          [0., 1.]])", "[a=0..1, b=0..1] again"]
     with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(fs.ShardingError, match="=0  print") as e:
         step(x)
     assert "=3  all_reduce" in str(e.value)

@@ -1,4 +1,4 @@
-"""The work of the host does not grow with the number of ranks: the same operations at 8, 256 and 2,048."""
+"""The work of the host does not grow with the number of ranks: the same operations at 8 and 2,048."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fshard._comm import ProcessComm, process
 from fshard._ops.linear_maps import AllToAll, Gather, Slice, Sum
 from fshard.spec import part_lengths
 
-RANKS = (8, 256, 2048)
+RANKS = (8, 2048)
 PACKAGE = os.path.dirname(fs.__file__)
 
 
@@ -115,7 +115,7 @@ def test_collectives_call_the_same_operations_for_any_number_of_ranks(kind, trac
                     works = found.setdefault((axes, name), {})
                     (works[n],) = mesh.run(functools.partial(work_of_maps, axes, leaves(n)))
     for case, works in found.items():
-        assert works[8] == works[256] == works[2048], case
+        assert works[8] == works[2048], case
 
 
 def work_of_maps(axes: tuple[str, ...], leaves: list[tuple[tuple[int, ...], int]], comm: Any, rank: int) -> Any:
@@ -139,7 +139,7 @@ def work_of_maps(axes: tuple[str, ...], leaves: list[tuple[tuple[int, ...], int]
 def test_training_step_calls_the_same_operations_for_any_number_of_ranks():
     """Fully sharded blocks, two leaves of each uneven; a sharded head; clipping, AdamW and a mean over the ranks."""
     found = {n: work_of_step(n) for n in RANKS}
-    assert found[8] == found[256] == found[2048]
+    assert found[8] == found[2048]
     assert found[8]["instructions"] > 10_000  # the package's code is counted
 
 

@@ -22,6 +22,7 @@ from fshard import P, ShardingError, _io, checkpoint
 from fshard.checkpoint import loading, manifest, parts
 from fshard.spec import full_box
 from tests.lib.assertions import assert_same, error_text
+from tests.lib.processes import Pool
 
 # --- blocks -------------------------------------------------------------------------------------------------
 
@@ -418,9 +419,8 @@ def killed(n: int, job: Callable[[], object]) -> bool:
     return False
 
 
-@pytest.mark.process
-def test_kill_at_any_disk_operation_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
-    mesh = fs.make_mesh(data=2)
+def kill_at_every_operation(folder: str) -> None:
+    mesh = fs.make_mesh(kind="simulated", data=2)
 
     def state(n: int) -> dict[str, Any]:
         return {"w": fs.device_put(torch.full((4,), float(n)), P("data"), mesh), "n": n}
@@ -428,7 +428,7 @@ def test_kill_at_any_disk_operation_leaves_a_complete_checkpoint(tmp_path: Path)
     for case, step, options in [("new step", 2, {}), ("overwrite", 1, {"overwrite": True}), ("keep", 2, {"keep": 1})]:
         restored = []
         for n in itertools.count():
-            out = tmp_path / case / str(n)
+            out = Path(folder) / case / str(n)
             checkpoint.save(out, state(1), step=1)
             died = killed(n, lambda out=out, o=options, s=step: checkpoint.save(out, state(2), step=s, **o))
             last = checkpoint.latest(out)
@@ -446,6 +446,11 @@ def test_kill_at_any_disk_operation_leaves_a_complete_checkpoint(tmp_path: Path)
         assert restored == sorted(restored)  # one operation separates the old from the new
         assert set(restored) == {1, 2}
         assert len(restored) > 15
+
+
+@pytest.mark.process
+def test_kill_at_any_disk_operation_leaves_a_complete_checkpoint(ranks: Pool, tmp_path: Path) -> None:
+    ranks(1, kill_at_every_operation, str(tmp_path))  # a process as small as a rank is forked in no time
 
 
 def test_bytes_of_one_element_ignore_its_strides():

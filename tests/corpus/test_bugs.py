@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import fshard as fs
@@ -15,19 +17,19 @@ BUGS = [*MLP, *BLOCK, *OPTIMIZER]
 CORRECT = list({(bug.program, bug.correct): bug for bug in BUGS}.values())  # many bugs are of one program
 
 
-@pytest.mark.parametrize("bug", CORRECT, ids=str)
+def by_verify(bugs: list[Bug]) -> Any:
+    """Parameters of a test by `verify`: fast are those that the types do not catch, and those with a factor."""
+    slow = [bug.caught_by == "types" and bug.factor is None for bug in bugs]
+    return [pytest.param(bug, marks=[pytest.mark.slow] * s) for bug, s in zip(bugs, slow, strict=True)]
+
+
+@pytest.mark.parametrize("bug", by_verify(CORRECT), ids=str)
 def test_correct_program_passes_the_types_and_verify(bug: Bug):
     f, args = bug.build(bug.correct, check="always")
     fs.verify(f, *args)
 
 
-def in_large_program(bug: Bug) -> bool:
-    return bug.model == "block" and bug.caught_by == "types" and bug.factor is None
-
-
-@pytest.mark.parametrize(
-    "bug", [pytest.param(bug, marks=[pytest.mark.slow] * in_large_program(bug)) for bug in BUGS], ids=str
-)
+@pytest.mark.parametrize("bug", by_verify(BUGS), ids=str)
 def test_verify_names_the_leaf_the_axis_and_the_factor(bug: Bug):
     f, args = bug.build(bug.wrong, check="never")
     message = error_text(fs.verify, f, *args)

@@ -122,6 +122,7 @@ def test_memory_that_is_predicted_from_shapes_is_the_memory_of_a_real_step(head:
     assert abs(predicted.peak - peak) <= 8
 
 
+@pytest.mark.slow  # tests/planning/test_table.py predicts many blocks from few
 def test_a_step_of_many_blocks_and_microbatches_is_predicted_from_few(monkeypatch) -> None:
     monkeypatch.setattr(published_layouts, "SIZES", {"tiny": (4, 64, 128, 4)})
     monkeypatch.setattr(published_layouts, "VOCAB", 96)

@@ -29,6 +29,7 @@ MESHES = {
 }
 SETTINGS = {
     "plain": "",
+    "short": "--steps 2",
     "frozen statistics": "--batch-stats frozen",
     "sampled classes with a margin": "--partial-fc 0.5 --margin arcface",
     "more classes": "--classes 9 --margin cosface",
@@ -64,8 +65,8 @@ def run(out, folder, *flags):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The folder of the plain run on one device."""
-    return tmp_path_factory.mktemp("one") / "plain"
+    """The folder of a run of two steps on one device."""
+    return tmp_path_factory.mktemp("one") / "short"
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +93,12 @@ def test_the_mesh_never_changes_the_curve(name, setting, folder, on_one, tmp_pat
 
 def test_a_run_resumes_on_another_mesh_and_its_pictures_show_all_of_it(folder, on_one, tmp_path):
     out = tmp_path / "out"
-    run(out, folder, "--save-every", "2", "--mesh", "data=2", "--head", "model", "--zero")
-    assert checkpoint.steps(out) == [2, 4]
-    shutil.rmtree(out / "step_000004")
+    run(out, folder, "--steps", "2", "--save-every", "1", "--mesh", "data=2", "--head", "model", "--zero")
+    assert checkpoint.steps(out) == [1, 2]
+    shutil.rmtree(out / "step_000002")
     (out / "loss.png").unlink()
-    classify.main([*SMALL, "--folder", folder, "--resume", str(out), "--mesh", "model=2"])
-    assert_same_curve(metrics(out), on_one("plain"), rtol=RTOL)
+    classify.main([*SMALL, "--steps", "2", "--folder", folder, "--resume", str(out), "--mesh", "model=2"])
+    assert_same_curve(metrics(out), on_one("short"), rtol=RTOL)
     for name in ("loss.png", "confusion.png"):
         with Image.open(out / name) as picture:
             assert min(picture.size) > 300
@@ -113,7 +114,7 @@ def test_half_precision_follows_the_curve(folder, on_one, tmp_path):
 
 
 def test_full_disk_leaves_the_arguments_of_the_run_that_is_resumed(folder, saved, on_one, tmp_path, monkeypatch):
-    on_one("plain")
+    on_one("short")
     out = tmp_path / "out"
     shutil.copytree(saved, out)
 
@@ -122,8 +123,8 @@ def test_full_disk_leaves_the_arguments_of_the_run_that_is_resumed(folder, saved
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    line = refusal("--folder", folder, "--resume", str(out))
-    assert line.startswith("cannot write metrics.jsonl: No space left on device: make room; step 4 is saved: resume ")
+    line = refusal("--steps", "2", "--folder", folder, "--resume", str(out))
+    assert line.startswith("cannot write metrics.jsonl: No space left on device: make room; step 2 is saved: resume ")
     assert (out / "arguments.json").read_bytes() == (saved / "arguments.json").read_bytes()
 
 
@@ -281,12 +282,14 @@ def refusal(*flags):
     ("--folder {tmp}/none", "image_folder: {tmp}/none is no folder"),
     ("--folder {folder} --batch 64", "--batch 64: there are only "),
     ("--folder {folder} --classes 3", "--classes 3: the images have 5: give 5 or more, or leave it out"),
-    ("--folder {folder} --resume {saved} --lr 1", "--resume {saved}: it was trained with other arguments: give --lr"),
-    ("--folder {folder} --out {saved}", "--out {saved} holds a run, up to step 4: give --resume {saved}, or another"),
-    ("--folder {other} --resume {saved}", "--resume {saved}: it was trained with other arguments: give --folder "),
+    ("--folder {folder} --resume {saved} --steps 2 --lr 1",
+     "--resume {saved}: it was trained with other arguments: give --lr"),
+    ("--folder {folder} --out {saved}", "--out {saved} holds a run, up to step 2: give --resume {saved}, or another"),
+    ("--folder {other} --resume {saved} --steps 2",
+     "--resume {saved}: it was trained with other arguments: give --folder "),
 ])  # fmt: skip
 def test_what_no_run_can_have_is_refused_in_one_line(flags, want, folder, saved, on_one, tmp_path):
-    on_one("plain")
+    on_one("short")
     other = tmp_path / "other"
     for name in ("a", "b"):
         (other / name).mkdir(parents=True)

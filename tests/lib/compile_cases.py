@@ -62,10 +62,14 @@ def train(mesh: fs.Mesh, kind: str, *, compile: bool = False) -> list[Any]:
     return history
 
 
+def by_backend(backend: str) -> Any:
+    """A context in which `torch.compile` has another backend."""
+    return mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend))
+
+
 def by_aot_eager() -> Any:
-    """A context in which `torch.compile` has another backend: dynamo and autograd trace alike for each of them, and the
-    default one runs a C++ compiler."""
-    return mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    """A context without inductor, which runs a C++ compiler: dynamo and autograd trace alike for each backend."""
+    return by_backend("aot_eager")
 
 
 def compiled_and_eager(kind: str) -> Any:
@@ -100,7 +104,7 @@ def uneven(mesh: fs.Mesh, *, compile: bool) -> list[torch.Tensor]:
 
 
 def uneven_compiled(backend: str, axes: dict[str, int]) -> list[torch.Tensor]:
-    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+    with by_backend(backend):
         return uneven(fs.make_mesh(**axes), compile=True)
 
 

@@ -11,6 +11,7 @@ from fshard import P, ShardingError, init, optim, tree
 from fshard.optim import fused
 from tests import test_update
 from tests.lib.assertions import assert_same, error_text
+from tests.lib.compile_cases import by_backend
 from tests.nn import test_margins as sampled
 
 STEPS = 20
@@ -216,7 +217,7 @@ def test_norm_of_many_elements_and_of_float16_is_exact_to_1e_6():
     assert float(optim.global_norm(half, P())) == 300 * 32
 
 
-@pytest.mark.parametrize("n", [1, 15, 4096, 4097, 100_000, (1 << 23) + 5])
+@pytest.mark.parametrize("n", [1, 15, 4096, 4097, 100_000, (1 << 21) + 5])
 def test_norm_is_exact_to_float32_for_any_split_and_strides(n):
     x = torch.rand(n, generator=torch.Generator().manual_seed(n))
     want = x.double().norm().float()
@@ -299,7 +300,7 @@ def test_a_schedule_sets_the_learning_rate(name):
 
 # --- meshes -------------------------------------------------------------------------------------------------
 
-MESHES = [{"data": 1}, {"model": 2}, {"data": 2, "model": 2}, {"data": 3}, {"model": 5}]
+MESHES = [{"data": 1}, {"data": 3}, {"data": 2, "model": 2}, {"model": 5}]
 SPECS = {"w": fs.column("model"), "odd": [fs.row("model"), P()], "scale": P(), "none": None, "empty": fs.row("model")}
 OPTIMIZERS = {
     "sgd": lambda specs: optim.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
@@ -600,7 +601,8 @@ def test_a_compiled_step_overwrites_donated_leaves_without_copies(small_pieces):
     assert_same(other, before)
 
 
-def test_a_compiled_step_reads_a_gradient_in_a_donated_leaf_before_the_write():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_step_reads_a_gradient_in_a_donated_leaf_before_the_write(backend):
     """Pairs of leaves, each of which is the gradient of the other: as it is, or by a view."""
     opt = optim.sgd(0.5)
     torch._dynamo.reset()
@@ -610,7 +612,7 @@ def test_a_compiled_step_reads_a_gradient_in_a_donated_leaf_before_the_write():
         c, d = p["c"].view(4, 4).view(16), p["d"].view(4, 4).view(16)
         return opt.update({"a": p["b"], "b": p["a"], "c": d, "d": c}, opt.init(p), p)[0]
 
-    got = torch.compile(swapped, fullgraph=True)(params)
+    got = torch.compile(swapped, fullgraph=True, backend=backend)(params)
     assert_same(got, {name: torch.full((16,), x) for name, x in (("a", 0.5), ("b", 3.5), ("c", 6.5), ("d", -2.5))})
 
 
@@ -627,13 +629,16 @@ def test_a_compiled_gradient_through_a_step_is_refused():
 # --- under other transforms ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_compiled_step_equals_the_eager_one_and_compiles_once(name):
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("adamw", "aot_eager"), ("dampened", "aot_eager"), pytest.param("dampened", "inductor", marks=pytest.mark.slow)],
+)
+def test_a_compiled_step_equals_the_eager_one_and_compiles_once(name, backend):
     params = {"w": torch.randn(9, 5), "b": torch.randn(3).bfloat16(), "s": torch.randn(())}
     specs, mesh = {"w": P("data"), "b": P("data"), "s": P()}, fs.make_mesh(data=1)
     make = lambda specs: optim.chain(optim.clip_by_global_norm(1.0, specs), OPTIMIZERS[name](specs))  # noqa: E731
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(error_on_recompile=True):
+    with by_backend(backend), torch._dynamo.config.patch(error_on_recompile=True):
         got = train_on(mesh, make, params, specs, steps=4, compile=True, donate=(1, 2))
     # Inductor fuses and reorders: a few roundings, which in bfloat16 may cross to the neighbouring value.
     want = train(make(P()), params, 4)

@@ -75,15 +75,16 @@ def test_bits_equal_the_definition():
     assert R.bits(fs.key(2**64 - 1), ()).tolist() == words_at(fs.key(2**64 - 1), [0])[0]
 
 
-@pytest.mark.parametrize("tile_blocks", [16, 1 << 15])  # tiles of 16 blocks cut runs and rows often
-@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize(  # tiles of 16 blocks cut runs and rows often
+    ("draw", "tile_blocks"), [*((draw, 16) for draw in DRAWS), ("normal", 1 << 15), ("bernoulli", 1 << 15)]
+)
 def test_any_box_equals_that_part_of_the_whole_bitwise(draw, tile_blocks, monkeypatch):
     monkeypatch.setattr(R, "_TILE_BLOCKS", tile_blocks)
     rng = stdlib_random.Random(draw)
-    shapes = [(1000,), (64, 48), (37, 53), (5, 7, 9), (4, 6, 8, 4), (3, 2, 1, 5), (300, 2), (2, 301), (70, 1)]
+    shapes = [(1000,), (37, 53), (5, 7, 9), (4, 6, 8, 4), (3, 2, 1, 5), (2, 301), (70, 1)]
     for shape in shapes:
         full = DRAWS[draw](KEY, shape, whole(shape))
-        boxes = [[sorted(rng.choices(range(n + 1), k=2)) for n in shape] for _ in range(6)]
+        boxes = [[sorted(rng.choices(range(n + 1), k=2)) for n in shape] for _ in range(4)]
         boxes += [[(0 if d == full_dim else n // 3, n) for d, n in enumerate(shape)] for full_dim in range(4)]
         for box in ([slice(*ends) for ends in b] for b in boxes):
             part = DRAWS[draw](KEY, shape, tuple(box))

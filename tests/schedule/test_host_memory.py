@@ -28,7 +28,7 @@ from tests.lib.assertions import assert_same
 from tests.lib.operations import Operations
 
 DEVICE = torch.device("meta")
-CFG = gpt2.Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=3, n_head=4)
+CFG = gpt2.Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=4)
 ROWS = 4
 
 # (parameters, optimizer's state) in host memory; "h": the parameters of the blocks alone.
@@ -88,9 +88,7 @@ def train(mesh: fs.Mesh, kind: str, params: bool | str, state: bool, **how: Any)
 # --- values ---
 
 
-@pytest.mark.parametrize(
-    ("kind", "remat"), [("one", True), ("data", False), ("full", True), ("tensor", False), ("both", True)]
-)
+@pytest.mark.parametrize(("kind", "remat"), [("one", True), ("full", False), ("both", True)])
 def test_training_with_host_leaves_has_the_numbers_of_device_leaves(kind: str, remat: bool) -> None:
     mesh = fs.make_mesh(data=1 if kind == "one" else 2, model=2 if kind in ("tensor", "both") else 1)
     want = train(mesh, kind, False, False, remat=remat)
@@ -114,7 +112,7 @@ def devices(x: Any) -> set[str]:
 
 
 CASES = [("both", params, state, {}) for params, state in IN_HOST_MEMORY if (params, state) != (True, True)]
-CASES += [("one", True, True, {}), ("tensor", True, True, {}), ("full", "h", True, {})]
+CASES += [("one", True, True, {})]
 CASES += [("both", True, True, {"remat": True, "dtype": torch.bfloat16})]
 
 
@@ -269,7 +267,7 @@ def test_scan_with_host_leaves_has_a_buffer_for_each_prefetched_block() -> None:
         assert (ahead + 1) * block <= used <= (ahead + 2) * block + (base - grads)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("prefetch", [0, 3])
 def test_scan_offloads_x_before_each_block(prefetch: int, monkeypatch: Any) -> None:
     """Check the numbers, and that x before each block is in host memory, except for the one in use and the next."""
     blocks, d, rows = 10, 8, 2048

@@ -75,8 +75,7 @@ BODIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("release", [True, False])
-@pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("body", "release"), [(block, False), *((body, True) for body in BODIES)])
 def test_remat_has_the_numbers_of_the_loop_without_remat(body: Any, release: bool) -> None:
     mesh = fs.make_mesh(data=2, model=2)
     want, _ = step(body, {}, mesh)

@@ -21,7 +21,7 @@ D, F, BLOCKS, BATCH = 6, 10, 4, 12
 
 SCHEDULES = [
     {"release": release, "remat": remat, "prefetch": prefetch}
-    for release, remat, prefetch in itertools.product((True, False), (True, False), (0, 1, 2, 9))
+    for release, remat, prefetch in itertools.product((True, False), (True, False), (0, 2, 9))
 ]
 FEW = [  # each pair of values of two options, once
     {"release": True, "remat": False, "prefetch": 1},
@@ -30,7 +30,7 @@ FEW = [  # each pair of values of two options, once
     {"release": False, "remat": False, "prefetch": 9},
     {"release": True, "remat": False, "prefetch": 0},
 ]
-MESHES = [{"data": a, "model": b} for a, b in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))]
+MESHES = [{"data": a, "model": b} for a, b in ((1, 1), (1, 2), (2, 2), (4, 1))]
 
 
 def described(d: int = D, f: int = F, blocks: int = BLOCKS) -> Any:
@@ -124,7 +124,7 @@ def test_every_schedule_has_the_numbers_of_the_plain_loop_and_of_one_device(axes
         assert_same(step(params, x), want)  # in the buffers of the first call
 
 
-@pytest.mark.parametrize("how", FEW[:4], ids=str)  # types do not depend on prefetch
+@pytest.mark.parametrize("how", FEW[1:4:2], ids=str)
 def test_checked_call_has_the_numbers_of_the_plain_loop(how: dict[str, Any]) -> None:
     tree, mesh = described(), fs.make_mesh(data=2, model=2)
     specs = specs_for("sharded", tree)
@@ -178,8 +178,9 @@ def test_hybrid_uneven_frozen_tied_and_half_precision_leaves_at_once() -> None:
         assert sum(t.bytes for t in sums) == 8 * 3 * each
 
 
-@pytest.mark.parametrize("summed", [None, torch.float32])
-@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+@pytest.mark.parametrize(
+    ("kind", "summed"), [("replicated", torch.float32), ("sharded", torch.float32), ("sharded", None)]
+)
 def test_mixed_precision_equals_the_plain_loop_and_approximates_one_device(kind: str, summed: Any) -> None:
     tree, axes = described(), [{"data": 4, "model": 1}, {"data": 2, "model": 2}]
     how = {"dtype": torch.bfloat16, "reduce_dtype": summed}
@@ -404,6 +405,7 @@ def test_weights_returned_by_a_block_are_copies() -> None:
 def test_step_leaves_no_reference_cycle() -> None:
     tree, mesh = described(), fs.make_mesh(data=2, model=1)
     specs = specs_for("sharded", tree)
+    gc.freeze()  # a collection visits what this test makes, not the million objects of the tests before
     step, params, x = step_of(scanned(tree, specs), mesh, specs), place(mesh, tree, specs), batch()
     step(params, x)
     gc.collect()
@@ -518,7 +520,7 @@ def saved(blocks: int, rows: int, d: int) -> int:
 
 
 def test_release_keeps_two_whole_blocks_and_the_activations() -> None:
-    d, blocks, rows = 64, 8, 512
+    d, blocks, rows = 64, 6, 256
     whole = sum(t.numel() for t in described(d, d)[0].values()) * 4
     x, kept = 4 * d * rows, saved(blocks, rows, d) + 64  # x: one activation; 64: the scalars of the loss
     # The peak is at the end of forward: backward frees more than the gradients it makes.

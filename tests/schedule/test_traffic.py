@@ -15,7 +15,7 @@ import fshard as fs
 from fshard import P
 from fshard.models import gpt2, llama
 
-CFG = gpt2.Config(vocab_size=96, n_positions=8, n_embd=32, n_layer=4, n_head=4)
+CFG = gpt2.Config(vocab_size=96, n_positions=8, n_embd=32, n_layer=3, n_head=4)
 ROWS, N = 4, 2
 SIZE = 4  # bytes of a float32
 
@@ -28,7 +28,7 @@ def transfers_of_a_step(
     optimizer = fs.optim.adamw(1e-3)
     placed = {"params": specs, "opt": optimizer.specs(specs)}
 
-    @fs.shard_map(mesh=mesh, in_specs=(placed, P(layout.data)), out_specs=(placed, P()), donate=0)
+    @fs.shard_map(mesh=mesh, in_specs=(placed, P(layout.data)), out_specs=(placed, P()), donate=0, check="never")
     def step(state: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> Tensor:
             return gpt2.loss(CFG, params, *batch, layout=layout, specs=specs, remat=remat)
@@ -41,7 +41,6 @@ def transfers_of_a_step(
     batch = (ids[:, :-1], ids[:, 1:])
     tree = {"params": described, "opt": optimizer.init(described)}
     state = fs.materialize(tree, placed, mesh, key=fs.key(0))
-    state, _ = step(state, batch)  # checked
     with fs.recording() as log:
         step(state, batch)
     count, total = Counter(t.op for t in log), Counter[str]()
@@ -100,8 +99,7 @@ def test_tensor_parallel_and_fully_sharded_together_have_the_transfers_of_each()
 
 
 @pytest.mark.parametrize(
-    ("axes", "sequence"),
-    [({"model": 1}, False), ({"model": N}, False), ({"model": N}, True), ({"data": N, "model": N}, True)],
+    ("axes", "sequence"), [({"model": 1}, False), ({"model": N}, False), ({"data": N, "model": N}, True)]
 )
 @pytest.mark.parametrize("model", [gpt2, llama], ids=lambda m: m.__name__.rpartition(".")[2])
 def test_remat_repeats_the_products_of_a_block_but_the_last(model: Any, axes: dict[str, int], sequence: bool) -> None:

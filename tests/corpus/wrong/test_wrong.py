@@ -33,14 +33,24 @@ def test_wrong_program_is_caught(program: WrongProgram):
         errors = [line for line in text.splitlines() if line.startswith(f"{program.line} in ")]
         assert errors, text
         assert f"'{program.axis}'" in text
-    else:
-        program.mapped(program.wrong)(*program.args)  # its types are right
-    if program.caught_by is not None:
-        text = error_text(fs.verify, program.mapped(program.wrong, check="never"), *program.args)
-        assert f"'{program.axis}'" in text
+        return
+    program.mapped(program.wrong)(*program.args)  # its types are right
+    if program.caught_by == "verify":
+        verify_names_the_axis(program)
     else:
         assert program.out_of_reach
         fs.verify(program.mapped(program.wrong), *program.args)
+
+
+def verify_names_the_axis(program: WrongProgram) -> None:
+    text = error_text(fs.verify, program.mapped(program.wrong, check="never"), *program.args)
+    assert f"'{program.axis}'" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if p.caught_by == "types"], ids=str)
+def test_verify_catches_what_the_types_catch(program: WrongProgram):
+    verify_names_the_axis(program)
 
 
 def test_names_are_unique():
