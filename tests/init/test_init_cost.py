@@ -105,8 +105,7 @@ def test_a_mesh_draws_every_element_once(words):
 # --- bytes and operations -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("spec", ["row", "column"])
+@pytest.mark.parametrize(("spec", "dtype"), [("row", torch.float32), ("column", torch.bfloat16)], ids=str)
 def test_scratch_memory_does_not_grow_with_the_part(spec, dtype):
     threads = torch.get_num_threads()
     try:

@@ -7,6 +7,7 @@ import torch
 
 import fshard as fs
 from tests.lib.model_cases import LAYOUTS, close
+from tests.lib.tiers import slow_unless
 from tests.lora import cases
 
 BASE = {
@@ -35,8 +36,9 @@ TWO_AXES = "both, fully sharded, sequence"
 
 PARITY = [*(("gpt2", layout) for layout in LAYOUTS), *((name, TWO_AXES) for name in BASE if name != "gpt2"),
           *((name, "one device") for name in BASE if name != "gpt2")]  # fmt: skip
-FAST = {("gpt2", "one device"), ("gpt2", "model, sequence"), ("gpt2", "uneven"), *((name, TWO_AXES) for name in BASE)}
-SLOW_OPTIONS = ("all-linear, neox", "all-linear, bert", "embeddings, dora", "exclude", "rslora, ranks", "all biases")
+FAST = {("gpt2", "one device"), ("gpt2", "model, sequence"), ("gpt2", TWO_AXES), ("llama", TWO_AXES)}
+SLOW_OPTIONS = ("all-linear", "all-linear, neox", "all-linear, bert", "embeddings, dora", "exclude", "rslora, ranks",
+                "all biases", "dora, fused", "a module to save")  # fmt: skip
 
 
 def unless(fast, *values):
@@ -62,7 +64,7 @@ def test_options_have_the_numbers_of_peft(option, layout):
     )  # 2e-5: norms of DoRA are sums of three
 
 
-@pytest.mark.parametrize("option", ["dora", "embeddings, tied"])
+@pytest.mark.parametrize("option", slow_unless(["embeddings, tied"], ["dora", "embeddings, tied"]))
 def test_replicated_adapters_of_a_split_base_are_sliced(option):
     name, options = OPTIONS[option]
     case = cases.pair(name, **options)

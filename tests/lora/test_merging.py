@@ -12,6 +12,7 @@ import fshard as fs
 from fshard import P
 from tests.lib.assertions import error_text
 from tests.lib.model_cases import ONE
+from tests.lib.tiers import slow_unless
 from tests.lora import cases
 
 TARGETS = {"gpt2": ("c_attn", "mlp.c_proj", "wte"), "llama": ("q_proj", "o_proj", "down_proj"), "t5": ("v", "wo")}
@@ -43,11 +44,13 @@ def by_name(tree, names):
 
 EVERY_KIND = [(name, dtype, safe, "uneven") for name in TARGETS for dtype in (torch.float32, torch.bfloat16)
               for safe in (False, True)]  # fmt: skip
+FAST = [("gpt2", torch.bfloat16, False, "uneven"), ("t5", torch.float32, True, "uneven"),
+        ("llama", torch.bfloat16, True, "uneven")]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "safe", "mesh"),
-    [*EVERY_KIND, *(("gpt2", torch.bfloat16, False, mesh) for mesh in MESHES if mesh != "uneven")],
+    [*slow_unless(FAST, EVERY_KIND), *(("gpt2", torch.bfloat16, False, mesh) for mesh in MESHES if mesh != "uneven")],
     ids=str,
 )
 def test_merge_has_the_bits_of_peft(name, dtype, safe, mesh):

@@ -32,7 +32,7 @@ CASES = {  # class: (model, changes of the config)
     f"Bert{SEQUENCE}": ("bert", {}),
     f"Bert{TOKENS}": ("bert", {"classifier_dropout": 0.3}),
 }
-FAST = [f"GPT2{SEQUENCE}", f"Llama{TOKENS}", f"Bert{SEQUENCE}", f"Mixtral{SEQUENCE}"]
+FAST = [f"Llama{TOKENS}", f"Bert{SEQUENCE}"]
 
 
 @functools.cache

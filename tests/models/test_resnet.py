@@ -39,7 +39,14 @@ MESHES = {
     "empty batches": ({"data": 6}, "data", True, True),
 }
 CHECKED = ("head over all", "fully sharded", "replicas")  # types do not depend on sizes
-SLOW = ("data", "data and model", "head over data", "replicas")  # the others have their cases
+SLOW = (
+    "data",
+    "data and model",
+    "head over data",
+    "head over all",
+    "replicas",
+    "empty shards",
+)  # the others have their cases
 
 
 def model_of(kind="bottleneck", **more):

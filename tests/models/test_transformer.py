@@ -13,6 +13,7 @@ from fshard.decoding import loop
 from fshard.models import bert, gpt2, gpt_neox, gptj, llama, t5
 from tests.lib.assertions import error_text
 from tests.lib.model_cases import close, tokens
+from tests.lib.tiers import slow_unless
 
 MODELS = {
     "gpt2": (gpt2, gpt2.Config(5, 8, 12, 1, 3, attn_pdrop=0.2, embd_pdrop=0.2, resid_pdrop=0.2)),
@@ -47,7 +48,7 @@ def assert_same(got, want):
     close(got, want, 1e-5, 1e-5)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "t5")) for name in MODELS])
+@pytest.mark.parametrize("name", slow_unless(["bert", "llama"], MODELS))
 def test_dropout_of_an_uneven_batch_is_the_same_on_every_mesh(name):
     model, cfg = MODELS[name]
     ids = tokens(5, b=5, t=4)

@@ -133,7 +133,7 @@ def _embedding_cases(a, v, d):
 
 
 @pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize(("v", "d", "padding"), [(7, 5, None), (12, 4, 3), (3, 2, -1), (1, 1, 0)])
+@pytest.mark.parametrize(("v", "d", "padding"), [(7, 5, None), (3, 2, -1), (1, 1, 0)])
 def test_embedding_of_each_split_has_the_values_and_gradients_of_torch(name, v, d, padding):
     sizes, a = AXES[name], axis_of(AXES[name])
     table, cases = rand(v, d), _embedding_cases(a, v, d)

@@ -28,6 +28,7 @@ from fshard.interop.defer.constructor import Recorded, defer
 from fshard.interop.defer.replay import POINTWISE, Replay
 from fshard.spec import full_box
 from tests.lib.assertions import assert_same, error_text
+from tests.lib.tiers import slow_unless
 
 CPU = torch.device("cpu")
 ONE = fs.make_mesh(one=1)
@@ -222,7 +223,12 @@ def deferred(name):
     return defer(without_warnings({**LAYERS, **VARIANTS}[name]))
 
 
-@pytest.mark.parametrize("name", [*LAYERS, *VARIANTS])
+# "Transformer" has the layers of the four; torch computes the old norm as the new one.
+SLOW = ["TransformerEncoder", "TransformerDecoder", "TransformerEncoderLayer", "TransformerDecoderLayer",
+        "spectral_norm, old", "sparse_"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slow_unless([n for n in [*LAYERS, *VARIANTS] if n not in SLOW], [*LAYERS, *VARIANTS]))
 def test_layer_is_equal_on_every_mesh_and_distributed_as_eager(name):
     _, tree = deferred(name)
     values = values_on_one_device(tree)

@@ -24,6 +24,7 @@ from tests.interop.defer.test_defer import (
 )
 from tests.interop.defer.zoo_cases import CASES, small_config
 from tests.lib.assertions import assert_same
+from tests.lib.tiers import slow_unless
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 hf = pytest.importorskip("transformers")
@@ -100,7 +101,7 @@ def apply_eager(auto, config, params, buffers):
     return model
 
 
-@pytest.mark.parametrize("name", ["Llama", "T5"])
+@pytest.mark.parametrize("name", slow_unless(["Llama"], ["Llama", "T5"]))
 def test_deferred_model_trains_equally_on_every_mesh(name):
     """From `defer` to three steps of AdamW: data parallel, fully sharded, and the single device agree."""
     make = {

@@ -83,8 +83,9 @@ LAYOUTS = {
     "fully sharded": ({"data": 2}, True),
     "fully sharded, uneven": ({"data": 3}, True),
 }
-EVERY_LAYOUT = ("gpt2", "resnet")  # in the default tier; the other models run there in one
-FAST = "fully sharded"
+EVERY_LAYOUT = ("gpt2", "resnet")
+FAST = {"gpt2": ["one device", "fully sharded, uneven"], "resnet": ["fully sharded", "data parallel"],
+        "bert": ["fully sharded"], "llama": ["fully sharded"], "mixtral": ["fully sharded"]}  # fmt: skip
 OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.1}
 # Far above the rounding of a gradient that is zero in exact arithmetic (1e-9, see `close`): Adam divides by its size.
 EPS = 1e-4
@@ -142,7 +143,7 @@ def close(result, expected, *, size=None, rtol=1e-5):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [pytest.param(name, layout, id=f"{name}-{layout}",
-                  marks=[pytest.mark.slow] * (name not in EVERY_LAYOUT and layout != FAST))
+                  marks=[pytest.mark.slow] * (layout not in FAST.get(name, [])))
      for name in MODELS for layout in LAYOUTS if layout != "one device" or name in EVERY_LAYOUT],
 )  # fmt: skip
 def test_hugging_face_model_trains_on_every_mesh_as_torch_on_the_whole_batch(name, layout):

@@ -17,6 +17,7 @@ from fshard import P
 from fshard.interop.defer.functional_module import Apply
 from fshard.nn import Replacement, column_embedding, column_linear, row_embedding, row_linear
 from tests.lib.assertions import assert_same, error_text
+from tests.lib.tiers import slow_unless
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -148,7 +149,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_unless(["empty shards", "units"], LAYOUTS))
 def test_module_with_split_submodules_trains_as_the_dense_one(name):
     """A tied table with a padding row, a module that stands twice in another, sizes that no axis divides."""
     sizes, units = LAYOUTS[name]
@@ -203,7 +204,7 @@ FOREIGN = {
         lambda: of_transformers("ResNetForImageClassification", embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1],
                                 layer_type="basic", num_labels=C), {"classifier.1": UP}, pixels, (B,), C),
 }  # fmt: skip
-SLOW = ("torch seq2seq", "bert", "vit")
+SLOW = ("torch seq2seq", "bert", "vit", "llama, by heads")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in FOREIGN])
@@ -301,7 +302,9 @@ def mean_loss(y):
 ENCODER = {"0": TABLE, "2": COLUMN, "**.linear1": UP, "**.linear2": DOWN}
 
 
-@pytest.mark.parametrize("units", [None, ["TransformerEncoderLayer", "0"]], ids=["", "units"])
+@pytest.mark.parametrize(
+    "units", slow_unless([["TransformerEncoderLayer", "0"]], [None, ["TransformerEncoderLayer", "0"]])
+)
 def test_dropout_of_split_features_by_key_is_the_same_on_every_mesh(units):
     """Each rank draws the numbers of its own features; in backward again, where a unit is recomputed."""
     run = functools.partial(gradients, encoder, loss=mean_loss, units=units)
@@ -366,7 +369,7 @@ LORA = {"language": (Language, ["up", "down", "embed"], None, language()),
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LORA)
+@pytest.mark.parametrize("name", slow_unless(["Conv1D"], LORA))
 def test_adapters_beside_replaced_submodules(name):
     """DoRA with dropout: values and gradients of the factors are those of one device without replacements."""
     make, names, unit, replacements = LORA[name]

@@ -16,6 +16,7 @@ from fshard import P, ShardingError
 from fshard.interop.defer.constructor import defer
 from tests.lib.assertions import assert_same, error_text
 from tests.lib.operations import Operations
+from tests.lib.tiers import slow_unless
 
 D, F = 6, 10  # width of a block, and of its feed-forward
 HOWS = [  # each pair of values of two options, once
@@ -254,7 +255,10 @@ def dense(constructor: Any, batches: list[Tensor]) -> tuple[Tensor, dict[str, Te
     return torch.stack(losses).mean().detach(), dict(zip(named, means, strict=True))
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name",
+    slow_unless([n for n in MODULES if n not in ("by size, of leaves", "in order", "partial", "nested")], MODULES),
+)
 def test_every_schedule_has_the_numbers_of_the_definition_and_of_one_device(name: str) -> None:
     constructor, units = MODULES[name]
     apply, tree = defer(constructor, units=units, reference=0)

@@ -13,6 +13,7 @@ import fshard as fs
 from fshard import P
 from fshard.interop.defer.constructor import defer
 from tests.lib.assertions import assert_same
+from tests.lib.tiers import slow_unless
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 hf = pytest.importorskip("transformers")
@@ -49,7 +50,7 @@ IDS = torch.arange(3, 3 + 4 * 6).view(4, 6) % 61
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft uses a name that transformers will remove
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_unless(["T5 + LoRA", "Mixtral", "GPT2"], MODELS))
 def test_model_by_unit_has_the_numbers_of_the_definition_and_of_one_device(name: str) -> None:
     constructor, units = MODELS[name]
     mesh, (apply, tree) = fs.make_mesh(data=2), defer(constructor, units=units, reference=0)

@@ -28,6 +28,7 @@ from fshard.spec import full_box
 from tests.lib.assertions import assert_same, error_text
 from tests.lib.folder_cases import KEY, MESHES, SPECS, as_theirs, described, sharded_file, theirs, values
 from tests.lib.processes import Pool
+from tests.lib.tiers import slow_unless
 
 CPU = torch.device("cpu")
 
@@ -165,7 +166,9 @@ class Killed(BaseException):
     """Raised where a process would be killed: nothing is cleaned up after it."""
 
 
-@pytest.mark.parametrize(("old", "new"), [*itertools.product([*KINDS, None], KINDS)])
+@pytest.mark.parametrize(("old", "new"), slow_unless(
+    [(None, "three shards"), ("single", "two shards"), ("two shards", "two shards"), ("three shards", "single")],
+    itertools.product([*KINDS, None], KINDS)))  # fmt: skip
 def test_killed_write_leaves_the_old_weights_or_the_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str | None, new: str
 ) -> None:

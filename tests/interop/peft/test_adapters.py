@@ -129,7 +129,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5, IA3": ("t5", {"feedforward_modules": None, "task_type": "SEQ_2_SEQ_LM"}),
     "bert classifier, IA3": ("bert classifier", {"feedforward_modules": None, "task_type": "SEQ_CLS"}),
 }  # fmt: skip
-FAST = [*list(CASES)[:4], "gpt2, IA3"]
+FAST = ["gpt2, fused and stored [in, out]", "llama, patterns of rank and alpha", "gpt2, IA3"]
 
 
 @dataclasses.dataclass
