@@ -698,7 +698,8 @@ def crash(transfers_pending: bool) -> None:
         return fs.psum(x.sum(), "data")
 
     def start_and_crash(comm: Any, rank: int) -> None:
-        pending = [comm.reduce([torch.ones(n)], ("data",)) for n in (10, 1_000_000)]
+        # Small ones: of a message that is half received when its sender ends, gloo reports nothing before the timeout.
+        pending = [comm.reduce([torch.ones(n)], ("data",)) for n in (10, 1_000)]
         if rank == 1:
             os._exit(7)
         for wait in pending:

@@ -116,7 +116,7 @@ class _Team:
             for rank in waiting.values():
                 failed[rank] = f"no answer after {timeout:.0f} s; it was in\n{self._stack(rank)}"
         elif waiting:
-            failed |= dict.fromkeys(waiting.values(), "was waiting for the others")
+            failed |= {rank: f"was waiting for the others; it was in\n{self._stack(rank)}" for rank in waiting.values()}
         self._print_output()
         ranks_of: dict[str, list[int]] = {}
         for rank in sorted(failed):
