@@ -253,7 +253,8 @@ class ShardMapped:
         donated = frozenset(storage_pointers([local[i] for i in plan.donated], self.mesh))
         kept = set(storage_pointers([local[i] for i in plan.kept], self.mesh)) - donated
         checker = Checker(self._live, self.mesh.axes) if checked else None
-        region = Region(comm, rank, self.mesh.device, dict(plan.uneven), donated, checker, scratch, self.mesh.host)
+        region = Region(comm, rank, self.mesh.device, dict(plan.uneven), plan.split_sizes, donated, checker, scratch,
+                        self.mesh.host)  # fmt: skip
         # Backward runs on this thread, to which the region is bound, and not on one of autograd's own.
         with bind(region), torch.autograd.set_multithreading_enabled(False), checker or contextlib.nullcontext():
             if checker is not None:
@@ -265,10 +266,10 @@ class ShardMapped:
             local.clear()
             with marks:
                 out = self._body(*inputs)
-            if checker is not None:
-                with checker.paused():
-                    self._check_results(checker, out)
-            result = flatten_result(out)
+            with contextlib.nullcontext() if checker is None else checker.paused():
+                result = flatten_result(out)
+                if checker is not None:
+                    self._check_results(checker, result.out)
             digest = checker.digest() if checker is not None and self.mesh.kind == "process" else ""
             plan.rank_types = exchange_result_types(self._name, self.mesh, plan.rank_types, result, digest)
             if checker is not None and len({types.digest for types in plan.rank_types or ()}) > 1:
@@ -278,7 +279,7 @@ class ShardMapped:
             if compared and self._live and comm.has_values:
                 with contextlib.nullcontext() if checker is None else checker.paused():
                     refuse_valueless(self._name, self.mesh, result)
-                    check_replicas(self._name, out, self._out_specs)
+                    check_replicas(self._name, result.out, self._out_specs)
             return _RankRun(result, kept, checker)
 
     def _check_results(self, checker: Checker, out: Any) -> None:
