@@ -75,7 +75,8 @@ def shard_map(
 
     A `Sharded` argument is passed as its local part, and must be placed as `in_specs` says. A plain tensor is a global
     value, the same on every rank (a checked call compares those of processes, by digests), and each rank is passed its
-    part of it. Anything else is passed as it is. Results become `Sharded`, placed as `out_specs` says. Works as a
+    part of it. A numpy array is a plain tensor, as an argument and as a result. Anything else is passed on unchanged,
+    and is an error under a spec that names an axis. Results become `Sharded`, placed as `out_specs` says. Works as a
     decorator too; `.on(mesh)` is the same function on another mesh.
 
     Args:

@@ -225,10 +225,10 @@ def array_part(x: Any, box: Box) -> Tensor:
 
 
 def arrays_as_tensors(leaves: list[Any]) -> list[Any]:
-    """Return leaves with the numpy arrays as tensors; the same list if there are none."""
+    """Return leaves with copies of the numpy arrays as tensors; the same list if there are none."""
     if not any(isinstance(x, np.ndarray) for x in leaves):
         return leaves
-    return [x if array_dtype(x) is None else as_tensor(x) for x in leaves]
+    return [x if array_dtype(x) is None else as_tensor(x).clone() for x in leaves]
 
 
 def no_parts_errors(label: str, leaf: Any, spec: P) -> list[ShardingError]:

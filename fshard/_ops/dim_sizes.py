@@ -66,8 +66,8 @@ def _exchange_sizes(verb: str, axes: tuple[str, ...], local: Sequence[int], word
     if comm.static_sizes:
         program = "a compiled program" if comm.has_values else "an abstract mesh"
         cause = next(current.uneven[a] for a in axes if a in current.uneven)
-        size, n, over = cause.size, size_of(cause.axes, comm.sizes), " and ".join(map(repr, cause.axes))
-        parts = " and ".join(dict.fromkeys(map(str, local)))
+        size, n, over = cause.size, size_of(cause.axes, comm.sizes), " and ".join([f"'{a}'" for a in cause.axes])
+        parts = " and ".join(dict.fromkeys([f"{n}" for n in local]))
         raise fail(f"{verb}: sizes that the axis does not divide must be known to {program}",
                    f"{cause.name} is {size}, split over the {n} ranks of {over}: {size} % {n} = {size % n}",
                    f"so where this rank has {parts}, another may have another size", *user_line(),
