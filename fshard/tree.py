@@ -61,15 +61,17 @@ def register(cls: C) -> C:
     >>> map(lambda x: 10 * x, Batch(tokens=1, name="a"))
     Batch(tokens=10, name='a')
 
-    Raises ShardingError for a class that is not a dataclass, or is registered already.
+    Raises ShardingError for a class that is not a dataclass, or that optree knows already.
     """
     kind: Any = cls
+    if cls in _registered:
+        return cls
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise must_be("register: cls", "a dataclass", cls, "@fs.tree.register above @dataclass")
     try:
         optree.register_pytree_node(kind, _flatten_node, functools.partial(_make_node, kind), namespace=_EVERYWHERE)
     except ValueError as e:
-        raise fail(f"register: {cls.__name__} is registered already", fix="register a class once") from e
+        raise fail(f"register: {cls.__name__} is a container already, by optree or as a Node") from e
     _registered[cls] = tuple([f.name for f in dataclasses.fields(kind) if f.init and not f.metadata.get("static")])
     return cls
 

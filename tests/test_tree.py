@@ -63,9 +63,14 @@ def test_a_registered_dataclass_has_leaves_with_paths_and_static_fields():
     out = []
     treedef = tree._flatten_traced(t, out)
     assert (out, tree._unflatten_traced(treedef, iter(out))) == ([2, 1], t)
-    assert error_text(tree.register, Registered) == (
-        "register: Registered is registered already\n  fix: register a class once"
-    )
+    assert tree.register(Registered) is Registered
+
+    @dataclasses.dataclass
+    class Known(tree.Node):
+        children = ("x",)
+        x: object
+
+    assert error_text(tree.register, Known) == "register: Known is a container already, by optree or as a Node"
     assert error_text(tree.register, Pair).startswith("register: cls must be a dataclass, got ")
 
 
