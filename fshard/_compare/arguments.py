@@ -105,7 +105,7 @@ def _argument(x: Any) -> _Argument | None:
         )
     if isinstance(x, (np.ndarray, np.generic)) and x.dtype.hasobject is False:
         raw = np.ascontiguousarray(x).reshape(-1).view(np.uint8)  # no copy of an array that may be a file
-        digest = hashlib.blake2b(raw, digest_size=16).hexdigest()
+        digest = hashlib.blake2b(raw.data, digest_size=16).hexdigest()
         text = f"{x.dtype}{list(x.shape)}"
         return _Argument(f"{text}  digest {digest[:8]}", (text, digest), _FIX_TENSOR)
     if isinstance(x, (bool, int, float, complex, str)):
