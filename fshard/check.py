@@ -20,7 +20,7 @@ from ._typecheck import same_numbers
 from .errors import ShardingError, checked, fail, join_limited, raise_all
 from .init import Deferred
 from .shard_map import DryRun, ShardMapped, dry_run
-from .sharded import Sharded, abstract_sharded
+from .sharded import Sharded, abstract_sharded, array_dtype
 from .spec import format_axes, part_lengths, part_range, short_dtype, size
 
 _MOST_ROWS = 6
@@ -136,7 +136,7 @@ def _uneven_dims(run: DryRun, args: tuple[Any, ...]) -> tuple[UnevenDim, ...]:
             found.append(UnevenDim(name, dim, n, axes, lengths(n, ranks)))
 
     for name, spec, x in zip(run.plan.names, run.plan.specs, tree.leaves(args), strict=True):
-        if isinstance(x, (Tensor, Sharded, Deferred)):
+        if isinstance(x, (Tensor, Sharded, Deferred)) or array_dtype(x) is not None:
             for dim, axes in enumerate(spec.parts(x.ndim)):
                 note(name, dim, x.shape[dim], axes)
     for verb, layout, axes, site in run.checker.uneven_splits if run.checker is not None else ():

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from ._comm import Axis, Comm, index_of, known_axes, live_axes, region, size_of
+from ._comm import Axis, Comm, index_of, known_axes, live_axes, region, size_of, user_line
 from ._ops import (
     AllToAll,
     Gather,
@@ -31,14 +31,15 @@ from ._ops import (
     Sum,
     Vary,
     apply_map,
-    differentiable_dtype,
     dim_of,
     gather_layout,
     minmax,
     split_layout,
 )
+from ._ops import global_shape as checked_shape
 from ._ops import local_range as checked_range
 from .errors import ShardingError, checked, fail, must_be, raise_all
+from .spec import P
 
 
 @checked
@@ -51,6 +52,9 @@ def psum(x: Any, axis: Axis) -> Any:
     tensor([6., 6., 6.])
     >>> psum(1, ("data", "model"))                              # data=2: the number of ranks
     8
+
+    Raises ShardingError for bools, whose sum would be a logical or: `psum(x.int(), axis)` counts them, `pmin(x, axis)`
+    is true where all ranks are, `pmax(x, axis)` where any is.
     """
     return _on_leaves("psum", x, axis, lambda comm, axes, xs: apply_map(Sum(comm, axes), xs),
                       of_number=lambda number, n: number * n)  # fmt: skip
@@ -71,9 +75,6 @@ def pmean(x: Any, axis: Axis) -> Any:
     """
 
     def mean(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if not differentiable_dtype(xs[0]):
-            dtype = str(xs[0].dtype).removeprefix("torch.")
-            raise fail(f"pmean: x is {dtype}, and its mean is not", fix="cast to a floating dtype first")
         return apply_map(Sum(comm, axes, size_of(axes, comm.sizes)), xs)
 
     return _on_leaves("pmean", x, axis, mean, of_number=lambda number, n: number / 1)
@@ -99,7 +100,7 @@ def pmax(x: Any, axis: Axis, *, grad: Literal["tied"] | None = None) -> Any:
 
         [B, D]{V} -> [B, D]{I}     transpose: raises; with grad="tied" split evenly among the ranks with the maximum
 
-    NaN on any rank gives NaN.
+    NaN on any rank gives NaN. Of bools, `pmax` is whether any rank has True, and `pmin` whether all have.
 
     >>> pmax(axis_index("model"), "model")                           # model=4
     tensor(3)
@@ -150,6 +151,8 @@ def psum_scatter(x: Any, axis: Axis, dim: int = 0) -> Any:
 
     >>> psum_scatter(torch.ones(8) * axis_index("model"), "model")   # model=4: 0 + 1 + 2 + 3
     tensor([6., 6.])
+
+    Raises ShardingError for bools, as `psum`.
     """
 
     def scatter(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -251,6 +254,25 @@ def axis_size(axis: Axis) -> int:
 
 
 @checked
+def global_shape(x: Tensor, spec: P) -> tuple[int, ...]:
+    """Return the global shape of a local tensor that `spec` splits: the shape that a draw for it takes.
+
+    It is the same on every rank. A product with `axis_size` is not, where the axis does not divide the dim. No transfer
+    is needed unless an argument is uneven over an axis of the spec: then the ranks exchange their sizes, which compiled
+    programs cannot.
+
+    >>> x = torch.ones(3, 2)                                         # data=2: 3 rows of each rank
+    >>> global_shape(x, P("data"))
+    (6, 2)
+    >>> random.normal(key(0), global_shape(x, P("data")), spec=P("data")).shape
+    torch.Size([3, 2])
+
+    Raises ShardingError where the ranks do not have the parts of one array by that spec.
+    """
+    return checked_shape("global_shape", x, spec, word="the global size as a number")
+
+
+@checked
 def local_range(n: int, axis: Axis, *, size: int | None = None) -> tuple[int, int]:
     """Return (start, stop): the global indices of this rank's `n` entries of a dim that `axis` splits.
 
@@ -284,8 +306,12 @@ def _on_leaves(
     out, treedef = tree.flatten(x)
     tensors = [i for i, leaf in enumerate(out) if isinstance(leaf, Tensor)]
     numbers = [i for i, leaf in enumerate(out) if of_number is not None and isinstance(leaf, (int, float, complex))]
-    if len(tensors) + len(numbers) < len(out) or any(not -out[i].ndim <= d < out[i].ndim
-                                                     for i in tensors for d in dims.values()):  # fmt: skip
+    dtypes = {out[i].dtype for i in tensors} if verb in ("psum", "psum_scatter", "pmean") else ()
+    if (
+        len(tensors) + len(numbers) < len(out)
+        or any(_wrong_dtype(verb, dtype) for dtype in dtypes)
+        or any(not -out[i].ndim <= d < out[i].ndim for i in tensors for d in dims.values())
+    ):
         raise_all(_leaf_errors(verb, x, of_number is not None, dims))
     for i in numbers:
         assert of_number is not None
@@ -308,9 +334,23 @@ def _leaf_errors(verb: str, x: Any, takes_numbers: bool, dims: Mapping[str, int]
         if isinstance(leaf, Tensor):
             errors += [fail(f"{label}: a {leaf.ndim}-d tensor has no {name} {d}", shape=list(leaf.shape))
                        for name, d in dims.items() if not -leaf.ndim <= d < leaf.ndim]  # fmt: skip
+            if wrong := _wrong_dtype(verb, leaf.dtype):
+                errors.append(fail(f"{label} is {wrong[0]}", *user_line(), fix=wrong[1]))
         elif not (takes_numbers and isinstance(leaf, (int, float, complex))):
             errors.append(must_be(label, "a Tensor or a number" if takes_numbers else "a Tensor", leaf))
     return errors
+
+
+def _wrong_dtype(verb: str, dtype: torch.dtype) -> tuple[str, str] | None:
+    """Return why a sum or mean is not of a dtype, and the fix; None if it is."""
+    if verb == "pmean" and not (dtype.is_floating_point or dtype.is_complex):
+        return f"{str(dtype).removeprefix('torch.')}, and its mean is not", "cast to a floating dtype first"
+    if verb != "pmean" and dtype == torch.bool:
+        fix = (
+            f"{verb}(x.int(), axis) counts; pmin(x, axis) is whether all ranks have True, pmax(x, axis) whether any has"
+        )
+        return "bool, and its sum would be a logical or", fix
+    return None
 
 
 def by_dtype(leaves: Sequence[Tensor]) -> list[list[int]]:

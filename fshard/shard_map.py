@@ -75,7 +75,8 @@ def shard_map(
 
     A `Sharded` argument is passed as its local part, and must be placed as `in_specs` says. A plain tensor is a global
     value, the same on every rank (a checked call compares those of processes, by digests), and each rank is passed its
-    part of it. Anything else is passed as it is. Results become `Sharded`, placed as `out_specs` says. Works as a
+    part of it. A numpy array is a plain tensor, as an argument and as a result. Anything else is passed on unchanged,
+    and is an error under a spec that names an axis. Results become `Sharded`, placed as `out_specs` says. Works as a
     decorator too; `.on(mesh)` is the same function on another mesh.
 
     Args:
@@ -253,7 +254,8 @@ class ShardMapped:
         donated = frozenset(storage_pointers([local[i] for i in plan.donated], self.mesh))
         kept = set(storage_pointers([local[i] for i in plan.kept], self.mesh)) - donated
         checker = Checker(self._live, self.mesh.axes) if checked else None
-        region = Region(comm, rank, self.mesh.device, dict(plan.uneven), donated, checker, scratch, self.mesh.host)
+        region = Region(comm, rank, self.mesh.device, dict(plan.uneven), plan.split_sizes, donated, checker, scratch,
+                        self.mesh.host)  # fmt: skip
         # Backward runs on this thread, to which the region is bound, and not on one of autograd's own.
         with bind(region), torch.autograd.set_multithreading_enabled(False), checker or contextlib.nullcontext():
             if checker is not None:
@@ -265,10 +267,10 @@ class ShardMapped:
             local.clear()
             with marks:
                 out = self._body(*inputs)
-            if checker is not None:
-                with checker.paused():
-                    self._check_results(checker, out)
-            result = flatten_result(out)
+            with contextlib.nullcontext() if checker is None else checker.paused():
+                result = flatten_result(out)
+                if checker is not None:
+                    self._check_results(checker, result.out)
             digest = checker.digest() if checker is not None and self.mesh.kind == "process" else ""
             plan.rank_types = exchange_result_types(self._name, self.mesh, plan.rank_types, result, digest)
             if checker is not None and len({types.digest for types in plan.rank_types or ()}) > 1:
@@ -278,7 +280,7 @@ class ShardMapped:
             if compared and self._live and comm.has_values:
                 with contextlib.nullcontext() if checker is None else checker.paused():
                     refuse_valueless(self._name, self.mesh, result)
-                    check_replicas(self._name, out, self._out_specs)
+                    check_replicas(self._name, result.out, self._out_specs)
             return _RankRun(result, kept, checker)
 
     def _check_results(self, checker: Checker, out: Any) -> None:

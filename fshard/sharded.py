@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -184,6 +187,70 @@ for _name, _operation in [*_OTHERS.items(), *((f"{side}{n}", op) for n, op in _B
     setattr(Sharded, f"__{_name}__", _refused(_operation))
 
 
+# --- leaves that are no tensors -------------------------------------------------------------------------------
+
+
+def array_dtype(x: Any) -> torch.dtype | None:
+    """Return torch's dtype for a numpy array, which is a leaf like a tensor; None for anything else.
+
+    Arrays of objects, texts or dates have none, nor has one with a mask, which a tensor would lose.
+    """
+    return _torch_dtype(x.dtype) if isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray) else None
+
+
+def _has_dtype(x: Any) -> bool:
+    """Return whether torch has the dtype of an array or a number of numpy; True for anything else."""
+    if isinstance(x, np.ndarray):
+        return array_dtype(x) is not None
+    return not isinstance(x, np.generic) or _torch_dtype(x.dtype) is not None
+
+
+@functools.cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    try:
+        return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
+    except TypeError:
+        return None
+
+
+def as_tensor(x: np.ndarray[Any, Any]) -> Tensor:
+    """Return a numpy array as a tensor that shares its memory, where torch can: not a read-only or reversed one."""
+    shared = x.flags.writeable and x.dtype.isnative and all(n >= 0 and n % x.itemsize == 0 for n in x.strides)
+    return torch.from_numpy(x if shared else np.array(x, x.dtype.newbyteorder("="), order="C"))
+
+
+def array_part(x: Any, box: Box) -> Tensor:
+    """Return a part of a numpy array as a tensor. Only the part is copied or read: the array may be a file."""
+    return as_tensor(x[(*box, ...)])  # `...` keeps an array of 0 dims one
+
+
+def arrays_as_tensors(leaves: list[Any]) -> list[Any]:
+    """Return leaves with copies of the numpy arrays as tensors; the same list if there are none."""
+    if not any(isinstance(x, np.ndarray) for x in leaves):
+        return leaves
+    return [x if array_dtype(x) is None else as_tensor(x).clone() for x in leaves]
+
+
+def no_parts_errors(label: str, leaf: Any, spec: P) -> list[ShardingError]:
+    """Return the error of a leaf that is neither a tensor nor an array, under a spec that splits it."""
+    if not spec.axes:
+        return []
+    return [fail(f"{label}: is {a_type(type(leaf))}, not a tensor: it has no parts for {spec} to place",
+                 fix=f"give it P(), which passes it on unchanged; or {_as_leaves(leaf)}")]  # fmt: skip
+
+
+def _as_leaves(leaf: Any) -> str:
+    """Return how to make tensors of a leaf that is not one."""
+    if isinstance(leaf, np.ndarray):
+        return f"make it an array of numbers or bools without a mask: this one is of {leaf.dtype}"
+    if isinstance(leaf, Mapping):
+        return "make it a dict: dict(x)"
+    if dataclasses.is_dataclass(leaf):
+        name = type(leaf).__name__
+        return f"register its class, so that its fields are leaves: @fs.tree.register above @dataclass of {name}"
+    return "make it a tensor, or a dict, a tuple or a dataclass with @fs.tree.register that has tensors"
+
+
 # --- many at once, for every call of a `shard_map` ------------------------------------------------------------
 
 
@@ -218,8 +285,8 @@ def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch
     own, so that the values are those of the whole tree for any part of it, `tree["params"]` or
     `tree["params"]["weight"]`; in a larger tree the path of the module is added.
 
-    Tensors in the tree are placed as they are. One object at several paths is one leaf, with the key of its first path.
-    On a process mesh every rank must call it, with the same key.
+    Tensors and numpy arrays in the tree are placed unchanged. One object at several paths is one leaf, with the key of
+    its first path. On a process mesh every rank must call it, with the same key.
 
     Args:
         specs: a `P` per leaf, or a prefix: one `P` for a whole subtree.
@@ -234,11 +301,11 @@ def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch
     _check_names(tree_)
 
     def place(path: tree.Path, leaf: Any, spec: P) -> Sharded:
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, (Tensor, np.ndarray)):
             return _put(leaf, spec, mesh)
         return _fill(leaf, spec, mesh, key_of(leaf, path, key), dtype)
 
-    return place_tree("materialize", tree_, specs, mesh, (Deferred, Tensor), place)
+    return place_tree("materialize", tree_, specs, mesh, (Deferred, Tensor, np.ndarray), place)
 
 
 def _check_names(tree_: Any) -> None:
@@ -292,21 +359,29 @@ def abstract_sharded(shape: Sequence[int], dtype: torch.dtype, spec: P, mesh: Me
 def device_put(tree_: Any, specs: Any, mesh: Mesh) -> Any:
     """Place global tensors, the same on every rank: each device receives a copy of its own part.
 
-    `specs` may be a prefix. Python numbers become tensors.
+    `specs` may be a prefix. Numpy arrays and Python numbers become tensors.
 
     >>> device_put({"x": torch.arange(6)}, P("data"), make_mesh(data=4))
     {'x': i64[6@data]}
     """
-    kinds = (Tensor, int, float, complex)
+    kinds = (Tensor, np.ndarray, *_NUMBERS)
     return place_tree("device_put", tree_, specs, mesh, kinds, lambda _, x, spec: _put(x, spec, mesh))
 
 
+_NUMBERS = (int, float, complex, np.number, np.bool)
+
+
 def _put(x: Any, spec: P, mesh: Mesh) -> Sharded:
-    full = torch.as_tensor(x).detach()
+    array = isinstance(x, np.ndarray)
+    full = x if array else torch.as_tensor(x).detach()
     if mesh.kind == "abstract":
-        return abstract_sharded(tuple(full.shape), full.dtype, spec, mesh)
+        return abstract_sharded(tuple(full.shape), array_dtype(x) or full.dtype, spec, mesh)
     device = memory_device(spec, mesh.device)
-    part = lambda box: full[box].to(device, copy=True, memory_format=torch.contiguous_format)  # noqa: E731
+
+    def part(box: Box) -> Tensor:
+        local = array_part(full, box) if array else full[box]
+        return local.to(device, copy=True, memory_format=torch.contiguous_format)
+
     return from_callback(full.shape, spec, mesh, part)
 
 
@@ -365,17 +440,17 @@ def place_tree(
     for (path, leaf), spec in zip(leaves, leaf_specs, strict=True):
         label = f"{verb}: {tree.show('tree', path)}"
         twin, twin_spec = first.setdefault(id(leaf), (path, spec))
-        if isinstance(leaf, (Deferred, Sharded, Tensor)) and not same_placement(twin_spec, spec, leaf.ndim):
+        shape = tuple(leaf.shape) if isinstance(leaf, (Tensor, Deferred, Sharded, np.ndarray)) else ()
+        if isinstance(leaf, (Deferred, Sharded, Tensor, np.ndarray)) and not same_placement(twin_spec, spec, leaf.ndim):
             errors.append(fail(f"{label}: is tied to {tree.show('tree', twin)}, which has another spec",
                                fix="give both one spec, or untie them", spec=spec, other=twin_spec))  # fmt: skip
-        if not isinstance(leaf, kinds):
+        if not isinstance(leaf, kinds) or not _has_dtype(leaf):
             fix = "fs.reshard(tree, specs) moves placed leaves" if isinstance(leaf, Sharded) else \
                 "fs.materialize places described leaves" if isinstance(leaf, Deferred) else \
-                call_of(leaf) or "give a tensor"  # fmt: skip
+                call_of(leaf) or _as_leaves(leaf)  # fmt: skip
             what = shown(leaf) if callable(leaf) else a_type(type(leaf))
             errors.append(fail(f"{label}: cannot place {what}", fix=fix))
         else:
-            shape = tuple(leaf.shape) if isinstance(leaf, (Tensor, Deferred, Sharded)) else ()
             if isinstance(leaf, Tensor) and ((leaf.is_meta and mesh is not None and mesh.kind != "abstract")
                                              or leaf.layout is not torch.strided):  # fmt: skip
                 errors.append(fail(f"{label}: has no values to place" if leaf.is_meta else f"{label}: is not strided",
@@ -386,7 +461,7 @@ def place_tree(
     placed: dict[int, Sharded] = {}
     out = []
     for (path, leaf), spec in zip(leaves, leaf_specs, strict=True):
-        if isinstance(leaf, (int, float, complex)):  # equal numbers may be one object without being tied
+        if isinstance(leaf, _NUMBERS):  # equal numbers may be one object without being tied
             out.append(place(path, leaf, spec))
             continue
         if id(leaf) not in placed:

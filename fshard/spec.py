@@ -251,12 +251,6 @@ def box_bounds(box: Box) -> tuple[tuple[int, int], ...]:
     return tuple((s.start, s.stop) for s in box)
 
 
-def uneven_dims(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> dict[int, tuple[str, ...]]:
-    """Return the dims that devices have parts of different sizes of, with the axes that split them."""
-    parts = enumerate(spec.parts(len(shape)))
-    return {dim: axes for dim, axes in parts if shape[dim] % math.prod(sizes[a] for a in axes)}
-
-
 def spec_errors(label: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> list[ShardingError]:
     """Return the errors of placing a leaf of `shape` by `spec` on a mesh with these axis sizes."""
     facts: dict[str, object] = {"shape": list(shape), "spec": spec, "mesh": format_axes(sizes)}

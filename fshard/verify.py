@@ -32,7 +32,7 @@ from .errors import ShardingError, checked, fail, join_limited, raise_all
 from .mesh import Mesh, make_mesh
 from .reshard import device_get
 from .shard_map import ShardMapped
-from .sharded import Sharded, device_put
+from .sharded import Sharded, arrays_as_tensors, device_put
 from .spec import format_axes
 
 ORDERS = 3  # in which examples are compared, besides the one that is passed
@@ -107,6 +107,8 @@ def verify(
     if f.mesh.kind == "abstract":
         raise fail(f"verify: {f._name} is on an abstract mesh, where nothing has a value",
                    fix="fs.check it; or verify it on a simulated mesh")  # fmt: skip
+    leaves, treedef = tree.flatten(args)
+    args = tree.unflatten(treedef, arrays_as_tensors(leaves))
     others = _collapsed(f.mesh.axes) if meshes is None else _other_sizes(f.mesh.axes, meshes)
     runs = [(f._name, args)]
     if examples != ():

@@ -231,7 +231,8 @@ def test_psum_of_bfloat16_rounds_once():
          ("ppermute: targets [1, 1] are not distinct positions of axis 'a'\n  positions are 0 to 1\n"
           "  fix: name every source and every target once")),
         (lambda x: fs.pmean(x.long(), "a"),
-         "pmean: x is int64, and its mean is not\n  fix: cast to a floating dtype first"),
+         ("pmean: x is int64, and its mean is not\n  at test_collectives.py:LINE in <lambda>\n"
+          "  fix: cast to a floating dtype first")),
         (lambda x: fs.pmax(x, "a", grad="x"), "pmax: grad must be 'tied' or None, got 'x'"),
     ],
 )  # fmt: skip
@@ -344,3 +345,104 @@ def test_the_empty_string_is_not_an_axis():
     for f in (lambda x: fs.psum(x, ""), lambda x: fs.axis_size("")):
         assert "the mesh has no axis ''" in error_text(each_rank, fs.make_mesh(a=2), f, torch.ones(2), specs=(P("a"),),
                                                        out=P())  # fmt: skip
+
+
+# --- bools, and global shapes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_bools_have_no_sum_or_mean_on_any_mesh(n):
+    mesh = fs.make_mesh(a=n)
+    counts = "counts; pmin(x, axis) is whether all ranks have True, pmax(x, axis) whether any has"
+
+    def error(f):
+        return error_text(each_rank, mesh, f, torch.ones(2 * n), specs=(OVER_A,), out=P())
+
+    for f in (lambda x: fs.psum({"n": x, "ok": [x > 0]}, "a"), lambda x: fs.psum_scatter({"ok": [x > 0]}, "a")):
+        verb = f.__code__.co_names[1]
+        assert error(f) == (
+            f"{verb}: x['ok'][0] is bool, and its sum would be a logical or\n"
+            f"  at test_collectives.py:{f.__code__.co_firstlineno} in <lambda>\n  fix: {verb}(x.int(), axis) {counts}"
+        )
+    assert error(lambda x: fs.pmean(x > 0, "a")).startswith("pmean: x is bool, and its mean is not\n")
+    tree = each_rank(mesh, lambda x: fs.psum({"n": x.sum(), "ok": (x > 0).all().int()}, "a"), torch.ones(2 * n),
+                     specs=(OVER_A,), out=P())  # fmt: skip
+    assert (tree["n"].item(), tree["ok"].item()) == (2 * n, n)
+
+
+SPLITS = [({"a": 2}, (7, 3), P("a")), ({"a": 4}, (2, 3), P("a")), ({"a": 2, "b": 2}, (7, 5), P("b", "a")),
+          ({"a": 2, "b": 3}, (5, 4), P(None, ("b", "a"))), ({"a": 2}, (6, 3), P("a")),
+          ({"a": 1}, (7, 3), P("a"))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("axes", "shape", "spec"), SPLITS)
+def test_the_global_shape_of_a_part_is_the_same_on_every_rank(axes, shape, spec):
+    def draw(x, other):
+        assert fs.global_shape(x, spec) == shape
+        assert torch.func.vmap(lambda row: row + math.prod(fs.global_shape(row, P())))(x).shape == x.shape
+        return fs.random.normal(fs.key(0), fs.global_shape(x, spec), spec=spec)
+
+    # `other` has parts as long as those of x on some ranks: an abstract mesh finds the size of x by x itself.
+    x, other = torch.zeros(shape), torch.zeros([n + 1 for n in shape])
+    f = fs.shard_map(draw, mesh=fs.make_mesh(**axes), in_specs=(spec, spec), out_specs=spec, check="always")
+    assert fs.device_get(f(x, other)).equal(fs.random.normal(fs.key(0), shape))
+    checked = fs.check(f, x, other)
+    assert (checked.result.shape, checked.transfers) == (shape, ())
+    with fs.recording() as moved:
+        f(x, other)
+    uneven = any(n % math.prod(axes[a] for a in over) for n, over in zip(shape, spec.parts(2), strict=True))
+    assert bool(moved) is (uneven or shape == (6, 3))  # `other` is uneven there
+
+
+def test_sizes_that_an_abstract_mesh_can_only_have_from_arguments():
+    def dropout(x, w):
+        assert fs.global_shape(x + 1, P("a")) == (7, 3)
+        return fs.nn.dropout(x + 1, 0.5, key=fs.key(0), spec=P("a")), fs.global_shape(fs.pslice(w, "a"), P("a"))[0]
+
+    f = fs.shard_map(dropout, mesh=fs.make_mesh(a=2), in_specs=(OVER_A, P()), out_specs=(OVER_A, P()))
+    result = fs.check(f, torch.zeros(7, 3), torch.zeros(5)).result
+    assert (result[0].shape, result[1]) == ((7, 3), 5)
+    unknown = fs.shard_map(
+        lambda x: x * fs.global_shape(x[:2], P("a"))[0], mesh=f.mesh, in_specs=OVER_A, out_specs=OVER_A
+    )
+    assert "must be known to an abstract mesh" in error_text(fs.check, unknown, torch.zeros(7, 3))
+
+
+@pytest.mark.parametrize("check", ["call", "fs.check"])
+def test_error_texts_of_global_shapes_that_differ_between_ranks(check):
+    def by_product(x):
+        return x + fs.random.normal(fs.key(0), (len(x) * fs.axis_size("a"), 2), spec=P("a"))
+
+    mesh = fs.make_mesh(a=2)
+    call = (lambda f, x: f(x)) if check == "call" else fs.check
+
+    def error(f):
+        return error_text(call, fs.shard_map(f, mesh=mesh, in_specs=OVER_A, out_specs=OVER_A), torch.ones(7, 2))
+
+    line = by_product.__code__.co_firstlineno + 1
+    assert error(by_product) == (
+        f"test_collectives.py:{line} in by_product: "
+        "random.normal with a global shape that differs between ranks of 'a'\n"
+        '    return x + fs.random.normal(fs.key(0), (len(x) * fs.axis_size("a"), 2), spec=P("a"))\n'
+        "               ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^\n"
+        "  a=0  (8, 2)\n  a=1  (6, 2)\n"
+        "  each takes its part of another array: "
+        "a local size times fs.axis_size is the global size only where the axis divides it\n"
+        "  fix: if it is that of a tensor x that 'a' splits:  fs.global_shape(x, P(\"a\"))\n"
+        "  or, if it is of another array:  use the same one on every rank"
+    )
+    assert "local_range with a global size" in error(
+        lambda x: x + fs.local_range(len(x), "a", size=len(x) * fs.axis_size("a"))[0]
+    )
+    # Each rank's draw by a key of its own is not a part of one: its shape may differ.
+    mine = lambda x: x + fs.random.normal(fs.fold_in(fs.key(0), fs.axis_index("a")), tuple(x.shape))  # noqa: E731
+    call(fs.shard_map(mine, mesh=mesh, in_specs=OVER_A, out_specs=OVER_A), torch.ones(7, 2))
+
+
+def test_a_global_shape_of_what_is_not_a_part_is_an_error():
+    def f(x):
+        return x + fs.global_shape(x[: 1 + fs.axis_index("a")], P("a"))[0]
+
+    text = error_text(each_rank, fs.make_mesh(a=2), f, torch.ones(7), specs=(OVER_A,))  # of either rank
+    assert text.startswith("global_shape: x is not this rank's part of an array with spec P('a')\n  shape  [")
+    assert "\n  3 over ('a',) splits into [2, 1]; this rank has " in text

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import UserDict
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,6 +48,101 @@ def test_each_rank_is_passed_its_part_as_a_plain_tensor():
                 assert torch.equal(seen[rank], x[placed.box(rank)])
             assert (out.shape, out.spec, out.mesh) == ((6, 4), spec, FOUR)
             assert torch.equal(fs.device_get(out), x)
+
+
+READ_ONLY = np.arange(7.0)
+READ_ONLY.flags.writeable = False
+ARRAYS = {
+    "writable": np.arange(21, dtype=np.int32).reshape(7, 3), "read-only": READ_ONLY, "reversed": np.arange(7)[::-1],
+    "swapped bytes": np.arange(7, dtype=">f4"), "transposed": np.arange(14.0).reshape(2, 7).T, "0-d": np.array(3.0),
+    "field": np.ones(7, [("a", "i1"), ("b", "<f8")])["b"], "bools": np.arange(7) > 2, "empty": np.ones((0, 2)),
+    "uint16": np.arange(7, dtype=np.uint16), "half": np.ones(7, np.float16), "complex": np.arange(7) * 1j,
+    "repeated": np.broadcast_to(np.arange(7.0), (3, 7)).T,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("mesh", [fs.make_mesh(a=1), TWO], ids=repr)
+def test_numpy_arrays_are_split_and_returned_as_tensors_are(mesh):
+    specs = {name: P("a") if array.ndim else P() for name, array in ARRAYS.items()}
+    seen = []
+
+    def f(x):
+        seen.extend(x.values())
+        return {"tensors": x, "arrays": {name: y.numpy() for name, y in x.items()}}
+
+    f = mapped(f, mesh=mesh, ins=(specs,), out={"tensors": specs, "arrays": specs})
+    copies = {name: np.array(array) for name, array in ARRAYS.items()}
+    placed = fs.device_put(ARRAYS, specs, mesh), fs.materialize(ARRAYS, specs, mesh, key=fs.key(0))
+    for out in [*f(ARRAYS).values(), *f(copies).values(), *placed]:
+        for name, array in ARRAYS.items():
+            assert (out[name].shape, out[name].spec) == (array.shape, specs[name])
+            assert np.array_equal(fs.device_get(out[name]).numpy(), array)
+    assert all(type(x) is torch.Tensor for x in seen)
+    checked = fs.check(mapped(lambda x: x, mesh=mesh, ins=(specs,), out=specs), ARRAYS)
+    assert [x.shape for x in fs.tree.leaves(checked.result)] == [ARRAYS[name].shape for name in sorted(ARRAYS)]
+
+
+def test_numpy_arrays_have_the_types_of_tensors_and_are_not_shared_by_ranks():
+    w, x = np.ones(3), np.arange(12.0).reshape(4, 3)
+
+    def gradient(w, x, enter):
+        return fs.value_and_grad(lambda w: fs.psum((enter(w) * x).sum(), "a"))(w)
+
+    f = mapped(lambda w, x: gradient(w, x, lambda w: fs.pvary(w, "a")), ins=(P(), P("a")), out=P())
+    assert f(w, x)[1].shards[0].tolist() == x.sum(0).tolist()
+    assert fs.verify(f, w, x, examples=1).orders == 4
+    wrong = mapped(lambda w, x: gradient(w, x, lambda w: w), ins=(P(), P("a")), out=P())
+    assert "mul of an operand that is invariant (I) over 'a'" in error_text(wrong, w, x)
+    mapped(lambda w: w.add_(1), ins=(P(),), out=P())(w)
+    assert w.tolist() == [1, 1, 1]
+    step = mapped(lambda: np.add(w, 1, out=w), mesh=fs.make_mesh(a=1), out=P())
+    results = [step(), step()]
+    assert [x.shards[0].tolist() for x in results] == [[2, 2, 2], [3, 3, 3]]
+
+
+def test_file_mapped_arrays_are_read_by_parts(tmp_path, monkeypatch):
+    np.arange(8.0).tofile(tmp_path / "x")
+    array, copied = np.memmap(tmp_path / "x", np.float64, "r"), []
+    monkeypatch.setattr(np, "array", lambda x, *args, copy=np.array, **k: copied.append(x.shape) or copy(x, *args, **k))
+    out = mapped(lambda x: 2 * x, ins=(P("a"),))(array)
+    assert copied == [(4,), (4,)]
+    assert fs.device_get(out).equal(2 * torch.arange(8.0).double())
+
+
+@dataclasses.dataclass
+class Opaque:
+    x: object
+
+
+def test_error_texts_of_leaves_that_have_no_parts():
+    has_none, passes = "not a tensor: it has no parts for P('a') to place", "give it P(), which passes it on unchanged"
+    register = "register its class, so that its fields are leaves: @fs.tree.register above @dataclass of Opaque"
+    other = "make it a tensor, or a dict, a tuple or a dataclass with @fs.tree.register that has tensors"
+    texts = {
+        "an int": (3, other), "a float32": (np.float32(3), other), "a str": ("abcd", other),
+        "an object": (object(), other), "an Opaque": (Opaque(torch.ones(4)), register),
+        "a UserDict": (UserDict(x=torch.ones(4)), "make it a dict: dict(x)"),
+        "a ndarray": (np.array(["a", "b"]), "make it an array of numbers or bools without a mask: this one is of <U1"),
+        "a MaskedArray": (np.ma.array([1, 2], mask=[0, 1]),
+                          "make it an array of numbers or bools without a mask: this one is of int64"),
+    }  # fmt: skip
+    for mesh in (fs.make_mesh(a=1), TWO):
+        for kind, (leaf, fix) in texts.items():
+            wrong = [
+                f"{where}: is {kind}, {has_none}\n  fix: {passes}; or {fix}"
+                for where in ("f: args[0]['x']", "f: result")
+            ]
+
+            def f(x, leaf=leaf):
+                return leaf
+
+            assert error_text(mapped(f, mesh=mesh, ins=(P("a"),), out=P()), {"x": leaf}) == wrong[0]
+            assert error_text(mapped(f, mesh=mesh, ins=(P(),), out=P("a")), leaf) == wrong[1]
+            assert mapped(lambda x: x, mesh=mesh, ins=(P(),), out=P())(leaf) is leaf
+    text = error_text(mapped(lambda x: x, ins=(P("a"),)), {"x": [1, 2, 3], "y": "name"})
+    assert text.startswith("2 problems\n<lambda>: args[0]['x'][0]: is an int")
+    assert "\n  the same for args[0]['x'][1], args[0]['x'][2]\n<lambda>: args[0]['y']: is a str" in text
 
 
 def test_in_specs_are_a_prefix_of_the_arguments():
@@ -293,8 +391,7 @@ def test_results_that_are_not_tensors_are_returned_unchanged(value):
 
 
 def test_results_that_are_not_tensors_must_be_equal_on_all_ranks():
-    array = lambda: fs.axis_index("a").numpy() * torch.ones(3).numpy()  # noqa: E731
-    for f in (object, lambda: str(fs.axis_index("a")), array):
+    for f in (object, lambda: str(fs.axis_index("a"))):
         assert "is not a tensor and differs between ranks" in error_text(mapped(f, out=P()))
 
 
@@ -389,7 +486,7 @@ def test_error_texts_of_wrong_donations():
 
 def test_plain_tensors_and_numbers_in_a_donated_argument_are_not_overwritten():
     x = torch.ones(4)
-    mapped(lambda t: t["x"] + 1, ins=P("a"), donate=0)({"x": x, "n": 3})
+    mapped(lambda t: t["x"] + 1, ins=({"x": P("a"), "n": P()},), donate=0)({"x": x, "n": 3})
     assert x.tolist() == [1] * 4
 
 

@@ -151,7 +151,7 @@ def test_error_texts_of_leaves_that_cannot_be_put():
         "device_put: tree['p']: cannot place a Sharded\n"
         "  fix: fs.reshard(tree, specs) moves placed leaves\n"
         "device_put: tree['s']: cannot place a str\n"
-        "  fix: give a tensor"
+        "  fix: make it a tensor, or a dict, a tuple or a dataclass with @fs.tree.register that has tensors"
     )
 
 

@@ -24,7 +24,6 @@ from fshard.spec import (
     part_range,
     same_placement,
     spec_errors,
-    uneven_dims,
 )
 from tests.lib.assertions import error_text
 
@@ -230,10 +229,9 @@ def test_boxes_of_a_mesh_contain_every_element_once_per_replica(data, shape):
         assert count[box].shape == box_shape(box)
     replicas = math.prod(n for a, n in axes_of.items() if a not in spec.axes)
     assert bool((count == replicas).all())
-    if not uneven_dims(shape, spec, axes_of):
-        assert len(shapes) == 1
-    else:
-        assert len(shapes) > 1
+    parts = zip(shape, spec.parts(len(shape)), strict=True)
+    uneven = any(n % math.prod(axes_of[a] for a in axes) for n, axes in parts)
+    assert (len(shapes) > 1) is uneven
 
 
 def test_known_parts():

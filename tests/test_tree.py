@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict, defaultdict, deque
 from typing import NamedTuple
 
@@ -43,6 +44,34 @@ TREES = [
     {2: "x", "a": "y"},
     deque([1, 2]),
 ]
+
+
+@tree.register
+@dataclasses.dataclass
+class Registered:
+    x: object
+    name: str = dataclasses.field(default="a", metadata={"static": True})
+    size: int = dataclasses.field(default=0, init=False)  # computed, and not passed
+
+
+def test_a_registered_dataclass_has_leaves_with_paths_and_static_fields():
+    t = Registered({"w": 1, "v": [2]}, "b")
+    assert tree.leaves_with_path(t) == [(("x", "v", 0), 2), (("x", "w"), 1)]
+    assert tree.map(lambda a, b: a + b, t, t) == Registered({"w": 2, "v": [4]}, "b")
+    assert tree.structure(t) != tree.structure(Registered(t.x, "c"))
+    assert prefix(Registered(P("a"), "b"), t) == [P("a"), P("a")]
+    out = []
+    treedef = tree._flatten_traced(t, out)
+    assert (out, tree._unflatten_traced(treedef, iter(out))) == ([2, 1], t)
+    assert tree.register(Registered) is Registered
+
+    @dataclasses.dataclass
+    class Known(tree.Node):
+        children = ("x",)
+        x: object
+
+    assert error_text(tree.register, Known) == "register: Known is a container already, by optree or as a Node"
+    assert error_text(tree.register, Pair).startswith("register: cls must be a dataclass, got ")
 
 
 @pytest.mark.parametrize("t", TREES, ids=repr)

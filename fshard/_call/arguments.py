@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +24,8 @@ from fshard._torch_compat import is_wrapped
 from fshard.errors import ShardingError, fail, number_of, raise_all
 from fshard.init import Deferred
 from fshard.mesh import Mesh
-from fshard.sharded import Sharded
-from fshard.spec import Box, P, box_shape, is_spec, local_box, same_placement, spec_errors, uneven_dims
+from fshard.sharded import Sharded, array_dtype, array_part, no_parts_errors
+from fshard.spec import Box, P, box_shape, is_spec, local_box, same_placement, spec_errors
 
 from .results import OutputPlan, ResultTypes
 
@@ -38,6 +40,7 @@ class CallPlan:
     names: list[str]  # as the function would write them: `params['up']`
     slices: list[list[tuple[int, Box | None]]]  # by rank: each leaf that is not a local shard yet, and the rank's box
     uneven: dict[str, UnevenSize]  # axis -> the first size of a leaf that it does not divide
+    split_sizes: dict[tuple[str, ...], set[int]]  # axes of several ranks -> the sizes of dims that they split
     donated: list[int]  # leaves of arguments that the call may overwrite
     kept: list[int]  # all other leaves that are tensors inside
     checked: list[tuple[Any, ...]] = field(default_factory=list)  # facts of each program that calls have checked
@@ -61,6 +64,8 @@ def _leaf_signature(leaf: Any) -> Any:
         return tuple(leaf.shape), leaf.dtype, tracked, is_wrapped(leaf), has_values
     if isinstance(leaf, Deferred):
         return leaf.shape, leaf.dtype
+    if (dtype := array_dtype(leaf)) is not None:
+        return tuple(leaf.shape), dtype, False, False, True  # that of a tensor
     if isinstance(leaf, functools.partial):
         return functools.partial, _leaf_signature(leaf.func)
     if isinstance(leaf, (FunctionType, MethodType)):
@@ -73,17 +78,20 @@ def make_plan(
 ) -> CallPlan:
     """Check arguments against the specs. Raises ShardingError listing every leaf that does not fit."""
     names = argument_names(name, f, args)
-    leaves, treedef = tree.flatten(args)
+    passed, treedef = tree.flatten(args)
+    leaves = [_described(x) for x in passed]
     leaf_specs = tree.broadcast(in_specs, args, name=f"{name}: in_specs", leaf=lambda s: s is None or is_spec(s))
     errors: list[ShardingError] = []
     specs = []
-    for (path, leaf), spec in zip(tree.leaves_with_path(args), leaf_specs, strict=True):
+    for (path, _), leaf, spec in zip(tree.leaves_with_path(args), leaves, leaf_specs, strict=True):
         label = f"{name}: {tree.show('args', path)}"
         spec = spec if spec is not None else leaf.spec if isinstance(leaf, Sharded) else P()
         specs.append(spec)
         if isinstance(leaf, (Sharded, Tensor, Deferred)):
             wrong = spec_errors(label, tuple(leaf.shape), spec, mesh.axes)
             errors += wrong or _placement_errors(label, leaf, spec, mesh)
+        else:
+            errors += no_parts_errors(label, leaf, spec)
     raise_all(errors)
     to_slice = (Tensor, Deferred, Sharded) if mesh.kind == "abstract" else (Tensor, Deferred)
     slices: list[list[tuple[int, Box | None]]] = []
@@ -95,13 +103,23 @@ def make_plan(
         ])  # fmt: skip
     tensors = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, Sharded, Deferred))]
     uneven: dict[str, UnevenSize] = {}
+    split_sizes: dict[tuple[str, ...], set[int]] = {}
     for i in tensors:
-        for dim, axes in uneven_dims(tuple(leaves[i].shape), specs[i], mesh.axes).items():
-            for a in axes:
-                uneven.setdefault(a, UnevenSize(f"dim {dim} of {names[i]}", leaves[i].shape[dim], axes))
+        for dim, axes in enumerate(specs[i].parts(leaves[i].ndim)):
+            if axes:
+                n, live = leaves[i].shape[dim], tuple(a for a in axes if mesh.axes[a] > 1)
+                split_sizes.setdefault(live, set()).add(n)
+                for a in axes if n % math.prod(mesh.axes[a] for a in axes) else ():
+                    uneven.setdefault(a, UnevenSize(f"dim {dim} of {names[i]}", n, axes))
     donated = [i for i in _donated_positions(name, donate, args) if isinstance(leaves[i], (Sharded, Deferred))]
     kept = [i for i in tensors if i not in set(donated)]
-    return CallPlan(treedef, call_signature(leaves), specs, names, slices, uneven, donated, kept)
+    return CallPlan(treedef, call_signature(passed), specs, names, slices, uneven, split_sizes, donated, kept)
+
+
+def _described(x: Any) -> Any:
+    """Return a tensor of the shape and dtype of a numpy array, without its memory; anything else unchanged."""
+    dtype = array_dtype(x)
+    return x if dtype is None else torch.empty((), dtype=dtype).expand(x.shape)
 
 
 def _placement_errors(label: str, leaf: Sharded | Tensor | Deferred, spec: P, mesh: Mesh) -> list[ShardingError]:
@@ -182,7 +200,10 @@ def slice_inputs(plan: CallPlan, local: list[Any], mesh: Mesh, at: int) -> None:
         x, device = local[i], mesh.host if plan.specs[i].memory == "host" else mesh.device
         if mesh.kind == "abstract":
             shape = x.shape if box is None else box_shape(box)
-            local[i] = torch.empty(shape, dtype=x.dtype, device=device)  # fake under the mesh's mode
+            local[i] = torch.empty(shape, dtype=array_dtype(x) or x.dtype, device=device)  # fake under the mesh's mode
+            local[i].global_sizes = tuple(x.shape)  # for `dim_sizes.global_shape`
+        elif box is not None and isinstance(x, np.ndarray):
+            local[i] = array_part(x, box).to(device, copy=mesh.kind == "simulated" and mesh.size > 1)
         elif box is not None:
             part = x.detach() if box_shape(box) == x.shape else x.detach()[box]
             local[i] = part.to(device, copy=mesh.kind == "simulated" and mesh.size > 1)

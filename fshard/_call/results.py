@@ -19,7 +19,7 @@ from fshard._comm import memory_device, storage_key, to_spec_memory
 from fshard._torch_compat import FakeTensor
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.mesh import Mesh
-from fshard.sharded import Placement, make_sharded
+from fshard.sharded import Placement, arrays_as_tensors, make_sharded, no_parts_errors
 from fshard.spec import P, describe, is_spec, local_box, part_lengths, short_dtype, spec_errors
 
 
@@ -60,7 +60,10 @@ def _leaf_types(leaves: list[Any]) -> list[Any]:
 
 
 def flatten_result(out: Any) -> RankResult:
-    return RankResult(out, *tree.flatten(out))
+    """Return the results of one rank, its numpy arrays as tensors."""
+    found, treedef = tree.flatten(out)
+    leaves = arrays_as_tensors(found)
+    return RankResult(out if leaves is found else tree.unflatten(treedef, leaves), leaves, treedef)
 
 
 def refuse_valueless(name: str, mesh: Mesh, result: RankResult) -> None:
@@ -203,7 +206,7 @@ def _plan_outputs(
             errors.append(fail(f"{label}: the ranks returned different types", f"{texts}"))
             continue
         if not isinstance(leaf, Tensor):
-            errors += _value_errors(label, parts)
+            errors += no_parts_errors(label, leaf, spec) or _value_errors(label, parts)
             placements.append(None)
             continue
         shapes = [tuple(p.shape) for p in parts] if rank_types is None else [t.leaves[i][1] for t in rank_types]

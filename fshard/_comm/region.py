@@ -36,6 +36,8 @@ class Region:
     device: torch.device
     # axis -> the first size that it does not divide: gathers of unknown size over the axis exchange sizes first
     uneven: dict[str, UnevenSize] = field(default_factory=dict)
+    # axes -> sizes of dims that they split, for an abstract mesh, where ranks cannot exchange them
+    split_sizes: dict[tuple[str, ...], set[int]] = field(default_factory=dict)
     donated: frozenset[int] = frozenset()  # `storage_key` of each tensor that the call may overwrite
     checker: Any = None  # the `Checker` of a call that is checked
     scratch: dict[Any, Any] = field(default_factory=dict)  # objects that a rank keeps from one call to the next

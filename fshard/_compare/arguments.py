@@ -104,7 +104,8 @@ def _argument(x: Any) -> _Argument | None:
             f"{text}  {format_digest((first >> 32, second, value), x)}", (text, first, second), _FIX_TENSOR
         )
     if isinstance(x, (np.ndarray, np.generic)) and x.dtype.hasobject is False:
-        digest = hashlib.blake2b(np.ascontiguousarray(x).tobytes(), digest_size=16).hexdigest()
+        raw = np.ascontiguousarray(x).reshape(-1).view(np.uint8)  # no copy of an array that may be a file
+        digest = hashlib.blake2b(raw.data, digest_size=16).hexdigest()
         text = f"{x.dtype}{list(x.shape)}"
         return _Argument(f"{text}  digest {digest[:8]}", (text, digest), _FIX_TENSOR)
     if isinstance(x, (bool, int, float, complex, str)):

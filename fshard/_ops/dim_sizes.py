@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fshard._comm import Axis, UnevenSize, checker, index_of, known_axes, live_axes, region, size_of, user_line
-from fshard._torch_compat import without_functorch
-from fshard.errors import fail
-from fshard.spec import names_of, part_lengths, part_range
+from fshard._torch_compat import unwrapped, without_functorch
+from fshard.errors import fail, raise_all
+from fshard.spec import P, names_of, part_lengths, part_range, spec_errors
 
 
 def dim_of(verb: str, x: Tensor, dim: int) -> int:
@@ -25,6 +25,8 @@ def split_layout(verb: str, axes: tuple[str, ...], xs: Sequence[Tensor], dim: in
     """Return the (dim, size) that is split, of each tensor. Mark the region uneven if pieces differ in size."""
     layout = tuple((d, x.shape[d]) for x in xs for d in [dim_of(verb, x, dim)])
     current = region(verb)
+    if not current.comm.has_values:
+        current.split_sizes.setdefault(axes, set()).update(size for _, size in layout)
     if uneven := [(d, size) for d, size in layout if size % size_of(axes, current.sizes)]:
         d, size = uneven[0]
         for a in axes:
@@ -64,8 +66,8 @@ def _exchange_sizes(verb: str, axes: tuple[str, ...], local: Sequence[int], word
     if comm.static_sizes:
         program = "a compiled program" if comm.has_values else "an abstract mesh"
         cause = next(current.uneven[a] for a in axes if a in current.uneven)
-        size, n, over = cause.size, size_of(cause.axes, comm.sizes), " and ".join(map(repr, cause.axes))
-        parts = " and ".join(dict.fromkeys(map(str, local)))
+        size, n, over = cause.size, size_of(cause.axes, comm.sizes), " and ".join([f"'{a}'" for a in cause.axes])
+        parts = " and ".join(dict.fromkeys([f"{n}" for n in local]))
         raise fail(f"{verb}: sizes that the axis does not divide must be known to {program}",
                    f"{cause.name} is {size}, split over the {n} ranks of {over}: {size} % {n} = {size % n}",
                    f"so where this rank has {parts}, another may have another size", *user_line(),
@@ -80,8 +82,9 @@ def _exchange_sizes(verb: str, axes: tuple[str, ...], local: Sequence[int], word
 def global_size(verb: str, n: int, axis: Axis, *, word: str = "size=") -> int:
     """Return the global size of a dim that `axis` splits and of which this rank has `n`.
 
-    If no argument of the region is uneven over the axis, that is a product. Otherwise the ranks exchange their sizes,
-    which a compiled program and an abstract mesh cannot do: the error names `word` as the argument to pass.
+    If no argument of the region is uneven over the axis, that is a product. Otherwise the ranks exchange their sizes.
+    A compiled program cannot: the error names `word` as the argument to pass. Nor can an abstract mesh, where it is the
+    size of an argument's dim if only one fits.
     """
     return global_sizes(verb, [n], axis, word=word)[0]
 
@@ -92,7 +95,43 @@ def global_sizes(verb: str, ns: Sequence[int], axis: Axis, *, word: str = "size=
     axes = live_axes(current.comm, known_axes(verb, current, axis))
     if not any(a in current.uneven for a in axes):
         return [n * size_of(axes, current.sizes) for n in ns]
+    described = [described_size(n, axes) for n in ns]
+    if None not in described:
+        return [size for size in described if size is not None]
     return _exchange_sizes(verb, axes, ns, word)
+
+
+def described_size(n: int, axis: Axis) -> int | None:
+    """Return, on an abstract mesh, the one size of arguments' dims over `axis` of which this rank has `n`, or None."""
+    current = region()
+    axes = live_axes(current.comm, names_of(axis)) if not current.comm.has_values else ()
+    fitting = [size for size in current.split_sizes.get(axes, ()) if _length_here(size, axes) == n]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _length_here(size: int, axes: Sequence[str]) -> int:
+    """Return the length of this rank's part of a dim."""
+    current = region()
+    return part_range(size, [current.sizes[a] for a in axes], [current.coords[a] for a in axes])[1]
+
+
+def global_shape(verb: str, x: Tensor, spec: P, *, word: str) -> tuple[int, ...]:
+    """Return the shape whose part by `spec` is `x` on this rank; sizes are those of `global_size`."""
+    raise_all(spec_errors(verb, tuple(x.shape), spec, region(verb).sizes))
+    described = x.shape if region().comm.has_values else getattr(unwrapped(x), "global_sizes", x.shape)
+    if len(described) != x.ndim:  # the examples of a vmap
+        described = x.shape
+    shape = []
+    for n, known, axes in zip(x.shape, described, spec.parts(x.ndim), strict=True):
+        fits = known != n and _length_here(known, axes) == n
+        shape.append(known if fits else global_size(verb, n, axes, word=word) if axes else n)
+        if (length := _length_here(shape[-1], axes)) != n:
+            lengths = part_lengths(shape[-1], [region().sizes[a] for a in axes])
+            raise fail(f"{verb}: x is not this rank's part of an array with spec {spec}",
+                       f"{shape[-1]} over {axes} splits into {lengths}; this rank has {n}, and its part is {length}",
+                       *user_line(),
+                       fix="parts of ceil(n / ranks), the last ones shorter", shape=list(x.shape))  # fmt: skip
+    return tuple(shape)
 
 
 def own_range(verb: str, size: int, axis: Axis) -> tuple[int, int]:
@@ -101,6 +140,8 @@ def own_range(verb: str, size: int, axis: Axis) -> tuple[int, int]:
         return 0, size
     current = region(verb)
     names = known_axes(verb, current, axis)
+    if current.checker is not None:
+        current.checker.record_shape(verb, [size], names)
     return part_range(size, [current.sizes[a] for a in names], [current.coords[a] for a in names])
 
 

@@ -22,7 +22,7 @@ import contextlib
 import hashlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from . import messages
 from .differentiated import Differentiated, leaves_of
 from .op_schema import Operation, operation
 from .type_table import TypeTable
-from .types import NO_HISTORY, NONE, History, Mixture, Operand, Partial, Reduction, TensorInfo, Type, join
+from .types import NO_HISTORY, NONE, GlobalShape, History, Mixture, Operand, Partial, Reduction, TensorInfo, Type, join
 
 
 class Checker(OperationMode):
@@ -122,6 +122,10 @@ class Checker(OperationMode):
     def record_number(self, verb: str, number: Any, axes: Sequence[str]) -> None:
         """Record a Python number that a collective takes as the same on every rank of these axes."""
         self._record_numbers(verb, (number,), frozenset(axes) & self.axes)
+
+    def record_shape(self, verb: str, shape: Sequence[int], axes: Iterable[str]) -> None:
+        """Record a global shape, of which ranks of these axes take parts: it must be the same on each."""
+        self._record_numbers(verb, (GlobalShape(shape),), frozenset(axes) & self.axes)
 
     def record_split(self, verb: str, layout: tuple[tuple[int, int], ...], axes: tuple[str, ...]) -> None:
         """Record a collective that splits dims which its axes do not divide."""

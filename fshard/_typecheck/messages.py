@@ -32,7 +32,7 @@ from .fixes import (
     reduced_over_another_axis,
 )
 from .suggestion import rewritten
-from .types import History, Mixture, MixtureText, Operand, show_type
+from .types import GlobalShape, History, Mixture, MixtureText, Operand, show_type
 
 if TYPE_CHECKING:
     from .checker import Checker
@@ -136,7 +136,7 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
         what = f"{op} of a random draw that is the same on every rank of {over} with a varying operand"
         why = f"the {n} ranks hold different parts, and would all use the same random numbers"
         fixes = [
-            Fix(f"name {over} in the spec of the draw, and pass its global shape",
+            Fix(f"name {over} in the spec of the draw, and pass its global shape, fs.global_shape(x, spec)",
                 "each rank is to have numbers of its own"),
             Fix(scene.line_with("pvary", (draw, source)), "all ranks are to use the same numbers"),
         ]  # fmt: skip
@@ -255,6 +255,15 @@ def number_differs(
                           Fix("pick the same part on every rank", "the result is to be one value"),
                       ]))  # fmt: skip
     rows = [(rank, ", ".join(map(repr, values))) for rank, values in numbers]
+    if isinstance(numbers[0][1][0], GlobalShape):
+        what = "shape" if op.startswith("random.") else "size"
+        return _error(site, f"{op} with a global {what} that differs between ranks of {axis!r}", rows,
+                      "each takes its part of another array: a local size times fs.axis_size is the global size only "
+                      "where the axis divides it",
+                      fix=fix_lines([
+                          Fix(f'fs.global_shape(x, P("{axis}"))', f"it is that of a tensor x that {axis!r} splits"),
+                          Fix("use the same one on every rank", "it is of another array"),
+                      ]))  # fmt: skip
     return _error(site, f"{op} of a value that is invariant over {axis!r} with a number that differs between its ranks",
                   rows, "types do not cover Python numbers: the result is typed as invariant and is not",
                   fix=fix_lines([

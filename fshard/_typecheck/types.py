@@ -24,6 +24,10 @@ class Type(NamedTuple):
     drawn: frozenset[str] = NONE  # axes of a random draw whose numbers are no part of one draw of all ranks
 
 
+class GlobalShape(tuple[int, ...]):
+    """A global shape among the Python numbers that must be the same on every rank."""
+
+
 class History(NamedTuple):
     """The lines by which a value came to have its type, for errors that are found later."""
 

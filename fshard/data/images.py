@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from fshard.errors import checked, fail
 
 StrPath = str | os.PathLike[str]
 
-_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+# The only formats that are read: of others, Pillow starts programs that execute the file (Ghostscript, of PostScript).
+_FORMATS = {".bmp": "BMP", ".gif": "GIF", ".jpeg": "JPEG", ".jpg": "JPEG", ".pgm": "PPM", ".png": "PNG", ".ppm": "PPM",
+            ".tif": "TIFF", ".tiff": "TIFF", ".webp": "WEBP"}  # fmt: skip
+_SUFFIXES = tuple(_FORMATS)
 _CHANNELS = {"L": 1, "RGB": 3}
 
 
@@ -42,14 +46,20 @@ class ImageFolder:
         return len(self.files)
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        """Decode one image. Raises ShardingError, with its path, if it cannot be read or has more than 8 bits."""
+        """Decode one image of the format that its suffix names.
+
+        Raises ShardingError, with its path, if it is of another format, cannot be read or has more than 8 bits.
+        """
         path = self.path / self.files[i]
-        pil = _pillow()
+        pil, named = _pillow(), _FORMATS[Path(self.files[i]).suffix.lower()]
         try:
-            with pil.open(path) as image:
+            with pil.open(path, formats=[named]) as image:
                 deep = image.mode if image.mode in ("I", "F") or image.mode.startswith("I;") else ""
                 converted = image.convert(self.mode)
         except Exception as e:  # Pillow raises errors of many kinds for files that are damaged
+            if (actual := _format_of(pil, path)) not in ("", named):
+                raise fail(f"image_folder: {path} is of the format {actual}, and its suffix names {named}",
+                           fix="give it the suffix of its format, or write it again") from e  # fmt: skip
             fix = "write it again, or remove it"
             raise fail(f"image_folder: {path} cannot be read as an image", str(e), fix=fix) from e
         if deep:  # Pillow would make all that is above 255 white
@@ -79,7 +89,8 @@ def image_folder(path: StrPath, *, size: tuple[int, int] | None = None, mode: st
     """Return the images of a folder as a dataset of (uint8 [C, H, W], label); they are decoded when asked for.
 
     Each sub-folder is a class, which may have folders of its own. Classes, and the files of each, are in the order of
-    their names. Names that begin with a dot are left out, and so are files that are no images by their suffix.
+    their names. Names that begin with a dot are left out, and so are files that are no images by their suffix. Links to
+    folders are followed. An image is read by the format that its suffix names.
 
     Args:
         size: (H, W) of every image: it is scaled to cover that, and its middle is cut out. Without it each image has
@@ -93,8 +104,9 @@ def image_folder(path: StrPath, *, size: tuple[int, int] | None = None, mode: st
     >>> pixels.shape, images.classes[label]
     (torch.Size([3, 8, 8]), 'dog')
 
-    Raises ShardingError for a folder without classes, a class without images, a folder that cannot be read, and a link
-    to a folder that it is in; and, when an image is asked for that cannot be read or has more than 8 bits, for that.
+    Raises ShardingError for a folder without classes, a class without images, a folder that cannot be read, a link to
+    nothing, and a link to a folder that it is in; and, when an image is asked for that cannot be read, is of another
+    format than its suffix names or has more than 8 bits, for that.
 
     Source: the layout is that of torchvision's `ImageFolder`.
     """
@@ -106,10 +118,11 @@ def image_folder(path: StrPath, *, size: tuple[int, int] | None = None, mode: st
     if not root.is_dir():
         raise fail(f"image_folder: {root} is no folder", fix="a folder with a sub-folder of images for each class")
     _pillow()
-    classes = sorted(d.name for d in root.iterdir() if d.is_dir() and not d.name.startswith("."))
+    folders = {d.name: Path(d) for d in _entries(root) if d.is_dir()}
+    classes = sorted(folders)
     if not classes:
         raise fail(f"image_folder: {root} has no sub-folders", fix="a folder of its own for the images of each class")
-    files = [sorted(_images(root, root / name)) for name in classes]
+    files = [sorted(_images(root, folders[name], {_identity(root)})) for name in classes]
     if empty := [name for name, found in zip(classes, files, strict=True) if not found]:
         raise fail(f"image_folder: {len(empty)} of the {len(classes)} classes in {root} have no images",
                    ", ".join(empty[:8]) + ", ..." * (len(empty) > 8), f"suffixes of images: {' '.join(_SUFFIXES)}",
@@ -118,22 +131,53 @@ def image_folder(path: StrPath, *, size: tuple[int, int] | None = None, mode: st
     return ImageFolder(root, tuple(classes), tuple(f for found in files for f in found), labels, size, mode)
 
 
-def _images(root: Path, folder: Path) -> list[str]:
-    """Return the images below a folder, as paths relative to `root`."""
-
-    def refuse(e: OSError) -> None:  # a rank that left the folder out would have another dataset
-        raise fail(f"image_folder: {e.filename} cannot be read", str(e.strerror)) from e
-
+def _images(root: Path, folder: Path, above: Set[tuple[int, int]]) -> list[str]:
+    """Return the images below a folder, as paths relative to `root`; `above` are the folders on the path to it."""
+    me = _identity(folder)
+    if me in above:
+        raise fail(f"image_folder: {folder} is a link to a folder that it is in", str(folder.resolve()),
+                   fix="remove the link: each image would be found again and again")  # fmt: skip
     found = []
-    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        folders[:] = [d for d in folders if not d.startswith(".")]
-        for link in (path for d in folders if (path := Path(parent, d)).is_symlink()):
-            if link.parent.resolve().is_relative_to(link.resolve()):
-                raise fail(f"image_folder: {link} is a link to a folder that it is in", str(link.resolve()),
-                           fix="remove the link: each image would be found again and again")  # fmt: skip
-        found += [Path(parent, n).relative_to(root).as_posix() for n in names
-                  if n.lower().endswith(_SUFFIXES) and not n.startswith(".")]  # fmt: skip
+    for entry in _entries(folder):
+        if entry.is_dir():
+            found += _images(root, Path(entry), {*above, me})
+        elif entry.name.lower().endswith(_SUFFIXES):
+            found.append(Path(entry).relative_to(root).as_posix())
     return found
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    """Return what is the same for all paths to a folder: its device and inode."""
+    info = folder.stat()
+    return info.st_dev, info.st_ino
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Return what is in a folder and not hidden.
+
+    Raises ShardingError for what cannot be read: a rank that left it out would have another dataset.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            shown = [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError as e:
+        raise fail(f"image_folder: {e.filename} cannot be read", str(e.strerror)) from e
+    for link in (entry for entry in shown if entry.is_symlink()):
+        try:
+            link.stat()
+        except OSError as e:
+            raise fail(f"image_folder: {link.path} is a link to {os.readlink(link.path)}, which cannot be read",
+                       str(e.strerror), fix="remove the link, or correct it") from e  # fmt: skip
+    return shown
+
+
+def _format_of(pil: Any, path: Path) -> str:
+    """Return which of the formats that are read a file is of; "" for none."""
+    try:
+        with pil.open(path, formats=sorted(set(_FORMATS.values()))) as image:
+            return str(image.format)
+    except Exception:
+        return ""
 
 
 def _pillow() -> Any:

@@ -13,7 +13,7 @@ from fshard import tree
 from fshard._comm import memory_device
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.mesh import Mesh
-from fshard.sharded import Sharded, from_callback
+from fshard.sharded import Sharded, array_dtype, as_tensor, from_callback
 from fshard.spec import Box, P, describe, format_tensor, is_spec, local_box, spec_errors
 
 from .order import Integers, Rows, integers
@@ -112,7 +112,6 @@ def _tensor(label: str, x: Any) -> Tensor:
     if not isinstance(x, np.ndarray):
         raise fail(f"{label}: fetch returned a {type(x).__name__}",
                    fix="return tensors or numpy arrays, or a tree of them")  # fmt: skip
-    try:
-        return torch.from_numpy(np.require(x, requirements=["C", "W"]))
-    except TypeError:
-        raise fail(f"{label}: fetch returned an array of {x.dtype}", fix="return numbers") from None
+    if array_dtype(x) is None:
+        raise fail(f"{label}: fetch returned an array of {x.dtype}", fix="return numbers")
+    return as_tensor(x)

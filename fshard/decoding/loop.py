@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fshard import random
 from fshard._comm import Axis, checker, known_axes, region
-from fshard._ops import global_size
+from fshard._ops import described_size, global_size
 from fshard.collectives import axis_size
 from fshard.errors import checked, fail
 from fshard.random import fold_in
@@ -111,11 +111,11 @@ def gumbel_noise(key: Tensor, logits: Tensor, shape: tuple[int, int], spec: P) -
 def global_batch(verb: str, n: int, axis: Axis, *, word: str) -> int:
     """Return the rows of all ranks over `axis`, of which this rank has `n`; `word` says in errors how to state it.
 
-    Without values, on an abstract mesh, every rank is assumed to have `n`.
+    Without values, on an abstract mesh, it is the size of an argument, or else every rank is assumed to have `n`.
 
     >>> global_batch("generate", 3, "data", word="data")      # data=2
     6
     """
     if axis and not region(verb).comm.has_values:
-        return n * axis_size(axis)
+        return described_size(n, axis) or n * axis_size(axis)
     return global_size(verb, n, axis, word=word) if axis else n

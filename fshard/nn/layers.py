@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fshard import random
 from fshard._comm import Axis, axes_of_own_values
-from fshard._ops import global_size, local_range
+from fshard._ops import global_shape, local_range
 from fshard.collectives import all_gather, psum, psum_scatter, pvary
 from fshard.errors import checked, fail
 from fshard.spec import P, describe, names_of
@@ -307,8 +307,7 @@ def dropout(
     assert key is not None
     spec = spec or P()
     if shape is None:
-        parts = zip(x.shape, spec.parts(x.ndim), strict=True)
-        shape = tuple(global_size("dropout", n, axes, word="shape=") if axes else n for n, axes in parts)
+        shape = global_shape("dropout", x, spec, word="shape=") if spec.axes else tuple(x.shape)
     keep = random.bernoulli(key, shape, p=1 - rate, spec=spec, device=x.device)
     if keep.shape != x.shape:
         raise fail("dropout: x is not this rank's part of the global array", fix="pass the global shape=",

@@ -185,7 +185,8 @@ def on_ranks() -> dict[str, str]:
     note("shape", step(), torch.ones(8 + 2 * rank))
     note("tree", step(lambda t: fs.psum(t["x"].sum(), "data")), {"x": x, "y": x} if rank else {"x": x})
     note("one rank's argument does not fit", step(spec=P(None, "data")), torch.ones(8, *[2] * rank))
-    note("logger", step(lambda t: total(t["x"])), {"x": x, "log": object() if rank else None})
+    note("logger", step(lambda t: total(t["x"]), ({"x": P("data"), "log": P()},)),
+         {"x": x, "log": object() if rank else None})  # fmt: skip
     note("another function", step() if rank else step(lambda x: total(x)), x)  # noqa: PLW0108
     known = step()
     note("same", known, x)
@@ -195,6 +196,22 @@ def on_ranks() -> dict[str, str]:
     note("captured number", step(lambda w, x: fs.grad(lambda w: fs.pmean((x * fs.pvary(w, "data")).mean(), "data"))(w)
                                  * (1 + rank), spec=(P(), P("data"))), torch.ones(1), x)  # fmt: skip
     note("replicas", step(lambda x: fs.psum(x.sum(), "data") + torch.from_numpy(np.array([rank], np.float32))), x)
+    local = lambda x: fs.random.normal(fs.key(0), (len(x) * fs.axis_size("data"),), spec=P("data"))  # noqa: E731
+    globally = lambda x: fs.random.normal(fs.key(0), fs.global_shape(x, P("data")), spec=P("data"))  # noqa: E731
+    seven = torch.ones(7)
+    note("draws of other shapes", step(lambda x: fs.psum(local(x).sum(), "data")), seven)
+    gathered = step(lambda x: fs.all_gather(globally(x), "data", size=7, to="invariant"))(seven)
+    outcomes["draw"] = str(fs.device_get(gathered).equal(fs.random.normal(fs.key(0), (7,))))
+    outcomes["sum of an array"] = str(step()(np.arange(8)).item())
+    note("list", step(), [1, 2, 3, 4])
+    note("sum of bools", step(lambda x: fs.psum(x.sum() > 0, "data")), x)
+    for only in (0, 1, None):  # the position that has False
+
+        def agreement(x: Any, only: Any = only) -> Any:
+            ok = fs.axis_index("data") != (9 if only is None else only)
+            return fs.pmin(ok, "data"), fs.pmax(ok, "data"), fs.pmax(~ok, "data")
+
+        outcomes[f"agreement but for {only}"] = str([y.item() for y in step(agreement)(x)])
     again("eager")
     return outcomes
 
@@ -220,6 +237,15 @@ def test_every_process_names_the_argument_that_differs(ranks: Pool) -> None:
         "  rank 0  <lambda>\n  rank 1  total\n  rank 2  total\n  rank 3  total\n"
         "  fix: every rank must call the same functions in the same order"
     )
+    assert "random.normal with a global shape that differs between ranks of 'data'\n" in first["draws of other shapes"]
+    assert "  data=0  (8,)\n  data=1  (6,)\n" in first["draws of other shapes"]
+    assert (first["draw"], first["sum of an array"]) == ("True", "28")
+    assert first["list"].startswith(
+        "total: args[0][0]: is an int, not a tensor: it has no parts for P('data') to place"
+    )
+    assert first["sum of bools"].startswith("psum: x is bool, and its sum would be a logical or\n")
+    for only in (0, 1, None):
+        assert first[f"agreement but for {only}"] == str([only is None, True, only is not None])
     for kind in ("eager", "compiled"):
         assert first[f"{kind}, unseeded"].startswith(f"gradient: {of_x}")
         assert "mul of an operand that is invariant (I) over 'data'" in first[f"{kind}, helper changed"]

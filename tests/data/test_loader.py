@@ -313,6 +313,25 @@ def test_an_image_folder_is_loaded_alike_on_every_mesh(photos: Path) -> None:
         assert y.tolist() == [label for _, label in want]
 
 
+def test_an_image_is_read_by_the_format_of_its_suffix_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_image(tmp_path / "class" / "a.png", [[7]])
+    whole = io.BytesIO()
+    Image.fromarray(np.full((8, 8), 7, np.uint8)).save(whole, "JPEG")
+    (tmp_path / "class" / "b.png").write_bytes(whole.getvalue())
+    (tmp_path / "class" / "c.png").write_text(
+        "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n"
+    )
+    Image.init()
+    monkeypatch.setitem(Image.OPEN, "EPS", (lambda *_: pytest.fail("PostScript was interpreted"), None))
+    images = data.image_folder(tmp_path)
+    assert images[0][0].tolist() == [[[7]]] * 3
+    assert error_text(images.__getitem__, 1) == (
+        f"image_folder: {tmp_path / 'class' / 'b.png'} is of the format JPEG, and its suffix names PNG\n"
+        "  fix: give it the suffix of its format, or write it again"
+    )
+    assert "c.png cannot be read as an image" in error_text(images.__getitem__, 2)
+
+
 def test_errors_of_image_folders_name_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert error_text(data.image_folder, tmp_path / "x") == (
         f"image_folder: {tmp_path / 'x'} is no folder\n  fix: a folder with a sub-folder of images for each class"
@@ -344,6 +363,22 @@ def test_errors_of_image_folders_name_the_path(tmp_path: Path, monkeypatch: pyte
         "  fix: remove the link: each image would be found again and again"
     )
     (tmp_path / "full" / "all").unlink()
+    (tmp_path / "full" / "more").symlink_to("../empty")  # a circle of links between two classes
+    (tmp_path / "empty" / "more").symlink_to("../full")
+    assert error_text(data.image_folder, tmp_path).startswith(
+        f"image_folder: {tmp_path / 'empty' / 'more' / 'more'} is a link to a folder that it is in\n"
+        f"  {(tmp_path / 'empty').resolve()}\n"
+    )
+    (tmp_path / "empty" / "more").unlink()
+    followed = data.image_folder(tmp_path).files
+    assert followed == tuple(f"{at}/{name}.png" for at, names in {"empty": ["cut", "none", "text"], "full": ["a"],
+                             "full/more": ["cut", "none", "text"]}.items() for name in names)  # fmt: skip
+    for link, target, why in [("class", "gone", "No such file"), ("full/x.png", "x.png", "Too many levels")]:
+        (tmp_path / link).symlink_to(target)
+        assert error_text(data.image_folder, tmp_path).startswith(
+            f"image_folder: {tmp_path / link} is a link to {target}, which cannot be read\n  {why}"
+        )
+        (tmp_path / link).unlink()
     scan = os.scandir
 
     def deny(path: Any) -> Any:

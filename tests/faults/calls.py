@@ -200,6 +200,7 @@ def _others() -> list[Call]:
             Call("structure", lambda tree: fs.tree.structure(tree), {"tree": TREE}),  # noqa: PLW0108  by position only
             outside(fs.tree.dotted, path=("h", 3)),
             outside(fs.tree.show, name="params", path=("h", 3)),
+            outside(fs.tree.register, cls=dataclasses.make_dataclass("Registered", ["x"])),
             Call("all", fs.tree.all, {"tree": {"a": True, "b": 1}}),
             Call("reduce", fs.tree.reduce, {"f": lambda a, b: a, "tree": TREE}),
             Call("transpose", fs.tree.transpose, {"outer": treedef,

@@ -252,7 +252,7 @@ def test_error_text_of_leaves_that_cannot_be_placed():
         "  2 > 1 dims\n"
         "  fix: drop 1 of its entries\n"
         "materialize: tree['b']: cannot place a float\n"
-        "  fix: give a tensor\n"
+        "  fix: make it a tensor, or a dict, a tuple or a dataclass with @fs.tree.register that has tensors\n"
         "materialize: tree['c']: cannot place a Sharded\n"
         "  fix: fs.reshard(tree, specs) moves placed leaves\n"
         "materialize: tree['d']: the mesh has no axis 'two'\n"

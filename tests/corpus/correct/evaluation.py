@@ -155,7 +155,7 @@ def dense_greedy_decoding(p, prompt):
 def sampling_with_temperature(p, prompt, temperature, key):
     """A token for each prompt, by the Gumbel-max trick, with draws that are split as the batch is."""
     logits = next_token_logits(p, prompt)[:, -1] / temperature
-    u = fs.random.uniform(key, (len(prompt) * fs.axis_size("data"), 11), low=1e-6, spec=P("data"))
+    u = fs.random.uniform(key, (fs.global_shape(prompt, P("data"))[0], 11), low=1e-6, spec=P("data"))
     return (logits - torch.log(-torch.log(u))).argmax(-1)
 
 
@@ -200,7 +200,7 @@ def monte_carlo_dropout(p, x, keys):
     """Mean and variance of predictions over dropout masks, one key for each."""
     outs = []
     for key in keys:
-        keep = fs.random.bernoulli(key, (len(x) * fs.axis_size("data"), x.shape[1]), p=0.8, spec=P("data"))
+        keep = fs.random.bernoulli(key, fs.global_shape(x, P("data")), p=0.8, spec=P("data"))
         outs.append(torch.softmax(logits_of(p, torch.where(keep, x / 0.8, 0)), -1))
     return torch.stack(outs).mean(0), torch.stack(outs).var(0)
 

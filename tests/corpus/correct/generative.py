@@ -20,7 +20,7 @@ KEY = fs.key(11)
 
 def draw(key, like, width):
     """Normal draws for each row of a batch that is split over data."""
-    return fs.random.normal(key, (len(like) * fs.axis_size("data"), width), spec=P("data"))
+    return fs.random.normal(key, (fs.global_shape(like, P("data"))[0], width), spec=P("data"))
 
 
 def mlp(p, x):
@@ -148,7 +148,7 @@ def gradient_penalty(d, x, fake, key):
 
     def loss(d):
         d = fs.pvary(d, "data")
-        t = fs.random.uniform(key, (len(x) * fs.axis_size("data"), 1), spec=P("data"))
+        t = fs.random.uniform(key, (fs.global_shape(x, P("data"))[0], 1), spec=P("data"))
         between = t * x + (1 - t) * fake
         slopes = vmap(grad(lambda row: mlp(d, row).squeeze(-1)))(between)
         penalty = (slopes.norm(dim=-1) - 1).square().mean()
@@ -161,7 +161,7 @@ def gradient_penalty_by_autograd(d, x, fake, key):
     """The same penalty by torch.autograd.grad with create_graph, and backward to the replicated leaves."""
     leaves = {k: w.clone().requires_grad_() for k, w in d.items()}
     local = fs.pvary(leaves, "data")
-    t = fs.random.uniform(key, (len(x) * fs.axis_size("data"), 1), spec=P("data"))
+    t = fs.random.uniform(key, (fs.global_shape(x, P("data"))[0], 1), spec=P("data"))
     between = (t * x + (1 - t) * fake).requires_grad_()
     (slopes,) = torch.autograd.grad(mlp(local, between).sum(), between, create_graph=True)
     penalty = (slopes.norm(dim=-1) - 1).square().mean()
@@ -185,7 +185,7 @@ def dense_gradient_penalty(d, x, fake, key):
 def denoising_diffusion(p, x, alphas, key):
     """DDPM: noise levels drawn for each row index a replicated schedule; the network predicts the noise."""
     k1, k2 = fs.split(key)
-    level = fs.random.randint(k1, (len(x) * fs.axis_size("data"),), high=len(alphas), spec=P("data"))
+    level = fs.random.randint(k1, (fs.global_shape(x, P("data"))[0],), high=len(alphas), spec=P("data"))
     noise = draw(k2, x, x.shape[1])
     a = alphas[level][:, None]
     noisy = a.sqrt() * x + (1 - a).sqrt() * noise
@@ -236,7 +236,7 @@ def dense_ancestral_sampling(p, start, alphas, key):
 def flow_matching(p, x, key):
     """Conditional flow matching: times and noise for each row, the velocity is x - noise."""
     k1, k2 = fs.split(key)
-    t = fs.random.uniform(k1, (len(x) * fs.axis_size("data"), 1), spec=P("data"))
+    t = fs.random.uniform(k1, (fs.global_shape(x, P("data"))[0], 1), spec=P("data"))
     noise = draw(k2, x, x.shape[1])
 
     def loss(p):

@@ -43,7 +43,7 @@ def dense_unequal_counts(w, x, y, valid):
 
 def masked_language_model(p, tokens, key):
     """Masked tokens by draws that are split as the batch is; the mean is over the masked ones of all ranks."""
-    shape = (len(tokens) * fs.axis_size("data"), tokens.shape[1])
+    shape = fs.global_shape(tokens, P("data"))
     masked = fs.random.bernoulli(key, shape, p=0.4, spec=P("data"))
     inputs = torch.where(masked, 10, tokens)
 

@@ -119,7 +119,7 @@ def soft_actor_critic(p, critics, temperature, states, key):
     def loss(p, log_temperature):
         local = fs.pvary(p, "data")
         mean, log_std = (states @ local["w"]).chunk(2, -1)
-        noise = fs.random.normal(key, (len(states) * fs.axis_size("data"), 2), spec=P("data"))
+        noise = fs.random.normal(key, (fs.global_shape(states, P("data"))[0], 2), spec=P("data"))
         raw = mean + log_std.exp() * noise
         entropy = 0.5 * noise.square() + log_std + torch.log(1 - torch.tanh(raw).square() + 1e-6)
         entropy = entropy.sum(-1)

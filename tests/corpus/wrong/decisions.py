@@ -42,7 +42,7 @@ def sampled_by_local_draws(logits: Tensor) -> Tensor:  # [B@data, V]
 
 
 def sampled_by_global_draws(logits: Tensor) -> Tensor:
-    shape = (len(logits) * fs.axis_size("data"), logits.shape[1])
+    shape = fs.global_shape(logits, P("data"))
     u = fs.random.uniform(fs.key(1), shape, low=1e-6, spec=P("data"))
     return (logits - (-u.log()).log()).argmax(-1)
 

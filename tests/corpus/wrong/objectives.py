@@ -168,7 +168,7 @@ def latents_of_local_shape(w: Tensor, x: Tensor) -> Any:  # w [D, Z], x [B@data,
 def latents_of_global_shape(w: Tensor, x: Tensor) -> Any:
     def loss(w: Tensor) -> Tensor:
         mean = x @ fs.pvary(w, "data")
-        noise = fs.random.normal(fs.key(5), (len(x) * fs.axis_size("data"), w.shape[1]), spec=P("data"))
+        noise = fs.random.normal(fs.key(5), (fs.global_shape(x, P("data"))[0], w.shape[1]), spec=P("data"))
         z = mean + noise
         return fs.pmean(torch.tanh(z).square().mean(), "data")
 
@@ -188,7 +188,7 @@ def diffusion_times_of_local_shape(w: Tensor, x: Tensor) -> Any:
 
 
 def diffusion_times_of_global_shape(w: Tensor, x: Tensor) -> Any:
-    times = fs.random.randint(fs.key(5), (len(x) * fs.axis_size("data"),), high=10, spec=P("data"))
+    times = fs.random.randint(fs.key(5), (fs.global_shape(x, P("data"))[0],), high=10, spec=P("data"))
     scale = (1 - times / 10).unsqueeze(-1)
 
     def loss(w: Tensor) -> Tensor:
