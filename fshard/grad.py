@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import tree
+from ._comm import in_microbatch, microbatches
 from ._ops import differentiable_dtype
 from ._torch_compat import in_transform, is_wrapped, named_as
 from .errors import ShardingError, api_boundary, checked, fail, number_of, shown
@@ -304,9 +305,12 @@ def accumulate(
         sums: list[Any] = []
         count: Any = 0
         auxes = []
-        for step in range(steps):
+        split = [x for i, a in enumerate(args) if i not in differentiated for x in tree.leaves(a)]
+        rows = [x for x in split if isinstance(x, Tensor) and x.ndim]
+        for step, of_batch in enumerate(microbatches(rows, steps)):
             part = [a if i in differentiated else _microbatch(i, a, step, steps) for i, a in enumerate(full)]
-            (total, (n, aux)), grads = one(*part, **kwargs)
+            with in_microbatch(of_batch):
+                (total, (n, aux)), grads = one(*part, **kwargs)
             count = count + n
             auxes.append(aux)
             flat, treedef = tree.flatten((total, grads))

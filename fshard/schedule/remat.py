@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fshard import tree
-from fshard._comm import checker, is_scheduled, recomputing
+from fshard._comm import Microbatch, checker, in_microbatch, is_scheduled, microbatch, recomputing
 from fshard._ops import differentiable_dtype
 from fshard._torch_compat import in_transform, is_batched, is_grad_tracking, is_wrapped, named_as
 from fshard.errors import api_boundary, checked, fail
@@ -56,7 +56,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             return results[0] if len(results) == 1 else results
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         function = _RematDiscarded if differentiated and _can_discard(tensors) else _Remat
-        results = function.apply(_Body(of_tensors), *tensors)  # type: ignore[no-untyped-call]
+        results = function.apply(_Body(of_tensors, microbatch()), *tensors)  # type: ignore[no-untyped-call]
         return fill_tensors(result_rest, results)
 
     return wrapped
@@ -77,12 +77,13 @@ class _Body:
     """A function of tensors, in an object, because dynamo cannot keep a bare callable between forward and backward."""
 
     f: Callable[..., tuple[Tensor, ...]]
+    microbatch: Microbatch | None = None  # backward may run after the step of `accumulate` that f was called in
 
     def repeat(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Compute `f` again."""
         if torch.compiler.is_dynamo_compiling():
             return self.f(*xs)
-        with recomputing():
+        with recomputing(), in_microbatch(self.microbatch):
             return self.f(*xs)
 
     def vjp(self, xs: Sequence[Tensor], wanted: Sequence[bool], grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
