@@ -17,9 +17,8 @@ from fshard.spec import Box, names_of
 from .protocol import size_of
 from .region import in_region, region, storage_key, user_line
 
-Rows = tuple[
-    int, tuple[str, ...] | None
-]  # rows on this rank, and the axes that split those of the batch; None: unknown
+# Rows on this rank, and the axes that split those of the batch; None: unknown.
+Rows = tuple[int, tuple[str, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -81,16 +80,13 @@ class Microbatch:
         self, verb: str, shape: Sequence[int], dim: int, axes: tuple[str, ...], rows: int,
         over: tuple[str, ...] | None,
     ) -> ShardingError:  # fmt: skip
-        how = f"split over {', '.join(axes)}" if axes else "split over no axis"
-        of_rows = (
-            "computed in the region, over unknown axes" if over is None else f"over {', '.join(over) or 'no axis'}"
-        )
-        fix = ("pass accumulate the arguments of the region, and compute with them in its function" if over is None
-               else "give the rows a dim of their own, split as theirs are, and reshape what is drawn")  # fmt: skip
-        return fail(f"{verb}: accumulate cannot tell whether a draw has the rows of its microbatch", *user_line(),
-                    draw=f"{list(shape)}, dim {dim} {how}", microbatch=f"{rows} rows on this rank, {of_rows}",
-                    fix=f"{fix}; numbers that are the same for all rows: draw them before accumulate, and pass them "
-                    "by keyword")  # fmt: skip
+        how = f"split over {', '.join(axes)}" if axes else "not split"
+        names = "axes that are unknown, as the region computed them" if over is None else ", ".join(over)
+        fix = "pass accumulate arguments of the region, and compute with them in its function" if over is None else \
+            f"if it has the rows, give it one entry for each, in a dim split over {names}"  # fmt: skip
+        return fail(f"{verb}: accumulate cannot know whether a draw has the rows of its microbatch", *user_line(),
+                    draw=f"{list(shape)}, dim {dim} {how}", microbatch=f"{rows} rows on this rank, split over {names}",
+                    fix=f"{fix}; if it has not, draw before accumulate, and pass the numbers by keyword")  # fmt: skip
 
 
 def _same_axes(axes: tuple[str, ...], over: tuple[str, ...], sizes: Mapping[str, int]) -> bool:

@@ -168,7 +168,7 @@ def mark_arguments(xs: Sequence[Any], specs: Sequence[P], donated: Sequence[int]
 
     `row_axes` are the axes that split dim 0; `donated` is set on the leaves at these positions.
     """
-    marked = [(x, {"row_axes": names_of(spec.parts(x.ndim)[0])}) for x, spec in zip(xs, specs, strict=True)
+    marked: list[tuple[Any, dict[str, Any]]] = [(x, {"row_axes": names_of(spec.parts(x.ndim)[0])}) for x, spec in zip(xs, specs, strict=True)
               if isinstance(x, Tensor) and x.ndim]  # fmt: skip
     marked += [(xs[i], {"donated": True}) for i in donated]
     for x, attributes in marked:

@@ -182,16 +182,14 @@ def _rows(
 ) -> _Examples | None:
     """Return the examples that are the rows of a microbatch, where no axis splits them; None if no argument has them.
 
-    They are found by their number: if no dim has as many entries, in those that have several for each row.
+    They are found by their number: where no dim has as many entries, in dims that have several for each row.
     """
     xs = [x for x in tree.leaves(arguments) if isinstance(x, Tensor)]
     lengths = {i: x.shape[dim] for i, x in enumerate(xs) if -x.ndim <= dim < x.ndim}
-    for flattened in (False, True):
-        found = [i for i, n in lengths.items()
-                 if part.dim_of_rows(name, [n], [n], [axes], sizes, flattened=flattened) == 0]  # fmt: skip
-        if found:
-            return math.gcd(*(lengths[i] for i in found)), {i: dim % xs[i].ndim for i in found}
-    return None
+    found = {i for i, n in lengths.items() if part.dim_of_rows(name, [n], [n], [axes], sizes, flattened=True) == 0}
+    exact = {i for i in found if lengths[i] in dict(part.rows)}
+    dims = {i: dim % xs[i].ndim for i in sorted(exact or found)}
+    return (math.gcd(*(lengths[i] for i in dims)), dims) if dims else None
 
 
 def _argument(path: tree.Path) -> str:

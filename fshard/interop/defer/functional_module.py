@@ -302,6 +302,7 @@ class Apply:
         without a dim of examples (the skip of a whole layer) are the same on all ranks. `None` is for arguments that
         are the same on all ranks. The spec of an argument tells the dim of its examples; `dim` is that of arguments
         that were computed in the region. Of features that replaced modules leave split, each rank draws its own part.
+        In `fs.accumulate` a row of the batch has the same numbers in any number of microbatches.
 
         The dims that have the examples are found: the first call for arguments of new shapes, which must be a checked
         one, runs forward on fake tensors with a prime number of examples. An error names the line that flattens [T, B]
