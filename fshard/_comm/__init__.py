@@ -24,7 +24,7 @@ from .host_memory import (
     wait_before_writing,
     wait_for_copies_to_host,
 )
-from .microbatch import Microbatch, in_microbatch, microbatch, microbatches
+from .microbatch import Microbatch, flattened_rows, in_microbatch, microbatch, microbatches
 from .packing import join_padded, longest_part, pack, pad, split_padded, unpack
 from .planned import PlannedComm
 from .process import ProcessComm
@@ -71,9 +71,9 @@ __all__ = [
     "HOST", "SLOW", "AbstractComm", "Axis", "Comm", "GlooConnections", "Microbatch", "PendingTransfer",
     "PlannedComm", "ProcessComm", "Recording", "Region", "TimedComm", "Transfer", "UnevenSize", "Wait", "Watch",
     "Watchdog", "axes_of_own_values", "bind", "call_at_exit", "call_distributed", "call_site", "checker",
-    "common_device", "coords_of", "copy_to_device", "device_type", "empty_part", "fake_tensors", "has_values",
-    "host_device", "in_microbatch", "in_region", "index_of", "is_observed", "is_recomputing", "is_scheduled",
-    "is_view", "join_padded", "known_axes", "live_axes", "longest_part", "mark_arguments", "memory_device",
+    "common_device", "coords_of", "copy_to_device", "device_type", "empty_part", "fake_tensors", "flattened_rows",
+    "has_values", "host_device", "in_microbatch", "in_region", "index_of", "is_observed", "is_recomputing",
+    "is_scheduled", "is_view", "join_padded", "known_axes", "live_axes", "longest_part", "mark_arguments", "memory_device",
     "microbatch", "microbatches", "pack", "pad", "ranks_over", "recomputing", "recording", "refuse_nesting",
     "refuse_transfer", "region", "run_on_meta", "simulate", "size_of", "split_padded", "start_copy_to_device",
     "start_copy_to_host", "start_watchdog", "stop_after_transfers", "storage_key", "to_device", "to_spec_memory",

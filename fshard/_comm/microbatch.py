@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,18 +23,21 @@ Rows = tuple[int, tuple[str, ...] | None]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Microbatch number `index` of `steps`, and the rows of its arguments: dim 0 is split over these axes."""
+    """Microbatch number `index` of `steps`, and the rows of its arguments: dim 0 is split over these axes.
+
+    `flattened` draws may have several entries for each row, in one dim.
+    """
 
     index: int
     steps: int
     rows: tuple[Rows, ...]
+    flattened: bool = False
 
     def of_batch(
-        self, verb: str, shape: Sequence[int], box: Box, parts: Sequence[tuple[str, ...]], sizes: Mapping[str, int],
-        *, flattened: bool = False,
-    ) -> tuple[tuple[int, ...], Box]:  # fmt: skip
+        self, verb: str, shape: Sequence[int], box: Box, parts: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
+    ) -> tuple[tuple[int, ...], Box]:
         """Return the shape of a draw for the full batch and this rank's box of it; a draw without rows is unchanged."""
-        dim = self.dim_of_rows(verb, shape, [s.stop - s.start for s in box], parts, sizes, flattened=flattened)
+        dim = self.dim_of_rows(verb, shape, [s.stop - s.start for s in box], parts, sizes)
         if dim is None:
             return tuple(shape), box
         whole, cut = list(shape), list(box)
@@ -49,12 +52,11 @@ class Microbatch:
 
     def dim_of_rows(
         self, verb: str, shape: Sequence[int], local: Sequence[int], parts: Sequence[tuple[str, ...]],
-        sizes: Mapping[str, int], *, flattened: bool = False,
+        sizes: Mapping[str, int],
     ) -> int | None:  # fmt: skip
         """Return the dim of a draw that has the rows of the microbatch; None if no dim has them.
 
         It has as many entries on this rank and is split over the same axes; where no axis splits the rows, it is dim 0.
-        `flattened` draws may have several entries for each row.
 
         Raises ShardingError for a draw that may have the rows in another order, or may have nothing to do with them.
         """
@@ -66,7 +68,7 @@ class Microbatch:
                 if not fits or (dim and not axes):
                     continue
                 is_same = dim == 0 and bool(axes) if over is None else _same_axes(axes, over, sizes)
-                if is_same and (n == rows or (flattened and over is not None)):
+                if is_same and (n == rows or (self.flattened and over is not None)):
                     return dim
                 gathered = dim == 0 and not axes and over and n == rows * size_of(over, sizes)
                 unknown = over is None and (dim == 0 or n == rows)
@@ -116,6 +118,12 @@ def in_microbatch(new: Microbatch | None) -> Iterator[None]:
             yield
     finally:
         _thread.microbatch = before
+
+
+def flattened_rows() -> contextlib.AbstractContextManager[None]:
+    """Context in which the draws of a microbatch may have several entries for each row, as [B*T]."""
+    part = microbatch()
+    return contextlib.nullcontext() if part is None else in_microbatch(replace(part, flattened=True))
 
 
 def microbatches(xs: Iterable[Tensor], steps: int) -> Iterator[Microbatch | None]:

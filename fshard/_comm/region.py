@@ -168,14 +168,15 @@ def mark_arguments(xs: Sequence[Any], specs: Sequence[P], donated: Sequence[int]
 
     `row_axes` are the axes that split dim 0; `donated` is set on the leaves at these positions.
     """
-    marked: list[tuple[Any, dict[str, Any]]] = [(x, {"row_axes": names_of(spec.parts(x.ndim)[0])}) for x, spec in zip(xs, specs, strict=True)
-              if isinstance(x, Tensor) and x.ndim]  # fmt: skip
-    marked += [(xs[i], {"donated": True}) for i in donated]
-    for x, attributes in marked:
-        vars(x).update(attributes)
+    rows = [(x, spec) for x, spec in zip(xs, specs, strict=True) if isinstance(x, Tensor) and x.ndim]
+    for x, spec in rows:
+        x.row_axes = names_of(spec.parts(x.ndim)[0])  # type: ignore[attr-defined]
+    for i in donated:
+        xs[i].donated = True
     try:
         yield
     finally:
-        for x, attributes in marked:
-            for name in attributes:
-                vars(x).pop(name, None)
+        for x, _ in rows:
+            vars(x).pop("row_axes", None)
+        for i in donated:
+            vars(xs[i]).pop("donated", None)

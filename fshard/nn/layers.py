@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._comm import Axis, axes_of_own_values
+from fshard import random
+from fshard._comm import Axis, axes_of_own_values, flattened_rows
 from fshard._ops import global_size, local_range
 from fshard.collectives import all_gather, psum, psum_scatter, pvary
 from fshard.errors import checked, fail
-from fshard.random.draws import keep_mask
 from fshard.spec import P, describe, names_of
 from fshard.weight import Weight
 
@@ -309,7 +309,8 @@ def dropout(
     if shape is None:
         parts = zip(x.shape, spec.parts(x.ndim), strict=True)
         shape = tuple(global_size("dropout", n, axes, word="shape=") if axes else n for n, axes in parts)
-    keep = keep_mask(key, shape, rate, spec, x.device)
+    with flattened_rows():
+        keep = random.bernoulli(key, shape, p=1 - rate, spec=spec, device=x.device)
     if keep.shape != x.shape:
         raise fail("dropout: x is not this rank's part of the global array", fix="pass the global shape=",
                    shape=list(shape), spec=spec, part=list(keep.shape), x=list(x.shape))  # fmt: skip

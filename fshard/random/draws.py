@@ -325,13 +325,11 @@ def uniform_box(
 
 
 def _draw_local(
-    verb: str, key: Tensor, shape: Sequence[int], spec: P, distribution: _Distribution, device: torch.device | None,
-    *, flattened: bool = False,
-) -> Tensor:  # fmt: skip
+    verb: str, key: Tensor, shape: Sequence[int], spec: P, distribution: _Distribution, device: torch.device | None
+) -> Tensor:
     """Draw this rank's part by `spec`, by default on the region's device; in a checked call, with the spec's type.
 
-    In `accumulate`, a draw that has the rows of the microbatch is their part of the draw for the full batch. A
-    `flattened` draw may have several entries for each row, [B*T].
+    In `accumulate`, a draw that has the rows of the microbatch is their part of the draw for the full batch.
     """
     if device is None and in_region():
         device = current_region().device
@@ -342,7 +340,7 @@ def _draw_local(
         box = local_box(shape, spec, region.sizes, region.coords)
     if (part := microbatch()) is not None:
         sizes = current_region().sizes if in_region() else {}
-        shape, box = part.of_batch(f"random.{verb}", shape, box, spec.parts(len(shape)), sizes, flattened=flattened)
+        shape, box = part.of_batch(f"random.{verb}", shape, box, spec.parts(len(shape)), sizes)
     types = checker()
     if types is None:
         return _draw(verb, key, shape, box, distribution, device)
@@ -404,11 +402,6 @@ def bernoulli(
     tensor([ True, False, False, False, False,  True])
     """
     return _draw_local("bernoulli", key, shape, spec, _bernoulli(p), device)
-
-
-def keep_mask(key: Tensor, shape: Sequence[int], rate: float, spec: P, device: torch.device) -> Tensor:
-    """Draw the mask of a dropout of activations, which have the examples in dim 0, or flattened with other dims."""
-    return _draw_local("bernoulli", key, shape, spec, _bernoulli(1 - rate), device, flattened=True)
 
 
 @checked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             return results[0] if len(results) == 1 else results
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         function = _RematDiscarded if differentiated and _can_discard(tensors) else _Remat
-        results = function.apply(_Body(of_tensors, microbatch()), *tensors)  # type: ignore[no-untyped-call]
+        results = function.apply(_Body(of_tensors), *tensors)  # type: ignore[no-untyped-call]
         return fill_tensors(result_rest, results)
 
     return wrapped
@@ -77,13 +77,15 @@ class _Body:
     """A function of tensors, in an object, because dynamo cannot keep a bare callable between forward and backward."""
 
     f: Callable[..., tuple[Tensor, ...]]
-    microbatch: Microbatch | None = None  # backward may run after the step of `accumulate` that f was called in
+    part: Microbatch | None = field(
+        default_factory=microbatch
+    )  # backward may run after the step of `accumulate` that f was called in
 
     def repeat(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Compute `f` again."""
         if torch.compiler.is_dynamo_compiling():
             return self.f(*xs)
-        with recomputing(), in_microbatch(self.microbatch):
+        with recomputing(), in_microbatch(self.part):
             return self.f(*xs)
 
     def vjp(self, xs: Sequence[Tensor], wanted: Sequence[bool], grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:

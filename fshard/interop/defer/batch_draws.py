@@ -83,8 +83,9 @@ def draws_of(
     axes = live_axes(region().comm, named) if named else ()
     features = [_features(over, numbers) for over, numbers in (split_features or {}).items()
                 if split.with_probe and live_axes(region().comm, over)]  # fmt: skip
-    if part is not None and not split.is_stated:
-        part = replace(part, rows=tuple((n, ()) for n, _ in part.rows))
+    if part is not None:
+        rows_of = part.rows if split.is_stated else tuple((n, ()) for n, _ in part.rows)
+        part = replace(part, rows=rows_of, flattened=True)
     rows = None if part is None or axes else _rows(name, part, named, bound, split.dim, args, kwargs)
     if not axes and not features and rows is None:
         return Draws(name, key)
@@ -98,9 +99,7 @@ def draws_of(
         raise fail(f"{name}: this rank has {found.count} examples, and its part of {total} over {axes} is {mine}",
                    f"{total} splits into {part_lengths(total, sizes)}",
                    fix="pass the batch by a spec that names the axis")  # fmt: skip
-    if part is not None and (
-        rows or (axes and part.dim_of_rows(name, [total], [mine], [named], bound, flattened=True) == 0)
-    ):
+    if part is not None and (rows or (axes and part.dim_of_rows(name, [total], [mine], [named], bound) == 0)):
         start, total = part.range_of(start, mine).start, total * part.steps
     batch = Batch(axes, start, mine, total, split.dim)
     return Draws(name, key, batch, found.probes, find, features) if split.with_probe else Draws(name, key, batch)
@@ -186,7 +185,7 @@ def _rows(
     """
     xs = [x for x in tree.leaves(arguments) if isinstance(x, Tensor)]
     lengths = {i: x.shape[dim] for i, x in enumerate(xs) if -x.ndim <= dim < x.ndim}
-    found = {i for i, n in lengths.items() if part.dim_of_rows(name, [n], [n], [axes], sizes, flattened=True) == 0}
+    found = {i for i, n in lengths.items() if part.dim_of_rows(name, [n], [n], [axes], sizes) == 0}
     exact = {i for i in found if lengths[i] in dict(part.rows)}
     dims = {i: dim % xs[i].ndim for i in sorted(exact or found)}
     return (math.gcd(*(lengths[i] for i in dims)), dims) if dims else None
