@@ -77,9 +77,7 @@ class _Body:
     """A function of tensors, in an object, because dynamo cannot keep a bare callable between forward and backward."""
 
     f: Callable[..., tuple[Tensor, ...]]
-    part: Microbatch | None = field(
-        default_factory=microbatch
-    )  # backward may run after the step of `accumulate` that f was called in
+    part: Microbatch | None = field(default_factory=microbatch)  # of the first run: backward may come after its end
 
     def repeat(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Compute `f` again."""
