@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import tree
+from ._comm import in_microbatch, microbatches
 from ._ops import differentiable_dtype
 from ._torch_compat import in_transform, is_wrapped, named_as
 from .errors import ShardingError, api_boundary, checked, fail, number_of, shown
@@ -269,11 +270,14 @@ def accumulate(
     >>> loss, grads = accumulate(loss_fn, 4)(params, x, y)       # x [4 * b, D], y [4 * b]
     >>> loss, grads = accumulate(loss_fn, 4, gather=lambda p: pvary(p, "data"))(params, x, y)
 
-    The rows of a microbatch are some of each rank's, and so others on another mesh, which dropout can tell. To have the
-    same ones, split the batch before it is placed: x [4, b, D] by P(None, "data"), and keys `split(key, 4)`; `f` then
-    gets x [1, b, D] and a key [1, 2].
+    Loss and gradients are those of `steps=1`, on every mesh, with dropout too: by a key that `f` captures or gets by
+    keyword, a draw that has the rows of the microbatch has the numbers that these rows have in the draw for the full
+    batch. Such a draw has as many entries in dim 0 (or in the dim that the same axes split) as the microbatch has rows;
+    in `nn.dropout`, also several for each row, as in [B*T, D]. Any other draw (one number for each layer, noise on a
+    parameter) is the same in all microbatches. Which rows a microbatch has depends on the mesh, so that its aux does.
 
-    Raises ShardingError if `steps` does not divide a leaf's dim 0.
+    Raises ShardingError if `steps` does not divide a leaf's dim 0, and for a draw that may have the rows or not: one
+    for gathered rows, or by a spec without axes where `f` gets tensors that the region computed.
     """
     if steps < 1:
         raise fail(f"accumulate: steps={steps}", fix="one or more")
@@ -304,9 +308,12 @@ def accumulate(
         sums: list[Any] = []
         count: Any = 0
         auxes = []
-        for step in range(steps):
+        split = [x for i, a in enumerate(args) if i not in differentiated for x in tree.leaves(a)]
+        rows = [x for x in split if isinstance(x, Tensor) and x.ndim]
+        for step, of_batch in enumerate(microbatches(rows, steps)):
             part = [a if i in differentiated else _microbatch(i, a, step, steps) for i, a in enumerate(full)]
-            (total, (n, aux)), grads = one(*part, **kwargs)
+            with in_microbatch(of_batch):
+                (total, (n, aux)), grads = one(*part, **kwargs)
             count = count + n
             auxes.append(aux)
             flat, treedef = tree.flatten((total, grads))

@@ -32,7 +32,7 @@ from ._call import (
     slice_inputs,
     storage_pointers,
 )
-from ._comm import Comm, Region, bind, mark_donated
+from ._comm import Comm, Region, bind, mark_arguments
 from ._compare import Tolerance, check_replicas, check_same_arguments, replica_errors
 from ._ops import make_functions
 from ._typecheck import Checker, no_shared_writes, same_numbers
@@ -254,8 +254,10 @@ class ShardMapped:
         donated = frozenset(storage_pointers([local[i] for i in plan.donated], self.mesh))
         kept = set(storage_pointers([local[i] for i in plan.kept], self.mesh)) - donated
         checker = Checker(self._live, self.mesh.axes) if checked else None
+        # Without the donated ones, which the function frees.
+        arguments = tuple(None if i in plan.donated else x for i, x in enumerate(local)), plan.specs
         region = Region(comm, rank, self.mesh.device, dict(plan.uneven), plan.split_sizes, donated, checker, scratch,
-                        self.mesh.host)  # fmt: skip
+                        self.mesh.host, arguments)  # fmt: skip
         # Backward runs on this thread, to which the region is bound, and not on one of autograd's own.
         with bind(region), torch.autograd.set_multithreading_enabled(False), checker or contextlib.nullcontext():
             if checker is not None:
@@ -263,7 +265,7 @@ class ShardMapped:
                     if isinstance(x, Tensor):
                         checker.set_argument_type(x, spec, name)
             inputs = tree.unflatten(plan.treedef, local)
-            marks = mark_donated([local[i] for i in plan.donated] if self._compiled else [])
+            marks = mark_arguments(local[:], plan.specs, plan.donated) if self._compiled else contextlib.nullcontext()
             local.clear()
             with marks:
                 out = self._body(*inputs)

@@ -134,11 +134,9 @@ def test_accumulate_splits_arguments_by_position_and_passes_those_by_keyword_who
     def draw(p, x, *, rest, key):
         return loss(p, fs.nn.dropout(x, 0.5, key=key) @ rest["w"]), fs.random.uniform(key, (1,))
 
-    rest, key = {"w": torch.eye(3, dtype=x.dtype) * 2}, fs.key(5)
-    (value, aux), _ = fs.accumulate(draw, 2, has_aux=True)(p, x, rest=rest, key=key)
-    torch.testing.assert_close(
-        value, (draw(p, x[:2], rest=rest, key=key)[0] + draw(p, x[2:], rest=rest, key=key)[0]) / 2
-    )
+    rest, key = {"w": torch.eye(3, dtype=x.dtype) * 2}, fs.key(7)
+    (value, aux), grads = fs.accumulate(draw, 2, has_aux=True)(p, x, rest=rest, key=key)
+    close((value, grads), fs.value_and_grad(lambda p: draw(p, x, rest=rest, key=key)[0])(p))
     assert torch.equal(aux[0], aux[1])
 
 
@@ -156,6 +154,75 @@ def test_microbatches_that_are_made_before_placing_have_the_same_dropout_on_ever
     masked = [fs.nn.dropout(x[i], 0.5, key=fs.split(fs.key(2), steps)[i]) for i in range(steps)]
     want = torch.stack(masked).square().sum() / (steps * b)
     torch.testing.assert_close(fs.device_get(step(p, x)[0]), want)
+
+
+def noisy(w, x, *, key):
+    """Draws with the rows in dim 0, flattened with another dim, and in dim 1, recomputed; and one without rows."""
+    keys = fs.split(key, 4)
+    x = x + fs.random.normal(keys[0], (len(x) * fs.axis_size("data"), 1, 5), spec=P("data"), dtype=x.dtype)
+    w = fs.pvary(w * fs.random.uniform(keys[1], (5, 5)), "data")
+
+    def block(x, w):
+        h = fs.nn.dropout(torch.tanh(x @ w).flatten(0, 1), 0.5, key=keys[2], spec=P("data")).view(x.shape)
+        return fs.nn.dropout(h.transpose(0, 1), 0.5, key=keys[3], spec=P(None, "data"))
+
+    return fs.pmean(fs.remat(block)(x, w).square().mean(), "data")
+
+
+def by_microbatches(f, steps, w, x, *, axes, **options):
+    step = fs.shard_map(lambda w, x: fs.accumulate(f, steps, **options)(w, x, key=fs.key(5)),
+                        mesh=fs.make_mesh(**axes), in_specs=(P(), P(tuple(axes))), out_specs=P())  # fmt: skip
+    return fs.device_get(step(w, x))
+
+
+@pytest.mark.parametrize(("n", "steps"), [(1, 2), (1, 8), (2, 2), (4, 2)])
+def test_draws_in_microbatches_are_those_of_the_rows_in_the_batch_on_every_mesh(n, steps):
+    w, x = (fs.random.normal(fs.key(i), shape, dtype=torch.float64) for i, shape in enumerate(((5, 5), (8, 3, 5))))
+    close(by_microbatches(noisy, steps, w, x, axes={"data": n}), by_microbatches(noisy, 1, w, x, axes={"data": 1}))
+
+
+def test_draws_in_microbatches_of_uneven_parts_and_two_axes_are_those_of_the_rows_in_the_batch():
+    def f(w, x, *, key):
+        h = fs.nn.dropout(x @ fs.pvary(w, ("a", "b")), 0.5, key=key, spec=P(("a", "b")))
+        return fs.psum((h.square().sum(), torch.ones_like(h[:, 0]).sum()), ("a", "b"))
+
+    w, x = (fs.random.normal(fs.key(i), shape, dtype=torch.float64) for i, shape in enumerate(((3, 3), (14, 3))))
+    run = functools.partial(by_microbatches, f, counted=True)
+    want, of_12 = (run(1, w, y, axes={"a": 1, "b": 1}) for y in (x, x[:12]))
+    close(run(2, w, x, axes={"a": 4, "b": 1}), want)  # 4, 4, 4 and 2 rows
+    close(run(3, w, x[:12], axes={"a": 5, "b": 1}), of_12)  # 3, 3, 3, 3 and none
+    close(run(3, w, x[:12], axes={"a": 2, "b": 2}), of_12)
+
+
+def test_a_draw_that_may_have_the_rows_of_a_microbatch_or_not_is_an_error():
+    def gathered(w, x, *, key):
+        return fs.nn.dropout(fs.all_gather(x, "data"), 0.5, key=key).sum() * w.sum()
+
+    def flat(w, x, *, key):
+        return fs.random.normal(key, (24,), spec=P("data")).sum() * w.sum()
+
+    def of_weights(w, x, *, key):
+        return fs.nn.dropout(w, 0.5, key=key).sum()
+
+    def computed(w, x, *, key):
+        return fs.accumulate(of_weights, 2)(w, x / 2, key=key)[0]
+
+    w, x = torch.ones(2, 3), torch.ones(8, 3)
+    texts = [error_text(by_microbatches, f, steps, w, x, axes={"data": 2})
+             for f, steps in ((gathered, 2), (flat, 2), (computed, 1))]  # fmt: skip
+    named = "if it has the rows, give it one entry for each, in a dim split over data"
+    want = [
+        ("bernoulli", "[4, 3], dim 0 not split", "data", "gathered", named),
+        ("normal", "[24], dim 0 split over data", "data", "flat", named),
+        ("bernoulli", "[2, 3], dim 0 not split", "axes that are unknown, as the region computed them", "of_weights",
+         "pass accumulate arguments of the region, and compute with them in its function"),
+    ]  # fmt: skip
+    assert [re.sub(r"grad.py:\d+", "grad.py", text) for text in texts] == [
+        f"random.{verb}: accumulate cannot know whether a draw has the rows of its microbatch\n"
+        f"  draw  {draw}    microbatch  2 rows on this rank, split over {axes}\n  at test_grad.py in {name}\n"
+        f"  fix: {fix}; if it has not, draw before accumulate, and pass the numbers by keyword"
+        for verb, draw, axes, name, fix in want
+    ]
 
 
 # accumulate / no_sync of Accelerate: gradients reduced in each microbatch, once, or never
@@ -491,17 +558,22 @@ def test_writing_a_differentiated_value_into_an_argument_is_an_error():
 # --- compiled, on a mesh of one rank ---
 
 
-def test_compiled_with_aux():
+def test_compiled_with_aux_and_with_dropout_in_microbatches():
     p, x = data()
     mesh = fs.make_mesh(data=1)
 
     def step(p, x):
-        return fs.value_and_grad(lambda p: (loss(p, x), {"x": x * 2}), has_aux=True)(p)
+        dropped = fs.accumulate(drop, 2)(p, x, key=fs.key(7))
+        return fs.value_and_grad(lambda p: (loss(p, x), {"x": x * 2}), has_aux=True)(p), dropped
+
+    def drop(p, x, *, key):
+        return loss(p, fs.nn.dropout(x, 0.5, key=key))
 
     with by_aot_eager():
         got = fs.shard_map(step, mesh=mesh, out_specs=P(), compile=True)(p, x)
-    (value, aux), grads = fs.device_get(got)
+    ((value, aux), grads), dropped = fs.device_get(got)
     close((value, grads), by_autograd(p, x))
+    close(dropped, fs.value_and_grad(drop)(p, x, key=fs.key(7)))
     close(aux["x"], x * 2)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fshard import _callsite
 from fshard._torch_compat import storage_id
 from fshard.errors import fail
-from fshard.spec import Axis, format_axes, names_of
+from fshard.spec import Axis, P, format_axes, names_of
 
 from .protocol import Comm
 
@@ -42,6 +42,7 @@ class Region:
     checker: Any = None  # the `Checker` of a call that is checked
     scratch: dict[Any, Any] = field(default_factory=dict)  # objects that a rank keeps from one call to the next
     host: torch.device = field(default=torch.device("cpu"))
+    arguments: tuple[Sequence[Any], Sequence[P]] = ((), ())  # the leaves of the arguments, with their specs
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -164,12 +165,20 @@ def storage_key(x: Tensor) -> int:
 
 
 @contextlib.contextmanager
-def mark_donated(xs: Sequence[Tensor]) -> Iterator[None]:
-    """Set an attribute `donated` on tensors while a compiled program runs, which cannot compute a `storage_key`."""
-    for x in xs:
-        x.donated = True  # type: ignore[attr-defined]
+def mark_arguments(xs: Sequence[Any], specs: Sequence[P], donated: Sequence[int]) -> Iterator[None]:
+    """Set attributes of arguments while a compiled program runs, which cannot compute a `storage_key`.
+
+    `row_axes` are the axes that split dim 0; `donated` is set on the leaves at these positions.
+    """
+    rows = [(x, spec) for x, spec in zip(xs, specs, strict=True) if isinstance(x, Tensor) and x.ndim]
+    for x, spec in rows:
+        x.row_axes = names_of(spec.parts(x.ndim)[0])  # type: ignore[attr-defined]
+    for i in donated:
+        xs[i].donated = True
     try:
         yield
     finally:
-        for x in xs:
-            del x.donated  # type: ignore[attr-defined]
+        for x, _ in rows:
+            vars(x).pop("row_axes", None)
+        for i in donated:
+            vars(xs[i]).pop("donated", None)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fshard import nn, random, tree
-from fshard._comm import Axis, known_axes, region, to_device
+from fshard._comm import Axis, flattened_rows, known_axes, region, to_device
 from fshard._ops import global_sizes
 from fshard.collectives import pslice, psum, pvary
 from fshard.decoding import global_batch
@@ -138,7 +138,8 @@ class LoraWeight(AdaptedWeight):
                                                                        word="lora.apply(batch=)")  # fmt: skip
         shape = (batch, *x.shape[1:-1], *self.sizes)
         spec = P(rows, *[None] * (x.ndim - 2), *inputs)
-        keep = random.bernoulli(self.key, shape, p=1 - self.rate, spec=spec, device=x.device)
+        with flattened_rows():
+            keep = random.bernoulli(self.key, shape, p=1 - self.rate, spec=spec, device=x.device)
         if keep.numel() != x.numel():
             raise fail("lora dropout: x is not this rank's part of the global array", x=list(x.shape),
                        part=list(keep.shape), shape=list(shape), spec=spec,

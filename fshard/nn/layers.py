@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import random
-from fshard._comm import Axis, axes_of_own_values
+from fshard._comm import Axis, axes_of_own_values, flattened_rows
 from fshard._ops import global_shape, local_range
 from fshard.collectives import all_gather, psum, psum_scatter, pvary
 from fshard.errors import checked, fail
@@ -308,7 +308,8 @@ def dropout(
     spec = spec or P()
     if shape is None:
         shape = global_shape("dropout", x, spec, word="shape=") if spec.axes else tuple(x.shape)
-    keep = random.bernoulli(key, shape, p=1 - rate, spec=spec, device=x.device)
+    with flattened_rows():
+        keep = random.bernoulli(key, shape, p=1 - rate, spec=spec, device=x.device)
     if keep.shape != x.shape:
         raise fail("dropout: x is not this rank's part of the global array", fix="pass the global shape=",
                    shape=list(shape), spec=spec, part=list(keep.shape), x=list(x.shape))  # fmt: skip

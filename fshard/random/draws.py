@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard._comm import checker, in_region
+from fshard._comm import checker, in_region, microbatch
 from fshard._comm import region as current_region
 from fshard.errors import checked, fail, raise_all
 from fshard.spec import Box, P, box_shape, full_box, local_box, spec_errors
@@ -327,7 +327,10 @@ def uniform_box(
 def _draw_local(
     verb: str, key: Tensor, shape: Sequence[int], spec: P, distribution: _Distribution, device: torch.device | None
 ) -> Tensor:
-    """Draw this rank's part by `spec`, by default on the region's device; in a checked call, with the spec's type."""
+    """Draw this rank's part by `spec`, by default on the region's device; in a checked call, with the spec's type.
+
+    In `accumulate`, a draw that has the rows of the microbatch is their part of the draw for the full batch.
+    """
     if device is None and in_region():
         device = current_region().device
     box = full_box(shape)
@@ -335,6 +338,9 @@ def _draw_local(
         region = current_region(f"random.{verb} with spec={spec}")
         raise_all(spec_errors(f"random.{verb}", tuple(shape), spec, region.sizes))
         box = local_box(shape, spec, region.sizes, region.coords)
+    if (part := microbatch()) is not None:
+        sizes = current_region().sizes if in_region() else {}
+        shape, box = part.of_batch(f"random.{verb}", shape, box, spec.parts(len(shape)), sizes)
     types = checker()
     if types is None:
         return _draw(verb, key, shape, box, distribution, device)

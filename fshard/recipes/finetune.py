@@ -54,7 +54,7 @@ class Part(NamedTuple):
     logits: Callable[..., Tensor]  # (trained, frozen, batch, key) -> [B@data, (T,) C or C@model]
     classes: int
     split: str | None  # the axis that splits the classes
-    batches: Callable[[int], list[Any]]
+    batches: Callable[[int], Any]
     held_out: Sequence[Callable[[], Any]]
     steps: int
     lr: float
@@ -143,31 +143,30 @@ class Setup:
         return lora.Config(targets=targets, rank=a.rank, alpha=a.alpha, dropout=dropout)
 
     def batches(self, fetch: Callable[..., dict[str, Any]], lengths: Any, rows: Any, *, training: bool) -> Any:
-        """For training a function from a step to its microbatches; else one function for each batch of all rows.
+        """For training a function from a step to its batch; else one function for each batch of all rows.
 
         `fetch(rows, length, step)` gives the numpy arrays of some rows, padded to `length`; targets of rows that only
         fill up a batch are -100.
         """
-        args, parts = self.args, self.args.accumulate if training else 1
-        buckets = data.buckets(lengths[rows], BOUNDARIES, batch=args.batch)
+        batch = self.args.batch
+        buckets = data.buckets(lengths[rows], BOUNDARIES, batch=batch)
         key = fs.fold_in(self.key, "data") if training else None
 
-        def load(step: int) -> list[Any]:
+        def load(step: int) -> Any:
             chosen, counted, length = buckets.indices(key, step=step, even=True)
             which, real = rows[chosen.numpy()], counted.numpy()
 
             def part(at: Any) -> dict[str, Any]:
-                batch = fetch(which[at], length, step)
-                targets = batch["targets"]
+                fetched = fetch(which[at], length, step)
+                targets = fetched["targets"]
                 mask = real[at].reshape(-1, *[1] * (targets.ndim - 1))
-                return {**batch, "targets": np.where(mask, targets, -100)}
+                return {**fetched, "targets": np.where(mask, targets, -100)}
 
-            return [data.load(part, at, mesh=self.mesh, spec=P(self.axis))
-                    for at in np.split(np.arange(args.batch), parts)]  # fmt: skip
+            return data.load(part, np.arange(batch), mesh=self.mesh, spec=P(self.axis))
 
         if training:
             return load
-        return [lambda step=step: load(step)[0] for step in range(buckets.steps())]
+        return [functools.partial(load, step) for step in range(buckets.steps())]
 
     # --- the T5 ---------------------------------------------------------------------------------------------------
 
@@ -358,25 +357,19 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
     specs = {"params": part.specs, "opt": setup.strategy.state_specs(optimizer, part.specs), "key": P(), "step": P()}
     like = {"params": part.trained, "opt": optimizer.init(part.trained), "key": key, "step": torch.tensor(0)}
 
-    def nats_of(trained: Any, frozen: Any, batch: Any, key: Tensor | None) -> Tensor:
-        logits = part.logits(trained, frozen, batch, key)
-        out: Tensor = nn.cross_entropy(logits, batch["targets"], axis=part.split, size=part.classes, over=axis,
-                                       reduction="sum")  # fmt: skip
-        return out
+    def nats_and_count(trained: Any, batch: Any, *, frozen: Any, key: Tensor | None) -> tuple[Tensor, Tensor]:
+        targets = batch["targets"]
+        nats = nn.cross_entropy(part.logits(trained, frozen, batch, key), targets, axis=part.split, size=part.classes,
+                                over=axis, reduction="sum")  # fmt: skip
+        return nats, fs.psum((targets != -100).sum(), axis)
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, part.frozen_specs, P(axis)), out_specs=(specs, P()),
                   donate=() if part.start is not None else 0)  # fmt: skip
-    def train_step(state: Any, frozen: Any, batches: Any) -> Any:
-        key = fs.fold_in(state["key"], state["step"])
-        total: Any = None
-        for i, batch in enumerate(batches):  # microbatches
-            one = fs.value_and_grad(nats_of)(
-                state["params"], frozen, batch, fs.fold_in(key, i) if args.dropout else None
-            )
-            total = one if total is None else fs.tree.map(torch.add, total, one)
-        # Divided once: a microbatch may have fewer targets than another, or none.
-        targets = fs.psum(torch.stack([(batch["targets"] != -100).sum() for batch in batches]).sum(), axis)
-        loss, grads = fs.tree.map(lambda x: x / targets, total)
+    def train_step(state: Any, frozen: Any, batch: Any) -> Any:
+        key = fs.fold_in(state["key"], state["step"]) if args.dropout else None
+        # `counted`: a microbatch may have fewer targets than another, or none.
+        gradient = fs.accumulate(nats_and_count, args.accumulate, counted=True)
+        loss, grads = gradient(state["params"], batch, frozen=frozen, key=key)
         params, opt = optimizer.update(grads, state["opt"], state["params"])
         state = {"params": params, "opt": opt, "key": state["key"], "step": state["step"] + 1}
         return state, {"loss": loss, "grad_norm": opt[0]["norm"]}
@@ -414,10 +407,10 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
     with Log(command.PROGRAM, args, begin, part.steps, say, folder) as log:
         for step in range(begin, part.steps):
             started = time.perf_counter()
-            batches = part.batches(step)
-            state, metrics = train_step(state, part.frozen, batches)
+            batch = part.batches(step)
+            state, metrics = train_step(state, part.frozen, batch)
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-            speed = sum(math.prod(b["ids"].shape) for b in batches) / (time.perf_counter() - started)
+            speed = math.prod(batch["ids"].shape) / (time.perf_counter() - started)
             log.write(step=step, loss=loss, grad_norm=norm, lr=float(schedule(step)), tokens_per_s=speed)
             command.PROGRAM.save(args, folder, state, step=step + 1, steps=part.steps)
 

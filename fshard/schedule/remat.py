@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fshard import tree
-from fshard._comm import checker, is_scheduled, recomputing
+from fshard._comm import Microbatch, checker, in_microbatch, is_scheduled, microbatch, recomputing
 from fshard._ops import differentiable_dtype
 from fshard._torch_compat import in_transform, is_batched, is_grad_tracking, is_wrapped, named_as
 from fshard.errors import api_boundary, checked, fail
@@ -77,12 +77,13 @@ class _Body:
     """A function of tensors, in an object, because dynamo cannot keep a bare callable between forward and backward."""
 
     f: Callable[..., tuple[Tensor, ...]]
+    part: Microbatch | None = field(default_factory=microbatch)  # of the first run: backward may come after its end
 
     def repeat(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Compute `f` again."""
         if torch.compiler.is_dynamo_compiling():
             return self.f(*xs)
-        with recomputing():
+        with recomputing(), in_microbatch(self.part):
             return self.f(*xs)
 
     def vjp(self, xs: Sequence[Tensor], wanted: Sequence[bool], grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:

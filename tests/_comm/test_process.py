@@ -76,15 +76,23 @@ def opening_example(mesh: fs.Mesh, steps: int = 3) -> Any:
 
 
 def classifier(mesh: fs.Mesh) -> Any:
-    """Layers split by rows and by columns, their gradients, the best classes and the accuracy, of uneven classes."""
+    """Layers split by rows and by columns, their gradients, the best classes and the accuracy, of uneven classes.
+
+    And the loss and gradients of dropped rows, on more than one rank in two microbatches.
+    """
     words, head, bias = (
         torch.arange(n).float().sin().view(shape) for n, shape in ((35, (7, 5)), (15, (3, 5)), (3, (3,)))
     )
     ids, targets = torch.arange(7), torch.tensor([0, 2, -100, 1, 1, 0, 2])
 
-    @fs.shard_map(mesh=mesh, in_specs=(P("model"), P("model"), P("model"), P("data"), P("data")),
-                  out_specs=(P(), P("model"), P("data"), P()))  # fmt: skip
-    def run(words: Tensor, head: Tensor, bias: Tensor, ids: Tensor, targets: Tensor) -> Any:
+    @fs.shard_map(mesh=mesh, in_specs=(P("model"), P("model"), P("model"), P("data"), P("data"), P("data")),
+                  out_specs=(P(), P("model"), P("data"), P(), (P(), P("model"))))  # fmt: skip
+    def run(words: Tensor, head: Tensor, bias: Tensor, ids: Tensor, targets: Tensor, rows: Tensor) -> Any:
+        def dropped(bias: Tensor, rows: Tensor) -> Tensor:
+            x = fs.nn.dropout(rows, 0.5, key=fs.key(5), spec=P("data"))
+            out: Tensor = fs.pmean(x.square().mean() * fs.psum(fs.pvary(bias, "data").exp().sum(), "model"), "data")
+            return out
+
         def loss(words: Tensor) -> Any:
             x = fs.nn.embedding(ids, fs.pvary(words, "data"), axis="model", size=7, padding_idx=2, out="whole")
             logits = fs.nn.linear(x, fs.pvary(head, "data").mT, fs.pvary(bias, "data"), axis="model")
@@ -92,9 +100,10 @@ def classifier(mesh: fs.Mesh) -> Any:
 
         (value, logits), grads = fs.value_and_grad(loss, has_aux=True)(words)
         best = fs.nn.top_k(logits.round(), 2, axis="model", size=3)[1]  # rounded: with ties
-        return value, grads, best, fs.nn.accuracy(logits, targets, (1, 2), axis="model", size=3, over="data")
+        accuracy = fs.nn.accuracy(logits, targets, (1, 2), axis="model", size=3, over="data")
+        return value, grads, best, accuracy, fs.accumulate(dropped, min(mesh.size, 2))(bias, rows)
 
-    return fs.device_get(run(words, head, bias, ids, targets))
+    return fs.device_get(run(words, head, bias, ids, targets, torch.arange(40.0).cos().view(8, 5)))
 
 
 def replaced_submodules(mesh: fs.Mesh) -> Any:

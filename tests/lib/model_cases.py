@@ -263,13 +263,14 @@ def placed(module, cfg, params, layout):
     return mesh, specs, module.Layout("data", "model", sequence), fs.materialize(params, specs, mesh, key=fs.key(7))
 
 
-def loss_and_grads(module, cfg, params, layout, *args, **options):
-    """The loss and the gradients on a mesh, as full tensors; args [B, ...] are split over data."""
+def loss_and_grads(module, cfg, params, layout, *args, steps=1, **options):
+    """The loss and the gradients on a mesh, as full tensors; args [B, ...] are split over data, and into `steps`."""
     mesh, specs, split, p = placed(module, cfg, params, layout)
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * len(args)), out_specs=(P(), specs), check=check_of(layout))
     def run(p, *args):
-        return fs.value_and_grad(lambda p: module.loss(cfg, p, *args, layout=split, specs=specs, **options))(p)
+        loss = functools.partial(module.loss, cfg, layout=split, specs=specs, **options)
+        return fs.accumulate(loss, steps)(p, *args)
 
     return fs.device_get(run(p, *args))
 
@@ -395,10 +396,10 @@ def read_by_transformers(cls, folder):
     return model.eval()
 
 
-def check_the_mesh_never_changes_the_answer(module, cfg, layout, *, remat=False):
+def check_the_mesh_never_changes_the_answer(module, cfg, layout, **options):
     """From the same key: loss and gradients, with dropout if the config has some, are those of one device."""
     want_loss, want = _on_one_device(module, cfg)
-    loss, grads = _with_drawn_parameters(module, cfg, layout, remat=remat)
+    loss, grads = _with_drawn_parameters(module, cfg, layout, **options)
     torch.testing.assert_close(loss, want_loss, rtol=2e-6, atol=0)
     close(grads, want, 1e-5, 1e-5)
 

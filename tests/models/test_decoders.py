@@ -178,7 +178,10 @@ SAME = [  # (model, changes of its config, layout, remat), and whether that is s
 )
 def test_the_mesh_never_changes_the_answer(model, changes, layout, remat):
     cfg = DECODERS[model].config(**changes)
-    cases.check_the_mesh_never_changes_the_answer(DECODERS[model].module, cfg, layout, remat=remat)
+    steps = (
+        3 if model != "mixtral" and layout in (ONE, EVERYTHING) else 1
+    )  # the losses of a router are not means of rows
+    cases.check_the_mesh_never_changes_the_answer(DECODERS[model].module, cfg, layout, remat=remat, steps=steps)
 
 
 # --- dropout --------------------------------------------------------------------------------------------------

@@ -5,14 +5,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import Axis, axes_of_own_values, checker, in_region, known_axes, live_axes, region
+from fshard._comm import (
+    Axis,
+    Microbatch,
+    axes_of_own_values,
+    checker,
+    in_region,
+    known_axes,
+    live_axes,
+    microbatch,
+    region,
+)
 from fshard._ops import global_size
 from fshard._torch_compat import is_batched
 from fshard.errors import fail
@@ -23,6 +33,9 @@ from .probe import Fake, prime_for, probe
 
 # (maker of fake tensors, arguments, keyword arguments): runs forward on fake leaves
 RunOnFakes = Callable[[Fake, Any, Any], None]
+
+
+_Examples = tuple[int, Mapping[int, int]]  # their number, and their dim by position among the arguments' tensors
 
 
 @dataclass(frozen=True)
@@ -41,12 +54,13 @@ class SplitBatch:
     axis: Axis
     dim: int
     with_probe: bool
+    is_stated: bool = True
     probed: dict[str, _Probed] = field(default_factory=dict)  # by the arguments' structure and shapes
 
 
 def draws_of(
-    name: str, key: Tensor, split: SplitBatch | None, leaves: Sequence[Tensor], args: Any, kwargs: Any,
-    run: RunOnFakes, split_features: Mapping[tuple[str, ...], Collection[int]] | None = None,
+    name: str, key: Tensor, split: SplitBatch, leaves: Sequence[Tensor], args: Any, kwargs: Any, run: RunOnFakes,
+    split_features: Mapping[tuple[str, ...], Collection[int]] | None = None,
 ) -> Draws:  # fmt: skip
     """Return the mode that makes the random numbers of a call of the function `name`, whose module has `leaves`.
 
@@ -57,27 +71,36 @@ def draws_of(
     if is_batched(key):
         raise fail(f"{name}: torch.vmap over keys", "draws of a module are made below torch.vmap",
                    fix="a loop over the keys")  # fmt: skip
-    if not in_region() or not (live := live_axes(region().comm, tuple(region().sizes))):
+    part, bound = microbatch(), region().sizes if in_region() else {}
+    live = live_axes(region().comm, tuple(bound)) if bound else ()
+    if not live and part is None:
         return Draws(name, key)
-    if split is None:
+    if live and not split.is_stated:
         raise fail(f"{name}: with a key a region must say which axis splits the examples of a batch",
                    fix=f'apply = apply.draws_over("{live[0]}"); apply.draws_over(None) if each rank has all of them'
                    )  # fmt: skip
-    axes = live_axes(region().comm, known_axes(f"{name}.draws_over", region(), split.axis))
+    named = known_axes(f"{name}.draws_over", region(), split.axis) if bound else ()
+    axes = live_axes(region().comm, named) if named else ()
     features = [_features(over, numbers) for over, numbers in (split_features or {}).items()
                 if split.with_probe and live_axes(region().comm, over)]  # fmt: skip
-    if not axes and not features:
+    if part is not None:
+        rows_of = part.rows if split.is_stated else tuple((n, ()) for n, _ in part.rows)
+        part = replace(part, rows=rows_of, flattened=True)
+    rows = None if part is None or axes else _rows(name, part, named, bound, split.dim, args, kwargs)
+    if not axes and not features and rows is None:
         return Draws(name, key)
-    found, find = _probed(name, key, split, axes, leaves, args, kwargs, run)
+    found, find = _probed(name, key, split, axes, rows, leaves, args, kwargs, run)
     if split.with_probe and not found.probes:
         find()
-    total = global_size(f"{name}.draws_over", found.count, axes)
-    sizes, coords = ([values[a] for a in axes] for values in (region().sizes, region().coords))
+    total = global_size(f"{name}.draws_over", found.count, axes) if axes else found.count
+    sizes, coords = ([values[a] for a in axes] for values in (bound, region().coords if axes else {}))
     start, mine = part_range(total, sizes, coords)
     if mine != found.count:
         raise fail(f"{name}: this rank has {found.count} examples, and its part of {total} over {axes} is {mine}",
                    f"{total} splits into {part_lengths(total, sizes)}",
                    fix="pass the batch by a spec that names the axis")  # fmt: skip
+    if part is not None and (rows or (axes and part.dim_of_rows(name, [total], [mine], [named], bound) == 0)):
+        start, total = part.range_of(start, mine).start, total * part.steps
     batch = Batch(axes, start, mine, total, split.dim)
     return Draws(name, key, batch, found.probes, find, features) if split.with_probe else Draws(name, key, batch)
 
@@ -88,17 +111,17 @@ def _features(axes: tuple[str, ...], numbers: Collection[int]) -> Features:
 
 
 def _probed(
-    name: str, key: Tensor, split: SplitBatch, axes: tuple[str, ...], leaves: Sequence[Tensor], args: Any, kwargs: Any,
-    run: RunOnFakes,
+    name: str, key: Tensor, split: SplitBatch, axes: tuple[str, ...], rows: _Examples | None,
+    leaves: Sequence[Tensor], args: Any, kwargs: Any, run: RunOnFakes,
 ) -> tuple[_Probed, Callable[[], Probe]]:  # fmt: skip
     """Return the facts about calls with such arguments, and a function that probes this one and adds the result."""
     values, structure = tree.flatten((args, kwargs))
     xs = [x for x in values if isinstance(x, Tensor)]
     rest = [type(x) if " at 0x" in repr(x) else x for x in values if not isinstance(x, Tensor)]
-    signature = repr((axes, structure, [(x.dtype, x.shape) for x in xs], rest))
+    signature = repr((axes, rows, structure, [(x.dtype, x.shape) for x in xs], rest))
     known = split.probed.get(signature)
     if known is None or checker() is not None:
-        count, dims = _examples(name, axes, split.dim, args, kwargs)
+        count, dims = rows or _examples(name, axes, split.dim, args, kwargs)
         if known is not None and known.dims != dims:
             raise fail(f"{name}.draws_over: in an earlier call, of the same shapes, other dims had the examples",
                        fix="draws_over once for each of the two functions that call it")  # fmt: skip
@@ -119,10 +142,8 @@ def _probed(
     return probed, find
 
 
-def _examples(
-    name: str, axes: tuple[str, ...], dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[int, Mapping[int, int]]:
-    """Return the number of examples of this rank, and the dim of them by position among the arguments' tensors."""
+def _examples(name: str, axes: tuple[str, ...], dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Examples:
+    """Return the examples of this rank."""
     if not axes:
         return 1, {}
     types, name = checker(), f"{name}: draws_over({axes[0] if len(axes) == 1 else axes!r})"
@@ -153,6 +174,21 @@ def _examples(
         if not type_.varying | type_.invariant and x.ndim > dim >= -x.ndim and x.shape[dim] == count:
             dims[i] = dim % x.ndim
     return count, dims
+
+
+def _rows(
+    name: str, part: Microbatch, axes: tuple[str, ...], sizes: Mapping[str, int], dim: int, *arguments: Any
+) -> _Examples | None:
+    """Return the examples that are the rows of a microbatch, where no axis splits them; None if no argument has them.
+
+    They are found by their number: where no dim has as many entries, in dims that have several for each row.
+    """
+    xs = [x for x in tree.leaves(arguments) if isinstance(x, Tensor)]
+    lengths = {i: x.shape[dim] for i, x in enumerate(xs) if -x.ndim <= dim < x.ndim}
+    found = {i for i, n in lengths.items() if part.dim_of_rows(name, [n], [n], [axes], sizes) == 0}
+    exact = {i for i in found if lengths[i] in dict(part.rows)}
+    dims = {i: dim % xs[i].ndim for i in sorted(exact or found)}
+    return (math.gcd(*(lengths[i] for i in dims)), dims) if dims else None
 
 
 def _argument(path: tree.Path) -> str:

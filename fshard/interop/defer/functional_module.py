@@ -10,6 +10,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class Apply:
         self._free_copies: dict[int, list[ModuleCopy]] = {}  # by thread: see `_take_copy`
         self._done: set[str] = set()  # the checks that only the first call makes; shared with copies, as the others are
         self._key: Tensor | None = None
-        self._split_batch: SplitBatch | None = None
+        self._split_batch = SplitBatch(None, 0, True, is_stated=False)
         self._forward_has_key = "key" in inspect.signature(module.forward).parameters
 
     def __call__(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> Any:
@@ -301,6 +302,7 @@ class Apply:
         without a dim of examples (the skip of a whole layer) are the same on all ranks. `None` is for arguments that
         are the same on all ranks. The spec of an argument tells the dim of its examples; `dim` is that of arguments
         that were computed in the region. Of features that replaced modules leave split, each rank draws its own part.
+        In `fs.accumulate` a row of the batch has the same numbers in any number of microbatches.
 
         The dims that have the examples are found: the first call for arguments of new shapes, which must be a checked
         one, runs forward on fake tensors with a prime number of examples. An error names the line that flattens [T, B]
@@ -318,8 +320,7 @@ class Apply:
         """Return the function of a changed copy of the module."""
         other = Apply(module, self.ties, self.whole, self.transient, tuple(self.units), self._replaced.by)
         other._key = self._key
-        if (split := self._split_batch) is not None:  # in another mode forward makes other draws
-            other._split_batch = SplitBatch(split.axis, split.dim, split.with_probe)
+        other._split_batch = replace(self._split_batch, probed={})  # in another mode forward makes other draws
         return other
 
     def __repr__(self) -> str:
@@ -458,7 +459,7 @@ class Apply:
         if types is None or not isinstance(e, ShardingError):
             return
         if self._key is not None and "random draw" in str(e):
-            stated = self._split_batch.axis if self._split_batch else None
+            stated = self._split_batch.axis
             what = f"{self!r}.draws_over({stated!r}) is to name the axes that split the examples of the arguments"
             fix = "name those that split the examples; no draw of a module can be split in another dim"
             if self._replaced.by:

@@ -307,6 +307,34 @@ def test_key_replaces_torchs_generator_in_the_call_alone():
     assert not torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize(("n", "steps"), [(1, 2), (2, 2), (4, 1), (4, 2)])
+def test_rows_of_microbatches_have_the_draws_that_they_have_in_the_batch(n, steps):
+    """In the first dim or not, by a probe or not, recomputed, and next to draws that no example has a part of."""
+
+    def columns(x):
+        return F.dropout(x.transpose(0, 1), 0.5) * torch.rand(()) * torch.rand(4)
+
+    module, x = nn.Sequential(DropPath(), nn.Linear(4, 4), Function(columns)), fs.random.normal(KEY, (8, 3, 4))
+    rows = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    for apply, (params, _), in_region in (
+        (Apply(module), leaves(module), Apply(module).draws_over("data")),
+        (Apply(rows), leaves(rows), Apply(rows).draws_over("data", probe=False)),
+    ):
+
+        def f(p, x, of=apply):
+            return of(p, {}, x, key=KEY).square().sum()
+
+        def split(p, x, of=in_region):
+            return fs.psum(fs.remat(functools.partial(f, of=of))(fs.pvary(p, "data"), x), "data")
+
+        value, grads = fs.value_and_grad(f)(params, x)
+        step = fs.shard_map(fs.accumulate(split, steps), mesh=fs.make_mesh(data=n),
+                            in_specs=(P(), P("data")), out_specs=P())  # fmt: skip
+        for got in (fs.device_get(step(params, x)), fs.accumulate(f, steps)(params, x)):
+            for a, b in zip(fs.tree.leaves(got), fs.tree.leaves((value, grads)), strict=True):
+                torch.testing.assert_close(a * steps, b)
+
+
 def test_calls_that_are_not_checked_draw_by_their_own_keys():
     apply, x = Apply(nn.Dropout(0.5)).draws_over("data"), input_of(5)
     run = fs.shard_map(lambda x, key: apply({}, {}, x, key=key), mesh=fs.make_mesh(data=2), in_specs=(P("data"), P()),
