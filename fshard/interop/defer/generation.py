@@ -19,7 +19,7 @@ from fshard.decoding.options import with_tokens
 from fshard.errors import checked, fail, must_be
 
 # Names of results that are arguments of the next call. Not "state", of RWKV: it mixes the rows of a batch.
-_CACHES = ("past_key_values", "cache_params")
+_CACHES = ("cache", "past_key_values", "cache_params")  # the first in transformers 5.24 and later
 
 
 @checked
@@ -159,7 +159,7 @@ def _step(
             inputs["encoder_outputs"] = _Encoded(state.encoded)
             mask = None if mask is None else mask.repeat_interleave(len(ids) // len(mask), 0)  # of beams
     # Padding is no part of a state: its mask is that of the prompt alone.
-    if mask is not None and "attention_mask" in model.takes and "cache_params" not in (state.cache or {}):
+    if mask is not None and "attention_mask" in model.takes and not _is_state(state.cache or {}):
         mask = _at_least_one_row(mask)
         inputs["attention_mask"] = mask
     if not source and "position_ids" in model.takes:  # some models count from 0 at each step without them
@@ -178,6 +178,12 @@ def _step(
     cache = next(({name: value} for name, value in caches if value is not None), {})
     encoded = state.encoded if state.encoded is not None else getattr(out, "encoder_last_hidden_state", None)
     return logits[:rows, -1], _State(length, cache, None if cache else ids, encoded if source else None)
+
+
+def _is_state(cache: Mapping[str, Any]) -> bool:
+    """Return whether a cache has states and no keys of tokens, as Mamba's."""
+    linear = getattr(cache.get("cache"), "is_linear", None)  # of each layer
+    return "cache_params" in cache or (bool(linear) and all(linear))
 
 
 def _reordered(state: _State, rows: Tensor) -> _State:
