@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from fshard._comm import Axis, axes_of_own_values, in_region, region
 from fshard.errors import ShardingError, fail
@@ -81,6 +82,8 @@ def sync_batch_norm(name: str, m: Any, x: Tensor) -> Tensor:
 
 def batch_norm_over(axis: Axis, name: str, m: Any, x: Tensor) -> Tensor:
     """Run a batch norm; in train mode with the mean and the variance of the examples on all ranks of `axis`."""
+    if has_torch_function_unary(x):  # below `BatchStatistics`, which would see each operation of this one
+        return handle_torch_function(batch_norm_over, (x,), axis, name, m, x)
     if axis is None or not (m.training or m.running_mean is None):
         return nn.BatchNorm1d.forward(m, x)  # that of all kinds but SyncBatchNorm's, which uses a process group
     name, leaves = f"{name} is a {type(m).__name__}", _leaves(m)

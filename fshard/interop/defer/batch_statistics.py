@@ -75,7 +75,7 @@ class BatchStatistics(TorchFunctionMode):
             y, n = F.instance_norm(x, None, None, w, b, eps=options["eps"]), len(x)
             own = [torch.zeros_like(leaves[name]) for name in LEAVES[2:]]
             if n:
-                F.instance_norm(x.detach(), *own, momentum=1.0)
+                F.instance_norm(x.detach(), own[0], own[1], momentum=1.0)
             *totals, count = psum((*(n * s for s in own), torch.tensor(float(n), device=x.device)), self.over)
             new = [total / count for total in totals]
         with torch.no_grad():
@@ -97,7 +97,7 @@ class BatchStatistics(TorchFunctionMode):
     def _check_embedding(self, op: str, given: Mapping[str, Any]) -> None:
         """Raise ShardingError for a table whose gradient no sum over ranks makes right."""
         table, ids = given["weight"], given["input"]
-        if isinstance(table, StandIn) or checker() is None or not torch.is_grad_enabled():
+        if isinstance(table, StandIn) or not torch.is_grad_enabled():
             return
         if given.get("scale_grad_by_freq") and (axes := axes_of_own_values(ids) - axes_of_own_values(table)):
             what, line = self._caller(op)
@@ -105,7 +105,8 @@ class BatchStatistics(TorchFunctionMode):
             raise fail(f"{what} with scale_grad_by_freq=True", *line,
                        f"its ids vary over {over}: it divides the gradients of each rank's own ids by their number on "
                        "that rank, which changes with the mesh",
-                       fix="scale_grad_by_freq=False, and divide row i of the gradient by the number of ids i:\n"
+                       fix="scale_grad_by_freq=False; and if nothing else uses the table, divide row i of its gradient "
+                       "by the number of ids i:\n"
                        f"       fs.psum(torch.bincount(ids.flatten(), minlength={len(table)}), {over}).clamp(min=1)"
                        )  # fmt: skip
         if given.get("sparse") and (table.requires_grad or in_transform()):

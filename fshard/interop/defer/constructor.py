@@ -96,16 +96,16 @@ def defer(
     """
     if in_region():
         raise fail("defer: called inside shard_map, where leaves are local parts", fix="call it outside")
-    outside = Outside(constructor)
     if reference is not None:
-        return _eager(constructor, reference, units, replace, outside)
+        return _eager(constructor, reference, units, replace)
     with _seeded(0), recording(budget) as recorder:
         module = _construct(constructor)
         places = places_of(module)
         leaves = leaves_at(places)
         _check_leaves(leaves, recorder.why_unrecorded)
         nodes = {name: recorder.node(x) for named in leaves.values() for name, x in named.items()}
-        _release(module, places, recorder, outside.without(module))
+        outside = Outside(constructor, module)
+        _release(module, places, recorder, outside)
     tree, whole = _describe(leaves, nodes, budget)
     chosen = choose_units(module, units)
     return Apply(module, whole=whole, units=chosen, replace=replace, outside=outside), tree
@@ -378,9 +378,8 @@ def _plain_initializer(node: Node) -> Initializer | None:
 
 
 def _eager(
-    constructor: Callable[[], nn.Module], seed: int, units: Units, replace: Mapping[str, Replacement] | None,
-    outside: Outside,
-) -> tuple[Apply, Tree]:  # fmt: skip
+    constructor: Callable[[], nn.Module], seed: int, units: Units, replace: Mapping[str, Replacement] | None
+) -> tuple[Apply, Tree]:
     with torch.random.fork_rng(), _seeded(seed):
         torch.manual_seed(seed)
         module = _construct(constructor)
@@ -390,6 +389,7 @@ def _eager(
         kind: {name: Deferred(tuple(x.shape), x.dtype, Reference(x.detach(), seed)) for name, x in named.items()}
         for kind, named in leaves_at(places).items()
     }
+    outside = Outside(constructor, module)
     outside.made = {name: weakref.ref(x) for named in leaves_at(places).values() for name, x in named.items()}
-    _release(module, places, None, outside.without(module))
+    _release(module, places, None, outside)
     return Apply(module, units=choose_units(module, units), replace=replace, outside=outside), tree

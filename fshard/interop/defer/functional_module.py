@@ -97,7 +97,7 @@ class Apply:
         outside: Outside | None = None,
     ) -> None:  # fmt: skip
         self.module, self.ties, self.whole = module, dict(ties or {}), dict(whole or {})
-        self._outside = Outside(module).without(module) if outside is None else outside
+        self._outside = Outside(module, module) if outside is None else outside
         self._places = places_of(module, self.ties)
         self.ties.update((name, p.leaf) for p in self._places for name in p.names if name != p.leaf)
         self.transient = transient | {p.leaf for p in self._places if p.transient}
@@ -112,6 +112,7 @@ class Apply:
         self._key: Tensor | None = None
         self._split_batch: SplitBatch | None = None
         self._norms_over: Axis = UNSET
+        self._is_sparse = any(getattr(m, "sparse", False) is True for m in module.modules())
         self._forward_has_key = "key" in inspect.signature(module.forward).parameters
 
     def __call__(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> Any:
@@ -423,7 +424,8 @@ class Apply:
 
     def _statistics(self, mine: ModuleCopy) -> contextlib.AbstractContextManager[Any]:
         """Return the mode for operations that compute with all rows of a batch, if this call is to have it."""
-        if in_region() and (checker() is not None or (self._norms_over is not UNSET and self._norms_over is not None)):
+        over = self._norms_over
+        if in_region() and (checker() is not None or (over is not UNSET and over is not None) or self._is_sparse):
             return BatchStatistics(repr(self), mine.module, self._norms_over)
         return contextlib.nullcontext()
 
@@ -524,7 +526,8 @@ class Apply:
             module = copy_module(self.module, self._outside)
             for name, norm in batch_norms(module):
                 if isinstance(norm, nn.SyncBatchNorm) and "forward" not in vars(norm):  # that of `batch_norm_over`
-                    norm.forward = functools.partial(sync_batch_norm, f"{self!r}: {repr(name) if name else 'it'}", norm)
+                    label = f"{self!r}: {repr(name) if name else 'it'}"
+                    norm.forward = functools.partial(sync_batch_norm, label, norm)  # type: ignore[method-assign]
             self._replaced.install(repr(self), module)
             places = places_of(module, self.ties)
             return ModuleCopy(module, places, self.units, self._replaced.splits, self._between_calls, self._outside,

@@ -182,7 +182,7 @@ def _step(
 
 def _is_state(cache: Mapping[str, Any]) -> bool:
     """Return whether a cache has states and no keys of tokens, as Mamba's."""
-    linear = getattr(cache.get("cache"), "is_linear", None)  # of each layer
+    linear: Any = getattr(cache.get("cache"), "is_linear", ())  # of each layer
     return "cache_params" in cache or (bool(linear) and all(linear))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fshard._callsite import Site, is_own_file, place_and_source
 from fshard.errors import ShardingError, fail
 
 from .graph import tensors_in
@@ -189,40 +190,37 @@ def _bound(x: Any, memo: Mapping[int, Any]) -> Any:
 
 
 class Outside:
-    """The objects that were there before a constructor ran, which others may read: they are not copied."""
+    """The objects that functions of a module capture from outside of its constructor, where others may read them.
 
-    def __init__(self, constructor: Any) -> None:
-        self.objects = {id(x): x for x in reachable(constructor, classes=True)}
-        self.made: Mapping[str, weakref.ref[Tensor]] = {}  # the leaves that a constructor made, with values
+    They are not copied, and no forward may store a tensor in them.
+    """
 
-    def without(self, module: nn.Module) -> Outside:
-        """Leave out what is a part of a module: the objects that it has without a function that captures them."""
-        for x in reachable(module, closures=False):
-            self.objects.pop(id(x), None)
-        for x in reachable(module):
-            if isinstance(x, CellType) and not isinstance(contents_of(x), (Tensor, str, int, float, type(None))):
-                self.objects.pop(id(x), None)
-        return self
+    def __init__(self, constructor: Any, module: nn.Module) -> None:
+        self.made: Mapping[str, weakref.ref[Tensor]] = {}  # the leaves that the constructor made, with values
+        self.objects: dict[int, Any] = {}
+        found = list(reachable(module))
+        if not any(isinstance(x, (CellType, BuiltinMethodType)) for x in found):
+            return
+        outside = {id(x): x for x in reachable(constructor, classes=True)}
+        own = {id(x): x for x in reachable(module, closures=False)}
+        modules = {key for key, x in own.items() if isinstance(x, nn.Module)}
+        self.objects = {id(x): x for x in found if id(x) in outside and id(x) not in own and x is not None
+                        and modules.isdisjoint(map(id, reachable(x)))}  # fmt: skip
 
     def seen_by(self, module: nn.Module) -> Iterator[Seen]:
         """Yield the variables and containers from outside that the functions of a module name."""
-        for f in reachable(module, self.objects):
-            if isinstance(f, BuiltinMethodType) and id(f.__self__) in self.objects:
-                yield Seen(f.__name__, f, functools.partial(_same, f.__self__))
-            if isinstance(f, MethodType) and not _is_of_class(f):
-                f = f.__func__
+        for x in reachable(module, self.objects):
+            if isinstance(x, BuiltinMethodType) and id(x.__self__) in self.objects:
+                yield Seen(x.__name__, x, functools.partial(getattr, x, "__self__"))
+            f = x.__func__ if isinstance(x, MethodType) and not _is_of_class(x) else x
             if not isinstance(f, FunctionType):
                 continue
             for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
                 if id(cell) in self.objects or id(contents_of(cell)) in self.objects:
                     yield Seen(name, f, functools.partial(contents_of, cell))
-            for name in _names(f.__code__) & f.__globals__.keys():
+            for name in _names(f.__code__) & f.__globals__.keys() if is_own_file(f.__code__.co_filename) else ():
                 if isinstance(f.__globals__[name], (dict, list, Tensor, type(None))):
                     yield Seen(name, f, functools.partial(operator.getitem, f.__globals__, name))
-
-
-def _same(x: Any) -> Any:
-    return x
 
 
 def _names(code: CodeType) -> set[str]:
@@ -244,7 +242,7 @@ class Seen:
     def stored(self, name: str) -> ShardingError:
         """Return the error of a forward that stores a tensor in it."""
         code = getattr(self.function, "__code__", None)
-        line = () if code is None else (f"in {self.function.__qualname__}, {code.co_filename}:{code.co_firstlineno}",)
+        line = () if code is None else place_and_source(Site(code, 0))
         return fail(f"{name}: forward stores a tensor in {self.name!r}, which is not of the module", *line,
                     "ranks that are threads share it, and a pure function returns all that it computes",
                     fix="make it in the constructor, as an attribute of the module, and return it from forward"
