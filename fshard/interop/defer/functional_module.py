@@ -53,6 +53,8 @@ class Apply:
     The module is a skeleton: its own parameters and buffers are never read and may be on meta. All changes that
     `forward` makes to the module (an attribute, an entry of a list or dict, a hook) are undone after each call. Calls
     that run at the same time, as those of simulated ranks do, each use a copy of the module, which shares its tensors.
+    Functions that the module has (a lambda, a hook, a replaced forward) are copied with it, and read the leaves of the
+    call. One that reads the module by a global name, or that stores a tensor outside of the module, is an error.
 
     A float buffer is invariant over the mesh, like a parameter, and needs `unshard` (or `pvary`) too:
 
@@ -179,7 +181,8 @@ class Apply:
 
             in train mode: x [B@axis, C, *] -> [B@axis, C, *]     cost: two psum of C numbers each
 
-        Without it a batch norm in train mode is an error where its input varies, since statistics of each rank's own
+        It applies to `F.batch_norm` in any code of forward, of a subclass as of a function, and to the running
+        statistics of instance norms. Without it a batch norm in train mode is an error where its input varies, since statistics of each rank's own
         examples would change with the mesh. `None` takes those all the same, as torch's DistributedDataParallel does:
         for ranks that train models of their own. The running statistics are those of all ranks too.
 
@@ -345,8 +348,11 @@ class Apply:
         With `calls` (`UnitCalls`) the units run by it, `in_units` has placeholders for their leaves, and `fill` makes
         the leaves of their tensors.
         """
-        if self._replaced.by and torch.compiler.is_dynamo_compiling():
-            raise fail(f"{self!r}: replaced modules cannot be compiled", fix="call it outside torch.compile")
+        if torch.compiler.is_dynamo_compiling():
+            what = "replaced modules" if self._replaced.by else \
+                "statistics over an axis" if self._has_norms_over and self.module.training else ""  # fmt: skip
+            if what:
+                raise fail(f"{self!r}: {what} cannot be compiled", fix="call it outside torch.compile")
         draws, named = None, in_module({**params, **(in_units or {})}, self._replaced.splits)
         if self._key is not None:
             run_on_fakes = functools.partial(self._run_on_fakes, named, buffers)
@@ -422,10 +428,13 @@ class Apply:
                 self._done.add("values")
         return out, after, changed
 
+    @property
+    def _has_norms_over(self) -> bool:
+        return self._norms_over is not UNSET and self._norms_over is not None
+
     def _statistics(self, mine: ModuleCopy) -> contextlib.AbstractContextManager[Any]:
         """Return the mode for operations that compute with all rows of a batch, if this call is to have it."""
-        over = self._norms_over
-        if in_region() and (checker() is not None or (over is not UNSET and over is not None) or self._is_sparse):
+        if in_region() and (checker() is not None or self._has_norms_over or self._is_sparse):
             return BatchStatistics(repr(self), mine.module, self._norms_over)
         return contextlib.nullcontext()
 

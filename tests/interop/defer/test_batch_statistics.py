@@ -1,4 +1,4 @@
-"""Operations that compute with all rows of a batch are those of one device, or refused with the line that calls them."""
+"""Operations that compute with all rows of a batch are those of one device, or refused with their line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that a module refers to by attributes and hooks read the leaves of the call, or the error names the line."""
+"""Functions that a module has, as attributes and hooks, read the leaves of the call, or the error names the line."""
 
 from __future__ import annotations
 
@@ -52,9 +52,8 @@ def default_arguments(m):
 
 
 def partial(m):
-    m.head = functools.partial(
-        lambda emb, t, w: F.linear(t, emb.weight) + (t @ w).sum(-1, keepdim=True), m.emb, w=m.lin.weight
-    )
+    head = lambda emb, t, w: F.linear(t, emb.weight) + (t @ w).sum(-1, keepdim=True)  # noqa: E731
+    m.head = functools.partial(head, m.emb, w=m.lin.weight)
 
 
 def containers(m):
@@ -149,15 +148,16 @@ def test_functions_of_a_module_read_the_leaves_of_the_call(change):
     (out * out.detach().sin()).sum().backward()
     want = out.detach(), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in one.named_parameters()}
     params, mesh = {n: p.detach() for n, p in one.named_parameters()}, fs.make_mesh(data=2)
-    for reference, units in ((None, None), (0, None), (None, "Embedding" if change is hooks else None)):
-        apply, tree = defer(lambda: made(change), reference=reference, units=units)
-        specs = fs.fully_shard(P(), tree["params"], axis="data")
+    specs = fs.fully_shard(P(), params, axis="data")
+    for reference in (None, 0):
+        apply, _ = defer(lambda: made(change), reference=reference)
         for f in (apply, apply.eval()):
-            plain = step_of(lambda p, ids, f=f: f(fs.unshard(p, specs, "data", shapes=params), {}, ids), mesh, specs)
-            for _ in range(2):  # the second call uses the copies of the first, and undoes its changes
-                got = fs.device_get(plain(fs.device_put(params, specs, mesh), IDS))
+            step = step_of(lambda p, ids, f=f: f(fs.unshard(p, specs, "data", shapes=params), {}, ids), mesh, specs)
+            for _ in range(2):
+                got = fs.device_get(step(fs.device_put(params, specs, mesh), IDS))
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-        assert torch.equal(apply(params, {}, IDS), one(IDS))
+        for _ in range(2):  # the second call uses the copy of the first, whose changes are undone
+            assert torch.equal(apply(params, {}, IDS), out)
 
 
 def test_units_gather_the_leaves_that_their_closures_read():
@@ -228,20 +228,19 @@ def test_reads_of_the_module_that_the_constructor_made_are_errors(change, line, 
                      out_specs=P("data"), check="never")  # fmt: skip
     for text in (error_text(apply, params, {}, IDS), error_text(f, params, IDS)):
         leaf = "lin.bias" if change is written_in_place else "emb.weight"
-        assert text.startswith(f"Apply(Net): forward reads {leaf!r}, of the module that the constructor made, and not of "
-                               "this call\n")  # fmt: skip
+        assert text.startswith(f"Apply(Net): forward reads {leaf!r}, of the module that the constructor made, and not ")
         assert f"\n    {line}\n" in text
 
 
 def test_hidden_module_is_an_error_with_its_line():
     def hidden(m):
         other = [nn.Linear(D, V)]
-        m.head = lambda t: other[0](t)
+        m.head = lambda t: 2 * other[0](t)
 
     apply, _ = defer(lambda: made(hidden))
     text = error_text(apply, {n: p.detach() for n, p in made().named_parameters()}, {}, IDS)
     assert "forward reads a tensor that is neither a leaf nor an attribute, of the module that the constructor" in text
-    assert "\n    m.head = lambda t: other[0](t)\n" in text
+    assert "\n    m.head = lambda t: 2 * other[0](t)\n" in text
 
 
 class Output(dict):
@@ -318,8 +317,9 @@ def test_tensors_that_forward_stores_outside_of_the_module_are_an_error(kind):
     params = {n: p.detach() for n, p in made().named_parameters()}
     KEPT.clear()
     text = error_text(apply, params, {}, IDS)
-    assert text.startswith(f"Apply({type(apply.module).__name__}): forward stores a tensor in "
-                           f"{names.get(kind, 'features')!r}, which is not of the module\n  test_references.py:")  # fmt: skip
+    name = names.get(kind, "features")
+    where = f"forward stores a tensor in {name!r}, which is not of the module\n  test_references.py:"
+    assert text.startswith(f"Apply({type(apply.module).__name__}): {where}")
     KEPT.clear()
 
 
