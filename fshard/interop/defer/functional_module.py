@@ -182,9 +182,10 @@ class Apply:
             in train mode: x [B@axis, C, *] -> [B@axis, C, *]     cost: two psum of C numbers each
 
         It applies to `F.batch_norm` in any code of forward, of a subclass as of a function, and to the running
-        statistics of instance norms. Without it a batch norm in train mode is an error where its input varies, since statistics of each rank's own
-        examples would change with the mesh. `None` takes those all the same, as torch's DistributedDataParallel does:
-        for ranks that train models of their own. The running statistics are those of all ranks too.
+        statistics of instance norms. Without it a batch norm in train mode is an error where its input varies, since
+        statistics of each rank's own examples would change with the mesh. `None` takes those all the same, as torch's
+        DistributedDataParallel does: for ranks that train models of their own. The running statistics are those of all
+        ranks too.
 
         An axis that splits the channels, and so the norm's leaves, needs nothing: each rank has all examples of its
         channels. To name it here is an error when the norm runs, as is an input that torch refuses: one with other dims
