@@ -45,7 +45,7 @@ from .functional_module import Apply
 from .graph import Draw, Node, draws, step_name, tensors_in, topological_order
 from .module_leaves import Leaves, Place, leaves_at, places_of
 from .recorder import EAGER, GradientHooks, Recorder, recording, recording_error, why_valueless
-from .references import Outside, reachable, slots
+from .references import Outside, Slot, items, reachable
 from .replay import Replay, bytes_in_full, is_local
 from .units import Units, choose_units
 
@@ -233,7 +233,7 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | No
     for x in found:
         if isinstance(x, (FunctionType, CellType, functools.partial)):
             named = x.keywords if isinstance(x, functools.partial) else getattr(x, "__kwdefaults__", None) or {}
-            for slot, y in (*slots(x), *slots(named)):
+            for slot, y in [(Slot(h, key), y) for h in (x, named) for key, y in items(h)]:
                 if any(map(is_replaced, tensors_in(y))):
                     name = variables.get(id(x)) or f"an argument of {getattr(x, '__qualname__', type(x).__name__)}"
                     slot[None] = _in_place(y, trees.map_with_path(functools.partial(replace, name), y))

@@ -35,7 +35,7 @@ from .module_copy import ModuleCopy, copy_module
 from .module_leaves import Named, leaves_at, places_of
 from .probe import Fake
 from .recomputation import AGAIN, RefuseCheckpoint, recomputed, refused_by_torch_func
-from .references import Outside, reachable
+from .references import Outside, Seen, reachable
 from .replaced import Replace, Replaced
 from .stand_ins import BetweenCalls, adapted_as, detached, in_module, tensors_of
 from .units import Fill, UnshardedByUnit, as_they_are, leaves_of_units, shapes_of, unwatched
@@ -375,7 +375,7 @@ class Apply:
         mine.units.calls, mine.units.keep = calls, functools.partial(self._keep_unit, mine, draws)
         mine.units.fill = fill
         guard: Any = None if "writes" in self._done else ParameterWrites(repr(self), params)
-        stored_before = [seen.tensors() for seen in mine.seen]
+        stored_before = [seen.tensors() for seen in self._seen]
 
         def has_all_values() -> bool:
             return has_values() and not any(map(is_valueless, tree.leaves((params, buffers, args, kwargs))))
@@ -402,7 +402,7 @@ class Apply:
             self._explain(e, params, buffers, (args, kwargs))
             raise
         self._done |= {"writes"} if refusal is None else {"writes", "checkpoint"}
-        for seen, before in zip(mine.seen, stored_before, strict=True):
+        for seen, before in zip(self._seen, stored_before, strict=True):
             if any(all(x is not y for y in before) for x in seen.tensors()):
                 raise seen.stored(repr(self))
         after, replaced = dict(copies), list(mine.units.replaced)
@@ -540,8 +540,7 @@ class Apply:
                     norm.forward = functools.partial(sync_batch_norm, label, norm)  # type: ignore[method-assign]
             self._replaced.install(repr(self), module)
             places = places_of(module, self.ties)
-            return ModuleCopy(module, places, self.units, self._replaced.splits, self._between_calls, self._outside,
-                              self._shared)  # fmt: skip
+            return ModuleCopy(module, places, self.units, self._replaced.splits, self._between_calls, self._shared)
 
     @property
     def _copies_of_thread(self) -> list[ModuleCopy]:
@@ -550,6 +549,10 @@ class Apply:
     @functools.cached_property
     def _shared(self) -> dict[int, Any]:
         return {id(x): x for x in (*reachable(self.module), *self._outside.objects.values())}
+
+    @functools.cached_property
+    def _seen(self) -> list[Seen]:
+        return list(self._outside.seen_by(self.module))
 
     @functools.cached_property
     def _between_calls(self) -> dict[str, Tensor]:

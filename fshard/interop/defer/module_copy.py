@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fshard.errors import fail
 
 from .module_leaves import Place
-from .references import Outside, contents_of, copy_with_functions, reachable, slots
+from .references import Outside, Slot, contents_of, copy_with_functions, items, reachable
 from .stand_ins import Split
 from .units import UnitForwards
 
@@ -23,10 +23,9 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module()))  # its parameters, buffers, modul
 class Contents:
     """The contents of all containers, and variables of closures, that a module refers to, to be restored."""
 
-    def __init__(self, module: nn.Module, shared: Container[int]) -> None:
-        found = list(reachable(module, shared))
-        containers: list[Any] = [x for x in found if isinstance(x, (dict, list, set))]
-        self._cells = [(x, contents_of(x)) for x in found if isinstance(x, CellType)]
+    def __init__(self, objects: Sequence[Any]) -> None:
+        containers: list[Any] = [x for x in objects if isinstance(x, (dict, list, set))]
+        self._cells = [(x, contents_of(x)) for x in objects if isinstance(x, CellType)]
         self._empty = [x for x in containers if not x]  # nearly all: dicts of hooks
         self._contents = [(x, copy.copy(x)) for x in containers if x]
         self._before = {id(x): before for x, before in self._contents}
@@ -70,21 +69,21 @@ class ModuleCopy:
 
     def __init__(
         self, module: nn.Module, places: list[Place], units: Mapping[str, Sequence[str]], splits: Mapping[str, Split],
-        between_calls: Mapping[str, Tensor], outside: Outside, shared: Container[int],
+        between_calls: Mapping[str, Tensor], shared: Container[int],
     ) -> None:  # fmt: skip
         self.module, self.places, self._shared = module, places, shared
-        self.references = _references(module, places, shared)
+        objects = list(reachable(module, shared))
+        self.references = _references(objects, places)
         for p in (*places, *self.references):
             p.holder[p.key] = between_calls[p.leaf]
         self.units = UnitForwards(module, units, (*places, *self.references), splits)
-        self.contents = Contents(module, shared)
-        self.seen = list(outside.seen_by(module))
+        self.contents = Contents(objects)
         self._unit_contents: dict[str, Contents] = {}
 
     def unit_contents(self, name: str) -> Contents:
         """Return the contents of the containers of a unit, before anything in them is changed."""
         if name not in self._unit_contents:
-            self._unit_contents[name] = Contents(self.module.get_submodule(name), self._shared)
+            self._unit_contents[name] = Contents(list(reachable(self.module.get_submodule(name), self._shared)))
         return self._unit_contents[name]
 
 
@@ -96,12 +95,12 @@ def _same_objects(x: Any, before: Any) -> bool:
     return len(x) == len(before) and all(map(is_, *pair))
 
 
-def _references(module: nn.Module, places: Sequence[Place], shared: Container[int]) -> list[Place]:
+def _references(objects: Sequence[Any], places: Sequence[Place]) -> list[Place]:
     """Return a place for each slot that has a leaf, beyond the dicts of parameters and buffers."""
     leaves = {id(p.holder[p.key]): p for p in places}
     holders = {id(p.holder) for p in places}
-    found = [(slot, leaves[id(x)]) for container in reachable(module, shared) if id(container) not in holders
-             for slot, x in slots(container) if id(x) in leaves]  # fmt: skip
+    found = [(Slot(x, key), leaves[id(y)]) for x in objects if id(x) not in holders
+             for key, y in items(x) if id(y) in leaves]  # fmt: skip
     return [Place(slot, "", (f"{p.leaf}, reference {i}",), p.leaf, p.kind, p.transient)  # type: ignore[arg-type]
             for i, (slot, p) in enumerate(found)]  # fmt: skip
 

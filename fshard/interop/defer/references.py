@@ -12,7 +12,7 @@ import operator
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -123,10 +123,10 @@ def _items(x: Any) -> Any:
     return (x.__defaults__ if isinstance(x, FunctionType) else x.args if isinstance(x, functools.partial) else ()) or ()
 
 
-def slots(x: Any) -> list[tuple[Slot, Any]]:
-    """Return the slots of an object, and the objects in them."""
-    items = _items(x)
-    return [(Slot(x, key), y) for key, y in (items.items() if isinstance(items, dict) else enumerate(items))]
+def items(x: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys of the slots of an object, and the objects in them."""
+    held = _items(x)
+    return held.items() if isinstance(held, dict) else enumerate(held)
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -150,9 +150,9 @@ def copy_with_functions(root: Any, outside: Mapping[int, Any]) -> Any:
         new.__dict__.update((key, _copied(x, memo)) for key, x in vars(f).items())
     if copies or any(isinstance(x, BuiltinMethodType) for x in found):  # which copy.deepcopy shares
         for x in list(reachable(out, memo)):  # and not into the original
-            for slot, value in slots(x):
+            for key, value in list(items(x)):
                 if (bound := _bound(value, memo)) is not value:
-                    slot[None] = bound
+                    Slot(x, key)[None] = bound
     return out
 
 
