@@ -6,8 +6,10 @@ import contextlib
 import functools
 import random
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from fshard import tree as trees
 from fshard._callsite import user_frame
 from fshard._comm import in_region
-from fshard._torch_compat import FakeTensor
+from fshard._torch_compat import FakeTensor, storage_id
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.init import (
     Arange,
@@ -41,9 +43,9 @@ from fshard.spec import Box, describe
 from . import graph
 from .functional_module import Apply
 from .graph import Draw, Node, draws, step_name, tensors_in, topological_order
-from .module_copy import reachable
 from .module_leaves import Leaves, Place, leaves_at, places_of
 from .recorder import EAGER, GradientHooks, Recorder, recording, recording_error, why_valueless
+from .references import Outside, Slot, items, reachable
 from .replay import Replay, bytes_in_full, is_local
 from .units import Units, choose_units
 
@@ -102,9 +104,11 @@ def defer(
         leaves = leaves_at(places)
         _check_leaves(leaves, recorder.why_unrecorded)
         nodes = {name: recorder.node(x) for named in leaves.values() for name, x in named.items()}
-        _release(module, places, recorder)
+        outside = Outside(constructor, module)
+        _release(module, places, recorder, outside)
     tree, whole = _describe(leaves, nodes, budget)
-    return Apply(module, whole=whole, units=choose_units(module, units), replace=replace), tree
+    chosen = choose_units(module, units)
+    return Apply(module, whole=whole, units=chosen, replace=replace, outside=outside), tree
 
 
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -168,8 +172,8 @@ def _check_leaves(leaves: Leaves, why: Callable[[Tensor], tuple[str, str] | None
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
-def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | None) -> None:
-    """Replace the leaves by tensors on meta, and recorded tensors in other attributes by real ones."""
+def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | None, outside: Outside) -> None:
+    """Replace the leaves by tensors on meta, and recorded tensors in attributes and closures by real ones."""
     on_meta: dict[int, Tensor] = {}
     kept: list[Tensor] = []  # so that no id is used again
 
@@ -187,13 +191,25 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | No
                 release(x)
     errors: list[ShardingError] = []
 
+    storages = {storage_id(x): place.leaf for place in places if (x := place.holder[place.key]).layout is torch.strided}
+
+    def leaf_of(x: Tensor) -> str | None:
+        return storages.get(storage_id(x)) if x.layout is torch.strided else None
+
     def is_replaced(x: Tensor) -> bool:
-        return id(x) in on_meta or isinstance(x, FakeTensor) or (recorder is not None and recorder.is_recorded(x))
+        return (id(x) in on_meta or isinstance(x, FakeTensor) or leaf_of(x) is not None
+                or (recorder is not None and recorder.is_recorded(x)))  # fmt: skip
 
     def replace(name: str, path: trees.Path, x: Any) -> Any:
-        if not isinstance(x, Tensor) or recorder is None or not is_replaced(x) or id(x) in on_meta:
+        if not isinstance(x, Tensor) or not is_replaced(x) or id(x) in on_meta:
             return on_meta.get(id(x), x)
         label = trees.show(name, path)
+        if leaf := leaf_of(x):
+            errors.append(fail(f"defer: {label}: is a view of {leaf!r}, and each call has another tensor for that leaf",
+                               fix="make the view in forward"))  # fmt: skip
+            return x
+        if recorder is None:
+            return x
         if reason := recorder.why_unrecorded(x):
             errors.append(fail(f"defer: {label}: {reason[0]}", fix=reason[1]))
             return x
@@ -204,16 +220,35 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | No
         return x
 
     parts: list[tuple[str, Any]] = list(module.named_modules())
-    parts += [(type(x).__name__, x) for x in reachable(module)
+    found = list(reachable(module, outside.objects))
+    variables = {id(c): f"{name} of {f.__qualname__}" for f in found if isinstance(f, FunctionType)
+                 for name, c in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)}  # fmt: skip
+    parts += [(type(x).__name__, x) for x in found
               if hasattr(x, "__dict__") and not isinstance(x, (nn.Module, Tensor))]  # fmt: skip
     for prefix, part in parts:
         for key, x in list(vars(part).items()):
             if key not in _MODULE_ATTRIBUTES and any(map(is_replaced, tensors_in(x))):  # others keep their containers
                 name = f"{prefix}.{key}" if prefix else key
-                part.__dict__[key] = trees.map_with_path(functools.partial(replace, name), x)
+                part.__dict__[key] = _in_place(x, trees.map_with_path(functools.partial(replace, name), x))
+    for x in found:
+        if isinstance(x, (FunctionType, CellType, functools.partial)):
+            named = x.keywords if isinstance(x, functools.partial) else getattr(x, "__kwdefaults__", None) or {}
+            for slot, y in [(Slot(h, key), y) for h in (x, named) for key, y in items(h)]:
+                if any(map(is_replaced, tensors_in(y))):
+                    name = variables.get(id(x)) or f"an argument of {getattr(x, '__qualname__', type(x).__name__)}"
+                    slot[None] = _in_place(y, trees.map_with_path(functools.partial(replace, name), y))
     raise_all(errors)
     for place in places:
         place.holder[place.key] = on_meta[id(place.holder[place.key])]
+
+
+def _in_place(x: Any, new: Any) -> Any:
+    """Give a list or a dict the contents of another one: others may refer to it."""
+    if isinstance(x, list):
+        x[:] = new
+    elif isinstance(x, dict):
+        x.update(new)
+    return x if isinstance(x, (list, dict)) else new
 
 
 def _computed_by_hooks(part: nn.Module) -> Iterator[str]:
@@ -354,5 +389,7 @@ def _eager(
         kind: {name: Deferred(tuple(x.shape), x.dtype, Reference(x.detach(), seed)) for name, x in named.items()}
         for kind, named in leaves_at(places).items()
     }
-    _release(module, places, None)
-    return Apply(module, units=choose_units(module, units), replace=replace), tree
+    outside = Outside(constructor, module)
+    outside.made = {name: weakref.ref(x) for named in leaves_at(places).values() for name, x in named.items()}
+    _release(module, places, None, outside)
+    return Apply(module, units=choose_units(module, units), replace=replace, outside=outside), tree

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard import tree
-from fshard._comm import Axis, checker
+from fshard._comm import Axis, checker, has_values, in_region
 from fshard._ops import differentiable_dtype
 from fshard._torch_compat import in_transform
 from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
@@ -29,15 +29,18 @@ from fshard.spec import describe, format_tensor
 from fshard.weight import Weight, is_weight
 
 from .batch_draws import SplitBatch, draws_of
-from .batch_norm import batch_norm_of_one_rank, batch_norm_over, batch_norms
+from .batch_norm import UNSET, batch_norm_over, batch_norms, sync_batch_norm
+from .batch_statistics import BatchStatistics
 from .draws import Draws
 from .module_copy import ModuleCopy, copy_module
 from .module_leaves import Named, leaves_at, places_of
 from .probe import Fake
 from .recomputation import AGAIN, RefuseCheckpoint, recomputed, refused_by_torch_func
+from .references import Outside, Seen, reachable
 from .replaced import Replace, Replaced
 from .stand_ins import BetweenCalls, adapted_as, detached, in_module, tensors_of
 from .units import Fill, UnshardedByUnit, as_they_are, leaves_of_units, shapes_of, unwatched
+from .values import first_valueless, is_valueless, not_of_the_call
 from .writes import ParameterWrites, equal_values, version
 
 _ASSIGNED = re.compile(r"cannot assign '.*' as parameter '(\w+)'")  # torch's error
@@ -51,6 +54,8 @@ class Apply:
     The module is a skeleton: its own parameters and buffers are never read and may be on meta. All changes that
     `forward` makes to the module (an attribute, an entry of a list or dict, a hook) are undone after each call. Calls
     that run at the same time, as those of simulated ranks do, each use a copy of the module, which shares its tensors.
+    Functions that the module has (a lambda, a hook, a replaced forward) are copied with it, and read the leaves of the
+    call. One that reads the module by a global name, or that stores a tensor outside of the module, is an error.
 
     A float buffer is invariant over the mesh, like a parameter, and needs `unshard` (or `pvary`) too:
 
@@ -77,6 +82,7 @@ class Apply:
         transient: names of buffers that are not persistent, beyond those of `module` itself.
         units: names of the submodules that `unshard` gathers one by one.
         replace: the submodules that are pure functions on shards, as for `fs.defer`.
+        outside: the objects that functions of the module capture and that are not of the module.
 
     >>> apply = Apply(torch.nn.Linear(2, 3, device="meta"))
     >>> apply({"weight": torch.ones(3, 2), "bias": torch.zeros(3)}, {}, torch.ones(1, 2))
@@ -91,8 +97,10 @@ class Apply:
     def __init__(
         self, module: nn.Module, ties: Mapping[str, str] | None = None, whole: Mapping[str, int] | None = None,
         transient: frozenset[str] = frozenset(), units: Sequence[str] = (), replace: Replace = None,
+        outside: Outside | None = None,
     ) -> None:  # fmt: skip
         self.module, self.ties, self.whole = module, dict(ties or {}), dict(whole or {})
+        self._outside = Outside(module, module) if outside is None else outside
         self._places = places_of(module, self.ties)
         self.ties.update((name, p.leaf) for p in self._places for name in p.names if name != p.leaf)
         self.transient = transient | {p.leaf for p in self._places if p.transient}
@@ -106,6 +114,8 @@ class Apply:
         self._done: set[str] = set()  # the checks that only the first call makes; shared with copies, as the others are
         self._key: Tensor | None = None
         self._split_batch = SplitBatch(None, 0, True, is_stated=False)
+        self._norms_over: Axis = UNSET
+        self._is_sparse = any(getattr(m, "sparse", False) is True for m in module.modules())
         self._forward_has_key = "key" in inspect.signature(module.forward).parameters
 
     def __call__(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +174,7 @@ class Apply:
 
     def train(self, mode: bool = True) -> Apply:
         """Return the function in training mode, as constructors leave modules."""
-        return self._with(copy_module(self.module).train(mode))
+        return self._with(copy_module(self.module, self._outside).train(mode))
 
     @checked
     def batch_norm_over(self, axis: Axis) -> Apply:
@@ -172,9 +182,11 @@ class Apply:
 
             in train mode: x [B@axis, C, *] -> [B@axis, C, *]     cost: two psum of C numbers each
 
-        Without it a batch norm in train mode is an error where its input varies, since statistics of each rank's own
-        examples would change with the mesh. `None` takes those all the same, as torch's DistributedDataParallel does:
-        for ranks that train models of their own. The running statistics are those of all ranks too.
+        It applies to `F.batch_norm` in any code of forward, of a subclass as of a function, and to the running
+        statistics of instance norms. Without it a batch norm in train mode is an error where its input varies, since
+        statistics of each rank's own examples would change with the mesh. `None` takes those all the same, as torch's
+        DistributedDataParallel does: for ranks that train models of their own. The running statistics are those of all
+        ranks too.
 
         An axis that splits the channels, and so the norm's leaves, needs nothing: each rank has all examples of its
         channels. To name it here is an error when the norm runs, as is an input that torch refuses: one with other dims
@@ -182,12 +194,14 @@ class Apply:
 
         >>> apply = Apply(torch.nn.BatchNorm1d(3, device="meta")).batch_norm_over("data")
         """
-        module = copy_module(self.module)
+        module = copy_module(self.module, self._outside)
         for name, m in batch_norms(module):
             if name in self._replaced.by:
                 continue
             m.forward = functools.partial(batch_norm_over, axis, f"{self!r}: {repr(name) if name else 'it'}", m)
-        return self._with(module)
+        other = self._with(module)
+        other._norms_over = axis
+        return other
 
     @checked
     def unshard(
@@ -318,8 +332,9 @@ class Apply:
 
     def _with(self, module: nn.Module) -> Apply:
         """Return the function of a changed copy of the module."""
-        other = Apply(module, self.ties, self.whole, self.transient, tuple(self.units), self._replaced.by)
-        other._key = self._key
+        other = Apply(module, self.ties, self.whole, self.transient, tuple(self.units), self._replaced.by,
+                      self._outside)  # fmt: skip
+        other._key, other._norms_over = self._key, self._norms_over
         other._split_batch = replace(self._split_batch, probed={})  # in another mode forward makes other draws
         return other
 
@@ -335,8 +350,11 @@ class Apply:
         With `calls` (`UnitCalls`) the units run by it, `in_units` has placeholders for their leaves, and `fill` makes
         the leaves of their tensors.
         """
-        if self._replaced.by and torch.compiler.is_dynamo_compiling():
-            raise fail(f"{self!r}: replaced modules cannot be compiled", fix="call it outside torch.compile")
+        if torch.compiler.is_dynamo_compiling():
+            what = "replaced modules" if self._replaced.by else \
+                "statistics over an axis" if self._has_norms_over and self.module.training else ""  # fmt: skip
+            if what:
+                raise fail(f"{self!r}: {what} cannot be compiled", fix="call it outside torch.compile")
         draws, named = None, in_module({**params, **(in_units or {})}, self._replaced.splits)
         if self._key is not None:
             run_on_fakes = functools.partial(self._run_on_fakes, named, buffers)
@@ -353,11 +371,19 @@ class Apply:
             return out, {**copies, **{p.leaf: named[p.name] for p in self._places if p.kind == "buffers"}}, []
         versions = {name: version(x) for name, x in copies.items()}
         mine = self._take_copy()
-        for p in mine.places:
+        for p in (*mine.places, *mine.references):
             p.holder[p.key] = leaves[p.kind][p.leaf]
         mine.units.calls, mine.units.keep = calls, functools.partial(self._keep_unit, mine, draws)
         mine.units.fill = fill
         guard: Any = None if "writes" in self._done else ParameterWrites(repr(self), params)
+        stored_before = [seen.tensors() for seen in self._seen]
+
+        def has_all_values() -> bool:
+            return has_values() and not any(map(is_valueless, tree.leaves((params, buffers, args, kwargs))))
+
+        if guard is not None and has_all_values():
+            made = {name: x for name, ref in self._outside.made.items() if (x := ref()) is not None}
+            guard.refuse_reads([*self._leaves.values(), made], {**params, **buffers})
         if guard is not None:
             mine.units.watch = guard.watch
         refusal: Any = (
@@ -365,16 +391,21 @@ class Apply:
         )
         nothing = contextlib.nullcontext()
         try:
-            with refusal or nothing, guard or nothing, draws or nothing:
+            with refusal or nothing, guard or nothing, draws or nothing, self._statistics(mine):
                 out = mine.module(*args, **kwargs)
             if draws is not None:
                 draws.check_number()
             if guard is not None:
                 guard.check_storages()
         except Exception as e:  # the state of the copy is unknown, so the copy is not used again
+            if guard is not None and guard.read not in (None, e):
+                raise guard.read from e
             self._explain(e, params, buffers, (args, kwargs))
             raise
         self._done |= {"writes"} if refusal is None else {"writes", "checkpoint"}
+        for seen, before in zip(self._seen, stored_before, strict=True):
+            if any(all(x is not y for y in before) for x in seen.tensors()):
+                raise seen.stored(repr(self))
         after, replaced = dict(copies), list(mine.units.replaced)
         for p in mine.places:
             x = p.holder.get(p.key)
@@ -388,6 +419,9 @@ class Apply:
                        fix="do it in the constructor; or compute a tensor and leave the parameter")  # fmt: skip
         mine.contents.restore()
         self._give_back(mine)
+        if (valueless := first_valueless(out, after)) and has_all_values():
+            raise not_of_the_call(f"{self!r}: {valueless} has no values: it was computed from tensors of the module "
+                                  "that the constructor made")  # fmt: skip
         state = {name: x for name, x in after.items() if name not in self.transient}
         changed = [name for name, x in state.items() if x is not copies[name] or version(x) != versions[name]]
         if not changed and "values" not in self._done:  # torch's batch_norm does not count all its writes as versions
@@ -395,6 +429,16 @@ class Apply:
             if not changed:
                 self._done.add("values")
         return out, after, changed
+
+    @property
+    def _has_norms_over(self) -> bool:
+        return self._norms_over is not UNSET and self._norms_over is not None
+
+    def _statistics(self, mine: ModuleCopy) -> contextlib.AbstractContextManager[Any]:
+        """Return the mode for operations that compute with all rows of a batch, if this call is to have it."""
+        if in_region() and (checker() is not None or self._has_norms_over or self._is_sparse):
+            return BatchStatistics(repr(self), mine.module, self._norms_over)
+        return contextlib.nullcontext()
 
     def _is_first_differentiated(self, calls: Any, *arguments: Any) -> bool:
         """Return whether a call may have a backward, and no call before had one."""
@@ -409,9 +453,10 @@ class Apply:
         mine = self._take_copy()
         self._replaced.remove(mine.module)
         norm: Any
-        for _, norm in batch_norms(mine.module):
+        for name, _ in batch_norms(self.module):
+            norm = mine.module.get_submodule(name)
             norm.forward = functools.partial(nn.BatchNorm1d.forward, norm)  # without a collective
-        for p in mine.places:
+        for p in (*mine.places, *mine.references):
             x, split = (params if p.kind == "params" else buffers)[p.leaf], self._replaced.splits.get(p.leaf)
             p.holder[p.key] = fake(x, x.shape if split is None else split.shape)
         mine.module(*args, **kwargs)
@@ -489,20 +534,26 @@ class Apply:
                 if m.training and getattr(m, "gradient_checkpointing", False) is True:
                     raise recomputed(f"{self!r}: gradient checkpointing is on in {name or type(m).__name__!r}",
                                      AGAIN.format("torch.utils.checkpoint")) from None  # fmt: skip
-            module = copy_module(self.module)
+            module = copy_module(self.module, self._outside)
             for name, norm in batch_norms(module):
-                if "forward" in vars(norm):  # that of `batch_norm_over`
-                    continue
-                norm.forward = functools.partial(
-                    batch_norm_of_one_rank, f"{self!r}: {repr(name) if name else 'it'}", norm
-                )
+                if isinstance(norm, nn.SyncBatchNorm) and "forward" not in vars(norm):  # that of `batch_norm_over`
+                    label = f"{self!r}: {repr(name) if name else 'it'}"
+                    norm.forward = functools.partial(sync_batch_norm, label, norm)  # type: ignore[method-assign]
             self._replaced.install(repr(self), module)
             places = places_of(module, self.ties)
-            return ModuleCopy(module, places, self.units, self._replaced.splits, self._between_calls)
+            return ModuleCopy(module, places, self.units, self._replaced.splits, self._between_calls, self._shared)
 
     @property
     def _copies_of_thread(self) -> list[ModuleCopy]:
         return self._free_copies.setdefault(threading.get_ident(), [])
+
+    @functools.cached_property
+    def _shared(self) -> dict[int, Any]:
+        return {id(x): x for x in (*reachable(self.module), *self._outside.objects.values())}
+
+    @functools.cached_property
+    def _seen(self) -> list[Seen]:
+        return list(self._outside.seen_by(self.module))
 
     @functools.cached_property
     def _between_calls(self) -> dict[str, Tensor]:
@@ -512,6 +563,8 @@ class Apply:
     def _give_back(self, mine: ModuleCopy) -> None:
         mine.units.calls, mine.units.keep, mine.units.watch, mine.units.replaced = None, str, unwatched, []
         mine.units.fill = as_they_are
+        for p in mine.references:
+            p.holder[p.key] = self._between_calls[p.leaf]
         self._copies_of_thread.append(mine)
 
     def _keep_unit(
@@ -526,8 +579,8 @@ class Apply:
         own = set(self.units[name])
         now: dict[str, Tensor] = {}
         number, fill = 0 if draws is None else draws.number, mine.units.fill
-        for p in mine.places:
-            if id(p.holder) in holders and not (p.kind == "params" and p.leaf in own):
+        for p in (*mine.places, *mine.references):
+            if (id(p.holder) in holders or p in mine.references) and not (p.kind == "params" and p.leaf in own):
                 x = p.holder[p.key]
                 if p.kind == "buffers":
                     now[p.name] = x.clone()  # forward may update it
@@ -537,14 +590,14 @@ class Apply:
         def repeat(leaves: Sequence[Tensor], args: Any, kwargs: Any, calls: Any) -> None:
             copy = self._take_copy()
             before = copy.unit_contents(name)
-            for p in copy.places:
+            for p in (*copy.places, *copy.references):
                 if p.name in now:
                     p.holder[p.key] = now[p.name]
             for key, new in changed.items():
                 vars(copy.module.get_submodule(f"{name}.{key}" if key else name)).update(new)
             copy.units.calls, copy.units.fill = calls, fill
             try:
-                with contextlib.nullcontext() if draws is None else draws.resumed(number):
+                with contextlib.nullcontext() if draws is None else draws.resumed(number), self._statistics(copy):
                     copy.units.run(name, leaves, args, kwargs)
             finally:
                 before.restore()

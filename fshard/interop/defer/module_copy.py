@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from operator import is_
-from types import FunctionType, MethodType, ModuleType
+from types import CellType
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from fshard.errors import fail
 
 from .module_leaves import Place
+from .references import Outside, Slot, contents_of, copy_with_functions, items, reachable
 from .stand_ins import Split
 from .units import UnitForwards
 
@@ -22,10 +21,11 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module()))  # its parameters, buffers, modul
 
 
 class Contents:
-    """The contents of all containers that a module refers to, to be restored."""
+    """The contents of all containers, and variables of closures, that a module refers to, to be restored."""
 
-    def __init__(self, module: nn.Module) -> None:
-        containers: list[Any] = [x for x in reachable(module) if isinstance(x, (dict, list, set))]
+    def __init__(self, objects: Sequence[Any]) -> None:
+        containers: list[Any] = [x for x in objects if isinstance(x, (dict, list, set))]
+        self._cells = [(x, contents_of(x)) for x in objects if isinstance(x, CellType)]
         self._empty = [x for x in containers if not x]  # nearly all: dicts of hooks
         self._contents = [(x, copy.copy(x)) for x in containers if x]
         self._before = {id(x): before for x, before in self._contents}
@@ -55,26 +55,35 @@ class Contents:
             if not _same_objects(x, before):
                 x.clear()
                 x.extend(before) if isinstance(x, list) else x.update(before)
+        for cell, content in self._cells:
+            if contents_of(cell) is not content:
+                cell.cell_contents = content
 
 
 class ModuleCopy:
-    """A copy of a module, used by one call at a time, and the contents of all its containers."""
+    """A copy of a module, used by one call at a time, and the contents of all its containers.
+
+    Its `references` are the leaves that it has in other lists and dicts, and in closures. `shared` has the ids of the
+    objects that other copies may have too.
+    """
 
     def __init__(
         self, module: nn.Module, places: list[Place], units: Mapping[str, Sequence[str]], splits: Mapping[str, Split],
-        between_calls: Mapping[str, Tensor],
+        between_calls: Mapping[str, Tensor], shared: Container[int],
     ) -> None:  # fmt: skip
-        self.module, self.places = module, places
-        for p in places:
+        self.module, self.places, self._shared = module, places, shared
+        objects = list(reachable(module, shared))
+        self.references = _references(objects, places)
+        for p in (*places, *self.references):
             p.holder[p.key] = between_calls[p.leaf]
-        self.units = UnitForwards(module, units, places, splits)
-        self.contents = Contents(module)
+        self.units = UnitForwards(module, units, (*places, *self.references), splits)
+        self.contents = Contents(objects)
         self._unit_contents: dict[str, Contents] = {}
 
     def unit_contents(self, name: str) -> Contents:
         """Return the contents of the containers of a unit, before anything in them is changed."""
         if name not in self._unit_contents:
-            self._unit_contents[name] = Contents(self.module.get_submodule(name))
+            self._unit_contents[name] = Contents(list(reachable(self.module.get_submodule(name), self._shared)))
         return self._unit_contents[name]
 
 
@@ -86,38 +95,23 @@ def _same_objects(x: Any, before: Any) -> bool:
     return len(x) == len(before) and all(map(is_, *pair))
 
 
-def copy_module(module: nn.Module) -> Any:
-    """Copy a module, but share its tensors."""
-    memo = {id(x): x for x in reachable(module) if isinstance(x, Tensor)}
+def _references(objects: Sequence[Any], places: Sequence[Place]) -> list[Place]:
+    """Return a place for each slot that has a leaf, beyond the dicts of parameters and buffers."""
+    leaves = {id(p.holder[p.key]): p for p in places}
+    holders = {id(p.holder) for p in places}
+    found = [(Slot(x, key), leaves[id(y)]) for x in objects if id(x) not in holders
+             for key, y in items(x) if id(y) in leaves]  # fmt: skip
+    return [Place(slot, "", (f"{p.leaf}, reference {i}",), p.leaf, p.kind, p.transient)  # type: ignore[arg-type]
+            for i, (slot, p) in enumerate(found)]  # fmt: skip
+
+
+def copy_module(module: nn.Module, outside: Outside) -> Any:
+    """Copy a module, but share its tensors, and the objects outside of it."""
     try:
-        return copy.deepcopy(module, memo)
+        return copy_with_functions(module, outside.objects)
     except Exception as e:
         raise fail(
             f"{type(module).__name__}: cannot be copied, and each rank of a simulated mesh needs its own",
             f"{type(e).__name__}: {e}",
             fix="keep objects that copy.deepcopy refuses out of the module",
         ) from e
-
-
-def reachable(module: nn.Module) -> Iterator[Any]:
-    """Yield the objects that a module refers to, directly or not: attributes, containers, tensors."""
-    pending: list[Any] = [module]
-    seen: dict[int, Any] = {}
-    while pending:
-        x = pending.pop()
-        if id(x) in seen or isinstance(x, (str, int, float, type, FunctionType, ModuleType)):
-            continue
-        seen[id(x)] = x
-        yield x
-        if isinstance(x, Tensor):
-            continue
-        if isinstance(x, Mapping):
-            pending += x.values()
-        elif isinstance(x, (list, tuple, set, frozenset, deque)):
-            pending += x
-        elif isinstance(x, MethodType):
-            pending.append(x.__self__)
-        elif isinstance(x, functools.partial):
-            pending += [x.func, *x.args, x.keywords]
-        if hasattr(x, "__dict__"):
-            pending.append(x.__dict__)

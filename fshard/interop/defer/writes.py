@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fshard._callsite import place_and_source, site
 from fshard._torch_compat import FakeTensor, TorchDispatchMode, storage_id, unwrapped, version_of
 from fshard.errors import ShardingError, fail
 
 from .aten_rules import written_tensors
+from .graph import tensors_in
 from .module_leaves import Named
 from .stand_ins import tensors_of
+from .values import not_of_the_call
 
 
 class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -23,9 +26,18 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, name: str, params: Named) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.name = name
+        self.skeleton: dict[Any, str] | None = None  # storage -> leaf, of the module that a constructor made
+        self.read: ShardingError | None = None  # of one of these: views cannot raise it
         self.before: dict[str, tuple[Tensor, Tensor, Any]] = {}
         self.ranges: dict[Any, list[tuple[int, int, str]]] = {}  # storage -> (first byte, end, name) of each parameter
         self._add(params)
+
+    def refuse_reads(self, skeletons: Sequence[Named], given: Named) -> None:
+        """Refuse operations on the leaves of the module that a call is not given: they have no values, or old ones."""
+        own = {storage_id(y) for x in tensors_of(given).values() if (y := unwrapped(x)).layout is torch.strided}
+        self.skeleton = {storage_id(x): name for named in skeletons for name, x in named.items()
+                         if x.layout is torch.strided}  # fmt: skip
+        self.skeleton = {n: name for n, name in self.skeleton.items() if n not in own}
 
     def _add(self, params: Named) -> None:
         plain = {name: unwrapped(x) for name, x in tensors_of(params).items()}
@@ -54,10 +66,19 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for start, end, name in self.ranges.get(storage_id(x), ()) if at >= 0 else ():
                 if start <= at < end:
                     raise self._error(name, str(func))
+        if self.skeleton is not None and self.read is None:
+            for x in tensors_in((args, kwargs)):
+                leaf = self.skeleton.get(storage_id(x)) if x.layout is torch.strided else None
+                if leaf or isinstance(x, FakeTensor):
+                    of = repr(leaf) if leaf else "a tensor that is neither a leaf nor an attribute"
+                    self.read = not_of_the_call(f"{self.name}: forward reads {of}, of the module that the constructor "
+                                                "made, and not of this call", *place_and_source(site()))  # fmt: skip
         return func(*args, **(kwargs or {}))
 
     def check_storages(self) -> None:
-        """Raise ShardingError if forward has set the `.data` of a parameter, which is no operation."""
+        """Raise ShardingError if forward has set the `.data` of a parameter, which is no operation, or read others."""
+        if self.read is not None:
+            raise self.read
         for name, (x, data, n) in self.before.items():
             if storage_id(x) != n:
                 x.data = data

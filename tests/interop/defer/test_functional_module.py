@@ -615,6 +615,25 @@ def test_recomputed_frequencies_equal_those_of_a_new_module(kind):
     assert all(torch.equal(b, before[n]) for n, b in buffers.items())
 
 
+class CallsSuper(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class WithActivation(nn.BatchNorm1d):
+    """As BatchNormAct2d of timm."""
+
+    def forward(self, x):
+        rate = self.momentum
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            rate = 1.0 / float(self.num_batches_tracked) if rate is None else rate
+        own = not self.training or self.track_running_stats
+        mean, var = (self.running_mean, self.running_var) if own else (None, None)
+        y = F.batch_norm(x, mean, var, self.weight, self.bias, self.training or mean is None, rate or 0.0, self.eps)
+        return F.silu(y)
+
+
 NORMS = {
     "BatchNorm1d": (nn.BatchNorm1d, (5, 3)),
     "BatchNorm1d of sequences": (nn.BatchNorm1d, (5, 3, 4)),
@@ -622,6 +641,9 @@ NORMS = {
     "BatchNorm3d": (nn.BatchNorm3d, (5, 3, 2, 2, 1)),
     "SyncBatchNorm": (nn.SyncBatchNorm, (5, 3, 4)),
     "average of all batches": (functools.partial(nn.BatchNorm1d, momentum=None), (5, 3)),
+    "subclass that calls super": (CallsSuper, (5, 3)),
+    "subclass with a forward of its own": (functools.partial(WithActivation, momentum=0.3), (5, 3, 4)),
+    "subclass without running statistics": (functools.partial(CallsSuper, track_running_stats=False), (5, 3)),
     "no running statistics": (functools.partial(nn.BatchNorm1d, track_running_stats=False), (5, 3)),
 }
 
@@ -677,9 +699,7 @@ def test_batch_norm_of_one_ranks_examples_is_an_error(name):
         torch.testing.assert_close(fs.device_get(same(*given, x)), copy.deepcopy(module)(x).detach())
     module.eval()
     if module[1].running_mean is None:
-        assert "'1' is a BatchNorm1d without running statistics" in error_text(
-            run_norm, on_meta(module), module, mesh, x
-        )
+        assert f"'1' is a {kind} without running statistics" in error_text(run_norm, on_meta(module), module, mesh, x)
     else:
         torch.testing.assert_close(run_norm(on_meta(module), module, mesh, x)[0], module(x).detach())
 

@@ -496,6 +496,9 @@ def test_compiled_call_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
     text = error_text(apply, dict(LINEAR().named_parameters()), {}, torch.ones(2, 2))
     assert text == "Apply(Sequential): replaced modules cannot be compiled\n  fix: call it outside torch.compile"
+    norm = nn.BatchNorm1d(2, affine=False, track_running_stats=False)
+    text = error_text(Apply(norm).batch_norm_over("data"), {}, {}, torch.ones(2, 2))
+    assert text.startswith("Apply(BatchNorm1d): statistics over an axis cannot be compiled\n")
 
 
 # --- replacements of one's own --------------------------------------------------------------------------------------

@@ -322,10 +322,14 @@ def test_hybrid_mixed_precision_host_memory_and_frozen_leaves() -> None:
 class Norms(nn.Module):
     """Blocks with a batch norm, and a buffer that is read, then updated."""
 
+    class Norm(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
     class Block(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, kind: Any) -> None:
             super().__init__()
-            self.linear, self.norm = nn.Linear(D, D), nn.BatchNorm1d(D, momentum=0.3)
+            self.linear, self.norm = nn.Linear(D, D), kind(D, momentum=0.3)
             self.register_buffer("scale", torch.ones(D))
 
         def forward(self, x: Tensor) -> Tensor:
@@ -335,7 +339,7 @@ class Norms(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(Norms.Block(), Norms.Block())
+        self.blocks = nn.Sequential(Norms.Block(nn.BatchNorm1d), Norms.Block(Norms.Norm))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(x)
