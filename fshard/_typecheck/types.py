@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -32,9 +33,16 @@ class History(NamedTuple):
     partials: tuple[Partial, ...] = ()  # the last two reductions of a dim that a value that varies was computed from
     copies: frozenset[str] = NONE  # axes over which a value varies by pvary alone: each rank has a copy of one value
     gathers: tuple[Reduction, ...] = ()  # all_gathers by which alone it varies over an axis: at most one for each
+    like: frozenset[str] = NONE  # axes of a free value that was made like one that varies over them (zeros_like)
 
 
 NO_HISTORY = History()
+
+
+@functools.cache  # one object for each set: the usual case of the checker compares histories by identity
+def history_like(axes: frozenset[str]) -> History:
+    """Return the history of a free value that was made like one that varies over `axes`."""
+    return History(like=axes) if axes else NO_HISTORY
 
 
 class Reduction(NamedTuple):
@@ -76,6 +84,7 @@ class Mixture:
     text: MixtureText
     differentiated: bool  # a gradient can flow to the invariant operand
     is_update: bool  # the result has the shape of the invariant operand, which is an argument
+    roots: frozenset[int]  # of all operands that are invariant over the axis
     earlier: Mixture | None  # by which the varying operand came to vary
 
 
@@ -100,6 +109,12 @@ class TensorInfo(NamedTuple):
     start: int = 0  # storage offset of the root
     history: History = NO_HISTORY
     spec: P | None = None  # of an argument of the region
+    origin: Literal["", "captured", "view of captured", "made"] = ""  # "made": from nothing, and then differentiated
+
+    @property
+    def is_captured(self) -> bool:
+        """Return whether the tensor's memory is from outside the region."""
+        return self.origin in ("captured", "view of captured")
 
 
 FREE = TensorInfo(Type(), 0)
