@@ -247,7 +247,13 @@ class ShardMapped:
         return [{} for _ in self.mesh.ranks]
 
     def _run_rank(
-        self, plan: CallPlan, comm: Comm, rank: int, at: int, local: list[Any], scratch: dict[Any, Any],
+        self,
+        plan: CallPlan,
+        comm: Comm,
+        rank: int,
+        at: int,
+        local: list[Any],
+        scratch: dict[Any, Any],
         ranks: list[Rank] | None,
     ) -> _RankRun:
         """Run the function on one rank, this process's number `at`. Empties `local`, the rank's part of every leaf.

@@ -28,9 +28,10 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from fshard import _callsite
 from fshard._operations import OperationMode
@@ -44,19 +45,7 @@ from . import messages
 from .differentiated import Differentiated, leaves_of
 from .op_schema import Operation, operation
 from .type_table import TypeTable
-from .types import (
-    NO_HISTORY,
-    NONE,
-    History,
-    Mixture,
-    Operand,
-    Partial,
-    Reduction,
-    TensorInfo,
-    Type,
-    history_like,
-    join,
-)
+from .types import NO_HISTORY, NONE, History, Mixture, Operand, Partial, Reduction, TensorInfo, Type, history_like, join
 
 
 class Rank(NamedTuple):
@@ -64,6 +53,10 @@ class Rank(NamedTuple):
 
     coords: Mapping[str, int]
     table: TypeTable
+
+
+# Values of one rank that another one read, with the coordinates of the first: a cache has them at the next call too.
+_refused: WeakKeyDictionary[UntypedStorage, tuple[Mapping[str, int], TensorInfo]] = WeakKeyDictionary()
 
 
 class Checker(OperationMode):
@@ -117,16 +110,18 @@ class Checker(OperationMode):
 
     def _info_of_unknown(self, x: Tensor) -> TensorInfo:
         """Return, and keep, the facts of a tensor that this region did not make: another rank did, or it is captured."""
-        for rank in self._ranks:
-            info = rank.table.get(x)
-            if info is not None and not info.is_captured:
-                apart = [a for a in sorted(info.type.varying) if rank.coords[a] != self._coords[a]]
-                if apart:
-                    raise messages.made_by_another_rank(Operand(x, info), rank.coords, apart)
-                break
-        else:
+        storage = x.untyped_storage()
+        known = ((rank.coords, rank.table.get(x)) for rank in self._ranks)
+        made = _refused.get(storage) or next(((c, i) for c, i in known if i and not i.is_captured), None)
+        if made is None:
             type = Type(NONE, self.axes if differentiable_dtype(x) else NONE, x.requires_grad)
             info = TensorInfo(type, 0, start=int(x.storage_offset()), origin="captured")
+        else:
+            coords, info = made
+            apart = [a for a in sorted(info.type.varying & self.axes) if coords[a] != self._coords[a]]
+            if apart:
+                _refused[storage] = made
+                raise messages.made_by_another_rank(Operand(x, info), coords, apart)
         self._roots += 1
         info = info._replace(root=self._roots)
         self._table.set_storage(x, info)
@@ -489,14 +484,16 @@ class Checker(OperationMode):
     def check_gradients(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> None:
-        """Raise unless gradients vary over exactly the axes of their parameters; then give them the same types."""
+        """Raise for gradients that vary where their parameters do not, or are reduced where these vary; type the others."""
         reductions = tuple(r for x in outputs for r in self.info(x).history.reductions)
         for x, grad in zip(inputs, grads, strict=True):
             if grad is None:
                 continue
             parameter, gradient = Operand(unwrapped(x), self.info(x)), Operand(unwrapped(grad), self.info(grad))
             want, have = parameter.info.type, gradient.info.type
-            wrong = (have.varying & want.invariant) | (have.invariant & want.varying)
+            # Constants alone make a gradient invariant too, such as that of a frozen layer by its input.
+            reduced = {r.axis for r in gradient.info.history.reductions}
+            wrong = (have.varying & want.invariant) | (have.invariant & want.varying & reduced)
             if wrong:
                 raise messages.gradient_has_wrong_type(self, parameter, gradient, sorted(wrong))
             history = gradient.info.history._replace(reductions=reductions)

@@ -116,10 +116,10 @@ class Differentiated(TorchFunctionMode):
             torch.autograd.backward(outputs, gradient, retain_graph, create_graph, inputs=inputs)
 
     def _backward_of_several(
-        self, outputs: Any, gradients: Any = None, retain_graph: Any = None, create_graph: bool = False,
+        self, tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,
         grad_variables: Any = None, inputs: Any = None,
     ) -> None:  # fmt: skip
-        self._backward(outputs, gradients, retain_graph, create_graph, inputs)
+        self._backward(tensors, grad_tensors, retain_graph, create_graph, inputs)
 
     @contextlib.contextmanager
     def _backward_pass(self, create_graph: bool) -> Iterator[None]:
@@ -140,7 +140,7 @@ def leaves_of(x: Tensor) -> list[Tensor]:
         node = stack.pop()
         leaf = getattr(node, "variable", None)
         leaves += [] if leaf is None else [leaf]
-        new = {n for n, _ in getattr(node, "next_functions", ())} - seen
-        seen |= new
+        new = [n for n in dict.fromkeys(n for n, _ in getattr(node, "next_functions", ())) if n not in seen]
+        seen.update(new)
         stack += new
     return leaves

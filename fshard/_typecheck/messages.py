@@ -109,7 +109,9 @@ def _reason_and_fix(
         return [_GATHERED], fix_lines(choices)
     notes = _reason_for_pvary(n, axes, f"uses {one} with its own values")
     if made := invariant.info.origin == "made":
-        notes += [f"{one} was made here, from nothing: where it is differentiated it is one value, the same on every rank"]
+        notes += [
+            f"{one} was made here, from nothing: where it is differentiated it is one value, the same on every rank"
+        ]
     notes += [f"the same is true of {scene.name(o)} and the ranks of {axes_text(more)}" for o, all_axes in to_vary
               if (more := [a for a in all_axes if o is not invariant or a not in axes])]  # fmt: skip
     choices = [Fix(scene.line_with("pvary", *((o, axes_source(all_axes)) for o, all_axes in to_vary)))]
@@ -353,6 +355,12 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
             choices.append(Fix(line or "use pmean there", "the psum there is to be a mean", r.site))
     if verb == "pvary" and scene.site in checker.pvaried:
         why = f"{why}\nat an earlier run of this line the value did not vary over {axes_text(axes)}"
+    if x.info.origin == "made" and m.takes == "V":
+        made = f"each rank made a value of its own: a {scene.name(x)} that varies"
+        choices.append(Fix(_with_pvary_of_leaf(x.info.site, axes), made, x.info.site))
+    if m.takes == "V" and not x.info.type.differentiable and differentiable_dtype(x.tensor):  # of a captured constant
+        line = scene.line_with("pvary", (x, axes_source(axes)))
+        choices.append(Fix(line, "a number of each rank, which types do not cover, picked or made its value"))
     if set(axes) & x.info.type.drawn:
         choices.append(Fix(f"name {axes_text(axes)} in the spec of the draw", "each rank is to draw its own part"))
     if verb == "pvary" and (gather := fix_of_gather(x.info, axes, scene.site.line if scene.site else 0)):

@@ -143,4 +143,5 @@ def show_type(o: Operand, shape: Sequence[int] | None = None) -> str:
     """Return `f32[64, 256]{V: data; I: model}`; with another `shape` where the user's tensor is a view of `o`."""
     t = o.info.type
     axes = [f"{state}: {', '.join(sorted(names))}" for state, names in (("V", t.varying), ("I", t.invariant)) if names]
-    return f"{format_tensor(o.tensor.dtype, tuple(o.tensor.shape if shape is None else shape))}{{{'; '.join(axes)}}}"
+    text = format_tensor(o.tensor.dtype, tuple(o.tensor.shape if shape is None else shape))
+    return f"{text}{{{'; '.join(axes)}}}" if axes else text
