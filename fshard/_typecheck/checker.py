@@ -109,7 +109,7 @@ class Checker(OperationMode):
         return self._differentiated_info(x, info) if starts and not in_backward() else info
 
     def _info_of_unknown(self, x: Tensor) -> TensorInfo:
-        """Return, and keep, the facts of a tensor that this region did not make: another rank did, or it is captured."""
+        """Return, and keep, the facts of a tensor that this region did not make: it is captured, or another rank's."""
         storage = x.untyped_storage()
         known = ((rank.coords, rank.table.get(x)) for rank in self._ranks)
         made = _refused.get(storage) or next(((c, i) for c, i in known if i and not i.is_captured), None)
@@ -128,7 +128,7 @@ class Checker(OperationMode):
         return info
 
     def _differentiated_info(self, x: Tensor, info: TensorInfo) -> TensorInfo:
-        """Return, and keep, the facts of a tensor that is differentiated from here: it has one value where it was free."""
+        """Return, and keep, the facts of a tensor that is differentiated from here: one value where it was free."""
         varying = info.type.varying | info.history.like
         type = info.type._replace(varying=varying, invariant=self.axes - varying, differentiable=True)
         made = type.invariant - info.type.invariant
@@ -397,7 +397,7 @@ class Checker(OperationMode):
     def _reaches_captured_alone(self, x: Tensor) -> bool:
         """Return whether a gradient to a plain tensor reaches captured leaves alone.
 
-        Such a leaf requires a gradient as every nn.Parameter does: only a backward pass shows if its gradient is asked for.
+        Such a leaf requires a gradient as every nn.Parameter does: only a backward pass shows if it is to have one.
         """
         if self.differentiated.is_inside(x):
             return False
@@ -484,7 +484,7 @@ class Checker(OperationMode):
     def check_gradients(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> None:
-        """Raise for gradients that vary where their parameters do not, or are reduced where these vary; type the others."""
+        """Raise for gradients that vary where parameters do not, or are reduced where these vary; type the others."""
         reductions = tuple(r for x in outputs for r in self.info(x).history.reductions)
         for x, grad in zip(inputs, grads, strict=True):
             if grad is None:

@@ -20,8 +20,9 @@ from fshard._torch_compat import in_transform, level_of, transform_level, unwrap
 
 from .types import Operand
 
+_TENSOR: Any = Tensor
 _GRAD, _BACKWARD, _BACKWARD_OF_SEVERAL = torch.autograd.grad, Tensor.backward, torch.autograd.backward
-_SET_GRAD = Tensor.grad.__set__  # type: ignore[attr-defined]
+_SET_GRAD = _TENSOR.grad.__set__
 
 
 class BackwardChecks(Protocol):

@@ -109,9 +109,7 @@ def _reason_and_fix(
         return [_GATHERED], fix_lines(choices)
     notes = _reason_for_pvary(n, axes, f"uses {one} with its own values")
     if made := invariant.info.origin == "made":
-        notes += [
-            f"{one} was made here, from nothing: where it is differentiated it is one value, the same on every rank"
-        ]
+        notes += [f"{one} was made here, from nothing: where it is differentiated it is one value for all ranks"]
     notes += [f"the same is true of {scene.name(o)} and the ranks of {axes_text(more)}" for o, all_axes in to_vary
               if (more := [a for a in all_axes if o is not invariant or a not in axes])]  # fmt: skip
     choices = [Fix(scene.line_with("pvary", *((o, axes_source(all_axes)) for o, all_axes in to_vary)))]
@@ -273,8 +271,8 @@ def mixed_before(checker: Checker, m: Mixture) -> ShardingError:
     notes = _reason_for_pvary(size_of(axes, checker.sizes), axes, f"uses {name} with its own values")
     fix = f"pass {call} to the function that this line is in"
     if name == CAPTURED:  # of a module
-        varying = f"{call.partition('(')[0]}(dict(module.named_parameters()), {axes_source(axes)})"
-        fix = f"call the module by torch.func.functional_call(module, {varying}, arguments)"
+        params = f"fs.pvary(dict(module.named_parameters()), {axes_source(axes)})"
+        fix = f"call the module by torch.func.functional_call(module, {params}, arguments)"
     elif m.invariant.is_captured:
         fix = m.text.pvary
     return _error(m.site, _mix_of(m.op, axes), m.text.rows, *notes, fix=fix)
@@ -356,8 +354,7 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
     if verb == "pvary" and scene.site in checker.pvaried:
         why = f"{why}\nat an earlier run of this line the value did not vary over {axes_text(axes)}"
     if x.info.origin == "made" and m.takes == "V":
-        made = f"each rank made a value of its own: a {scene.name(x)} that varies"
-        choices.append(Fix(_with_pvary_of_leaf(x.info.site, axes), made, x.info.site))
+        choices.append(Fix(_with_pvary_of_leaf(x.info.site, axes), "each rank made its own value", x.info.site))
     if m.takes == "V" and not x.info.type.differentiable and differentiable_dtype(x.tensor):  # of a captured constant
         line = scene.line_with("pvary", (x, axes_source(axes)))
         choices.append(Fix(line, "a number of each rank, which types do not cover, picked or made its value"))

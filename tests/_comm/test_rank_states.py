@@ -355,7 +355,7 @@ def test_error_text_of_a_write_to_a_captured_tensor(write):
     on_ranks(f, torch.ones(1, 3), check="always", mesh=one)  # a mesh of one rank shares nothing
     with pytest.raises(fs.ShardingError) as caught:
         on_ranks(f, torch.ones(N, 3), check="first")
-    place, *_, line, tensor, why, fix = str(caught.value).splitlines()
+    place, *_, tensor, why, fix = str(caught.value).splitlines()
     assert re.fullmatch(r"test_rank_states.py:\d+ in <lambda>: (foreach_)?add in place writes to a tensor that was "
                         "made outside of shard_map", place)  # fmt: skip
     assert tensor.endswith("  i64[]    captured" if write == "to integers" else "  f32[2, 3]{I: m}    captured")
