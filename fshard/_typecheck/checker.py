@@ -506,6 +506,13 @@ class Checker(OperationMode):
         if captured:
             raise messages.gradient_accumulated(captured)
 
+    def set_data(self, x: Tensor, data: Tensor) -> None:
+        """Type a tensor whose `.data` is set, which no operation shows. Raise for a captured one."""
+        x, info = unwrapped(x), self.info(x)
+        if info.is_captured:
+            raise messages.captured_written(self, "an assignment to .data", Operand(x, info), ())
+        self._table.set(x, self.info(data)._replace(name=info.name, origin=""), alias=True)
+
     def result_errors(self, name: str, rows: Sequence[tuple[str, Tensor, P]]) -> list[ShardingError]:
         """Return the errors of results, each with its path, that do not fit their specs: one for each line and axes."""
         groups: dict[Any, list[tuple[str, Operand, P]]] = {}

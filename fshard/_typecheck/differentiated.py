@@ -22,7 +22,7 @@ from .types import Operand
 
 _TENSOR: Any = Tensor
 _GRAD, _BACKWARD, _BACKWARD_OF_SEVERAL = torch.autograd.grad, Tensor.backward, torch.autograd.backward
-_SET_GRAD = _TENSOR.grad.__set__
+_SET_GRAD, _SET_DATA = _TENSOR.grad.__set__, _TENSOR.data.__set__
 
 
 class BackwardChecks(Protocol):
@@ -35,6 +35,8 @@ class BackwardChecks(Protocol):
     ) -> None: ...
 
     def check_accumulated(self, leaves: Sequence[Tensor]) -> None: ...
+
+    def set_data(self, x: Tensor, data: Tensor) -> None: ...
 
 
 class Differentiated(TorchFunctionMode):
@@ -61,6 +63,8 @@ class Differentiated(TorchFunctionMode):
             return self._backward_of_several(*args, **(kwargs or {}))
         if func == _SET_GRAD and args[1] is not None:
             self._checks.check_accumulated(args[:1])
+        if func == _SET_DATA:
+            self._checks.set_data(*args)
         if not in_transform():
             return func(*args) if kwargs is None else func(*args, **kwargs)
         kwargs = kwargs or {}

@@ -209,7 +209,7 @@ def argument_overwritten(
 def captured_written(checker: Checker, op: str, x: Operand, operands: Sequence[Operand]) -> ShardingError:
     """Word the error of an operation that writes to a tensor from outside the region."""
     scene = Scene(checker, [x, *operands], op)
-    return _error(scene.site, f"{op} in place writes to a tensor that was made outside of shard_map", [scene.row(x)],
+    return _error(scene.site, f"{op} writes to a tensor that was made outside of shard_map", [scene.row(x)],
                   _SHARED,
                   fix="pass it as an argument, and return its new value (of a module's buffers: fs.defer(...) and "
                       "apply.with_buffers), or make it inside")  # fmt: skip

@@ -107,6 +107,7 @@ RESULT_TYPES = {
     "wrapped zeros": (lambda x, w: torch.func.grad(lambda d: (d * d).sum())(torch.zeros(3)), V_NONE),
     "differentiated zeros like": (lambda x, w: (0.1 * torch.ones_like(x)).requires_grad_() * 1, V_DATA),
     "differentiated copy of zeros in its place": (lambda x, w: x.clone().zero_().requires_grad_() * 1, V_DATA),
+    "zeros with other data": (lambda x, w: setattr(z := torch.zeros(2, 8), "data", x) or z * 1, V_DATA),
     "differentiated new_zeros": (lambda x, w: x.new_zeros(3).requires_grad_() * 1, V_NONE),
 }  # fmt: skip
 
