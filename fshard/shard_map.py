@@ -35,7 +35,7 @@ from ._call import (
 from ._comm import Comm, Region, bind, mark_arguments
 from ._compare import Tolerance, check_replicas, check_same_arguments, replica_errors
 from ._ops import make_functions
-from ._typecheck import Checker, no_shared_writes, same_numbers
+from ._typecheck import Checker, Rank, same_numbers
 from .errors import api_boundary, checked, fail, raise_all
 from .mesh import Mesh
 from .sharded import Sharded, abstract_sharded, local_parts
@@ -175,9 +175,11 @@ class ShardMapped:
         for x in donated_leaves(self._name, plan, args, leaves):
             x.donate_to(self._name)
 
+        ranks: list[Rank] = []
+
         def rank_main(comm: Comm, rank: int) -> _RankRun:
             at = rank if self.mesh.kind == "simulated" else 0
-            return self._run_rank(plan, comm, rank, at, parts[at], scratch[at], checked)
+            return self._run_rank(plan, comm, rank, at, parts[at], scratch[at], ranks if checked else None)
 
         abstract = self.mesh.kind == "abstract"
         nothing = contextlib.nullcontext()
@@ -193,7 +195,6 @@ class ShardMapped:
         if checked and self.mesh.kind == "simulated":
             checkers = {rank: run.checker for rank, run in enumerate(runs) if run.checker is not None}
             same_numbers(self.mesh, checkers)
-            no_shared_writes(list(checkers.values()))
             raise_all(replica_errors(self._name, joined, Tolerance(None, None, False)))
         if checked:
             plan.note_checked(facts)
@@ -247,13 +248,23 @@ class ShardMapped:
         return [{} for _ in self.mesh.ranks]
 
     def _run_rank(
-        self, plan: CallPlan, comm: Comm, rank: int, at: int, local: list[Any], scratch: dict[Any, Any], checked: bool
+        self,
+        plan: CallPlan,
+        comm: Comm,
+        rank: int,
+        at: int,
+        local: list[Any],
+        scratch: dict[Any, Any],
+        ranks: list[Rank] | None,
     ) -> _RankRun:
-        """Run the function on one rank, this process's number `at`. Empties `local`, the rank's part of every leaf."""
+        """Run the function on one rank, this process's number `at`. Empties `local`, the rank's part of every leaf.
+
+        A checked call has the `ranks` of this process that it has started.
+        """
         slice_inputs(plan, local, self.mesh, at)
         donated = frozenset(storage_pointers([local[i] for i in plan.donated], self.mesh))
         kept = set(storage_pointers([local[i] for i in plan.kept], self.mesh)) - donated
-        checker = Checker(self._live, self.mesh.axes) if checked else None
+        checker = None if ranks is None else Checker(self._live, self.mesh.axes, comm.coords, ranks)
         # Without the donated ones, which the function frees.
         arguments = tuple(None if i in plan.donated else x for i, x in enumerate(local)), plan.specs
         region = Region(comm, rank, self.mesh.device, dict(plan.uneven), plan.split_sizes, donated, checker, scratch,

@@ -541,6 +541,17 @@ def on_ranks():
         "other sizes": lambda x: fs.psum(x[: 1 + int(fs.axis_index("data"))], "data"),
         "values": lambda x: torch.ones(()) * int(fs.axis_index("data")),
     }
+    layer = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+
+    def train(x):
+        optimizer.zero_grad()
+        loss = fs.pmean(layer(x).square().mean(), "data")
+        loss.backward()  # of a captured layer
+        optimizer.step()
+        return loss
+
+    programs["captured layer"] = train
     for name, f in programs.items():
         check = "values" if name == "values" else "first"
         step = fs.shard_map(f, mesh=mesh, in_specs=(P("data"),), out_specs=P(), check=check)
@@ -582,3 +593,6 @@ def test_every_process_raises_the_same_error(ranks):
     )
     assert "data=1  psum over data of torch.float32 [[2, 3]]" in first["other sizes"]
     assert "result differs between ranks of 'data', over which its spec says it is one value" in first["values"]
+    lines = inspect.getsource(on_ranks).splitlines()
+    line = inspect.getsourcelines(on_ranks)[1] + next(i for i, x in enumerate(lines) if "# of a captured layer" in x)
+    assert first["captured layer"].startswith(f"test_check.py:{line} in train: writes to the .grad of 2 tensors made")

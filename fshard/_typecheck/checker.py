@@ -7,6 +7,10 @@ no result. Over each axis of more than one rank a tensor is one of
     I   invariant: one logical value, the same on every rank of the axis
     -   free: made in the region from nothing (zeros, arange), or from Python numbers; mixes with either
 
+A tensor from outside the region that is no argument (captured: a closure, a global, an attribute of a module) is I, and
+an error where an operation or a backward pass writes to it. A free tensor is I from where something differentiates it,
+or has the type of the tensor that it was made like (zeros_like).
+
 The result of an operation is V if any operand is, else I if any operand is. Where one operand is I and another V, and a
 gradient can flow to the first, that gradient needs a sum over ranks, which only `pvary` takes: without `pvary` that is
 an error. Where nothing is differentiated (an optimizer, evaluation, a frozen or detached operand) the result varies,
@@ -23,7 +27,8 @@ import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -40,7 +45,31 @@ from . import messages
 from .differentiated import Differentiated, leaves_of
 from .op_schema import Operation, operation
 from .type_table import TypeTable
-from .types import NO_HISTORY, NONE, GlobalShape, History, Mixture, Operand, Partial, Reduction, TensorInfo, Type, join
+from .types import (
+    NO_HISTORY,
+    NONE,
+    GlobalShape,
+    History,
+    Mixture,
+    Operand,
+    Partial,
+    Reduction,
+    TensorInfo,
+    Type,
+    history_like,
+    join,
+)
+
+
+class Rank(NamedTuple):
+    """One rank of a call, in this process."""
+
+    coords: Mapping[str, int]
+    table: TypeTable
+
+
+# Values of one rank that another one read, with the coordinates of the first: a cache has them at the next call too.
+_refused: WeakKeyDictionary[UntypedStorage, tuple[Mapping[str, int], TensorInfo]] = WeakKeyDictionary()
 
 
 class Checker(OperationMode):
@@ -48,17 +77,23 @@ class Checker(OperationMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, axes: Sequence[str], sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self, axes: Sequence[str], sizes: Mapping[str, int], coords: Mapping[str, int], ranks: list[Rank]
+    ) -> None:
+        """Make the checker of the rank at `coords`, and add it to the `ranks` of the call in this process."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.axes, self.sizes = frozenset(axes), sizes
         self.arguments: list[TensorInfo] = []
         self.mixtures: dict[tuple[_callsite.Site, str], Mixture] = {}  # the first of each line and axis
+        self.mixtures_of_captured: dict[tuple[int, str], Mixture] = {}  # the first of each root and axis
         self.differentiated = Differentiated(weakref.proxy(self))  # a cycle would keep the checker after its call
         self.pvaried: set[_callsite.Site | None] = set()  # lines
         # (collective, (dim, size) of each tensor, axes, line) that splits a dim into parts of different sizes
         self.uneven_splits: dict[tuple[str, tuple[tuple[int, int], ...], tuple[str, ...], Any], None] = {}
         self._argument_storages: set[int] = set()
         self._table = TypeTable()
+        self._coords, self._ranks = coords, ranks
+        ranks.append(Rank(coords, self._table))  # and not the checker: a cycle
         self._roots = 0
         self._paused = False
         # (operation, line, axes of the invariant result, run) -> its Python numbers. Runs are counted for each set of
@@ -79,7 +114,40 @@ class Checker(OperationMode):
 
     def info(self, x: Tensor) -> TensorInfo:
         """Return the type and origin of a tensor."""
-        return self._table.get(x)
+        x = unwrapped(x)
+        info = self._table.get(x) or self._info_of_unknown(x)
+        if info.type.differentiable:  # the usual case, made fast
+            return info
+        starts = (x.requires_grad and x.is_leaf) or self.differentiated.is_inside(x)
+        return self._differentiated_info(x, info) if starts and not in_backward() else info
+
+    def _info_of_unknown(self, x: Tensor) -> TensorInfo:
+        """Return, and keep, the facts of a tensor that this region did not make: it is captured, or another rank's."""
+        storage = x.untyped_storage()
+        known = ((rank.coords, rank.table.get(x)) for rank in self._ranks)
+        made = _refused.get(storage) or next(((c, i) for c, i in known if i and not i.is_captured), None)
+        if made is None:
+            type = Type(NONE, self.axes if differentiable_dtype(x) else NONE, x.requires_grad)
+            info = TensorInfo(type, 0, start=int(x.storage_offset()), origin="captured")
+        else:
+            coords, info = made
+            apart = [a for a in sorted(info.type.varying & self.axes) if coords[a] != self._coords[a]]
+            if apart:
+                _refused[storage] = made
+                raise messages.made_by_another_rank(Operand(x, info), coords, apart)
+        self._roots += 1
+        info = info._replace(root=self._roots)
+        self._table.set_storage(x, info)
+        return info
+
+    def _differentiated_info(self, x: Tensor, info: TensorInfo) -> TensorInfo:
+        """Return, and keep, the facts of a tensor that is differentiated from here: one value where it was free."""
+        varying = info.type.varying | info.history.like
+        type = info.type._replace(varying=varying, invariant=self.axes - varying, differentiable=True)
+        made = type.invariant - info.type.invariant
+        info = info._replace(type=type, origin="made" if made and not info.origin else info.origin)
+        self._table.set(x, info, alias=True)
+        return info
 
     def _set_info(
         self, x: Tensor, type: Type, *, name: str | None = None, op: str = "", site: _callsite.Site | None = None,
@@ -258,7 +326,8 @@ class Checker(OperationMode):
         Raises ShardingError where an operand that is invariant must not meet a varying one.
         """
         if op.constant:
-            return Type(), NO_HISTORY
+            axes = NONE.union(*(o.info.type.varying | o.info.history.like for o in operands)) if op.like else NONE
+            return Type(), history_like(axes)
         types = [o.info.type for o in operands]
         if op.completed_by is None and operands:  # the usual case, made fast
             _, first = operands[0]
@@ -283,7 +352,8 @@ class Checker(OperationMode):
             if not all(axis in h.copies or axis in {r.axis for r in h.gathers} for h in histories):
                 del gathers[axis]
         if not (mixtures or reductions or partials or copies or gathers):
-            return new, NO_HISTORY
+            is_free = not (new.varying or new.invariant)
+            return new, history_like(NONE.union(*(o.info.history.like for o in operands)) if is_free else NONE)
         return new, History(tuple(mixtures.values()), tuple(reductions.values()), partials, copies,
                             tuple(gathers.values()))  # fmt: skip
 
@@ -313,6 +383,7 @@ class Checker(OperationMode):
         """Return the mixture of operands that are invariant over an axis with some that vary; raise if it is wrong."""
         differentiated = [] if op.compares else [
             o for o in invariant if differentiable_dtype(o.tensor) and self.differentiated(o.tensor)
+            and not self._reaches_captured_alone(o.tensor)
         ]  # fmt: skip
         drawn = [o for o in varying if _is_draw(op, o, axis)]
         strict = [*differentiated]
@@ -330,17 +401,33 @@ class Checker(OperationMode):
         known = self.mixtures.get((site, axis))
         text = known.text if known else messages.mixture_text(self, op.name, operands, o, other)
         is_update = op.pointwise and bool(o.info.name) and all(y.tensor.numel() <= o.tensor.numel() for y in operands)
+        roots = frozenset(x.info.root for x in invariant)
         mixture = Mixture(axis, op.name, site, o.info, tuple(o.tensor.shape), other.info, text, bool(differentiated),
-                          is_update, earlier)  # fmt: skip
+                          is_update, roots, earlier)  # fmt: skip
+        for x in invariant:
+            if x.info.is_captured:
+                self.mixtures_of_captured.setdefault((x.info.root, axis), mixture)
         if known is None or (mixture.differentiated and not known.differentiated):
             self.mixtures[site, axis] = mixture
         return mixture
 
+    def _reaches_captured_alone(self, x: Tensor) -> bool:
+        """Return whether a gradient to a plain tensor reaches captured leaves alone.
+
+        Such a leaf requires a gradient as every nn.Parameter does: only a backward pass shows if it is to have one.
+        """
+        if self.differentiated.is_inside(x):
+            return False
+        leaves = leaves_of(x)
+        return bool(leaves) and all(self.info(leaf).origin == "captured" for leaf in leaves)
+
     def _check_written(
         self, op: Operation, new: Type, history: History, written: Sequence[Operand], operands: Sequence[Operand]
     ) -> None:
-        """Raise where an operation writes values that vary over an axis into an argument that does not."""
+        """Raise where an operation writes to a captured tensor, or values that vary into an argument that does not."""
         for o in written:
+            if o.info.is_captured:
+                raise messages.captured_written(self, op.name, o, operands)
             axes = o.info.type.invariant & new.varying
             if axes and storage_id(o.tensor) in self._argument_storages:
                 varying = next(x for x in operands if axes & x.info.type.varying)
@@ -358,7 +445,8 @@ class Checker(OperationMode):
                 self._set_result_info(op, new, history, operands, x, written)
         if not isinstance(out, Tensor) or id(out) in written:
             return
-        self.differentiated.follow(operands, out)
+        if not op.constant:
+            self.differentiated.follow(operands, out)
         differentiable = new.differentiable and differentiable_dtype(out)
         # A value computed from a draw stays drawn until it has a gradient; an integer is a number like any other.
         is_draw = not differentiable and (differentiable_dtype(out) or out.dtype == torch.bool)
@@ -366,8 +454,10 @@ class Checker(OperationMode):
         if op.view and operands:
             info = operands[0].info._replace(type=type, spec=None)
             if op.copies:
-                info = info._replace(start=int(out.storage_offset()))
-            self._table.set(out, info, alias=True)
+                info = info._replace(start=int(out.storage_offset()), origin="")
+            elif info.origin == "captured":
+                info = info._replace(origin="view of captured")
+            self._table.set(out, info, alias=not op.copies)
         else:
             self._set_info(out, type, op=op.name, history=history)
 
@@ -394,10 +484,6 @@ class Checker(OperationMode):
         """Return a hash of the recorded numbers."""
         return hashlib.blake2b(repr(sorted(self.numbers_to_compare().items(), key=repr)).encode()).hexdigest()
 
-    def captured_writes(self) -> Mapping[UntypedStorage, tuple[str, _callsite.Site | None]]:
-        """Return the storages from outside the region that it wrote to: a tensor in each, described, and the line."""
-        return dict(self._table.captured)
-
     # --- losses, gradients, results ---
 
     def check_loss(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor] | None) -> None:
@@ -415,18 +501,34 @@ class Checker(OperationMode):
     def check_gradients(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> None:
-        """Raise unless gradients vary over exactly the axes of their parameters; then give them the same types."""
+        """Raise for gradients that vary where parameters do not, or are reduced where these vary; type the others."""
         reductions = tuple(r for x in outputs for r in self.info(x).history.reductions)
         for x, grad in zip(inputs, grads, strict=True):
             if grad is None:
                 continue
             parameter, gradient = Operand(unwrapped(x), self.info(x)), Operand(unwrapped(grad), self.info(grad))
             want, have = parameter.info.type, gradient.info.type
-            wrong = (have.varying & want.invariant) | (have.invariant & want.varying)
+            # Constants alone make a gradient invariant too, such as that of a frozen layer by its input.
+            reduced = {r.axis for r in gradient.info.history.reductions}
+            wrong = (have.varying & want.invariant) | (have.invariant & want.varying & reduced)
             if wrong:
                 raise messages.gradient_has_wrong_type(self, parameter, gradient, sorted(wrong))
             history = gradient.info.history._replace(reductions=reductions)
             self._table.set(gradient.tensor, gradient.info._replace(type=want, history=history), alias=True)
+
+    def check_accumulated(self, leaves: Sequence[Tensor]) -> None:
+        """Raise for captured leaves among those into whose `.grad` a backward pass, or an assignment, writes."""
+        operands = {id(x): Operand(unwrapped(x), self.info(x)) for x in leaves if x.is_leaf}
+        captured = [o for o in operands.values() if o.info.origin == "captured"]
+        if captured:
+            raise messages.gradient_accumulated(captured)
+
+    def set_data(self, x: Tensor, data: Tensor) -> None:
+        """Type a tensor whose `.data` is set, which no operation shows. Raise for a captured one."""
+        x, info = unwrapped(x), self.info(x)
+        if info.is_captured:
+            raise messages.captured_written(self, "an assignment to .data", Operand(x, info), ())
+        self._table.set(x, self.info(data)._replace(name=info.name, origin=""), alias=True)
 
     def result_errors(self, name: str, rows: Sequence[tuple[str, Tensor, P]]) -> list[ShardingError]:
         """Return the errors of results, each with its path, that do not fit their specs: one for each line and axes."""

@@ -20,7 +20,9 @@ from fshard._torch_compat import in_transform, level_of, transform_level, unwrap
 
 from .types import Operand
 
-_GRAD, _BACKWARD = torch.autograd.grad, Tensor.backward
+_TENSOR: Any = Tensor
+_GRAD, _BACKWARD, _BACKWARD_OF_SEVERAL = torch.autograd.grad, Tensor.backward, torch.autograd.backward
+_SET_GRAD, _SET_DATA = _TENSOR.grad.__set__, _TENSOR.data.__set__
 
 
 class BackwardChecks(Protocol):
@@ -31,6 +33,10 @@ class BackwardChecks(Protocol):
     def check_gradients(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> None: ...
+
+    def check_accumulated(self, leaves: Sequence[Tensor]) -> None: ...
+
+    def set_data(self, x: Tensor, data: Tensor) -> None: ...
 
 
 class Differentiated(TorchFunctionMode):
@@ -53,6 +59,12 @@ class Differentiated(TorchFunctionMode):
             return self._grad(*args, **(kwargs or {}))
         if func is _BACKWARD:
             return self._backward(*args, **(kwargs or {}))
+        if func is _BACKWARD_OF_SEVERAL:
+            return self._backward_of_several(*args, **(kwargs or {}))
+        if func == _SET_GRAD and args[1] is not None:
+            self._checks.check_accumulated(args[:1])
+        if func == _SET_DATA:
+            self._checks.set_data(*args)
         if not in_transform():
             return func(*args) if kwargs is None else func(*args, **kwargs)
         kwargs = kwargs or {}
@@ -75,6 +87,10 @@ class Differentiated(TorchFunctionMode):
                 return id(x) in self._inside
             x = unwrapped_once(x)
 
+    def is_inside(self, x: Tensor) -> bool:
+        """Return whether a plain tensor is inside a wrapper of torch.func through which a gradient flows."""
+        return bool(self._inside) and id(x) in self._inside
+
     def follow(self, operands: Sequence[Operand], out: Tensor) -> None:
         """Note a result of an operation inside the function of torch that runs now."""
         if self._inside and any(id(o.tensor) in self._inside for o in operands):
@@ -94,13 +110,21 @@ class Differentiated(TorchFunctionMode):
         return grads
 
     def _backward(
-        self, loss: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,
+        self, outputs: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,
         inputs: Any = None,
     ) -> None:  # fmt: skip
+        ys, xs = tensors_in(outputs), None if inputs is None else tensors_in(inputs)
+        self._checks.check_accumulated([x for y in ys for x in leaves_of(y)] if xs is None else xs)
         if gradient is None:
-            self._checks.check_loss([loss], None if inputs is None else tensors_in(inputs))
+            self._checks.check_loss(ys, xs)
         with self._backward_pass(create_graph):
-            loss.backward(gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
+            torch.autograd.backward(outputs, gradient, retain_graph, create_graph, inputs=inputs)
+
+    def _backward_of_several(
+        self, tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,
+        grad_variables: Any = None, inputs: Any = None,
+    ) -> None:  # fmt: skip
+        self._backward(tensors, grad_tensors, retain_graph, create_graph, inputs)
 
     @contextlib.contextmanager
     def _backward_pass(self, create_graph: bool) -> Iterator[None]:
@@ -113,13 +137,15 @@ class Differentiated(TorchFunctionMode):
 
 
 def leaves_of(x: Tensor) -> list[Tensor]:
-    """Return the leaves of the graph of a tensor."""
+    """Return the leaves of the graph of a tensor that requires a gradient."""
+    if x.is_leaf:
+        return [x]
     stack, seen, leaves = [x.grad_fn], {None, x.grad_fn}, []
     while stack:
         node = stack.pop()
         leaf = getattr(node, "variable", None)
         leaves += [] if leaf is None else [leaf]
-        new = {n for n, _ in getattr(node, "next_functions", ())} - seen
-        seen |= new
+        new = [n for n in dict.fromkeys(n for n, _ in getattr(node, "next_functions", ())) if n not in seen]
+        seen.update(new)
         stack += new
     return leaves

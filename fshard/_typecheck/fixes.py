@@ -18,6 +18,7 @@ from .types import Operand, Partial, Reduction, TensorInfo, show_type
 if TYPE_CHECKING:
     from .checker import Checker
 
+CAPTURED = "a captured tensor"
 IS_SUM = "each rank has a part of a sum"
 IS_MEAN = "each rank has the mean over an equal count"
 _WHOLE = {
@@ -64,11 +65,14 @@ class Scene:
 
     def name(self, o: Operand) -> str:
         """Return the source text of an operand, else its path, else the operation that made it."""
-        return self.known_name(o) or (f"a result of {o.info.op}" if o.info.op else "a tensor")
+        made = f"a result of {o.info.op}" if o.info.op else CAPTURED if o.info.is_captured else "a tensor"
+        return self.known_name(o) or made
 
     def row(self, o: Operand, name: str = "") -> tuple[str, str]:
         """Return an operand's name, and its type, with the shape that the user's tensor has, and path."""
         name, path, node = name or self.name(o), o.info.name, self.node(o)
+        if o.info.is_captured and name != CAPTURED:
+            path = "captured"
         tensor = self.expression.value(node) if self.expression and node else None
         text = show_type(o, tensor.shape if isinstance(tensor, Tensor) else None)
         return name, text if path is None or path.replace("'", '"') == name.replace("'", '"') else f"{text}    {path}"

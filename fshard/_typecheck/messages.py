@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -12,9 +12,10 @@ from fshard import _callsite
 from fshard._comm import size_of
 from fshard._ops import differentiable_dtype
 from fshard.errors import ShardingError, fail
-from fshard.spec import P
+from fshard.spec import P, format_axes
 
 from .fixes import (
+    CAPTURED,
     IS_MEAN,
     IS_SUM,
     Fix,
@@ -31,13 +32,14 @@ from .fixes import (
     mixed_axes,
     reduced_over_another_axis,
 )
-from .suggestion import rewritten
-from .types import GlobalShape, History, Mixture, MixtureText, Operand, show_type
+from .suggestion import qualified_name, rewritten
+from .types import GlobalShape, History, Mixture, MixtureText, Operand, TensorInfo, show_type
 
 if TYPE_CHECKING:
     from .checker import Checker
 
 _SHOWN_RESULTS = 4
+_SHARED = "processes would each change a copy of their own, and simulated ranks, which are threads, share one"
 _GATHERED = "all_gather gives every rank the whole value, and types it as varying"
 _EQUAL = "the value is the same on each of the {n} ranks already: "
 _WRONG_COLLECTIVE = {
@@ -106,6 +108,8 @@ def _reason_and_fix(
         ]
         return [_GATHERED], fix_lines(choices)
     notes = _reason_for_pvary(n, axes, f"uses {one} with its own values")
+    if made := invariant.info.origin == "made":
+        notes += [f"{one} was made here, from nothing: where it is differentiated it is one value for all ranks"]
     notes += [f"the same is true of {scene.name(o)} and the ranks of {axes_text(more)}" for o, all_axes in to_vary
               if (more := [a for a in all_axes if o is not invariant or a not in axes])]  # fmt: skip
     choices = [Fix(scene.line_with("pvary", *((o, axes_source(all_axes)) for o, all_axes in to_vary)))]
@@ -118,11 +122,26 @@ def _reason_and_fix(
     if line := scene.without_pvary(varying):
         choices = [Fix(choices[0].text, f"each rank is to use {one} in its own way"),
                    Fix(line, "both operands are the same on every rank")]  # fmt: skip
+    if made:
+        choices = [Fix(choices[0].text, f"{one} is one value"),
+                   Fix(_with_pvary_of_leaf(invariant.info.site, axes), f"each rank is to have a {one} of its own",
+                       invariant.info.site)]  # fmt: skip
     for o, other in ((invariant, varying), (varying, invariant)):  # each varies over an axis of the other's
         others = sorted(o.info.type.varying & other.info.type.invariant)
         choices += [reduced_over_another_axis(r, others) for r in o.info.history.reductions
                     if others and r.axis in other.info.type.varying]  # fmt: skip
     return notes, fix_lines(choices) + fix_of_whole_tree(scene, axes, invariant)
+
+
+def _with_pvary_of_leaf(site: _callsite.Site | None, axes: Sequence[str]) -> str:
+    """Return a line that makes a tensor with a pvary of it, which leaves it a leaf."""
+    pvary = f"{qualified_name(_callsite.user_frame(), 'pvary')}({{}}, {axes_source(axes)})"
+
+    def rebuild(source: str) -> str:
+        plain = source.replace(", requires_grad=True", "")
+        return pvary.format(plain) + (".requires_grad_()" if plain != source else "")
+
+    return rewritten(site, rebuild) or f"{pvary.format('...')} where it is made"
 
 
 def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, varying: Operand) -> ShardingError:
@@ -187,6 +206,35 @@ def argument_overwritten(
                                 Fix(scene.line_with("psum", (varying, over)), IS_SUM)]))  # fmt: skip
 
 
+def captured_written(checker: Checker, op: str, x: Operand, operands: Sequence[Operand]) -> ShardingError:
+    """Word the error of an operation that writes to a tensor from outside the region."""
+    scene = Scene(checker, [x, *operands], op)
+    return _error(scene.site, f"{op} writes to a tensor that was made outside of shard_map", [scene.row(x)],
+                  _SHARED,
+                  fix="pass it as an argument, and return its new value (of a module's buffers: fs.defer(...) and "
+                      "apply.with_buffers), or make it inside")  # fmt: skip
+
+
+def gradient_accumulated(leaves: Sequence[Operand]) -> ShardingError:
+    """Word the error of a write to the `.grad` of tensors from outside the region."""
+    site, n = _callsite.site(), len(leaves)
+    rows = [(CAPTURED, show_type(o)) for o in leaves[:_SHOWN_RESULTS]]
+    rows += [("...", f"and {n - _SHOWN_RESULTS} more")] if n > _SHOWN_RESULTS else []
+    what = f"writes to the .grad of {'a tensor' if n == 1 else f'{n} tensors'} made outside of shard_map"
+    return _error(site, what, rows, _SHARED,
+                  fix="pass what is trained as an argument, and take its gradient by fs.value_and_grad or "
+                      "torch.autograd.grad")  # fmt: skip
+
+
+def made_by_another_rank(x: Operand, coords: Mapping[str, int], axes: Sequence[str]) -> ShardingError:
+    """Word the error of a tensor that the rank at `coords` made, whose value differs from this rank's over `axes`."""
+    made = [f"it was made by {x.info.op} at {x.info.site}"] if x.info.site else []
+    return _error(_callsite.site(), f"uses a tensor that another rank made, and that varies over {axes_text(axes)}",
+                  [("tensor", show_type(x)), ("made by the rank at", format_axes({a: coords[a] for a in axes}))], *made,
+                  "simulated ranks are threads, and share what a program keeps (functools.cache, a global)",
+                  fix="make it in each call, on each rank; keep only what is the same on every rank")  # fmt: skip
+
+
 def copies_differ(
     checker: Checker, m: Mixture, axes: Sequence[str], what: str, rows: Sequence[tuple[str, str]]
 ) -> ShardingError:
@@ -216,13 +264,18 @@ def indexed_by_varying(checker: Checker, m: Mixture) -> ShardingError:
     return _error(m.site, what, m.text.rows, *notes, fix=m.text.pvary)
 
 
-def mixed_inside_a_function(checker: Checker, m: Mixture) -> ShardingError:
-    """Word the error of a mixture in an autograd.Function, where nothing is differentiated: the gradient shows it."""
+def mixed_before(checker: Checker, m: Mixture) -> ShardingError:
+    """Word the error of a mixture that only the gradient shows: of a captured tensor, or in an autograd.Function."""
     name, axes = m.text.rows[0][0], mixed_axes(m.invariant, m.varying)
     call = f"fs.pvary({m.invariant.name or name}, {axes_source(axes)})"
     notes = _reason_for_pvary(size_of(axes, checker.sizes), axes, f"uses {name} with its own values")
-    return _error(m.site, _mix_of(m.op, axes), m.text.rows, *notes,
-                  fix=f"pass {call} to the function that this line is in")  # fmt: skip
+    fix = f"pass {call} to the function that this line is in"
+    if name == CAPTURED:  # of a module
+        params = f"fs.pvary(dict(module.named_parameters()), {axes_source(axes)})"
+        fix = f"call the module by torch.func.functional_call(module, {params}, arguments)"
+    elif m.invariant.is_captured:
+        fix = m.text.pvary
+    return _error(m.site, _mix_of(m.op, axes), m.text.rows, *notes, fix=fix)
 
 
 def draw_from_torch_generator(op: str) -> ShardingError:
@@ -309,6 +362,11 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
             choices.append(Fix(line or "use pmean there", "the psum there is to be a mean", r.site))
     if verb == "pvary" and scene.site in checker.pvaried:
         why = f"{why}\nat an earlier run of this line the value did not vary over {axes_text(axes)}"
+    if x.info.origin == "made" and m.takes == "V":
+        choices.append(Fix(_with_pvary_of_leaf(x.info.site, axes), "each rank made its own value", x.info.site))
+    if m.takes == "V" and not x.info.type.differentiable and differentiable_dtype(x.tensor):  # of a captured constant
+        line = scene.line_with("pvary", (x, axes_source(axes)))
+        choices.append(Fix(line, "a number of each rank, which types do not cover, picked or made its value"))
     if set(axes) & x.info.type.drawn:
         choices.append(Fix(f"name {axes_text(axes)} in the spec of the draw", "each rank is to draw its own part"))
     if verb == "pvary" and (gather := fix_of_gather(x.info, axes, scene.site.line if scene.site else 0)):
@@ -367,7 +425,7 @@ def _index_mixtures(checker: Checker, axes: Sequence[str]) -> list[Mixture]:
 
 def loss_varies(checker: Checker, x: Tensor, loss: Operand, leaf: Operand, axes: Sequence[str]) -> ShardingError:
     """Word the error of a loss that varies over `axes`, over which a tensor that it is differentiated by does not."""
-    parameter, n = leaf.info.name or "a parameter", size_of(axes, checker.sizes)
+    parameter, n = _parameter(leaf.info), size_of(axes, checker.sizes)
     rows = [("loss", show_type(loss, x.shape)), (parameter, show_type(leaf))]
     if x.ndim < loss.tensor.ndim:
         why = f"each of the {n} ranks has examples of its own, and {parameter} has one gradient for each example of all"
@@ -384,12 +442,11 @@ def gradient_has_wrong_type(checker: Checker, leaf: Operand, grad: Operand, axes
     mixtures = {m.site: m for m in _index_mixtures(checker, axes)}
     if len(mixtures) == 1:
         return indexed_by_varying(checker, next(iter(mixtures.values())))
-    mixture = next(
-        (m for m in checker.mixtures.values() if m.axis in axes and m.invariant.root == leaf.info.root), None
-    )
+    known = (*checker.mixtures.values(), *(checker.mixtures_of_captured.get((leaf.info.root, a)) for a in axes))
+    mixture = next((m for m in known if m and m.axis in axes and leaf.info.root in m.roots), None)
     if mixture is not None:
-        return mixed_inside_a_function(checker, mixture)
-    parameter, n, over = leaf.info.name or "a parameter", size_of(axes, checker.sizes), axes_text(axes)
+        return mixed_before(checker, mixture)
+    parameter, n, over = _parameter(leaf.info), size_of(axes, checker.sizes), axes_text(axes)
     rows = [(parameter, show_type(leaf)), ("gradient", show_type(grad))]
     if grad.info.type.varying & set(axes):
         state, opposite = f"varies over {over}", "does not"
@@ -454,6 +511,10 @@ def _reason_and_fix_of_varying_result(x: Operand, n: int, axes: Sequence[str]) -
 
 
 # --- parts of a message ---------------------------------------------------------------------------------------
+
+
+def _parameter(info: TensorInfo) -> str:
+    return info.name or (CAPTURED if info.is_captured else "a parameter")
 
 
 def _reason_for_pvary(n: int, axes: Sequence[str], use: str) -> list[str]:

@@ -18,12 +18,13 @@ _CONSTANT = {
     "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
     "new_empty_strided", "_efficientzerotensor",
 }  # fmt: skip
+_LIKE = {"zeros_like", "ones_like", "empty_like", "full_like"}  # it also has a value for each of the argument's
 _COMPARES = {  # the result has no gradient
     "eq", "ne", "lt", "le", "gt", "ge", "isclose", "equal", "isin", "bucketize", "searchsorted", "logical_and",
     "logical_or", "logical_xor", "is_same_size",
 }  # fmt: skip
 _OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}
-_SAME_VALUES = {"_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh"}  # in the same storage or in another
+_SAME_VALUES = {"_to_copy", "clone", "contiguous", "detach", "alias"}  # in the same storage or in another
 _USER_NAMES = {
     "mm": "matmul", "bmm": "matmul", "addmm": "matmul", "baddbmm": "matmul", "t": "transpose",
     "native_layer_norm": "layer_norm",
@@ -49,6 +50,8 @@ class Operation:
     func: Any
     name: str  # as a user calls it
     constant: bool = False  # the result has no values of the arguments
+    like: bool = False  # a `constant` that has a value for each of the argument's
+    fresh: bool = False  # the argument was made just now, by no operation: torch.tensor, torch.from_numpy
     compares: bool = False
     pointwise: bool = False
     completed_by: str | None = None  # the collective that completes a result computed from a part of a dim
@@ -95,6 +98,8 @@ class Operation:
 
     def read(self, args: Args, kwargs: Kwargs) -> list[Tensor]:
         """Return the tensors that a call reads."""
+        if self.fresh:
+            return []
         if not self.overwrites:
             return tensors_in(args, kwargs)
         positions, names = {i for i, _ in self.writes}, {name for _, name in self.writes}
@@ -126,6 +131,8 @@ def operation(func: Any) -> Operation:
         func,
         _user_name(name),
         constant=name in _CONSTANT,
+        like=name in _LIKE,
+        fresh=name == "lift_fresh",
         compares=name in _COMPARES,
         completed_by=_COMPLETED_BY.get(_user_name(name)),
         pointwise=torch.Tag.pointwise in func.tags,

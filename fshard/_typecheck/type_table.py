@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fshard._callsite import Site, site
 from fshard._torch_compat import unwrapped
-from fshard.spec import describe
 
-from .types import FREE, TensorInfo, join
+from .types import FREE, TensorInfo, history_like, join
 
 
 class _Write(NamedTuple):
@@ -36,20 +34,21 @@ class TypeTable:
         self._by_tensor: Any = WeakTensorKeyDictionary()
         self._by_storage: WeakKeyDictionary[UntypedStorage, TensorInfo] = WeakKeyDictionary()  # of its first tensor
         self._writes: WeakKeyDictionary[UntypedStorage, list[_Write]] = WeakKeyDictionary()
-        # Written storages from outside the region: the first tensor that was written there, described, and the line.
-        self.captured: WeakKeyDictionary[UntypedStorage, tuple[str, Site | None]] = WeakKeyDictionary()
 
-    def get(self, x: Tensor) -> TensorInfo:
-        """Return the facts of a tensor; of one that no operation made (an nn.Parameter), those of its storage."""
-        x = unwrapped(x)
+    def get(self, x: Tensor) -> TensorInfo | None:
+        """Return the facts of a tensor; of one that no operation made (an nn.Parameter), those of its storage.
+
+        `None` of a tensor that the table does not know.
+        """
         info: TensorInfo | None = self._by_tensor.get(x)
         if info is not None and not self._writes:
             return info
         if _has_no_single_storage(x):
             return info or FREE
         storage = x.untyped_storage()
+        info = info or self._by_storage.get(storage)
         if info is None:
-            info = self._by_storage.get(storage, FREE)
+            return None
         if writes := self._writes.get(storage):
             low, high = _byte_range(x)
             overlapping = [w for w in writes if w.low < high and low < w.high]
@@ -71,18 +70,22 @@ class TypeTable:
             elif first.type != info.type:  # parts of one buffer have several types: the leaves of one transfer, say
                 self._by_storage[storage] = FREE
 
+    def set_storage(self, x: Tensor, info: TensorInfo) -> None:
+        """Set the facts of all tensors that share memory with one that no operation of the region made."""
+        self._by_storage[x.untyped_storage()] = info
+
     def write(self, x: Tensor, new: TensorInfo, *, overwrites: bool) -> None:
         """Record that an in-place operation wrote values like `new` to `x`, and so to all tensors that share bytes.
 
         `overwrites` says that the operation does not read the old values.
         """
         storage = x.untyped_storage()
-        if storage not in self._by_storage:  # no argument's, and of no operation's result
-            self.captured.setdefault(storage, (describe(x), site()))
         low, high = _byte_range(x)
         replaces_all = overwrites and high - low == x.numel() * x.element_size()
-        old = self.get(x)
+        old = self.get(x) or FREE
         type = new.type if replaces_all else join([old.type, new.type], x)
+        if not (type.varying or type.invariant):  # zeros in the place of values that varied
+            new = new._replace(history=history_like(new.history.like | old.history.like | old.type.varying))
         others = [w for w in self._writes.get(storage, ()) if not (replaces_all and low <= w.low and w.high <= high)]
         info = old._replace(type=type, op=new.op, site=new.site, history=new.history)
         self._by_tensor[x] = info

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -36,9 +37,16 @@ class History(NamedTuple):
     partials: tuple[Partial, ...] = ()  # the last two reductions of a dim that a value that varies was computed from
     copies: frozenset[str] = NONE  # axes over which a value varies by pvary alone: each rank has a copy of one value
     gathers: tuple[Reduction, ...] = ()  # all_gathers by which alone it varies over an axis: at most one for each
+    like: frozenset[str] = NONE  # axes of a free value that was made like one that varies over them (zeros_like)
 
 
 NO_HISTORY = History()
+
+
+@functools.cache  # one object for each set: the usual case of the checker compares histories by identity
+def history_like(axes: frozenset[str]) -> History:
+    """Return the history of a free value that was made like one that varies over `axes`."""
+    return History(like=axes) if axes else NO_HISTORY
 
 
 class Reduction(NamedTuple):
@@ -80,6 +88,7 @@ class Mixture:
     text: MixtureText
     differentiated: bool  # a gradient can flow to the invariant operand
     is_update: bool  # the result has the shape of the invariant operand, which is an argument
+    roots: frozenset[int]  # of all operands that are invariant over the axis
     earlier: Mixture | None  # by which the varying operand came to vary
 
 
@@ -104,6 +113,12 @@ class TensorInfo(NamedTuple):
     start: int = 0  # storage offset of the root
     history: History = NO_HISTORY
     spec: P | None = None  # of an argument of the region
+    origin: Literal["", "captured", "view of captured", "made"] = ""  # "made": from nothing, and then differentiated
+
+    @property
+    def is_captured(self) -> bool:
+        """Return whether the tensor's memory is from outside the region."""
+        return self.origin in ("captured", "view of captured")
 
 
 FREE = TensorInfo(Type(), 0)
@@ -132,4 +147,5 @@ def show_type(o: Operand, shape: Sequence[int] | None = None) -> str:
     """Return `f32[64, 256]{V: data; I: model}`; with another `shape` where the user's tensor is a view of `o`."""
     t = o.info.type
     axes = [f"{state}: {', '.join(sorted(names))}" for state, names in (("V", t.varying), ("I", t.invariant)) if names]
-    return f"{format_tensor(o.tensor.dtype, tuple(o.tensor.shape if shape is None else shape))}{{{'; '.join(axes)}}}"
+    text = format_tensor(o.tensor.dtype, tuple(o.tensor.shape if shape is None else shape))
+    return f"{text}{{{'; '.join(axes)}}}" if axes else text

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,7 +49,8 @@ ROWS, COLUMNS = P("data"), fs.column("model")
 
 # --- types of results -----------------------------------------------------------------------------------------
 
-V_DATA, V_BOTH, V_NONE = ({"data"}, {"model"}), (BOTH, set()), (set(), BOTH)
+V_DATA, V_BOTH, V_NONE, FREE = ({"data"}, {"model"}), (BOTH, set()), (set(), BOTH), (set(), set())
+CONSTANT, INTEGERS, LAYER = torch.linspace(0, 1, 8), torch.arange(8), torch.nn.Linear(8, 8)
 
 RESULT_TYPES = {
     "argument": (lambda x, w: x, V_DATA),
@@ -92,6 +96,19 @@ RESULT_TYPES = {
     "draw with a split key that varies": (lambda x, w: fs.random.bits(fs.split(_key_of("data"))[0], (3,)), V_DATA),
     "dropout with the spec of its operand": (
         lambda x, w: fs.nn.dropout(x, 0.5, key=fs.key(0), spec=ROWS), V_DATA),
+    "captured": (lambda x, w: CONSTANT[:2] * 2, V_NONE),
+    "captured integers": (lambda x, w: INTEGERS + 1, FREE),
+    "captured with a varying tensor": (lambda x, w: x * CONSTANT, V_DATA),
+    "numpy array": (lambda x, w: torch.from_numpy(x.numpy().copy()) + torch.as_tensor(np.ones(8)), FREE),
+    "Python list": (lambda x, w: torch.tensor([1.0]) + torch.Tensor([2.0]), FREE),
+    "differentiated zeros": (lambda x, w: fs.grad(lambda d: (d * d).sum())(torch.zeros(3)), V_NONE),
+    "zeros that require a gradient": (lambda x, w: torch.zeros(3, requires_grad=True) * 1, V_NONE),
+    "a parameter": (lambda x, w: torch.nn.Parameter(torch.zeros(3)) * 1, V_NONE),
+    "wrapped zeros": (lambda x, w: torch.func.grad(lambda d: (d * d).sum())(torch.zeros(3)), V_NONE),
+    "differentiated zeros like": (lambda x, w: (0.1 * torch.ones_like(x)).requires_grad_() * 1, V_DATA),
+    "differentiated copy of zeros in its place": (lambda x, w: x.clone().zero_().requires_grad_() * 1, V_DATA),
+    "zeros with other data": (lambda x, w: setattr(z := torch.zeros(2, 8), "data", x) or z * 1, V_DATA),
+    "differentiated new_zeros": (lambda x, w: x.new_zeros(3).requires_grad_() * 1, V_NONE),
 }  # fmt: skip
 
 
@@ -184,6 +201,8 @@ MIXES = {
     "draw from an explicit generator": lambda x, w, i: x + torch.randn(8, generator=torch.Generator().manual_seed(0)),
     "dropout with rate 0": lambda x, w, i: torch.nn.functional.dropout(x, 0.0),
     "attention": lambda x, w, i: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0],
+    "captured parameters that nothing differentiates": lambda x, w, i: LAYER(x),
+    "captured parameters on the way to a gradient": lambda x, w, i: fs.grad(lambda x: LAYER(x).sum())(x),
     "drawn index": lambda x, w, i: x[:, fs.random.randint(fs.key(0), (2,), high=8)],
 }  # fmt: skip
 
@@ -382,6 +401,82 @@ def test_features_that_vary_before_a_head_over_all_ranks_are_to_be_gathered_as_o
     line = line_of('x = fs.all_gather(x, "data")')
     assert f'fix: at test_checker.py:{line}:  x = fs.all_gather(x, "data", to="invariant")\n' in step(True)
     assert step(False).endswith("or x = fs.all_gather(x, 'data', to='invariant')")
+
+
+# --- tensors that the function captures -----------------------------------------------------------------------
+
+
+def test_gradient_of_a_captured_module_is_right_on_every_mesh_with_pvary():
+    def step(x):
+        varying = fs.pvary(dict(LAYER.named_parameters()), "data")
+        loss = fs.pmean(torch.func.functional_call(LAYER, varying, (x,)).square().mean(), "data")
+        return torch.autograd.grad(loss, tuple(LAYER.parameters()))
+
+    fs.verify(mapped(step, (ROWS,), P(), check="always"), X)
+
+
+def test_copy_of_a_captured_module_trains_inside():
+    def step(x):
+        layer = copy.deepcopy(LAYER)
+        optimizer = torch.optim.Adam(layer.parameters(), 0.1)
+        for _ in range(2):
+            varying = fs.pvary(dict(layer.named_parameters()), "data")
+            optimizer.zero_grad()
+            fs.pmean(torch.func.functional_call(layer, varying, (x,)).square().mean(), "data").backward()
+            optimizer.step()
+        return [p.detach() for p in layer.parameters()]
+
+    fs.verify(mapped(step, (ROWS,), P(), check="always"), X)
+
+
+def _loss_of_layer(x):
+    return fs.pmean(LAYER(x).square().mean(), "data")
+
+
+WRITES_TO_GRAD = {
+    "backward": lambda x: _loss_of_layer(x).backward(),
+    "backward of inputs": lambda x: _loss_of_layer(x).backward(inputs=[LAYER.weight, LAYER.bias]),
+    "backward of several losses": lambda x: torch.autograd.backward([_loss_of_layer(x), _loss_of_layer(x)]),
+    "assignment": lambda x: [setattr(p, "grad", torch.ones_like(p)) for p in LAYER.parameters()],
+}
+
+
+@pytest.mark.parametrize("name", WRITES_TO_GRAD)
+@pytest.mark.parametrize("kind", ["simulated", "abstract"])
+def test_write_to_the_grad_of_a_captured_tensor_is_an_error(name, kind):
+    f = mapped(WRITES_TO_GRAD[name], (ROWS,), P(), mesh=fs.make_mesh(kind=kind, data=2))
+    text = error_text(f if kind == "simulated" else functools.partial(fs.check, f), X)
+    assert text.startswith(f"test_checker.py:{line_of(f'    {chr(34)}{name}{chr(34)}: ')} in ")
+    assert "writes to the .grad of " in text
+    assert all(p.grad is None for p in LAYER.parameters())
+
+
+def test_value_of_another_rank_is_an_error_also_at_the_next_call():
+    kept = functools.cache(lambda: fs.axis_index("data") + torch.ones(8))  # the cached value
+    f = mapped(lambda x: fs.pmean((x * kept()).mean(), "data"), (ROWS,), P())
+    for _ in range(2):
+        text = error_of(lambda x: fs.pmean((x * kept()).mean(), "data"), (ROWS,), P(), X)  # its use
+        assert text.startswith(
+            f"test_checker.py:{line_of('# its' + ' use')} in <lambda>: uses a tensor that another rank"
+        )
+        assert f"it was made by add at test_checker.py:{line_of('# the cached' + ' value')}" in text
+    kept.cache_clear()
+    with pytest.raises(ShardingError, match="another rank made"):
+        f(X)
+
+
+def test_cached_value_that_is_the_same_on_the_ranks_is_accepted():
+    table = functools.cache(lambda: torch.cos(torch.arange(8.0)))
+    of_model = functools.cache(lambda at: fs.axis_index("model") + torch.ones(8))
+
+    def f(x, scale):
+        kept = mean(x) * of_model(int(fs.axis_index("model")))
+        return fs.psum((x * table() * scale).sum() * kept.sum(), ("data", "model"))
+
+    def mean(x, kept={}):  # noqa: B006
+        return kept.setdefault("x", fs.pmean(x.mean(0), "data"))
+
+    mapped(f, (ROWS, P()), P(), check="always")(X, torch.tensor(2.0))
 
 
 # --- fixes of errors ------------------------------------------------------------------------------------------

@@ -193,6 +193,53 @@ def gathered_weights(x, w):
     return fs.grad(loss)(x)
 
 
+def captured_weight(x):
+    loss = fs.pmean((x * WEIGHT).square().mean(), "data")
+    return torch.autograd.grad(loss, WEIGHT)[0]
+
+
+def captured_module(x):
+    loss = fs.pmean(MODULE(x).square().mean(), "data")
+    return torch.autograd.grad(loss, tuple(MODULE.parameters()))
+
+
+def training_of_a_captured_module(x):
+    optimizer = torch.optim.SGD(MODULE.parameters(), 0.1)
+    loss = fs.pmean(MODULE(x).square().mean(), "data")
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def running_mean_in_a_captured_tensor(x):
+    MEAN.mul_(0.9).add_(fs.pmean(x.mean(0), "data"), alpha=0.1)
+    return x - MEAN
+
+
+def psum_of_captured(x):
+    penalty = fs.psum(WEIGHT.square().sum(), "data")
+    return fs.pmean(x.square().mean(), "data") + penalty
+
+
+def rows_of_captured_by_number(x):
+    n = x.shape[0]
+    rows = TABLE[n * int(fs.axis_index("data")) :][:n]
+    return fs.pmean(rows.square().mean(), "data")
+
+
+def prompt_of_zeros(x):
+    prompt = torch.zeros(8)
+    return fs.grad(lambda p: fs.pmean((x + p).square().mean(), "data"))(prompt)
+
+
+def leaf_of_zeros(x):
+    prompt = torch.zeros(8, requires_grad=True)
+    fs.pmean((x + prompt).square().mean(), "data").backward()
+    return prompt.grad
+
+
+WEIGHT, MODULE, MEAN = torch.ones(8, requires_grad=True), torch.nn.Linear(8, 1), torch.zeros(8)
+TABLE = torch.arange(4.0)
 LOGITS, IDS = torch.sin(torch.arange(32.0)).view(4, 8), torch.arange(4) * 2
 # name: (program, in_specs, out_specs, arguments)
 CASES = {
@@ -231,6 +278,14 @@ CASES = {
     ),
     "gathered_mask": (gathered_mask, (P(), P("model")), P(), (LOGITS[0], LOGITS[1] > 0)),
     "gathered_indices": (gathered_indices, (P(), P("model")), P(), (LOGITS.T, IDS)),
+    "captured_weight": (captured_weight, (ROWS,), P(), (X,)),
+    "captured_module": (captured_module, (ROWS,), P(), (X,)),
+    "training_of_a_captured_module": (training_of_a_captured_module, (ROWS,), P(), (X,)),
+    "running_mean_in_a_captured_tensor": (running_mean_in_a_captured_tensor, (ROWS,), ROWS, (X,)),
+    "psum_of_captured": (psum_of_captured, (ROWS,), P(), (X,)),
+    "rows_of_captured_by_number": (rows_of_captured_by_number, (ROWS,), P(), (X,)),
+    "prompt_of_zeros": (prompt_of_zeros, (ROWS,), P(), (X,)),
+    "leaf_of_zeros": (leaf_of_zeros, (ROWS,), P(), (X,)),
     "gathered_weights": (gathered_weights, (P(), P("model")), P(), (LOGITS, LOGITS[:, 0])),
 }  # fmt: skip
 

@@ -394,7 +394,7 @@ def test_cross_entropy_over_sampled_classes_is_that_of_their_columns(layout, ker
         at = torch.searchsorted(SAMPLED, mine)
 
         def one(rate, kw):
-            kw = {**kw, "weight": weight[at] if "weight" in kw else None}
+            kw = {**kw, "weight": fs.pvary(weight[at], axis) if "weight" in kw else None}
             t = targets.where(targets >= 0, kw["ignore_index"])
             logits = fs.pvary(rate, axis)[:, at]
             y = nn.cross_entropy(logits, t, axis=axis, over=over, classes=mine, **kw)
