@@ -280,9 +280,9 @@ class ShardMapped:
             local.clear()
             with marks:
                 out = self._body(*inputs)
-            with contextlib.nullcontext() if checker is None else checker.paused():
-                result = flatten_result(out)
-                if checker is not None:
+            result = flatten_result(out)  # seen by the checker: tensors made of numpy arrays are not captured
+            if checker is not None:
+                with checker.paused():
                     self._check_results(checker, result.out)
             digest = checker.digest() if checker is not None and self.mesh.kind == "process" else ""
             plan.rank_types = exchange_result_types(self._name, self.mesh, plan.rank_types, result, digest)

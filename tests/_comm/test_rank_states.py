@@ -357,8 +357,9 @@ def test_error_text_of_a_write_to_a_captured_tensor(write):
     with pytest.raises(fs.ShardingError) as caught:
         on_ranks(f, torch.ones(N, 3), check="first")
     place, *_, tensor, why, fix = str(caught.value).splitlines()
-    assert re.fullmatch(r"test_rank_states.py:\d+ in <lambda>: ((foreach_)?add|an assignment to .data) writes to a tensor "
-                        "that was made outside of shard_map", place)  # fmt: skip
+    how = "((foreach_)?add|an assignment to .data)"
+    where = "that was made outside of shard_map"
+    assert re.fullmatch(rf"test_rank_states.py:\d+ in <lambda>: {how} writes to a tensor {where}", place)
     assert tensor.endswith("  i64[]    captured" if write == "to integers" else "  f32[2, 3]{I: m}    captured")
     assert why == "  processes would each change a copy of their own, and simulated ranks, which are threads, share one"
     assert fix.startswith("  fix: pass it as an argument, and return its new value (of a module's buffers: fs.defer")
