@@ -95,6 +95,16 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def current_backward_node() -> Any:
+    """Return the node of the graph that a backward pass on this thread runs; None outside a backward pass."""
+    return torch._C._current_autograd_node()
+
+
+def next_sequence_number() -> int:
+    """Return the number that the next node of the graph gets on this thread: a node's `_sequence_nr()`."""
+    return torch.autograd._get_sequence_nr()
+
+
 # --- operations -------------------------------------------------------------------------------------------------------
 
 # A dispatch mode that reads a size of a tensor would call the modes above torch.func, if these were not off.
@@ -168,9 +178,10 @@ def timeout_of(backend: Any) -> Any:
 
 
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of", "foreach_copy_",
-    "functional_collectives", "in_backward", "in_transform", "is_batched", "is_grad_tracking", "is_view", "is_wrapped",
-    "level_of", "named_as", "replace_reparametrize_module", "replace_trunc_normal", "schema_of", "set_jvp_nesting",
-    "storage_id", "timeout_of", "transform_level", "unwrapped", "unwrapped_once", "version_of",
-    "without_functorch", "without_modes", "without_torch_function",
+    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of",
+    "current_backward_node", "foreach_copy_", "functional_collectives", "in_backward", "in_transform", "is_batched",
+    "is_grad_tracking", "is_view", "is_wrapped", "level_of", "named_as", "next_sequence_number",
+    "replace_reparametrize_module", "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id",
+    "timeout_of", "transform_level", "unwrapped", "unwrapped_once", "version_of", "without_functorch",
+    "without_modes", "without_torch_function",
 ]  # fmt: skip
