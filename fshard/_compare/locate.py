@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from fshard._callsite import place_and_source, quote
+from fshard._callsite import Site, place_and_source, quote
 from fshard.spec import format_axes
 
 from .recorder import COUNT, DIMS, ORDER, SCALE, SIZE, SQUARES, TOTAL, Key, Record, Recorder
@@ -56,6 +56,8 @@ class Comparison:
             records = [r.records[key] for r in self.here if key in r.records]
             operands = dict.fromkeys(k for r in records for k in r.operands)
             wrong = [(k, terms) for k in operands if not self.agrees(k)]
+            # An index or a mask of local rows differs in right programs too.
+            wrong = [(k, t) for k, t in wrong if self._any_record(k).is_float] or wrong
             # The sum over ranks that the transpose of a pvary takes is right for terms: if its operand is not that,
             # the mistake is where the operand comes from, in the backward pass.
             terms = terms.union(*(r.terms for r in records))
@@ -74,6 +76,8 @@ class Comparison:
             operand = self._any_record(first.operands[0])
             if math.isclose(first.numbers[SQUARES], operand.numbers[SQUARES]):
                 return self.agrees(first.operands[0], terms)
+        if math.isnan(first.numbers[TOTAL]):  # NaN equals nothing
+            return False
         if other is None:
             return None
         single = self._ranks(key, other)
@@ -125,8 +129,10 @@ class Comparison:
         text = [f"first different line{', in its backward pass' if key[0].is_backward else ''}: {place}", *source,
                 *(f"called at {line}" for line in lines[1 : 1 + _CALLERS])]  # fmt: skip
         other = self._counterpart(key)
-        mine, others = self._ranks(key, other) if other else ([[]], [[]])
-        if self.agrees(key):
+        mine, others = self._ranks(key, other) if other else list[_Ranks](([[]], [[]]))
+        if math.isnan(self._any_record(key).numbers[TOTAL]):
+            text.append("its result has NaN")
+        elif self.agrees(key):
             text.append("its result agrees, but not as the out spec or the next operation takes it")
         elif not all(mine + others):
             runs = ["/".join(map(str, sorted({r.runs[key[0]] for r in rs}))) for rs in (self.here, self.there)]
@@ -150,9 +156,9 @@ class Comparison:
         ratio = [f"ratio {x / y:.4g}"] if y else []
         return "    ".join([f"{_SHOWN[which]} of its result{over}  {values[0]}", values[1], *ratio])
 
-    def _reads(self, key: Key) -> list[object]:
+    def _reads(self, key: Key) -> list[Site]:
         """Return the earlier lines of the function that read a number which differs between ranks or meshes."""
-        sites = []
+        sites: list[Site] = []
         for r in (r for r in self.here if key in r.records and key[0].lines):
             end, line = list(r.records).index(key), key[0].lines[0]
             for when, place, k in r.reads:

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,8 +21,8 @@ from fshard._callsite import Site, is_users_frame
 from fshard._comm import region
 from fshard._operations import tensors_in
 from fshard._torch_compat import (
-    current_backward_node,
-    next_sequence_number,
+    backward_number,
+    next_number,
     unwrapped,
     without_functorch,
     without_modes,
@@ -55,13 +55,14 @@ class Record(NamedTuple):
     invariant: frozenset[str]
     eps: float  # of the lowest precision that it was computed in
     operands: tuple[Key, ...]
+    is_float: bool
     is_index: bool  # integers computed from the rank's position, which differ in right programs
     moved: Key | None = None  # the operand of a collective: its result where no axis has more than one rank
     is_view: bool = False
     terms: frozenset[str] = frozenset()  # axes that the transpose of a pvary sums over
 
 
-class Recorder(Checker):
+class Recorder(Checker):  # type: ignore[no-untyped-call]
     """A checker that records what one rank computes.
 
     `places` are shared by all ranks; `start` is the code of the frame that calls the program.
@@ -80,8 +81,8 @@ class Recorder(Checker):
         self._start = start
         self._made: Any = WeakTensorKeyDictionary()
         self._written: WeakKeyDictionary[UntypedStorage, list[tuple[int, Key]]] = WeakKeyDictionary()
-        self._lines_of_node: dict[int, _Lines] = {}
-        self._next_node = next_sequence_number()
+        self._lines_of_node: dict[int | None, _Lines] = {}
+        self._next_node = next_number()
 
     def set_argument_type(self, x: Tensor, spec: P, name: str) -> None:
         super().set_argument_type(x, spec, name)
@@ -130,9 +131,10 @@ class Recorder(Checker):
 
     def _lines(self) -> _Lines:
         """Return the user's lines; in a backward pass those of the operation that is differentiated."""
-        node, frame, lines = current_backward_node(), sys._getframe(1), ()
-        if node is not None and node._sequence_nr() in self._lines_of_node:
-            return self._lines_of_node[node._sequence_nr()]
+        if (node := backward_number()) in self._lines_of_node:
+            return self._lines_of_node[node]
+        frame: FrameType | None = sys._getframe(1)
+        lines: _Lines = ()
         while frame is not None and frame.f_code is not self._start:
             if is_users_frame(frame):
                 lines += ((id(frame.f_code), frame.f_lasti),)
@@ -141,7 +143,7 @@ class Recorder(Checker):
         return lines
 
     def _place(self, lines: _Lines, op: str) -> Place:
-        known = lines, op, current_backward_node() is not None
+        known = lines, op, backward_number() is not None
         if known not in self._places:
             sites = tuple(Site(self._codes[code], at) for code, at in lines if code in self._codes)
             return self._places.setdefault(known, Place(sites, *known[1:]))
@@ -152,9 +154,9 @@ class Recorder(Checker):
         written: Sequence[Tensor] = (), moves: bool = False, **facts: Any,
     ) -> None:  # fmt: skip
         lines = self._lines() if lines is None else lines
-        for node in range(self._next_node, next_sequence_number()):  # one for each transform that differentiates
+        for node in range(self._next_node, next_number()):  # one for each transform that differentiates
             self._lines_of_node[node] = lines
-        self._next_node = next_sequence_number()
+        self._next_node = next_number()
         place = self._place(lines, op)
         self.runs[place] += 1
         in_place = set(map(id, written))
@@ -162,11 +164,12 @@ class Recorder(Checker):
             key, earlier = (place, self.runs[place], j), [self.records[k] for k in own]
             with self.paused(), without_functorch(), without_modes(), without_torch_function(), torch.no_grad():
                 numbers = _numbers(x)
-            eps = torch.finfo(x.dtype).eps if x.is_floating_point() or x.is_complex() else 0.0
+            is_float = x.is_floating_point() or x.is_complex()
+            eps = torch.finfo(x.dtype).eps if is_float else 0.0
             is_index = x.dtype == torch.int64 and (op == "axis_index" or any(r.is_index for r in earlier))
             moved = own[0] if moves and len(own) == 1 else None
             record = Record(tuple(x.shape), numbers, self.info(x).type.invariant, max([eps, *(r.eps for r in earlier)]),
-                            own, is_index, moved, **facts)  # fmt: skip
+                            own, is_float, is_index, moved, **facts)  # fmt: skip
             self.records[key] = record
             self.groups.setdefault((place, 0 if record.is_view else j), []).append(record)
             if id(x) in in_place and x.layout is torch.strided:
@@ -180,7 +183,7 @@ def _numbers(x: Tensor) -> tuple[float, ...]:
     if x.is_meta or x.layout is not torch.strided:
         return (x.numel(), *[0.0] * (5 + x.ndim))
     x = torch.view_as_real(x.resolve_conj()).sum(-1) if x.is_complex() else x
-    x = torch.nan_to_num(x.detach().to(torch.float64), nan=7.0, posinf=5.0, neginf=-3.0)
+    x = torch.nan_to_num(x.detach().to(torch.float64), nan=math.nan, posinf=5.0, neginf=-3.0)
     size = float(x.abs().sum())
     others = [[i for i in range(x.ndim) if i != d] for d in range(x.ndim)]
     by_position = [x.flatten(), *(x.sum(dims) if dims else x for dims in others)]

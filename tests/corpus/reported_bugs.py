@@ -3,7 +3,7 @@
 The programs are ours, and as small as the mistake allows.
 
 Legend: B batch, T positions, D width, E experts, V vocabulary; [T@model] is a dim split over an axis; {V} varies over
-the axis of the pattern, {I} does not. `# BUG` marks the line that the types name.
+the axis of the pattern, {I} does not. `# BUG` marks the line of the mistake.
 """
 
 from __future__ import annotations
