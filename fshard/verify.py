@@ -93,6 +93,10 @@ def verify(
             leaf, and 4 times the noise in it. By default a leaf of the path and shape of an argument, which it updates,
             is allowed no more than 1 % of its largest change, and the noise.
         bitwise: allow no difference.
+        locate: where something differs, name the first line whose result differs while its operands agree, forward or
+            backward. The program runs once more on its mesh and on the smallest that differs, both simulated, with a
+            record of sums over every tensor. Such an error takes 2.8 times as long in the median of small programs,
+            1.3 times for an MLP of 2 million weights; without a difference there is no cost.
         examples: positions of arguments that hold examples, split over the ranks along dim 0. All meshes are then
             compared with the examples in three other orders too: on each rank there are then other numbers of examples
             that a mask keeps, or that meet a condition. Pass 7 examples instead of 8 for ranks of unequal size.
@@ -104,7 +108,8 @@ def verify(
     ('data=2, model=2', 'data=1, model=2')
 
     Raises ShardingError with the leaves that differ, by the axis that changes them: the largest error, the ratio where
-    it is constant, the likely cause. NaN equals nothing; another shape, dtype or tree is a difference.
+    it is constant, the likely cause; then the first different line. NaN equals nothing; another shape, dtype or tree is
+    a difference.
     """
     if f.mesh.kind == "abstract":
         raise fail(f"verify: {f._name} is on an abstract mesh, where nothing has a value",
