@@ -92,7 +92,20 @@ def replace_reparametrize_module(f: Callable[..., Any]) -> Callable[..., Any]:
 
 def in_backward() -> bool:
     """Return whether a backward pass of autograd is running on this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_autograd_node() is not None
+
+
+# Autograd numbers the nodes of a graph in the order of the forward pass. The public way to the line of a node, anomaly
+# mode, makes the text of a traceback for each of them.
+def backward_number() -> int | None:
+    """Return the number of the node that a backward pass on this thread runs; None outside a backward pass."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def next_number() -> int:
+    """Return the number that the next node gets which an operation makes on this thread."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -168,9 +181,9 @@ def timeout_of(backend: Any) -> Any:
 
 
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of", "foreach_copy_",
-    "functional_collectives", "in_backward", "in_transform", "is_batched", "is_grad_tracking", "is_view", "is_wrapped",
-    "level_of", "named_as", "replace_reparametrize_module", "replace_trunc_normal", "schema_of", "set_jvp_nesting",
-    "storage_id", "timeout_of", "transform_level", "unwrapped", "unwrapped_once", "version_of",
-    "without_functorch", "without_modes", "without_torch_function",
+    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of", "backward_number",
+    "foreach_copy_", "functional_collectives", "in_backward", "in_transform", "is_batched", "is_grad_tracking",
+    "is_view", "is_wrapped", "level_of", "named_as", "next_number", "replace_reparametrize_module",
+    "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id", "timeout_of", "transform_level",
+    "unwrapped", "unwrapped_once", "version_of", "without_functorch", "without_modes", "without_torch_function",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from torch import Tensor
 from . import tree
 from ._call import force_eager
 from ._compare import (
+    Comparison,
     Difference,
     Evidence,
     OtherRounding,
@@ -22,6 +23,7 @@ from ._compare import (
     compare,
     describe_differences,
     max_finite_magnitude,
+    recording_program,
     replica_errors,
     reround,
     sum_over_ranks,
@@ -74,7 +76,7 @@ class Verified:
 @checked
 def verify(
     f: ShardMapped, *args: Any, meshes: Sequence[Mapping[str, int]] | None = None, rtol: Any = None, atol: Any = None,
-    bitwise: bool = False, examples: int | Sequence[int] = (),
+    bitwise: bool = False, examples: int | Sequence[int] = (), locate: bool = True,
 ) -> Verified:  # fmt: skip
     """Run `f` on its mesh and on others, with each axis in turn collapsed to size 1, and with all; compare the results.
 
@@ -91,6 +93,10 @@ def verify(
             leaf, and 4 times the noise in it. By default a leaf of the path and shape of an argument, which it updates,
             is allowed no more than 1 % of its largest change, and the noise.
         bitwise: allow no difference.
+        locate: where something differs, name the first line whose result differs while its operands agree, forward or
+            backward. The program runs once more on its mesh and on the smallest that differs, both simulated, with a
+            record of sums over every tensor. Such an error takes 2.8 times as long in the median of small programs,
+            1.3 times for an MLP of 2 million weights; without a difference there is no cost.
         examples: positions of arguments that hold examples, split over the ranks along dim 0. All meshes are then
             compared with the examples in three other orders too: on each rank there are then other numbers of examples
             that a mask keeps, or that meet a condition. Pass 7 examples instead of 8 for ranks of unequal size.
@@ -102,7 +108,8 @@ def verify(
     ('data=2, model=2', 'data=1, model=2')
 
     Raises ShardingError with the leaves that differ, by the axis that changes them: the largest error, the ratio where
-    it is constant, the likely cause. NaN equals nothing; another shape, dtype or tree is a difference.
+    it is constant, the likely cause; then the first different line. NaN equals nothing; another shape, dtype or tree is
+    a difference.
     """
     if f.mesh.kind == "abstract":
         raise fail(f"verify: {f._name} is on an abstract mesh, where nothing has a value",
@@ -114,7 +121,7 @@ def verify(
     if examples != ():
         positions = [examples] if isinstance(examples, int) else list(examples)
         runs += [(f"{f._name}, with the examples in another order,", a) for a in _in_other_orders(f, args, positions)]
-    outcomes = [_compare_meshes(f, name, a, others, rtol, atol, bitwise) for name, a in runs]
+    outcomes = [_compare_meshes(f, name, a, others, rtol, atol, bitwise, locate) for name, a in runs]
     return Verified(
         tuple(map(format_axes, [f.mesh.axes, *others])),
         outcomes[0][0],
@@ -125,7 +132,14 @@ def verify(
 
 
 def _compare_meshes(
-    f: ShardMapped, name: str, args: tuple[Any, ...], others: Sequence[Sizes], rtol: Any, atol: Any, bitwise: bool
+    f: ShardMapped,
+    name: str,
+    args: tuple[Any, ...],
+    others: Sequence[Sizes],
+    rtol: Any,
+    atol: Any,
+    bitwise: bool,
+    locate: bool,
 ) -> tuple[int, float, list[str]]:
     """Return the number of leaves, the largest error, and the leaves that are noise. Raises if leaves differ."""
     f._compare_arguments(args)
@@ -169,6 +183,7 @@ def _compare_meshes(
         evidence = [Evidence(t, e, before, functools.partial(sum_over_ranks, x)) for t, e, before, x in facts]
         text = describe_differences(name, real, names, evidence)
         text += refusal if text else ""
+        text += _locate(f, args, full_args, real) if text and locate and not not_repeated else ""
         if not_repeated:
             changed = join_limited([names[i] for i in sorted(not_repeated)], 3)
             text = str(fail(f"verify: {changed} of {name}: another run on the same mesh gives another answer",
@@ -297,6 +312,33 @@ def _measure_noise(f: ShardMapped, args: Any, full_args: Any, least: Sequence[fl
             if i < len(noise) and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
                 noise[i] = max(noise[i], max_finite_magnitude(widen(a) - widen(b)))
     return noise, refusal
+
+
+def _locate(
+    f: ShardMapped, args: tuple[Any, ...], full_args: tuple[Any, ...], differences: Sequence[Difference]
+) -> str:
+    """Describe the first different line, by runs on the mesh and on the smallest that differs, both simulated."""
+    others = [{**f.mesh.axes, **{axis: n for axis, (_, n) in d.sizes.items()}} for d in differences]
+    other = min(others, key=lambda sizes: math.prod(sizes.values()))
+    leaves = {d.leaf for d, sizes in zip(differences, others, strict=True) if sizes == other}
+    runs, places = [], dict[Any, Any]()
+    try:
+        for sizes in (f.mesh.axes, other):
+            mesh = make_mesh(kind="simulated", device=f.mesh.device, **sizes)
+            placed = _place_copies(args, full_args, mesh)
+            plan = f.on(mesh, check="never", compile=False)._make_plan(tree.leaves(placed), placed)
+            run, recorders = recording_program(f._f, sizes, plan.specs, plan.names, places)
+            with force_eager:
+                ShardMapped(run, mesh, f._in_specs, f._out_specs, "never", False, f._donate)(*placed)
+            runs.append(recorders)
+        found = Comparison((f.mesh.axes, other), runs)
+        key = found.first(range(len(runs[0][0].results)) if leaves & {-1, len(runs[0][0].results)} else leaves)
+        lines = [] if key is None else found.describe(key)
+    except ShardingError as e:
+        lines = ['first different line: check="always" finds a mistake', *str(e).splitlines()]
+    except Exception as e:
+        lines = [f"first different line: not known, since a run that records it raises {type(e).__name__}: {e}"]
+    return "".join(f"\n  {'' if i == 0 else '  '}{line}" for i, line in enumerate(lines))
 
 
 def _with_other_rounding(f: ShardMapped, key: int) -> ShardMapped:

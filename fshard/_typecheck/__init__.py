@@ -2,5 +2,6 @@
 
 from .checker import Checker, Rank, same_numbers
 from .differentiated import leaves_of
+from .op_schema import operation
 
-__all__ = ["Checker", "Rank", "leaves_of", "same_numbers"]
+__all__ = ["Checker", "Rank", "leaves_of", "operation", "same_numbers"]

@@ -6,15 +6,14 @@ replaces one part, and `# BUG` marks the line of the mistake.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 import fshard as fs
+from tests.corpus.located import marked_lines
 
 TITLES = {
     1: "no pvary where an invariant enters a column-parallel matmul",
@@ -58,9 +57,8 @@ class Bug:
     @property
     def line(self) -> str:
         """Place of the mistake: file:line."""
-        lines, first = inspect.getsourcelines(self.wrong)
-        (offset,) = [i for i, line in enumerate(lines) if "# BUG" in line]
-        return f"{Path(inspect.getfile(self.wrong)).name}:{first + offset}"
+        (line,) = marked_lines(self.wrong)
+        return line
 
 
 def mapped(f: Callable[..., Any], sizes: dict[str, int], in_specs: Any, out_specs: Any, check: str) -> Any:

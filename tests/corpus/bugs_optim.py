@@ -84,7 +84,7 @@ def step_clipped_by_a_norm_summed_twice(p: Any, x: Tensor) -> tuple[Any, Any]:
 
 def step_clipped_by_local_norm(p: Any, x: Tensor) -> tuple[Any, Any]:
     loss, grads = fs.value_and_grad(whole_loss)(p, x)
-    norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()  # types name the update below
+    norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()  # BUG: types name the update below
     return descend(p, scaled(grads, norm)), {"loss": loss, "norm": norm}
 
 

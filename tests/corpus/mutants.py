@@ -326,7 +326,7 @@ class Subject:
         return _error_of(lambda: self.typed(*self.args))
 
     def verify(self) -> str:
-        return _error_of(lambda: fs.verify(self.f, *self.args))
+        return _error_of(lambda: fs.verify(self.f, *self.args, locate=False))
 
     def outcome(self, mutant: Mutant) -> Outcome:
         """Run every check on a mutant."""

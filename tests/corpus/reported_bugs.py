@@ -3,7 +3,7 @@
 The programs are ours, and as small as the mistake allows.
 
 Legend: B batch, T positions, D width, E experts, V vocabulary; [T@model] is a dim split over an axis; {V} varies over
-the axis of the pattern, {I} does not. `# BUG` marks the line that the types name.
+the axis of the pattern, {I} does not. `# BUG` marks the line of the mistake.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def contrastive_correct(p: Params, x: Tensor) -> Tensor:
 
 def norm_wrong(grads: Params) -> dict[str, Tensor]:  # bias [D]{I}, up [D, F@model]
     parts = [g.square().sum() for g in grads.values()]
-    total = parts[0] + parts[1]
+    total = parts[0] + parts[1]  # BUG
     return {"norm": fs.psum(total, "model").sqrt()}
 
 
@@ -135,7 +135,7 @@ def _fsdp_grads(p: Params, x: Tensor) -> Params:  # w [D@data, D], x [B@data, D]
 
 
 def reduced_twice_wrong(p: Params, x: Tensor) -> Params:
-    grads = fs.psum(_fsdp_grads(p, x), "data")  # adds up the gradients of different rows
+    grads = fs.psum(_fsdp_grads(p, x), "data")  # BUG: adds up the gradients of different rows
     return {"w": p["w"] - 0.1 * grads["w"]}
 
 
@@ -153,7 +153,7 @@ def _errors(p: Params, x: Tensor) -> Tensor:
 def accumulation_wrong(p: Params, x: Tensor, mask: Tensor) -> dict[str, Any]:  # x [B@data, D], mask [B@data]
     def loss(p: Params, x: Tensor, mask: Tensor) -> Tensor:
         total, count = fs.psum(((_errors(p, x) * mask).sum(), mask.sum()), "data")
-        return total / count  # of this microbatch only
+        return total / count  # BUG: of this microbatch only
 
     value, grads = fs.accumulate(loss, 2)(p, x, mask)
     return {"grads": grads, "loss": value}
@@ -181,7 +181,7 @@ def _positions(t: int) -> Tensor:
 
 
 def rope_wrong(q: Tensor, k: Tensor) -> dict[str, Tensor]:  # [T@model, D]
-    positions = torch.arange(len(q))  # begin at 0 on every rank
+    positions = torch.arange(len(q))  # BUG: begin at 0 on every rank
     return {"scores": _rotated(q, positions) @ fs.all_gather(_rotated(k, positions), "model").T}
 
 
@@ -192,7 +192,7 @@ def rope_correct(q: Tensor, k: Tensor) -> dict[str, Tensor]:
 
 def causal_wrong(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:  # [B, H, T@model, D]
     k, v = fs.all_gather((k, v), "model", dim=2)
-    return {"y": nn.attention(q, k, v, causal=True)}  # takes each rank's queries for the last positions
+    return {"y": nn.attention(q, k, v, causal=True)}  # BUG: takes each rank's queries for the last positions
 
 
 def causal_correct(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
@@ -201,7 +201,7 @@ def causal_correct(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
 
 
 def shift_wrong(table: Tensor, ids: Tensor) -> dict[str, Tensor]:  # table [V, V]{I}, ids [T@model]
-    targets = torch.cat([ids[1:], torch.full((1,), -100)])  # the last target of each part is on the next rank
+    targets = torch.cat([ids[1:], torch.full((1,), -100)])  # BUG: the last target of each part is on the next rank
     return {"loss": nn.cross_entropy(nn.embedding(ids, fs.pvary(table, "model")), targets, over="model")}
 
 
@@ -216,7 +216,7 @@ def shift_correct(table: Tensor, ids: Tensor) -> dict[str, Tensor]:
 
 
 def rms_wrong(x: Tensor, scale: Tensor) -> dict[str, Tensor]:  # x [B, D@model], scale [D@model]
-    return {"y": nn.rms_norm(x, scale)}
+    return {"y": nn.rms_norm(x, scale)}  # BUG
 
 
 def rms_correct(x: Tensor, scale: Tensor) -> dict[str, Tensor]:
@@ -231,7 +231,7 @@ def _whitened(x: Tensor, axes: tuple[str, ...]) -> dict[str, Tensor]:  # x [B@da
 
 
 def whitened_wrong(x: Tensor) -> dict[str, Tensor]:
-    return _whitened(x, ("data",))  # the positions are split too
+    return _whitened(x, ("data",))  # BUG: the positions are split too
 
 
 def whitened_correct(x: Tensor) -> dict[str, Tensor]:
@@ -251,7 +251,7 @@ def _smoothed(logits: Tensor, targets: Tensor, classes: int) -> dict[str, Tensor
 
 
 def smoothing_wrong(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    return _smoothed(logits, targets, logits.shape[-1])
+    return _smoothed(logits, targets, logits.shape[-1])  # BUG
 
 
 def smoothing_correct(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -272,7 +272,7 @@ def _terms(p: Params, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 @trained
 def auxiliary_wrong(p: Params, x: Tensor, mask: Tensor) -> Tensor:  # x [B@data, D], mask [B@data]
     main, balance = _terms(p, x, mask)
-    return fs.pmean((main + 0.01 * balance) * fs.axis_size("data"), "data")
+    return fs.pmean((main + 0.01 * balance) * fs.axis_size("data"), "data")  # BUG
 
 
 @trained
@@ -286,7 +286,7 @@ def auxiliary_correct(p: Params, x: Tensor, mask: Tensor) -> Tensor:
 
 def skip_wrong(p: Params, grads: Tensor) -> Params:  # w [D]{I}, grads [B@data, D]
     total = fs.psum(grads.sum(0), "data")
-    spike = bool(grads.abs().max() > 10)
+    spike = bool(grads.abs().max() > 10)  # BUG
     return {"w": p["w"] if spike else p["w"] - 0.1 * total}
 
 

@@ -11,6 +11,7 @@ from tests.corpus.bugs import TITLES, Bug
 from tests.corpus.bugs_gpt2 import BUGS as BLOCK
 from tests.corpus.bugs_mlp import BUGS as MLP
 from tests.corpus.bugs_optim import BUGS as OPTIMIZER
+from tests.corpus.located import names_the_line
 from tests.lib.assertions import error_text
 
 BUGS = [*MLP, *BLOCK, *OPTIMIZER]
@@ -30,9 +31,10 @@ def test_correct_program_passes_the_types_and_verify(bug: Bug):
 
 
 @pytest.mark.parametrize("bug", by_verify(BUGS), ids=str)
-def test_verify_names_the_leaf_the_axis_and_the_factor(bug: Bug):
+def test_verify_names_the_leaf_the_axis_the_factor_and_the_line(bug: Bug):
     f, args = bug.build(bug.wrong, check="never")
-    message = error_text(fs.verify, f, *args)
+    message = error_text(fs.verify, f, *args, locate=bug.caught_by == "verify")
+    assert names_the_line(message, bug.wrong) == (bug.caught_by == "verify"), message
     parts = [part for part in message.split("verify: ") if f"'{bug.axis}'" in part.partition("\n")[0]]
     assert parts, message
     text = "".join(parts)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 
 import pytest
 
 import fshard as fs
 from fshard import ShardingError
+from tests.corpus.located import marked_lines, names_the_line
 from tests.corpus.reported_bugs import REPORTED_BUGS
 from tests.lib.assertions import error_text
 
@@ -24,20 +24,15 @@ def mapped(bug, program, check):
     return fs.shard_map(program, mesh=MESH, in_specs=bug.in_specs, out_specs=bug.out_specs, check=check)
 
 
-def line_of_bug(program):
-    lines, first = inspect.getsourcelines(program)
-    (line,) = [first + i for i, text in enumerate(lines) if "# BUG" in text]
-    return line
-
-
 @pytest.mark.parametrize("bug", REPORTED_BUGS, ids=name_of)
 def test_correct_program_passes_the_types_and_verify(bug):
     fs.verify(mapped(bug, bug.correct, "always"), *bug.args)
 
 
 @pytest.mark.parametrize("bug", REPORTED_BUGS, ids=name_of)
-def test_verify_names_the_leaf_the_axis_and_the_factor(bug):
-    text = error_text(fs.verify, mapped(bug, bug.wrong, "never"), *bug.args)
+def test_verify_names_the_leaf_the_axis_the_factor_and_the_line(bug):
+    text = error_text(fs.verify, mapped(bug, bug.wrong, "never"), *bug.args, locate=bug.caught_by == "verify")
+    assert names_the_line(text, bug.wrong) == (bug.caught_by == "verify"), text
     assert re.findall(r"collapsing (.+) gives another answer", text) == [repr(bug.axis)]
     assert bug.leaf in text
     if bug.factor is not None:
@@ -47,9 +42,5 @@ def test_verify_names_the_leaf_the_axis_and_the_factor(bug):
 
 @pytest.mark.parametrize("bug", TYPES, ids=name_of)
 def test_types_name_the_line(bug):
-    with pytest.raises(ShardingError, match=rf"reported_bugs\.py:{line_of_bug(bug.wrong)} in "):
+    with pytest.raises(ShardingError, match=f"{marked_lines(bug.wrong)[0]} in "):
         mapped(bug, bug.wrong, "always")(*bug.args)
-
-
-def test_only_bugs_that_types_catch_have_a_marked_line():
-    assert all((bug.caught_by == "types") == ("# BUG" in inspect.getsource(bug.wrong)) for bug in REPORTED_BUGS)

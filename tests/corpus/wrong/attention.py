@@ -28,8 +28,8 @@ def positions(t: int) -> Tensor:
 
 
 def outputs_of_parts_averaged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # q [T, D]{I}, k and v [T@seq, D]
-    part = torch.softmax(fs.pvary(q, "seq") @ k.T, -1) @ v
-    return fs.pmean(part, "seq")  # parts have different weights
+    part = torch.softmax(fs.pvary(q, "seq") @ k.T, -1) @ v  # BUG
+    return fs.pmean(part, "seq")  # BUG: parts have different weights
 
 
 def outputs_of_parts_weighted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def outputs_of_parts_weighted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def state_of_linear_attention_of_the_part(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # all [T@seq, D]
     q, k = torch.relu(q), torch.relu(k)
     state, total = k.T @ v, k.sum(0)
-    return q @ state / (q @ total + 1e-3).unsqueeze(-1)
+    return q @ state / (q @ total + 1e-3).unsqueeze(-1)  # BUG
 
 
 def state_of_linear_attention_of_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def state_of_linear_attention_of_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def cache_written_by_every_rank(cache: Tensor, k: Tensor, q: Tensor) -> Tensor:  # cache [T@seq, D], k and q [D]
     """Decode position 2 of a cache whose positions are split."""
-    here = torch.arange(len(cache)) == 2 % len(cache)  # each rank takes the position for its own
+    here = torch.arange(len(cache)) == 2 % len(cache)  # BUG: each rank takes the position for its own
     cache = torch.where(here.unsqueeze(1), fs.pvary(k, "seq"), cache)
     return fs.psum((cache @ fs.pvary(q, "seq")).exp().sum(), "seq")
 
@@ -69,7 +69,7 @@ def cache_written_by_its_rank(cache: Tensor, k: Tensor, q: Tensor) -> Tensor:
 
 def window_of_local_positions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [1, 1, T@seq, D]
     k, v = fs.all_gather((k, v), "seq", 2)
-    distance = torch.arange(q.shape[2]).unsqueeze(1) - torch.arange(k.shape[2])
+    distance = torch.arange(q.shape[2]).unsqueeze(1) - torch.arange(k.shape[2])  # BUG
     return nn.attention(q, k, v, mask=(distance >= 0) & (distance < 3))
 
 
@@ -106,7 +106,7 @@ def _alibi(q: Tensor, heads: Tensor) -> Tensor:  # q [H@model, T, D]
 
 
 def slopes_of_local_heads(q: Tensor) -> Tensor:
-    return _alibi(q, torch.arange(len(q)))  # every rank has the slopes of the first heads
+    return _alibi(q, torch.arange(len(q)))  # BUG: every rank has the slopes of the first heads
 
 
 def slopes_of_global_heads(q: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def slopes_of_global_heads(q: Tensor) -> Tensor:
 
 def scaled_by_local_width(q: Tensor, k: Tensor) -> Tensor:  # [T, D@model]
     scores = fs.psum(q @ k.T, "model")
-    return torch.softmax(scores / q.shape[-1] ** 0.5, -1)
+    return torch.softmax(scores / q.shape[-1] ** 0.5, -1)  # BUG
 
 
 def scaled_by_width(q: Tensor, k: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def scaled_by_width(q: Tensor, k: Tensor) -> Tensor:
 
 
 def first_group_on_every_rank(q: Tensor, k: Tensor) -> Tensor:  # q [H@model, T, D], k [G, T, D]{I}, H = 2G
-    groups = fs.pvary(k, "model")[: len(q) // 2]
+    groups = fs.pvary(k, "model")[: len(q) // 2]  # BUG
     return q @ groups.repeat_interleave(2, 0).mT
 
 
@@ -140,7 +140,7 @@ def error_of_each_ranks_heads(p: Params, x: Tensor) -> Any:  # v [H@model, D, D]
     def loss(p: Params) -> Tensor:
         h = torch.tanh(torch.einsum("td,hde->hte", fs.pvary(x, "model"), p["v"]))
         y = torch.einsum("hte,hed->td", h, p["out"])
-        return fs.pmean((y - fs.pvary(x, "model")).square().mean(), "model")  # of each rank's heads alone
+        return fs.pmean((y - fs.pvary(x, "model")).square().mean(), "model")  # BUG: of each rank's heads alone
 
     return fs.value_and_grad(loss)(p)
 
@@ -158,7 +158,7 @@ def error_of_all_heads(p: Params, x: Tensor) -> Any:
 
 
 def last_local_position(x: Tensor, w: Tensor) -> Tensor:  # x [B, T@seq, D], w [D]
-    last = x[:, -1]
+    last = x[:, -1]  # BUG
     return fs.pmean(last @ fs.pvary(w, "seq"), "seq")
 
 
@@ -170,7 +170,7 @@ def last_position(x: Tensor, w: Tensor) -> Tensor:
 
 def pooled_by_local_lengths(x: Tensor, mask: Tensor) -> Tensor:  # x [B, T@seq, D], mask [B, T@seq]
     sums = (x * mask.unsqueeze(-1)).sum(1)
-    return fs.pmean(sums / mask.sum(1, keepdim=True).clamp(min=1), "seq")
+    return fs.pmean(sums / mask.sum(1, keepdim=True).clamp(min=1), "seq")  # BUG
 
 
 def pooled_by_lengths(x: Tensor, mask: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def pooled_by_lengths(x: Tensor, mask: Tensor) -> Tensor:
 def recurrence_restarted(x: Tensor, w: Tensor) -> Tensor:  # x [T@seq, D], w [D, D]
     w, state, out = fs.pvary(w, "seq"), torch.zeros(x.shape[1]), []
     for row in x:
-        state = torch.tanh(row + state @ w)
+        state = torch.tanh(row + state @ w)  # BUG
         out.append(state)
     return torch.stack(out)
 
@@ -202,7 +202,7 @@ def recurrence(x: Tensor, w: Tensor) -> Tensor:
 
 
 def convolution_without_the_past(x: Tensor, w: Tensor) -> Tensor:  # x [D, T@seq], w [D, 1, 3]: causal, each channel
-    padded = functional.pad(x, (2, 0))
+    padded = functional.pad(x, (2, 0))  # BUG
     return functional.conv1d(padded, fs.pvary(w, "seq"), groups=len(x))
 
 

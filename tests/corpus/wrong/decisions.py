@@ -26,7 +26,7 @@ def next_token_of_local_words(logits: Tensor) -> Tensor:  # [B, V@model]
 
 def next_token_as_the_largest_local_number(logits: Tensor) -> Tensor:
     best = logits.argmax(-1) + fs.axis_index("model") * logits.shape[-1]
-    return fs.pmax(best, "model")  # of the numbers, not of the logits
+    return fs.pmax(best, "model")  # BUG: of the numbers, not of the logits
 
 
 def next_token(logits: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def sampled_by_global_draws(logits: Tensor) -> Tensor:
 def nucleus_of_local_words(p: Tensor) -> Tensor:  # [B, V@model], probabilities
     """Keep the most probable words, of a total of 0.6."""
     sorted_p = p.sort(-1, descending=True).values
-    threshold = sorted_p.where(sorted_p.cumsum(-1) - sorted_p < 0.6, 1).amin(-1, keepdim=True)
+    threshold = sorted_p.where(sorted_p.cumsum(-1) - sorted_p < 0.6, 1).amin(-1, keepdim=True)  # BUG
     return torch.where(p >= threshold, p, 0)
 
 
@@ -78,7 +78,7 @@ def stopped_by_local_loss(w: Tensor, x: Tensor) -> Tensor:  # x [B@data, D]
     for _ in range(4):
         if float((x @ w).square().mean()) < 0.5:
             break
-        w = w * 0.5  # ranks take a different number of steps
+        w = w * 0.5  # BUG: ranks take a different number of steps
     return fs.pmean((x @ w).square().mean(), "data")
 
 
@@ -96,7 +96,7 @@ def loss_used_as_a_number(w: Tensor, x: Tensor) -> Any:  # x [B@data, D]
 
     def loss(w: Tensor) -> Tensor:
         errors = (x @ fs.pvary(w, "data")).square()
-        weight = 1 / (1 + errors.mean().item())  # of the local examples
+        weight = 1 / (1 + errors.mean().item())  # BUG: of the local examples
         return fs.pmean(weight * errors.mean(), "data")
 
     return fs.value_and_grad(loss)(w)
@@ -121,7 +121,7 @@ def tokens_counted_globally(seen: Tensor, mask: Tensor) -> Tensor:
 
 def seed_of_each_rank(x: Tensor) -> Tensor:  # x [B@data, D]
     """Return random features: the projection was meant to be one."""
-    projection = fs.random.normal(fs.key(int(fs.axis_index("data"))), (4, 3))
+    projection = fs.random.normal(fs.key(int(fs.axis_index("data"))), (4, 3))  # BUG
     return torch.cos(x @ fs.pvary(projection, "data"))
 
 
@@ -186,7 +186,7 @@ def features_gathered(x: Tensor, w: Tensor) -> Any:
 
 
 def copies_declared_as_parts(x: Tensor) -> Tensor:  # x [B@data, D]
-    return fs.pvary(fs.psum(x.sum(0), "data"), "data")  # made to vary for the out spec: n equal copies
+    return fs.pvary(fs.psum(x.sum(0), "data"), "data")  # BUG: made to vary for the out spec: n equal copies
 
 
 def parts_of_the_sum(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def balance_of_local_tokens(router: Tensor, x: Tensor) -> Any:  # router [D, E],
     def loss(router: Tensor) -> Tensor:
         gates = torch.softmax(x @ fs.pvary(router, "data"), -1)
         share = functional.one_hot(gates.argmax(-1), gates.shape[-1]).float().mean(0)
-        return fs.pmean((share * gates.mean(0)).sum(), "data")  # a mean of products, not a product of means
+        return fs.pmean((share * gates.mean(0)).sum(), "data")  # BUG: a mean of products, not a product of means
 
     return fs.value_and_grad(loss)(router)
 
@@ -94,7 +94,7 @@ def _kept(choice: Tensor, before: Tensor | int, capacity: int) -> Tensor:
 def capacity_of_local_tokens(x: Tensor) -> Tensor:  # x [T@data, E]
     choice = functional.one_hot(x.argmax(-1), x.shape[-1])
     capacity = len(x) // x.shape[-1] + 1
-    return _kept(choice, 0, capacity)
+    return _kept(choice, 0, capacity)  # BUG
 
 
 def capacity_of_all_tokens(x: Tensor) -> Tensor:
@@ -106,8 +106,8 @@ def capacity_of_all_tokens(x: Tensor) -> Tensor:
 
 
 def best_of_local_experts(gates: Tensor) -> Tensor:  # [T, E@model]
-    top = gates.topk(1, dim=-1).values
-    return torch.where(gates >= top, gates, 0)  # one of each rank's experts, not of all
+    top = gates.topk(1, dim=-1).values  # BUG
+    return torch.where(gates >= top, gates, 0)  # BUG: one of each rank's experts, not of all
 
 
 def best_of_all_experts(gates: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def best_of_all_experts(gates: Tensor) -> Tensor:
 
 
 def tokens_chosen_by_local_rank(scores: Tensor) -> Tensor:  # [T@data, E]: each expert chooses its tokens
-    chosen = scores.topk(2, dim=0).values[-1]
+    chosen = scores.topk(2, dim=0).values[-1]  # BUG
     return torch.where(scores >= chosen, scores, 0)
 
 
@@ -126,7 +126,7 @@ def tokens_chosen_by_rank(scores: Tensor) -> Tensor:
 
 
 def expert_numbers_without_offset(experts: Tensor, x: Tensor, choice: Tensor) -> Tensor:  # experts [E@model, D, D]
-    mine = torch.arange(len(experts))  # every rank takes its experts for the first ones
+    mine = torch.arange(len(experts))  # BUG: every rank takes its experts for the first ones
     hot = (choice.unsqueeze(-1) == mine).to(x.dtype)
     return fs.psum(torch.einsum("te,td,edf->tf", hot, fs.pvary(x, "model"), experts), "model")
 
@@ -178,7 +178,7 @@ def _expert_grads(w: Tensor, x: Tensor) -> Tensor:  # w [E@data, D], x [T@data, 
 
 
 def expert_gradient_averaged(w: Tensor, x: Tensor) -> Tensor:
-    return _expert_grads(w, x) / fs.axis_size("data")  # as for dense weights, but no rank shares it
+    return _expert_grads(w, x) / fs.axis_size("data")  # BUG: as for dense weights, but no rank shares it
 
 
 def expert_gradient_as_it_is(w: Tensor, x: Tensor) -> Tensor:

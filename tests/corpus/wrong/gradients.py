@@ -156,7 +156,7 @@ def gradient_of_the_mean(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def sum_of_local_means(w: Tensor, x: Tensor, y: Tensor) -> Any:
-    return fs.value_and_grad(lambda w: fs.psum(error(fs.pvary(w, "data"), x, y), "data"))(w)
+    return fs.value_and_grad(lambda w: fs.psum(error(fs.pvary(w, "data"), x, y), "data"))(w)  # BUG
 
 
 def mean_of_local_means(w: Tensor, x: Tensor, y: Tensor) -> Any:
@@ -166,7 +166,7 @@ def mean_of_local_means(w: Tensor, x: Tensor, y: Tensor) -> Any:
 def mean_of_local_sums(w: Tensor, x: Tensor, y: Tensor) -> Any:
     def loss(w: Tensor) -> Tensor:
         errors = (x @ fs.pvary(w, "data") - y).square()
-        return fs.pmean(errors.sum(), "data")  # the log-likelihood of all examples was meant
+        return fs.pmean(errors.sum(), "data")  # BUG: the log-likelihood of all examples was meant
 
     return fs.value_and_grad(loss)(w)
 
@@ -201,7 +201,7 @@ def gradients_summed_over_the_right_axis(p: Params, x: Tensor) -> Params:
 
 def gradient_divided_by_ranks_again(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     grad = fs.grad(lambda w: fs.pmean(error(fs.pvary(w, "data"), x, y), "data"))(w)
-    return grad / fs.axis_size("data")  # pmean has divided already
+    return grad / fs.axis_size("data")  # BUG: pmean has divided already
 
 
 def gradient_not_divided_again(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def gradient_not_divided_again(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 def learning_rate_scaled_by_ranks(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Scale the rate by the number of ranks, while the global batch stays as it is."""
     grad = fs.grad(lambda w: fs.pmean(error(fs.pvary(w, "data"), x, y), "data"))(w)
-    return w - RATE * fs.axis_size("data") * grad
+    return w - RATE * fs.axis_size("data") * grad  # BUG
 
 
 def learning_rate_of_the_global_batch(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -256,7 +256,7 @@ def weight_gathered_for_local_use(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 def gathered_weight_updated_by_its_scattered_sum(w: Tensor, x: Tensor, y: Tensor) -> Tensor:  # w [D@data]
     """ZeRO-2 by hand: average the examples' losses locally, reduce-scatter, and forget that it sums."""
     grad = fs.grad(lambda whole: error(whole, x, y))(fs.all_gather(w, "data"))
-    return w - RATE * fs.psum_scatter(grad, "data")
+    return w - RATE * fs.psum_scatter(grad, "data")  # BUG
 
 
 def gathered_weight_updated_by_its_scattered_mean(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -314,7 +314,7 @@ def inner_step_of_local_tasks(w: Tensor, x: Tensor, y: Tensor) -> Any:  # a task
 
     def loss(w: Tensor) -> Tensor:
         w = fs.pvary(w, "data")
-        inner = fs.grad(error)(w, x, y)
+        inner = fs.grad(error)(w, x, y)  # BUG
         return fs.pmean(error(w - RATE * inner, x, y), "data")
 
     return fs.value_and_grad(loss)(w)

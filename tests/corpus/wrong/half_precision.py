@@ -21,7 +21,7 @@ HALF = torch.bfloat16
 def half_row_parallel_averaged(p: Params, x: Tensor) -> Any:  # up [D, F@model], down [F@model, D], x [B, D]
     def loss(p: Params) -> Tensor:
         h = torch.relu(fs.pvary(x.to(HALF), "model") @ p["up"].to(HALF))
-        y = fs.pmean(h @ p["down"].to(HALF), "model")  # a mean of the parts of a sum
+        y = fs.pmean(h @ p["down"].to(HALF), "model")  # BUG: a mean of the parts of a sum
         return (y.float() - x).square().mean()
 
     return fs.value_and_grad(loss)(p)
@@ -57,7 +57,7 @@ def half_row_parallel_with_pvary(p: Params, x: Tensor, w: Tensor) -> Any:
 def half_gradients_scaled_by_local_count(w: Tensor, x: Tensor, mask: Tensor) -> Tensor:  # x [B@data, D], mask [B@data]
     def loss(w: Tensor) -> Tensor:
         errors = torch.tanh(x.to(HALF) @ fs.pvary(w, "data").to(HALF)).float()
-        return fs.psum((errors * mask).sum() / mask.sum(), "data")
+        return fs.psum((errors * mask).sum() / mask.sum(), "data")  # BUG
 
     return fs.grad(loss)(w).to(HALF)
 
@@ -73,7 +73,7 @@ def half_gradients_scaled_by_count(w: Tensor, x: Tensor, mask: Tensor) -> Tensor
 
 
 def quantized_by_local_range(w: Tensor) -> Tensor:  # w [D, F@model]: a scale for each row
-    scale = w.abs().amax(1, keepdim=True) / 7
+    scale = w.abs().amax(1, keepdim=True) / 7  # BUG
     return (w / scale).round() * scale
 
 
@@ -90,7 +90,7 @@ def loss_scale_and_ranks_removed(w: Tensor, x: Tensor) -> Tensor:  # x [B@data, 
         errors = (x.to(HALF) @ fs.pvary(w, "data").to(HALF)).float().square()
         return scale * fs.pmean(errors.mean(), "data")
 
-    return fs.grad(loss)(w) / (scale * fs.axis_size("data"))  # pmean has divided
+    return fs.grad(loss)(w) / (scale * fs.axis_size("data"))  # BUG: pmean has divided
 
 
 def loss_scale_removed(w: Tensor, x: Tensor) -> Tensor:

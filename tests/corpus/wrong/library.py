@@ -22,7 +22,7 @@ Params = dict[str, Tensor]
 
 
 def embedding_without_axis(table: Tensor, ids: Tensor) -> Tensor:  # table [V@model, D]
-    rows = nn.embedding(ids, table)
+    rows = nn.embedding(ids, table)  # BUG
     return fs.psum(rows, "model")
 
 
@@ -108,7 +108,7 @@ def norm_by_its_specs(grads: Params) -> Tensor:
 
 def norm_of_gradients_before_their_mean(w: Tensor, x: Tensor) -> Any:
     grads = fs.grad(_loss)(fs.pvary(w, "data"), x)
-    norm = fs.optim.global_norm(grads, P("data"))  # of all local gradients, as if they were parts of one
+    norm = fs.optim.global_norm(grads, P("data"))  # BUG: of all local gradients, as if they were parts of one
     return fs.pmean(grads, "data") * torch.clamp(0.1 / norm, max=1.0)
 
 

@@ -20,7 +20,7 @@ from tests.corpus.wrong.program import WrongProgram, normal
 def power_iteration_with_local_norms(a: Tensor, v: Tensor) -> Tensor:  # a [N@rows, N], v [N]
     for _ in range(3):
         part = a @ fs.pvary(v, "rows")
-        v = fs.all_gather(part / part.norm(), "rows", to="invariant")
+        v = fs.all_gather(part / part.norm(), "rows", to="invariant")  # BUG
     return v
 
 
@@ -35,7 +35,7 @@ def conjugate_gradients_with_local_products(a: Tensor, b: Tensor) -> Tensor:  # 
     x, r, p = torch.zeros_like(b), b, b
     for _ in range(3):
         ap = a @ fs.all_gather(p, "rows")
-        step = (r @ r) / (p @ ap)
+        step = (r @ r) / (p @ ap)  # BUG
         x, new = x + step * p, r - step * ap
         p, r = new + (new @ new) / (r @ r) * p, new
     return x
@@ -55,7 +55,7 @@ def conjugate_gradients(a: Tensor, b: Tensor) -> Tensor:
 
 
 def orthonormal_columns_of_local_rows(a: Tensor) -> Tensor:  # a [N@rows, D]
-    return torch.linalg.qr(a).Q
+    return torch.linalg.qr(a).Q  # BUG
 
 
 def orthonormal_columns_of_all_rows(a: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def orthonormal_columns_of_all_rows(a: Tensor) -> Tensor:
 
 
 def normal_equations_of_local_rows(a: Tensor, b: Tensor) -> Tensor:  # a [N@rows, D], b [N@rows]: least squares
-    return fs.pmean(torch.linalg.solve(a.T @ a, a.T @ b), "rows")  # a mean of solutions
+    return fs.pmean(torch.linalg.solve(a.T @ a, a.T @ b), "rows")  # BUG: a mean of solutions
 
 
 def normal_equations_of_all_rows(a: Tensor, b: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def normal_equations_of_all_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def kernel_of_local_points(x: Tensor) -> Tensor:  # x [N@rows, D]
-    return (-torch.cdist(x, x).square()).exp().sum(1)
+    return (-torch.cdist(x, x).square()).exp().sum(1)  # BUG
 
 
 def kernel_of_all_points(x: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def _assigned(x: Tensor, centers: Tensor) -> Tensor:  # -> [N@rows, K]
 
 def centers_as_means_of_local_means(x: Tensor, centers: Tensor) -> Tensor:  # x [N@rows, D], centers [K, D]
     hot = _assigned(x, centers)
-    return fs.pmean(hot.T @ x / hot.sum(0).clamp(min=1).unsqueeze(1), "rows")
+    return fs.pmean(hot.T @ x / hot.sum(0).clamp(min=1).unsqueeze(1), "rows")  # BUG
 
 
 def centers_divided_by_local_counts(x: Tensor, centers: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def degrees_of_local_edges(x: Tensor, edges: Tensor) -> Tensor:  # x [N], edges 
     source, target = edges.unbind(1)
     sums = torch.zeros(len(x)).index_add(0, target, fs.pvary(x, "rows")[source])
     degrees = torch.zeros(len(x)).index_add(0, target, torch.ones(len(edges)))
-    return fs.psum(sums / degrees.clamp(min=1), "rows")
+    return fs.psum(sums / degrees.clamp(min=1), "rows")  # BUG
 
 
 def degrees_of_all_edges(x: Tensor, edges: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def degrees_of_all_edges(x: Tensor, edges: Tensor) -> Tensor:
 
 
 def sorted_locally(x: Tensor) -> Tensor:  # x [N@rows]
-    return fs.all_gather(x.sort().values, "rows", to="invariant")
+    return fs.all_gather(x.sort().values, "rows", to="invariant")  # BUG
 
 
 def sorted_globally(x: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def sorted_globally(x: Tensor) -> Tensor:
 
 
 def prefix_sums_of_the_part(x: Tensor) -> Tensor:  # x [N@rows]
-    return x.cumsum(0)
+    return x.cumsum(0)  # BUG
 
 
 def prefix_sums_of_all(x: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def prefix_sums_of_all(x: Tensor) -> Tensor:
 
 
 def spectrum_of_the_part(x: Tensor) -> Tensor:  # x [N@rows, D]: transform over N
-    return torch.fft.fft(x, dim=0).abs()
+    return torch.fft.fft(x, dim=0).abs()  # BUG
 
 
 def spectrum_of_all(x: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def spectrum_of_all(x: Tensor) -> Tensor:
 
 
 def integral_with_ends_of_each_part(y: Tensor) -> Tensor:  # y [N@rows], samples of a function
-    return fs.psum(torch.trapezoid(y), "rows")  # misses the interval between two parts
+    return fs.psum(torch.trapezoid(y), "rows")  # BUG: misses the interval between two parts
 
 
 def integral_with_two_ends(y: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def integral_with_two_ends(y: Tensor) -> Tensor:
 
 
 def convolution_padded_at_each_part(x: Tensor, w: Tensor) -> Tensor:  # x [1, 1, H@rows, W], w [1, 1, 3, 3]
-    return functional.conv2d(x, fs.pvary(w, "rows"), padding=1)
+    return functional.conv2d(x, fs.pvary(w, "rows"), padding=1)  # BUG
 
 
 def convolution_with_neighbours(x: Tensor, w: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def convolution_with_neighbours(x: Tensor, w: Tensor) -> Tensor:
 
 
 def checkerboard_of_local_rows(x: Tensor) -> Tensor:  # x [N@rows, D]: red and black points
-    black = (torch.arange(len(x)).unsqueeze(1) + torch.arange(x.shape[1])) % 2 == 1
+    black = (torch.arange(len(x)).unsqueeze(1) + torch.arange(x.shape[1])) % 2 == 1  # BUG
     return torch.where(black, x, 0)
 
 
@@ -192,9 +192,9 @@ def same_samples_on_every_rank(radius: Tensor) -> Tensor:
 
 
 def samples_by_the_key_of_each_rank(radius: Tensor) -> Tensor:
-    points = fs.random.uniform(fs.fold_in(fs.key(6), fs.axis_index("rows")), (16 // fs.axis_size("rows"), 2))
+    points = fs.random.uniform(fs.fold_in(fs.key(6), fs.axis_index("rows")), (16 // fs.axis_size("rows"), 2))  # BUG
     inside = (points.norm(dim=1) < fs.pvary(radius, "rows")).float().mean()
-    return fs.pmean(inside, "rows")  # other samples on another mesh
+    return fs.pmean(inside, "rows")  # BUG: other samples on another mesh
 
 
 def samples_split_over_ranks(radius: Tensor) -> Tensor:

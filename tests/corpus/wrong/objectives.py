@@ -25,7 +25,7 @@ Params = dict[str, Tensor]
 def negatives_of_local_examples(w: Tensor, x: Tensor, y: Tensor) -> Any:  # pairs x and y [B@data, D]
     def loss(w: Tensor) -> Tensor:
         w = fs.pvary(w, "data")
-        logits = (x @ w) @ (y @ w).T
+        logits = (x @ w) @ (y @ w).T  # BUG
         return nn.cross_entropy(logits, torch.arange(len(x)), over="data")
 
     return fs.value_and_grad(loss)(w)
@@ -44,7 +44,7 @@ def pairs_numbered_locally(w: Tensor, x: Tensor, y: Tensor) -> Any:
     def loss(w: Tensor) -> Tensor:
         w = fs.pvary(w, "data")
         logits = (x @ w) @ fs.all_gather(y @ w, "data").T
-        return nn.cross_entropy(logits, torch.arange(len(x)), over="data")  # columns are of all ranks
+        return nn.cross_entropy(logits, torch.arange(len(x)), over="data")  # BUG: columns are of all ranks
 
     return fs.value_and_grad(loss)(w)
 
@@ -53,7 +53,7 @@ def gathered_features_detached(w: Tensor, x: Tensor, y: Tensor) -> Any:
     def loss(w: Tensor) -> Tensor:
         w = fs.pvary(w, "data")
         mine, n, me = y @ w, fs.axis_size("data"), fs.axis_index("data")
-        others = fs.all_gather(mine.detach(), "data").unflatten(0, (n, -1))  # as torch.distributed's, without gradient
+        others = fs.all_gather(mine.detach(), "data").unflatten(0, (n, -1))  # BUG: without its gradient
         everything = torch.where(torch.arange(n).view(-1, 1, 1) == me, mine, others).flatten(0, 1)
         return nn.cross_entropy((x @ w) @ everything.T, me * len(x) + torch.arange(len(x)), over="data")
 
@@ -61,7 +61,7 @@ def gathered_features_detached(w: Tensor, x: Tensor, y: Tensor) -> Any:
 
 
 def hardest_of_local_examples(x: Tensor) -> Tensor:  # errors [B@data]: mean of the two largest
-    return fs.pmean(x.topk(2).values.mean(), "data")
+    return fs.pmean(x.topk(2).values.mean(), "data")  # BUG
 
 
 def hardest_of_all_examples(x: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def variance_of_local_features(w: Tensor, x: Tensor) -> Any:
     """VICReg: keep the deviation of each feature, over the batch, above 1."""
 
     def loss(w: Tensor) -> Tensor:
-        deviation = (x @ fs.pvary(w, "data")).std(0, correction=0)
+        deviation = (x @ fs.pvary(w, "data")).std(0, correction=0)  # BUG
         return fs.pmean(torch.relu(1 - deviation).mean(), "data")
 
     return fs.value_and_grad(loss)(w)
@@ -95,7 +95,7 @@ def entropy_of_local_mean(w: Tensor, x: Tensor) -> Any:
 
     def loss(w: Tensor) -> Tensor:
         mean = torch.softmax(x @ fs.pvary(w, "data"), -1).mean(0)
-        return fs.pmean((mean * mean.log()).sum(), "data")
+        return fs.pmean((mean * mean.log()).sum(), "data")  # BUG
 
     return fs.value_and_grad(loss)(w)
 
@@ -109,7 +109,7 @@ def entropy_of_the_mean(w: Tensor, x: Tensor) -> Any:
 
 
 def class_weights_of_local_counts(logits: Tensor, y: Tensor) -> Tensor:  # logits [B@data, K], y [B@data]
-    weight = 1 / torch.bincount(y, minlength=logits.shape[-1]).clamp(min=1)
+    weight = 1 / torch.bincount(y, minlength=logits.shape[-1]).clamp(min=1)  # BUG
     losses = functional.cross_entropy(logits, y, reduction="none")
     return fs.psum((losses * weight[y]).sum(), "data")
 
@@ -122,7 +122,7 @@ def class_weights_of_all_counts(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def mixed_with_local_partners(x: Tensor, w: Tensor) -> Tensor:  # x [B@data, D]: mixup with the next example
-    mixed = 0.7 * x + 0.3 * x.roll(-1, 0)
+    mixed = 0.7 * x + 0.3 * x.roll(-1, 0)  # BUG
     return fs.pmean(torch.tanh(mixed @ fs.pvary(w, "data")).mean(), "data")
 
 
@@ -141,7 +141,7 @@ def prior_term_counted_by_every_rank(p: Params, x: Tensor) -> Any:  # a Bayesian
         p = fs.pvary(p, "data")
         errors = (x @ p["mean"]).square().sum()
         kl = (p["mean"].square() + (2 * p["log_std"]).exp() - 2 * p["log_std"] - 1).sum() / 2
-        return fs.psum(errors + kl, "data")
+        return fs.psum(errors + kl, "data")  # BUG
 
     return fs.value_and_grad(loss)(p)
 
@@ -271,7 +271,7 @@ def codebook_moved_by_all_codes(book: Tensor, x: Tensor) -> Tensor:
 
 
 def baseline_of_local_returns(logits: Tensor, returns: Tensor) -> Any:  # log-probabilities and returns, [B@data]
-    advantages = returns - returns.mean()
+    advantages = returns - returns.mean()  # BUG
     return fs.pmean((logits * advantages).mean(), "data")
 
 
@@ -281,7 +281,7 @@ def baseline_of_all_returns(logits: Tensor, returns: Tensor) -> Any:
 
 
 def groups_cut_by_ranks(rewards: Tensor) -> Tensor:  # [groups, samples@data]: GRPO
-    return (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True, correction=0)
+    return (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True, correction=0)  # BUG
 
 
 def groups_of_all_samples(rewards: Tensor) -> Tensor:
@@ -300,7 +300,7 @@ def _discounted(rewards: Tensor, last: Tensor) -> Tensor:  # [T]
 
 
 def returns_cut_at_the_part(rewards: Tensor) -> Tensor:  # [T@data]
-    return _discounted(rewards, torch.zeros(()))
+    return _discounted(rewards, torch.zeros(()))  # BUG
 
 
 def returns_with_the_later_parts(rewards: Tensor) -> Tensor:

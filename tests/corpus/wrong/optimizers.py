@@ -47,7 +47,7 @@ def momentum_of_mean_gradients(w: Tensor, m: Tensor, x: Tensor, y: Tensor) -> An
 
 def adam_squares_local_gradients(w: Tensor, v: Tensor, x: Tensor, y: Tensor) -> Any:
     g = local_grad(w, x, y)
-    mean, square = fs.pmean((g, g.square()), "data")  # one transfer, but a mean of squares
+    mean, square = fs.pmean((g, g.square()), "data")  # BUG: one transfer, but a mean of squares
     v = 0.9 * v + 0.1 * square
     return w - RATE * mean / (v.sqrt() + 1e-8), v
 
@@ -59,7 +59,7 @@ def adam_squares_the_mean_gradient(w: Tensor, v: Tensor, x: Tensor, y: Tensor) -
 
 
 def signs_of_local_gradients(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    return w - RATE * fs.pmean(local_grad(w, x, y).sign(), "data")
+    return w - RATE * fs.pmean(local_grad(w, x, y).sign(), "data")  # BUG
 
 
 def sign_of_the_mean_gradient(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def sign_of_the_mean_gradient(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 def largest_elements_of_local_gradients(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     g = local_grad(w, x, y)
-    return w - RATE * fs.pmean(g.where(g.abs() >= g.abs().max(), 0), "data")
+    return w - RATE * fs.pmean(g.where(g.abs() >= g.abs().max(), 0), "data")  # BUG
 
 
 def largest_elements_of_the_mean_gradient(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def step_skipped_where_any_gradient_overflows(w: Tensor, x: Tensor, y: Tensor) -
 
 def trust_ratio_of_local_norms(w: Tensor, g: Tensor) -> Tensor:  # w and g [D, F@model]
     """LARS, LAMB: scale the step of a matrix by the norms of its part."""
-    return w - RATE * w.norm() / g.norm() * g
+    return w - RATE * w.norm() / g.norm() * g  # BUG
 
 
 def trust_ratio_of_the_matrix(w: Tensor, g: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def trust_ratio_of_the_matrix(w: Tensor, g: Tensor) -> Tensor:
 
 def sam_perturbed_by_local_gradients(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     g = local_grad(w, x, y)
-    there = fs.pvary(w, "data") + g / g.norm()  # another direction on each rank
+    there = fs.pvary(w, "data") + g / g.norm()  # BUG: another direction on each rank
     return w - RATE * fs.pmean(fs.grad(error)(there, x, y), "data")
 
 
@@ -144,7 +144,7 @@ def sam_perturbed_by_the_mean_gradient(w: Tensor, x: Tensor, y: Tensor) -> Tenso
 
 def orthogonalized_part(w: Tensor, g: Tensor) -> Tensor:  # w and g [D, F@model]
     """Muon: orthogonalize the update by iteration, here of local columns."""
-    u = g / g.norm()
+    u = g / g.norm()  # BUG
     for _ in range(3):
         u = 1.5 * u - 0.5 * u @ u.T @ u
     return w - RATE * u
@@ -161,7 +161,7 @@ def orthogonalized_matrix(w: Tensor, g: Tensor) -> Tensor:
 def factored_moment_of_local_columns(w: Tensor, g: Tensor) -> Tensor:  # w and g [D, F@model]
     """Adafactor: second moments from the means of rows and columns."""
     rows, columns = g.square().mean(1, keepdim=True), g.square().mean(0, keepdim=True)
-    return w - RATE * g * torch.rsqrt(rows * columns / rows.mean())
+    return w - RATE * g * torch.rsqrt(rows * columns / rows.mean())  # BUG
 
 
 def factored_moment_of_all_columns(w: Tensor, g: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def factored_moment_of_all_columns(w: Tensor, g: Tensor) -> Tensor:
 
 
 def gradient_centered_by_local_rows(w: Tensor, g: Tensor) -> Tensor:  # w and g [D@model, F]
-    return w - RATE * (g - g.mean(0))
+    return w - RATE * (g - g.mean(0))  # BUG
 
 
 def gradient_centered_by_all_rows(w: Tensor, g: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def decay_counted_by_every_rank(w: Tensor, x: Tensor, y: Tensor) -> Any:
     def loss(w: Tensor) -> Tensor:
         w = fs.pvary(w, "data")
         errors = (torch.tanh(x @ w) - y).square()
-        return fs.psum(errors.sum() + 0.1 * w.square().sum(), "data")
+        return fs.psum(errors.sum() + 0.1 * w.square().sum(), "data")  # BUG
 
     return fs.value_and_grad(loss)(w)
 
@@ -233,8 +233,8 @@ def noise_added_by_every_rank(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def noise_of_each_rank(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    noise = fs.random.normal(fs.fold_in(fs.key(3), fs.axis_index("data")), w.shape)
-    total = fs.psum(_clipped_sum(w, x, y) + noise, "data")  # more noise on more ranks
+    noise = fs.random.normal(fs.fold_in(fs.key(3), fs.axis_index("data")), w.shape)  # BUG
+    total = fs.psum(_clipped_sum(w, x, y) + noise, "data")  # BUG: more noise on more ranks
     return w - RATE * total
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 import fshard as fs
+from tests.corpus.located import marked_lines
 
 
 @dataclass(frozen=True)
 class WrongProgram:
     """A wrong program and a correct one, of the same arguments and specs.
 
-    `caught_by` is the first check that catches the wrong one: the types at the line marked `# BUG`, or `verify`.
+    `caught_by` is the first check that catches the wrong one: the types, or `verify`. `# BUG` marks the line, or the
+    lines that are only wrong together.
     `out_of_reach` says of a program that neither catches why neither can.
     """
 
@@ -41,10 +41,9 @@ class WrongProgram:
 
     @property
     def line(self) -> str:
-        """Place of the mistake: file:line."""
-        lines, first = inspect.getsourcelines(self.wrong)
-        (offset,) = [i for i, line in enumerate(lines) if "# BUG" in line]
-        return f"{Path(inspect.getfile(self.wrong)).name}:{first + offset}"
+        """Place of the only marked line: file:line."""
+        (line,) = marked_lines(self.wrong)
+        return line
 
 
 def normal(name: str, *shape: int, std: float = 1.0, mean: float = 0.0) -> torch.Tensor:

@@ -24,7 +24,7 @@ DATA, MODEL, COLUMNS = P("data"), P("model"), P(None, "model")
 
 
 def layer_norm_of_local_features(x: Tensor, w: Tensor) -> Tensor:  # x [B, D@model], w [D@model]
-    return nn.layer_norm(x, w)
+    return nn.layer_norm(x, w)  # BUG
 
 
 def layer_norm_of_all_features(x: Tensor, w: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def layer_norm_of_all_features(x: Tensor, w: Tensor) -> Tensor:
 
 
 def group_norm_of_split_groups(x: Tensor) -> Tensor:  # x [B, D@model], one group of all channels
-    return functional.group_norm(x, 1)
+    return functional.group_norm(x, 1)  # BUG
 
 
 def group_norm_within_groups(x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def group_norm_within_groups(x: Tensor) -> Tensor:
 
 
 def unit_vectors_of_local_features(x: Tensor) -> Tensor:  # x [B, D@model]
-    return functional.normalize(x, dim=-1)
+    return functional.normalize(x, dim=-1)  # BUG
 
 
 def unit_vectors_of_all_features(x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def unit_vectors_of_all_features(x: Tensor) -> Tensor:
 
 
 def cosine_of_local_features(x: Tensor, y: Tensor) -> Tensor:  # both [B, D@model]
-    return fs.psum(functional.cosine_similarity(x, y), "model")
+    return fs.psum(functional.cosine_similarity(x, y), "model")  # BUG
 
 
 def cosine_of_all_features(x: Tensor, y: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def cosine_of_all_features(x: Tensor, y: Tensor) -> Tensor:
 
 
 def softmax_of_local_words(logits: Tensor) -> Tensor:  # [B, V@model]
-    return torch.softmax(logits, -1)
+    return torch.softmax(logits, -1)  # BUG
 
 
 def softmax_of_all_words(logits: Tensor) -> Tensor:
@@ -75,9 +75,9 @@ def softmax_of_all_words(logits: Tensor) -> Tensor:
 
 
 def softmax_with_local_maxima(logits: Tensor) -> Tensor:
-    top = logits.amax(-1, keepdim=True)
+    top = logits.amax(-1, keepdim=True)  # BUG
     exps = (logits - top).exp()
-    return exps / fs.pvary(fs.psum(exps.sum(-1, keepdim=True), "model"), "model")  # parts have different units
+    return exps / fs.pvary(fs.psum(exps.sum(-1, keepdim=True), "model"), "model")  # BUG: parts have different units
 
 
 def logsumexp_of_local_words(logits: Tensor) -> Tensor:  # [B, V@model]
@@ -92,7 +92,7 @@ def logsumexp_of_all_words(logits: Tensor) -> Tensor:
 
 
 def mean_of_local_logsumexps(logits: Tensor) -> Tensor:
-    log_z = fs.pmean(torch.logsumexp(logits, -1), "model")  # a mean of logarithms of parts
+    log_z = fs.pmean(torch.logsumexp(logits, -1), "model")  # BUG: a mean of logarithms of parts
     return log_z.square().mean()
 
 
@@ -102,7 +102,7 @@ def mean_of_local_logsumexps(logits: Tensor) -> Tensor:
 def local_targets_without_offset(logits: Tensor, targets: Tensor) -> Tensor:  # logits [B, V@model], targets [B]
     top = fs.pvary(fs.pmax(logits.amax(-1, keepdim=True), "model"), "model")
     total = fs.psum((logits - top).exp().sum(-1), "model").log()
-    hot = torch.arange(logits.shape[-1]) == targets.unsqueeze(-1)  # every rank takes its words for the first ones
+    hot = torch.arange(logits.shape[-1]) == targets.unsqueeze(-1)  # BUG: every rank takes its words for the first ones
     picked = fs.psum(torch.where(hot, logits - top, 0).sum(-1), "model")
     return (total - picked).mean()
 
@@ -118,7 +118,7 @@ def local_targets_with_offset(logits: Tensor, targets: Tensor) -> Tensor:
 
 def split_embedding_without_mask(table: Tensor, ids: Tensor) -> Tensor:  # table [V@model, D], ids [T]
     local = ids - fs.axis_index("model") * len(table)
-    rows = table[local.clamp(0, len(table) - 1)]  # rows of other words, not zeros
+    rows = table[local.clamp(0, len(table) - 1)]  # BUG: rows of other words, not zeros
     return fs.psum(rows, "model")
 
 
@@ -134,7 +134,7 @@ def split_embedding_with_mask(table: Tensor, ids: Tensor) -> Tensor:
 
 def batch_norm_of_local_examples(w: Tensor, x: Tensor) -> Any:  # x [B@data, D], w [D]
     def loss(w: Tensor) -> Tensor:
-        h = functional.batch_norm(x, None, None, training=True) * fs.pvary(w, "data")
+        h = functional.batch_norm(x, None, None, training=True) * fs.pvary(w, "data")  # BUG
         return fs.pmean(torch.tanh(h).square().mean(), "data")
 
     return fs.value_and_grad(loss)(w)
@@ -173,7 +173,7 @@ def running_mean_in_place_of_all(running: Tensor, x: Tensor) -> Tensor:
 
 
 def running_variance_as_mean_of_variances(running: Tensor, x: Tensor) -> Tensor:
-    variance = fs.pmean(x.var(0, correction=0), "data")  # loses the variance of the means
+    variance = fs.pmean(x.var(0, correction=0), "data")  # BUG: loses the variance of the means
     return 0.9 * running + 0.1 * variance
 
 
@@ -187,7 +187,7 @@ def running_variance_of_all_examples(running: Tensor, x: Tensor) -> Tensor:
 
 
 def standardized_by_local_moments(x: Tensor) -> Tensor:  # x [B@data, D]
-    return (x - x.mean(0)) / x.std(0)
+    return (x - x.mean(0)) / x.std(0)  # BUG
 
 
 def standardized_by_moments_of_all(x: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def standardized_by_moments_of_all(x: Tensor) -> Tensor:
 
 
 def scaled_by_local_range(x: Tensor) -> Tensor:  # x [B@data, D]
-    low, high = x.amin(0), x.amax(0)
+    low, high = x.amin(0), x.amax(0)  # BUG
     return (x - low) / (high - low)
 
 
@@ -208,7 +208,7 @@ def scaled_by_range_of_all(x: Tensor) -> Tensor:
 
 
 def median_of_local_medians(x: Tensor) -> Tensor:  # x [B@data]
-    medians = fs.all_gather(x.median().reshape(1), "data", to="invariant")
+    medians = fs.all_gather(x.median().reshape(1), "data", to="invariant")  # BUG
     return medians.median()
 
 
@@ -217,7 +217,7 @@ def median_of_all(x: Tensor) -> Tensor:
 
 
 def histogram_with_local_range(x: Tensor) -> Tensor:  # x [B@data]
-    low, high = x.min(), x.max()
+    low, high = x.min(), x.max()  # BUG
     bins = ((x - low) / (high - low) * 3).long().clamp(0, 2)
     return fs.psum(functional.one_hot(bins, 3).sum(0), "data")
 
@@ -229,7 +229,7 @@ def histogram_with_one_range(x: Tensor) -> Tensor:
 
 
 def covariance_about_local_means(x: Tensor) -> Tensor:  # x [B@data, D]
-    centered = x - x.mean(0)
+    centered = x - x.mean(0)  # BUG
     return fs.psum(centered.T @ centered, "data") / (len(x) * fs.axis_size("data"))
 
 
@@ -242,7 +242,7 @@ def covariance_about_the_mean(x: Tensor) -> Tensor:
 
 
 def weights_normalized_locally(x: Tensor, weight: Tensor) -> Tensor:  # both [B@data]
-    return fs.pmean((x * weight).sum() / weight.sum(), "data")
+    return fs.pmean((x * weight).sum() / weight.sum(), "data")  # BUG
 
 
 def weights_normalized_globally(x: Tensor, weight: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ def weights_normalized_globally(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def perplexity_as_mean_of_exps(errors: Tensor) -> Tensor:  # [B@data]
-    return fs.pmean(errors.mean().exp(), "data")
+    return fs.pmean(errors.mean().exp(), "data")  # BUG
 
 
 def perplexity_as_exp_of_mean(errors: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ def perplexity_as_exp_of_mean(errors: Tensor) -> Tensor:
 
 
 def root_mean_square_as_mean_of_roots(errors: Tensor) -> Tensor:
-    return fs.pmean(errors.square().mean().sqrt(), "data")
+    return fs.pmean(errors.square().mean().sqrt(), "data")  # BUG
 
 
 def root_of_the_mean_square(errors: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ def root_of_the_mean_square(errors: Tensor) -> Tensor:
 
 
 def f1_as_mean_of_local_scores(hit: Tensor, wrong: Tensor) -> Tensor:  # counts of each example, [B@data]
-    return fs.pmean(2 * hit.sum() / (2 * hit.sum() + wrong.sum()), "data")
+    return fs.pmean(2 * hit.sum() / (2 * hit.sum() + wrong.sum()), "data")  # BUG
 
 
 def f1_of_all_counts(hit: Tensor, wrong: Tensor) -> Tensor:
@@ -286,7 +286,7 @@ def accuracy_of_all_examples(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def correlation_as_mean_of_correlations(x: Tensor, y: Tensor) -> Tensor:  # both [B@data]
-    return fs.pmean(torch.corrcoef(torch.stack([x, y]))[0, 1], "data")
+    return fs.pmean(torch.corrcoef(torch.stack([x, y]))[0, 1], "data")  # BUG
 
 
 def correlation_of_all_examples(x: Tensor, y: Tensor) -> Tensor:
@@ -307,7 +307,7 @@ def global_average_pool_of_all_rows(x: Tensor, w: Tensor) -> Tensor:
 
 def loss_divided_by_local_count(x: Tensor, mask: Tensor) -> Tensor:  # both [B@data]
     count = mask.sum()
-    return fs.psum((x * mask).sum() / count, "data")
+    return fs.psum((x * mask).sum() / count, "data")  # BUG
 
 
 def loss_divided_by_global_count(x: Tensor, mask: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Wrong programs of many kinds are caught: by the types, at the line of the mistake, or else by verify."""
+"""Wrong programs of many kinds are caught, at the line of the mistake: by the types, or else by verify."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 import fshard as fs
 from tests.corpus import wrong
+from tests.corpus.located import names_the_line
 from tests.corpus.wrong.program import WrongProgram
 from tests.lib.assertions import error_text
 
@@ -17,6 +18,10 @@ PROGRAMS: list[WrongProgram] = [
     p for name in MODULES for p in importlib.import_module(f"{wrong.__name__}.{name}").PROGRAMS
 ]
 
+
+# verify names the line after the mistake: the gradient is wrong where it is used, and the numbers of ranks in another
+# order are numbers of ranks.
+NEXT_LINE = {"gathered_features_detached", "flat_rank_in_the_wrong_order"}
 
 CORRECT = list({program.correct: program for program in PROGRAMS}.values())  # some are of many wrong ones
 
@@ -36,21 +41,23 @@ def test_wrong_program_is_caught(program: WrongProgram):
         return
     program.mapped(program.wrong)(*program.args)  # its types are right
     if program.caught_by == "verify":
-        verify_names_the_axis(program)
+        verify_names_the_axis_and_the_line(program)
     else:
         assert program.out_of_reach
         fs.verify(program.mapped(program.wrong), *program.args)
 
 
-def verify_names_the_axis(program: WrongProgram) -> None:
-    text = error_text(fs.verify, program.mapped(program.wrong, check="never"), *program.args)
+def verify_names_the_axis_and_the_line(program: WrongProgram) -> None:
+    by_verify = program.caught_by == "verify"
+    text = error_text(fs.verify, program.mapped(program.wrong, check="never"), *program.args, locate=by_verify)
     assert f"'{program.axis}'" in text
+    assert names_the_line(text, program.wrong) == (by_verify and program.wrong.__name__ not in NEXT_LINE), text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p.caught_by == "types"], ids=str)
 def test_verify_catches_what_the_types_catch(program: WrongProgram):
-    verify_names_the_axis(program)
+    verify_names_the_axis_and_the_line(program)
 
 
 def test_names_are_unique():

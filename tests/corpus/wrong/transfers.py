@@ -42,7 +42,7 @@ def row_parallel_summed_over_model(p: Params, x: Tensor) -> Any:
 
 
 def row_parallel_averaged(x: Tensor, w: Tensor) -> Tensor:  # x [B, F@model], w [F@model, D]
-    return fs.pmean(x @ w, "model")
+    return fs.pmean(x @ w, "model")  # BUG
 
 
 def row_parallel_summed(x: Tensor, w: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def row_parallel_summed_then_relu(x: Tensor, w: Tensor) -> Tensor:
 
 def maximum_as_a_sum(x: Tensor) -> Tensor:  # x [B@data, D]
     """Return the scale of an int8 quantization."""
-    return fs.psum(x.abs().amax(0), "data") / 127
+    return fs.psum(x.abs().amax(0), "data") / 127  # BUG
 
 
 def maximum_over_ranks(x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def maximum_over_ranks(x: Tensor) -> Tensor:
 
 
 def sum_divided_by_the_wrong_axis(x: Tensor) -> Tensor:  # x [B@data, D@model]
-    means = fs.psum(x.mean(0), "data") / fs.axis_size("model")
+    means = fs.psum(x.mean(0), "data") / fs.axis_size("model")  # BUG
     return fs.psum(means.square().sum(), "model")
 
 
@@ -79,7 +79,7 @@ def sum_divided_by_its_axis(x: Tensor) -> Tensor:
 
 def error_silenced_by_pvary(x: Tensor) -> Tensor:  # x [B@data]
     total = fs.psum(x.sum(), "data")
-    return fs.psum(fs.pvary(total, "data"), "data")  # pvary silences the error of psum(total)
+    return fs.psum(fs.pvary(total, "data"), "data")  # BUG: pvary silences the error of psum(total)
 
 
 def sum_of_all(x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def sum_of_all(x: Tensor) -> Tensor:
 
 
 def gathered_along_the_default_dim(x: Tensor) -> Tensor:  # x [B, D@model]
-    whole = fs.all_gather(x, "model", to="invariant")  # dim 0, the examples
+    whole = fs.all_gather(x, "model", to="invariant")  # BUG: dim 0, the examples
     return (whole @ whole.T).diagonal().square().mean()
 
 
@@ -102,7 +102,7 @@ def gathered_along_its_dim(x: Tensor) -> Tensor:
 def scattered_along_the_wrong_dim(
     x: Tensor, w: Tensor
 ) -> Tensor:  # x [T, F@model], w [F@model, D], result [T@model, D]
-    return fs.psum_scatter(x @ w, "model", 1)
+    return fs.psum_scatter(x @ w, "model", 1)  # BUG
 
 
 def scattered_along_its_dim(x: Tensor, w: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def scattered_along_its_dim(x: Tensor, w: Tensor) -> Tensor:
 
 
 def gathered_in_the_wrong_order_of_axes(x: Tensor) -> Tensor:  # x [B@data+model]
-    return fs.all_gather(x, ("model", "data"), to="invariant")
+    return fs.all_gather(x, ("model", "data"), to="invariant")  # BUG
 
 
 def gathered_in_the_order_of_the_spec(x: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def gathered_in_the_order_of_the_spec(x: Tensor) -> Tensor:
 
 
 def flat_rank_in_the_wrong_order(x: Tensor) -> Tensor:  # x [B@data+model]
-    rank = fs.axis_index("model") * fs.axis_size("data") + fs.axis_index("data")
+    rank = fs.axis_index("model") * fs.axis_size("data") + fs.axis_index("data")  # BUG
     return x * (rank * len(x) + torch.arange(len(x)))
 
 
@@ -133,8 +133,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B, T, H@seq, D]
 
 def heads_and_positions_exchanged_backwards(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B, T@seq, H, D]
     """Attention by head (Ulysses), with split and concat mixed up in both exchanges."""
-    q, k, v = fs.all_to_all((q, k, v), "seq", split=1, concat=2)
-    return fs.all_to_all(_attend(q, k, v), "seq", split=2, concat=1)
+    q, k, v = fs.all_to_all((q, k, v), "seq", split=1, concat=2)  # BUG
+    return fs.all_to_all(_attend(q, k, v), "seq", split=2, concat=1)  # BUG
 
 
 def heads_and_positions_exchanged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def heads_and_positions_exchanged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def pivot_column_from_the_wrong_ranks(a: Tensor) -> Tensor:  # a [M@row, N@col]
     """Eliminate by the first row and column, which the first ranks of each axis broadcast."""
-    column = fs.psum(torch.where(fs.axis_index("row") == 0, a[:, 0], 0), "col")  # the ranks of col 0 have it
+    column = fs.psum(torch.where(fs.axis_index("row") == 0, a[:, 0], 0), "col")  # BUG: the ranks of col 0 have it
     row = fs.psum(torch.where(fs.axis_index("row") == 0, a[0], 0), "row")
     return a - torch.outer(fs.pvary(column, "col"), fs.pvary(row, "row"))
 
@@ -175,7 +175,7 @@ def ring_with_one_step_too_few(x: Tensor) -> Tensor:  # x [B@data, D]: the simil
     n = fs.axis_size("data")
     total, block = torch.zeros(len(x)), x
     for _ in range(n - 1):
-        total = total + (x @ block.T).exp().sum(1)
+        total = total + (x @ block.T).exp().sum(1)  # BUG
         block = fs.ppermute(block, "data", [(i, (i + 1) % n) for i in range(n)])
     return total
 
@@ -202,7 +202,7 @@ def _ring_of_past_blocks(x: Tensor, source: int) -> Tensor:
 
 
 def ring_masked_by_the_wrong_owner(x: Tensor) -> Tensor:  # x [T@seq, D]
-    return _ring_of_past_blocks(x, +1)  # blocks come from the left
+    return _ring_of_past_blocks(x, +1)  # BUG: blocks come from the left
 
 
 def ring_masked_by_the_owner(x: Tensor) -> Tensor:
@@ -225,11 +225,11 @@ def _pipeline(w: Tensor, x: Tensor, ticks: int, output: int) -> Tensor:  # w [S@
 
 
 def pipeline_read_at_the_first_stage(w: Tensor, x: Tensor) -> Tensor:
-    return _pipeline(w, x, len(x) + fs.axis_size("stage") - 1, output=0)
+    return _pipeline(w, x, len(x) + fs.axis_size("stage") - 1, output=0)  # BUG
 
 
 def pipeline_stopped_before_it_is_empty(w: Tensor, x: Tensor) -> Tensor:
-    return _pipeline(w, x, len(x), output=fs.axis_size("stage") - 1)
+    return _pipeline(w, x, len(x), output=fs.axis_size("stage") - 1)  # BUG
 
 
 def pipeline(w: Tensor, x: Tensor) -> Tensor:
@@ -247,20 +247,20 @@ def _smoothed(x: Tensor, left: Tensor, right: Tensor) -> Tensor:  # x [T@seq]
 
 def halo_from_the_wrong_side(x: Tensor) -> Tensor:
     n = fs.axis_size("seq")
-    left = fs.ppermute(x[:1], "seq", [(i + 1, i) for i in range(n - 1)])  # the right neighbour's
-    right = fs.ppermute(x[-1:], "seq", [(i, i + 1) for i in range(n - 1)])
+    left = fs.ppermute(x[:1], "seq", [(i + 1, i) for i in range(n - 1)])  # BUG: the right neighbour's
+    right = fs.ppermute(x[-1:], "seq", [(i, i + 1) for i in range(n - 1)])  # BUG
     return _smoothed(x, left, right)
 
 
 def halo_of_the_far_edge(x: Tensor) -> Tensor:
     n = fs.axis_size("seq")
-    left = fs.ppermute(x[:1], "seq", [(i, i + 1) for i in range(n - 1)])  # its last element was meant
-    right = fs.ppermute(x[-1:], "seq", [(i + 1, i) for i in range(n - 1)])
+    left = fs.ppermute(x[:1], "seq", [(i, i + 1) for i in range(n - 1)])  # BUG: its last element was meant
+    right = fs.ppermute(x[-1:], "seq", [(i + 1, i) for i in range(n - 1)])  # BUG
     return _smoothed(x, left, right)
 
 
 def halo_missing(x: Tensor) -> Tensor:
-    return _smoothed(x, torch.zeros(1), torch.zeros(1))
+    return _smoothed(x, torch.zeros(1), torch.zeros(1))  # BUG
 
 
 def halo(x: Tensor) -> Tensor:
@@ -281,8 +281,8 @@ def halo_that_wraps_between_ranks(x: Tensor) -> Tensor:
     n = fs.axis_size("seq")
     if n == 1:
         return _smoothed(x, torch.zeros(1), torch.zeros(1))
-    left = fs.ppermute(x[-1:], "seq", [(i, (i + 1) % n) for i in range(n)])
-    right = fs.ppermute(x[:1], "seq", [((i + 1) % n, i) for i in range(n)])
+    left = fs.ppermute(x[-1:], "seq", [(i, (i + 1) % n) for i in range(n)])  # BUG
+    right = fs.ppermute(x[:1], "seq", [((i + 1) % n, i) for i in range(n)])  # BUG
     return _smoothed(x, left, right)
 
 
