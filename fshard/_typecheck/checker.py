@@ -78,9 +78,10 @@ class Checker(OperationMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, axes: Sequence[str], sizes: Mapping[str, int], coords: Mapping[str, int], ranks: list[Rank]
-    ) -> None:
-        """Make the checker of the rank at `coords`, and add it to the `ranks` of the call in this process."""
+        self, axes: Sequence[str], sizes: Mapping[str, int], coords: Mapping[str, int] | None = None,
+        ranks: list[Rank] | None = None,
+    ) -> None:  # fmt: skip
+        """Make the checker of the rank at `coords`, and add it to the `ranks` of the call in this process, if any."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.axes, self.sizes = frozenset(axes), sizes
         self.arguments: list[TensorInfo] = []
@@ -92,8 +93,8 @@ class Checker(OperationMode):
         self.uneven_splits: dict[tuple[str, tuple[tuple[int, int], ...], tuple[str, ...], Any], None] = {}
         self._argument_storages: set[int] = set()
         self._table = TypeTable()
-        self._coords, self._ranks = coords, ranks
-        ranks.append(Rank(coords, self._table))  # and not the checker: a cycle
+        self._coords, self._ranks = coords or {}, [] if ranks is None else ranks
+        self._ranks.append(Rank(self._coords, self._table))  # and not the checker: a cycle
         self._roots = 0
         self._paused = False
         # (operation, line, axes of the invariant result, run) -> its Python numbers. Runs are counted for each set of
