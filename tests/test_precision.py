@@ -394,6 +394,7 @@ def test_guarded_step_runs_on_an_abstract_mesh():
     assert params["up"].shape == (6, 10)
 
 
+@pytest.mark.slow
 def test_compiled_and_under_vmap_a_guarded_step_equals_the_eager_one():
     scale, params = fs.LossScale(**POWERS), whole()
     opt = scale.guard(optim.adamw(0.05), P())

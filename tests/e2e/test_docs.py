@@ -103,8 +103,13 @@ def matches(want: str, got: str) -> bool:
     return doctest.OutputChecker().check_output(strip(want), strip(got), doctest.ELLIPSIS)
 
 
+# They train or plan models, as the tests of their parts do.
+SLOW = ("fine-tuning.md", "hugging-face.md", "any-module.md", "planning.md", "custom-layer.md", "large-heads.md")
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by peft, of transformers
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name in SLOW))
+                                  for page in PAGES])  # fmt: skip
 def test_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = page.read_text()

@@ -25,8 +25,6 @@ TINY = ["--vocab", "90", "--width", "16", "--batch", "8", "--steps", "3", "--ran
 MESHES = {
     "data=2,model=2": "--mesh data=2,model=2",
     "hybrid, offloaded, one unit": "--mesh replica=2,shard=2 --strategy HYBRID_SHARD --offload --wrap none",
-    "data=3, kept, recomputed": "--mesh data=3 --strategy SHARD_GRAD_OP --remat",
-    "model=3, replicated": "--mesh model=3 --strategy NO_SHARD",  # 4 heads and 90 words over 3
 }
 FAST, SHORT = "data=2,model=2", ["--methods", "t5-lora", "--steps", "1"]
 pytest.importorskip("tokenizers")

@@ -130,8 +130,8 @@ def text(cell: NotebookNode) -> str:
     return "".join(parts).rstrip("\n")
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if i else [])
-                                  for i, path in enumerate(NOTEBOOKS)])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_has_the_outputs_in_its_file(path: Path) -> None:
     compare(path.name, read(path), executed(path))
 

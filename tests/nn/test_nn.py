@@ -583,7 +583,7 @@ def test_a_target_outside_the_classes_is_one_error_on_every_mesh(monkeypatch):
         assert got.isnan().tolist() == [False, False, True, False, False, False]
 
 
-@pytest.mark.parametrize("layout", ["dense", "3", "data"])
+@pytest.mark.parametrize("layout", ["dense", "3", pytest.param("data", marks=pytest.mark.slow)])
 def test_cross_entropy_under_transforms(layout, kernel):
     """Compare jvp, second derivatives in every order, and vmap over each argument."""
     sizes, axis, over = LOSSES[layout]

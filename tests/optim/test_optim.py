@@ -616,6 +616,7 @@ def test_a_compiled_step_reads_a_gradient_in_a_donated_leaf_before_the_write(bac
     assert_same(got, {name: torch.full((16,), x) for name, x in (("a", 0.5), ("b", 3.5), ("c", 6.5), ("d", -2.5))})
 
 
+@pytest.mark.slow
 def test_a_compiled_gradient_through_a_step_is_refused():
     opt = optim.adamw(0.1)
     params = torch.ones(16)
@@ -630,8 +631,7 @@ def test_a_compiled_gradient_through_a_step_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"),
-    [("adamw", "aot_eager"), ("dampened", "aot_eager"), pytest.param("dampened", "inductor", marks=pytest.mark.slow)],
+    ("name", "backend"), [("adamw", "aot_eager"), pytest.param("dampened", "inductor", marks=pytest.mark.slow)]
 )
 def test_a_compiled_step_equals_the_eager_one_and_compiles_once(name, backend):
     params = {"w": torch.randn(9, 5), "b": torch.randn(3).bfloat16(), "s": torch.randn(())}

@@ -982,6 +982,7 @@ def test_hook_that_reads_a_leaf_in_backward_is_refused():
     )
 
 
+@pytest.mark.slow
 def test_apply_compiles_without_graph_breaks():
     shared = nn.Linear(4, 4)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), shared, nn.Tanh(), shared)

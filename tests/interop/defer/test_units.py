@@ -471,6 +471,7 @@ def test_memory_is_two_units_and_the_activations() -> None:
 
 
 def test_step_leaves_no_reference_cycle_and_no_gathered_leaf() -> None:
+    gc.freeze()  # the objects of other tests are in no collection
     mesh = fs.make_mesh(data=2)
     apply, specs, params = placed(Stack, "Block", mesh)
     for how in HOWS[:2]:
