@@ -129,3 +129,18 @@ def test_nothing_is_recorded_of_a_right_program_or_with_locate_false():
         with pytest.raises(fs.ShardingError) as e:
             fs.verify(wrong, X, locate=False)
         assert "first different line" not in str(e.value)
+
+
+def test_transfers_that_only_one_mesh_needs_are_not_named():
+    specs = P(None, "data")
+
+    def f(blocks, x):
+        def loss(blocks):
+            y = fs.scan(lambda w, x: x + torch.tanh(x @ w), blocks, x, specs=specs, axis="data")
+            return fs.pmean(y.square().mean().sqrt(), "data")
+
+        return fs.value_and_grad(loss)(blocks)
+
+    blocks = torch.arange(8.0).view(2, 2, 2) / 8
+    text = located(f, blocks, X, in_specs=(specs, P("data")), out_specs=(P(), specs))
+    assert text.startswith(f"  first different line: test_locate.py:{f.__code__.co_firstlineno + 3} in loss\n")
