@@ -53,19 +53,28 @@ class Comparison:
             if (key, terms) in seen or self.agrees(key, terms):
                 continue
             seen.add((key, terms))
-            records = [r.records[key] for r in self.here if key in r.records]
-            operands = dict.fromkeys(k for r in records for k in r.operands)
+            operands = self._operands(key)
             wrong = [(k, terms) for k in operands if not self.agrees(k)]
             # An index or a mask of local rows differs in right programs too.
             wrong = [(k, t) for k, t in wrong if self._any_record(k).is_float] or wrong
             # The sum over ranks that the transpose of a pvary takes is right for terms: if its operand is not that,
             # the mistake is where the operand comes from, in the backward pass.
-            terms = terms.union(*(r.terms for r in records))
+            terms = terms.union(*(r.records[key].terms for r in self.here if key in r.records))
             if not wrong and terms and not any(self.agrees(k, terms) for k in operands):
                 wrong = [(k, terms) for k in operands if k[0].is_backward]
             stack += wrong
             found += [] if wrong else [key]
         return min(found or start, key=self.order.__getitem__, default=None)
+
+    def _operands(self, key: Key) -> list[Key]:
+        """Return the operands of a value; where fshard computes one on this mesh only, for a transfer, its operands."""
+        known: dict[Key, bool] = {}
+        stack = [k for r in self.here if key in r.records for k in r.records[key].operands]
+        while stack:
+            if (k := stack.pop()) not in known:
+                known[k] = not k[0].is_library or k[0].op == "ppermute" or self._counterpart(k) is not None
+                stack += [] if known[k] else [o for r in self.here if k in r.records for o in r.records[k].operands]
+        return [k for k, is_shared in known.items() if is_shared]
 
     def _agrees(self, key: Key, terms: frozenset[str] = frozenset()) -> bool | None:
         """Return whether a value is the same on both meshes, over `terms` as a sum or split; None if not comparable."""
@@ -74,8 +83,9 @@ class Comparison:
         first, other = self._any_record(key), self._counterpart(key)
         if first.is_view and len(first.operands) == 1:  # the operand's values, if none are left out
             operand = self._any_record(first.operands[0])
-            if math.isclose(first.numbers[SQUARES], operand.numbers[SQUARES]):
-                return self.agrees(first.operands[0], terms)
+            same = math.isclose(first.numbers[SQUARES], operand.numbers[SQUARES])
+            if same and (agrees := self.agrees(first.operands[0], terms)) is not None:
+                return agrees
         if math.isnan(first.numbers[TOTAL]):  # NaN equals nothing
             return False
         if other is None:

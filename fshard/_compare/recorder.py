@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fshard import tree
-from fshard._callsite import Site, is_users_frame
+from fshard._callsite import HERE, Site, is_users_frame
 from fshard._comm import region
 from fshard._operations import tensors_in
 from fshard._torch_compat import (
@@ -39,10 +39,13 @@ class Place:
     lines: tuple[Site, ...]  # of the user's code that execute, the innermost first
     op: str
     is_backward: bool
+    is_library: bool  # fshard runs it, not the user's line itself
 
 
 _Lines = tuple[tuple[Any, int], ...]  # number of a code object, instruction; of an argument, its name, 0
 Key = tuple[Place, int, int]  # place, occurrence, which result
+
+_RECORDS = {__file__, *(sys.modules[c.__module__].__file__ for c in Checker.__mro__[:2])}  # files that run an operation
 
 COUNT, TOTAL, SIZE, SQUARES, SCALE, ORDER, DIMS = range(7)  # numbers of a tensor: the size twice, one for each dim
 
@@ -114,7 +117,7 @@ class Recorder(Checker):  # type: ignore[no-untyped-call]
             out = super().run_operation(func, args, kwargs)
             returned, written = tensors_in(out), op.written(args, kwargs) if op else []
             if operands and not returned:
-                self.reads.append((len(self.records), self._place(self._lines(), "read"), operands[0]))
+                self.reads.append((len(self.records), self._place("read", *self._lines()), operands[0]))
             made = list({id(x): x for x in [*returned, *written]}.values())
             is_view = op is not None and op.view and not written
             self._add(str(func), made, [operands] * len(made), written=written, is_view=is_view)
@@ -129,21 +132,24 @@ class Recorder(Checker):  # type: ignore[no-untyped-call]
             keys += [*([key] if key else []), *(k for when, k in writes if when > at)]
         return tuple(dict.fromkeys(keys))
 
-    def _lines(self) -> _Lines:
-        """Return the user's lines; in a backward pass those of the operation that is differentiated."""
-        if (node := backward_number()) in self._lines_of_node:
-            return self._lines_of_node[node]
+    def _lines(self) -> tuple[_Lines, bool]:
+        """Return the user's lines, and if fshard runs this. In a backward pass, those of what is differentiated."""
         frame: FrameType | None = sys._getframe(1)
         lines: _Lines = ()
+        known, is_library = self._lines_of_node.get(backward_number()), False
         while frame is not None and frame.f_code is not self._start:
             if is_users_frame(frame):
+                if known is not None:
+                    break
                 lines += ((id(frame.f_code), frame.f_lasti),)
                 self._codes[id(frame.f_code)] = frame.f_code
+            elif not lines:
+                is_library |= frame.f_code.co_filename.startswith(HERE) and frame.f_code.co_filename not in _RECORDS
             frame = frame.f_back
-        return lines
+        return lines if known is None else known, is_library
 
-    def _place(self, lines: _Lines, op: str) -> Place:
-        known = lines, op, backward_number() is not None
+    def _place(self, op: str, lines: _Lines, is_library: bool) -> Place:
+        known = lines, op, backward_number() is not None, is_library
         if known not in self._places:
             sites = tuple(Site(self._codes[code], at) for code, at in lines if code in self._codes)
             return self._places.setdefault(known, Place(sites, *known[1:]))
@@ -153,11 +159,11 @@ class Recorder(Checker):  # type: ignore[no-untyped-call]
         self, op: str, made: Sequence[Tensor], operands: Sequence[tuple[Key, ...]], lines: _Lines | None = None, *,
         written: Sequence[Tensor] = (), moves: bool = False, **facts: Any,
     ) -> None:  # fmt: skip
-        lines = self._lines() if lines is None else lines
+        lines, is_library = self._lines() if lines is None else (lines, True)
         for node in range(self._next_node, next_number()):  # one for each transform that differentiates
             self._lines_of_node[node] = lines
         self._next_node = next_number()
-        place = self._place(lines, op)
+        place = self._place(op, lines, is_library)
         self.runs[place] += 1
         in_place = set(map(id, written))
         for j, (x, own) in enumerate(zip(map(unwrapped, made), operands, strict=True)):

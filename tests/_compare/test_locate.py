@@ -129,3 +129,22 @@ def test_nothing_is_recorded_of_a_right_program_or_with_locate_false():
         with pytest.raises(fs.ShardingError) as e:
             fs.verify(wrong, X, locate=False)
         assert "first different line" not in str(e.value)
+
+
+def test_gathers_of_weights_that_only_one_mesh_needs_are_not_named():
+    gpt2 = fs.models.gpt2
+    cfg = gpt2.Config(vocab_size=6, n_positions=4, n_embd=4, n_layer=1, n_head=2)
+    specs = fs.fully_shard(gpt2.specs(cfg), gpt2.init(cfg), axis="data")
+    mesh = fs.make_mesh(kind="simulated", data=2)
+
+    def f(p, ids):
+        def loss(p):
+            logits = gpt2.apply(cfg, p, ids, layout=gpt2.Layout("data"), specs=specs)
+            return fs.pmean(torch.logsumexp(99 * logits, -1).amax(), "data")
+
+        return fs.value_and_grad(loss)(p)
+
+    params = fs.materialize(gpt2.init(cfg), specs, mesh, key=fs.key(0))
+    ids = torch.tensor([[0, 1, 2], [5, 3, 4]])
+    text = located(f, params, ids, in_specs=(specs, P("data")), out_specs=(P(), specs), mesh=mesh)
+    assert text.startswith(f"  first different line: test_locate.py:{f.__code__.co_firstlineno + 3} in loss\n")
