@@ -173,7 +173,8 @@ def _noise_added(
         moved = scene.expression.moved_out_of_sum(scene.node(draw)) if scene.expression else None
         fix = moved or f"{add} {name} after the {verb}, and not before it"
     else:
-        why = f"the ranks hold different parts of {to}, or parts of a sum, and would all use the same random numbers"
+        parts = f"different parts of {to}{'' if other.info.name else ', or parts of a sum'}"
+        why = f"the ranks hold {parts}, and would all use the same random numbers"
         own = f"name {over} in the spec of the draw, and pass its global shape"
         after = Fix(f"{add} {name} after the psum of {to}, and not before it", IS_SUM)
         fixes = [after, Fix(own, f"each rank has other elements of {to}")]

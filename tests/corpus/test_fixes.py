@@ -90,6 +90,7 @@ def end(module: Any, source: str, build: Callable[[Any], Call], steps: int = 3) 
 
 ADVICE = {  # messages with one fix that is right, and that is no line of code
     "bug 11-optimizer-tensor": "fix: use the same number on every rank of 'data'",
+    "wrong sampled_by_local_draws": "name 'data' in the spec of the draw, and pass its global shape",
     "wrong cross_entropy_over_the_wrong_axis": "fix: leave 'model' out of the axes of cross_entropy",
     "wrong norm_by_specs_of_whole_leaves": "pass fs.optim.global_norm the axes, or the specs, that split its arguments",
     "wrong unshard_by_specs_of_whole_leaves": "fix: pass unshard the spec of p['w'], which names 'data'",
