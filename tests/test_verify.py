@@ -183,6 +183,7 @@ def size(a):
         (lambda x: x * size("model") ** 2, ["every value is 16 times", "16 is the square of 4, the size of model"]),
         (lambda x: x / size("model") ** 2, ["every value is 0.0625 times", "1/16, the square of 4"]),
         (lambda x: fs.psum(x.square().sum(), "data").sqrt(), ["every value is 1.414 times", "the square root of 2"]),
+        (lambda x: x * size("model") ** 0.5, ["the square root of 4", "; or each rank adjusts a scale"]),
         (lambda x: x * (size("data") == 1), ["every value is 0 times", "is missing"]),
         (lambda x: x * (size("data") > 1), ["every value should be 0"]),
         (lambda x: x * (1 + 0.3 * (size("data") > 1)), ["every value is 1.3 times what it should be"]),

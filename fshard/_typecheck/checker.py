@@ -89,6 +89,7 @@ class Checker(OperationMode):
         self.mixtures_of_captured: dict[tuple[int, str], Mixture] = {}  # the first of each root and axis
         self.differentiated = Differentiated(weakref.proxy(self))  # a cycle would keep the checker after its call
         self.pvaried: set[_callsite.Site | None] = set()  # lines
+        self.asked: set[str] = set()  # axes on which the program asked for the rank's place: a number may depend on it
         # (collective, (dim, size) of each tensor, axes, line) that splits a dim into parts of different sizes
         self.uneven_splits: dict[tuple[str, tuple[tuple[int, int], ...], tuple[str, ...], Any], None] = {}
         self._argument_storages: set[int] = set()
@@ -171,6 +172,7 @@ class Checker(OperationMode):
     def set_integer_type(self, x: Tensor, op: str, *, of: Sequence[Any] = (), varies: Sequence[str] = ()) -> None:
         """Type an integer computed outside of torch, from the tensors `of`, or from the rank's index on some axes."""
         operands = [self.info(t).type for t in of if isinstance(t, Tensor)]
+        self.asked.update(varies)
         self._set_info(x, join([Type(frozenset(varies) & self.axes), *operands], x), op=op)
 
     def set_draw_type(
@@ -365,17 +367,29 @@ class Checker(OperationMode):
         known: tuple[Partial, ...] = ()
         for o in operands:
             partials = o.info.history.partials
-            if partials and known and partials is not known:
-                known = ()  # of a sum of several, none is the last
+            if partials and known and partials != known:
+                known = self._joined_partials(op, operands)
                 break
             known = partials or known
-        if op.completed_by:
+        firsts = [(o.info.site, p) for o in operands for p in o.info.history.partials[:1]]
+        is_product_of_sums = len(firsts) == len(operands) > 1 and all(p.axes and p.site == site for site, p in firsts)
+        if op.completed_by and not is_product_of_sums:
             dim, ndim = op.reduced_dim(args, kwargs), operands[0].tensor.ndim
             to_scalar = ndim > 0 and (dim is None or ndim == 1) and op.name != "matmul"
             reduced = operands[-2:] if op.name == "matmul" else operands[:1]  # before them, a matrix to add
             axes = frozenset[str].intersection(*(o.info.type.varying - o.info.history.copies for o in reduced))
             return Partial(op.name, op.completed_by, _callsite.site(), axes, dim, to_scalar), *known[:1]
         return known
+
+    def _joined_partials(self, op: Operation, operands: Sequence[Operand]) -> tuple[Partial, ...]:
+        """Return the partial results that a value was computed from: their sum, which is one, or each of the first."""
+        found = {o.info.history.partials[0]: o for o in operands if o.info.history.partials}
+        site, verbs = _callsite.site(), {p.verb for p in found}
+        direct = all(o.info.site in (p.site, site) for p, o in found.items())  # sum() begins with 0 + x
+        if direct and len(verbs) == 1 and len(found) == len(operands) and op.name in _LINEAR:
+            axes = frozenset[str].intersection(*(p.axes for p in found))
+            return (Partial(op.name, verbs.pop(), site, axes, None, True),)
+        return tuple(found)[:2]
 
     def _mix(
         self, op: Operation, axis: str, invariant: Sequence[Operand], varying: Sequence[Operand],
@@ -571,6 +585,9 @@ def same_numbers(mesh: Mesh, checkers: Mapping[int, Checker]) -> None:
                 if any(repr(value) != repr(numbers) for value in values):
                     rows = [(f"{axis}={coords[rank][axis]}", by_rank[rank][place]) for rank in group]
                     raise messages.number_differs(op, site, axis, rows)
+
+
+_LINEAR = ("add", "sub", "stack", "cat")  # of parts of sums they are a part of a sum
 
 
 def _is_copy(o: Operand, axis: str) -> bool:

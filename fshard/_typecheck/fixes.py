@@ -27,7 +27,8 @@ _WHOLE = {
     "pmax": "the result is the largest value of all ranks",
     "pmin": "the result is the smallest value of all ranks",
 }
-_REDUCES = ("linear", "einsum", "cross_entropy", "nll_loss")  # functions that end in the operation that reduces
+# Functions that end in the operation that reduces; the sum of Python ends in the addition of two parts.
+_REDUCES = ("linear", "einsum", "cross_entropy", "nll_loss", "sum")
 
 
 class Scene:

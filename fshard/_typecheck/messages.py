@@ -32,7 +32,7 @@ from .fixes import (
     mixed_axes,
     reduced_over_another_axis,
 )
-from .suggestion import qualified_name, rewritten
+from .suggestion import qualified_name, rewritten, sliced_operand, with_picked_operand
 from .types import GlobalShape, History, Mixture, MixtureText, Operand, TensorInfo, show_type
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ _SHOWN_RESULTS = 4
 _SHARED = "processes would each change a copy of their own, and simulated ranks, which are threads, share one"
 _GATHERED = "all_gather gives every rank the whole value, and types it as varying"
 _EQUAL = "the value is the same on each of the {n} ranks already: "
+_PICKS = ("slice", "select")  # operations that pick a part of their operand by a number
 _WRONG_COLLECTIVE = {
     "psum": _EQUAL + "the sum would count it {n} times",
     "pmean": _EQUAL + "the mean would not change it, and would scale its gradient by 1/{n}",
@@ -67,7 +68,7 @@ def invariant_mixed_with_varying(
     if axis in invariant.info.type.drawn | varying.info.type.drawn:
         return _random_draw_mixed(scene, axis, op, invariant, varying)
     is_bias = op in ("add", "sub") or (op == "matmul" and len(operands) == 3 and invariant.tensor is operands[0].tensor)
-    if is_bias and scene.expression and scene.expression.is_summed():
+    if is_bias and scene.expression and scene.expression.reduced_by().startswith("psum"):
         n, name = size_of(axes, checker.sizes), scene.name(invariant)
         notes = [f"each of the {n} ranks of {axes_text(axes)} adds {name} to its part, so the sum has it {n} times"]
         fix = scene.expression.moved_out_of_sum(scene.node(invariant)) or f"add {name} after the sum, and not before it"
@@ -151,6 +152,8 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
     n, name = size_of(axes, scene.checker.sizes), scene.known_name(draw) or "the draw"
     rows = [scene.row(draw, name), scene.row(other, scene.known_name(other) or "the other operand")]
     known = scene.known_name(other)
+    if draw is invariant and op in ("add", "sub") and draw.tensor.shape == other.tensor.shape:
+        return _noise_added(scene, axes, op, draw, other, rows)
     if draw is invariant:
         what = f"{op} of a random draw that is the same on every rank of {over} with a varying operand"
         why = f"the {n} ranks hold different parts, and would all use the same random numbers"
@@ -170,6 +173,38 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
     site = draw.info.site
     drawn = [f"{name} was drawn at {site}"] if site and str(site) != str(scene.site) else []
     return _error(scene.site, what, rows, why, *drawn, fix=fix_lines(fixes))
+
+
+def _noise_added(
+    scene: Scene, axes: Sequence[str], op: str, draw: Operand, other: Operand, rows: Sequence[tuple[str, str]]
+) -> ShardingError:
+    """Word the error of a draw that is the same on every rank and is added to a value that varies.
+
+    A pvary is never right here: the sum over ranks would have the numbers n times, and parts would all use the same.
+    """
+    (name, _), (to, _), over, add = *rows, axes_text(axes), "subtract" if op == "sub" else "add"
+    verb = scene.expression.reduced_by() if scene.expression else ""
+    what = f"{op} of a random draw that is the same on every rank of {over} with a varying operand"
+    if verb in ("psum", "pmean"):
+        n = size_of(axes, scene.checker.sizes)
+        times = f", so the sum has it {n} times" if verb == "psum" else ""
+        why = f"each of the {n} ranks of {over} adds {name} to its part{times}"
+        moved = scene.expression.moved_out_of_sum(scene.node(draw)) if scene.expression else None
+        fix = moved or f"{add} {name} after the {verb}, and not before it"
+    else:
+        parts = f"different parts of {to}{'' if other.info.name else ', or parts of a sum'}"
+        why = f"the ranks hold {parts}, and would all use the same random numbers"
+        own = f"name {over} in the spec of the draw, and pass its global shape"
+        after = Fix(f"{add} {name} after the psum of {to}, and not before it", IS_SUM)
+        fixes = [after, Fix(own, f"each rank has other elements of {to}")]
+        if verb:  # psum_scatter
+            fixes = [Fix(f"{own}; and {add} {name} after the {verb}, and not before it")]
+        elif other.info.name:
+            fixes = fixes[1:]
+        fix = fix_lines(fixes if other.info.history.partials else fixes[::-1])
+    site = draw.info.site
+    drawn = [f"{name} was drawn at {site}"] if site and str(site) != str(scene.site) else []
+    return _error(scene.site, what, rows, why, *drawn, fix=fix)
 
 
 def mixture_text(
@@ -317,14 +352,44 @@ def number_differs(
                           Fix(f'fs.global_shape(x, P("{axis}"))', f"it is that of a tensor x that {axis!r} splits"),
                           Fix("use the same one on every rank", "it is of another array"),
                       ]))  # fmt: skip
+    same = Fix(f"use the same number on every rank of {axis!r}", "the result is to be one value")
+    if op in _PICKS:
+        first, *_ = parts = [values for _, values in numbers]
+        size = first[2] - first[1] if op == "slice" else 0
+        equal = size > 0 and all(x == (first[0], i * size, (i + 1) * size, 1) for i, x in enumerate(parts))
+        fixes = [_fix_of_picked_part(site, [axis], first[0] if equal else None)._replace(site=None), same]
+    else:
+        fixes = [same, Fix(f'apply fs.pvary(..., "{axis}") to the operand of {op}', "the ranks are to differ")]
     return _error(site, f"{op} of a value that is invariant over {axis!r} with a number that differs between its ranks",
                   rows, "types do not cover Python numbers: the result is typed as invariant and is not",
-                  fix=fix_lines([
-                      Fix(f"use the same number on every rank of {axis!r}", "the result is to be one value"),
-                      Fix("use a tensor (fs.axis_index is one), and fs.pvary of the other operand",
-                          "the ranks are to differ"),
-                      Fix(f'fs.pslice(x, "{axis}")', "the number picks the part of each rank"),
-                  ]))  # fmt: skip
+                  fix=fix_lines(fixes))  # fmt: skip
+
+
+def _fixes_of_picks(checker: Checker, axes: Sequence[str], here: _callsite.Site | None) -> list[Fix]:
+    """Return the fix of the last part of an invariant value that a name picks, if that may be a number of the rank."""
+    if not checker.asked.issuperset(axes):
+        return []
+    picks = [site for op, site, invariant, _ in checker.numbers if op in _PICKS and set(axes) <= set(invariant)]
+    fixes = [_fix_of_picked_part(site, axes) for site in picks[-1:]]
+    return [x._replace(site=None) if here and x.site.line == here.line else x for x in fixes if x.site]
+
+
+def _fix_of_picked_part(site: _callsite.Site | str | None, axes: Sequence[str], dim: int | None = None) -> Fix:
+    """Return the fix of a part of an invariant value that is picked by a number of the rank, as of local_range.
+
+    It has a place if it is a line of code. The ranks are known to pick equal parts of `dim`, in order, if it is given.
+    """
+    source = axes_source(axes)
+
+    def pick(text: str) -> str | None:
+        if dim is not None and (x := sliced_operand(text, dim)):
+            return f"fs.pslice({x}, {source}{f', {dim}' if dim else ''})"
+        return with_picked_operand(text, lambda x: f"fs.pvary({x}, {source})")
+
+    site = site if isinstance(site, _callsite.Site) else None  # a str is from another process
+    line = rewritten(site, pick)
+    return Fix(line or f"apply fs.pvary(..., {source}) to the value before the part is picked",
+               "the number there picks the part of each rank", site if line else None)  # fmt: skip
 
 
 # --- collectives ----------------------------------------------------------------------------------------------
@@ -371,6 +436,7 @@ def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequenc
         choices.append(Fix(f"name {axes_text(axes)} in the spec of the draw", "each rank is to draw its own part"))
     if verb == "pvary" and (gather := fix_of_gather(x.info, axes, scene.site.line if scene.site else 0)):
         choices.append(gather)
+    choices = (_fixes_of_picks(checker, axes, scene.site) if m.takes == "V" else []) + choices
     choices.append(Fix(drop, f"the {verb} is one too many" if choices else ""))
     name = scene.known_name(x) or operand or scene.name(x)
     made = [f"it was made by {x.info.op} at {x.info.site}"] if x.info.site and x.info.op else []
@@ -497,6 +563,7 @@ def results_have_wrong_type(
     why = f"the result would be {n} equal copies, and would have another size on another mesh"
     dim = next((d for d, names in enumerate(rows[0][2].parts(x.tensor.ndim)) if set(names) & set(axes)), 0)
     fix = fix_lines([
+        *_fixes_of_picks(checker, axes, x.info.site),
         Fix(f"leave {over} out of the out spec", "the result is one value"),
         Fix(call_at(x.info.site, "pslice", axes, *([str(dim)] if dim else [])), "each rank is to return its part"),
     ])  # fmt: skip

@@ -30,8 +30,9 @@ _USER_NAMES = {
     "native_layer_norm": "layer_norm",
 }  # fmt: skip
 _COMPLETED_BY = {  # the collective that completes a result where an axis splits a dim that the operation reduces
-    "sum": "psum", "matmul": "psum", "dot": "psum", "mv": "psum", "count_nonzero": "psum", "mean": "pmean",
-    "mse_loss": "pmean", "nll_loss_forward": "pmean", "amax": "pmax", "max": "pmax", "amin": "pmin", "min": "pmin",
+    **dict.fromkeys(("sum", "matmul", "dot", "vdot", "mv", "count_nonzero"), "psum"),
+    "mean": "pmean", "mse_loss": "pmean", "nll_loss_forward": "pmean",
+    "amax": "pmax", "max": "pmax", "amin": "pmin", "min": "pmin",
     **dict.fromkeys(("argmax", "argmin", "logsumexp", "softmax", "log_softmax", "topk", "sort", "argsort", "median",
                      "var", "var_mean", "std", "linalg_vector_norm", "cumsum", "prod", "all", "any"), "all_gather"),
 }  # fmt: skip

@@ -127,25 +127,31 @@ class Expression:
         func = getattr(self.node, "func", None)
         return getattr(func, "id", None) or getattr(func, "attr", None)
 
-    def is_summed(self) -> bool:
-        """Return whether the expression is the first argument of psum or psum_scatter."""
-        return re.search(r"\bpsum(_scatter)?[\s(]*$", self._preceding) is not None
+    def reduced_by(self) -> str:
+        """Return the collective that the expression is the first argument of: "psum"; `""` if there is none."""
+        found = re.search(r"\b(psum_scatter|psum|pmean)[\s(]*$", self._preceding)
+        return found[1] if found else ""
 
     def moved_out_of_sum(self, term: Any) -> str | None:
         """Return the line `psum(x + term, axis)` as `psum(x, axis) + term`; `None` where it is not that simple."""
-        node, rest = self.node, None
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and term in (node.left, node.right):
-            rest = self.source(node.left if term is node.right else node.right)
-        if isinstance(node, ast.Call) and len(node.args) > 1 and term is node.args[-1] and not node.keywords:
+        node, rest, sign = self.node, None, "+"
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
+            sign = "-" if isinstance(node.op, ast.Sub) else "+"
+            rest = self.source(node.left) if term is node.right else None
+            if term is node.left and sign == "+":
+                rest = self.source(node.right)
+        elif isinstance(node, ast.Call) and len(node.args) > 1 and term is node.args[-1] and not node.keywords:
             text = self._code.encode()[node.col_offset : node.args[-2].end_col_offset].decode()
-            rest = f"{text})"
-        if self._line is None or rest is None:
+            rest = self.source(node.args[0]) if self.called() in ("add", "sub") else f"{text})"
+            sign = "-" if self.called() == "sub" else "+"
+        if self._line is None or rest is None or self.reduced_by() == "psum_scatter":  # which changes the shape
             return None
         before, after = self._around(self._line, node)
         call = re.search(r"(^|=|:|\+|\breturn)\s*[\w.]+\($", before)
         if call is None or re.match(r"\s*,[^()]*(\([^()]*\))?[^()]*\)$", after) is None:
             return None
-        return f"{before}{rest}{after} + {self.source(term)}".strip()
+        text = self.source(term)
+        return f"{before}{rest}{after} {sign} {text if isinstance(term, _ATOMS) else f'({text})'}".strip()
 
     def _around(self, line: bytes, node: Any) -> tuple[str, str]:
         return line[: self._start + node.col_offset].decode(), line[self._start + node.end_col_offset :].decode()
@@ -192,6 +198,37 @@ def with_first_operand(source: str, rebuild: Callable[[str], str]) -> str | None
     text = f"({source})".encode()  # columns count bytes of the text that was parsed
     start, end = operand.col_offset, operand.end_col_offset
     return (text[1:start] + rebuild(text[start:end].decode()).encode() + text[end:-1]).decode()
+
+
+def sliced_operand(source: str, dim: int) -> str | None:
+    """Return `x` of `x[a:b]`, or of `x[:, a:b]` for `dim` 1; `None` for another expression."""
+    node = _parse_expression(source)
+    if not isinstance(node, ast.Subscript):
+        return None
+    entries = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    if [i for i, x in enumerate(entries) if ast.unparse(x) != ":"] != [dim] or not isinstance(entries[dim], ast.Slice):
+        return None
+    return _split_subscript(source, node)[0]
+
+
+def with_picked_operand(source: str, rebuild: Callable[[str], str]) -> str | None:
+    """Return `x[a:b]`, or a call of narrow or select, with `rebuild(x)`; `None` for others, and for constants."""
+    node = _parse_expression(source)
+    index = node.slice if isinstance(node, ast.Subscript) else ast.Tuple(getattr(node, "args", []))
+    if not any(isinstance(part, ast.Name) for part in ast.walk(index)):
+        return None
+    if not isinstance(node, ast.Subscript):
+        func = getattr(node, "func", None)
+        name = getattr(func, "attr", getattr(func, "id", ""))
+        return with_first_operand(source, rebuild) if name in ("narrow", "select") else None
+    value, index_text = _split_subscript(source, node)
+    return rebuild(value) + index_text
+
+
+def _split_subscript(source: str, node: ast.Subscript) -> tuple[str, str]:
+    text = source.encode()  # columns count bytes, from the parenthesis before it
+    bracket = text.index(b"[", (node.value.end_col_offset or 1) - 1)
+    return text[:bracket].decode(), text[bracket:].decode()
 
 
 def called_at(site: Site | None) -> str | None:

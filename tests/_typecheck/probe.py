@@ -30,7 +30,7 @@ class Probe:
         return Probe()
 
 
-for _name in ["add", "matmul", "mul", "gt", "iadd", "imul", "getitem", "neg", "call"]:
+for _name in ["add", "sub", "matmul", "mul", "gt", "iadd", "imul", "getitem", "neg", "call"]:
     setattr(Probe, f"__{_name}__", lambda self, *args: self.asking(*args))
 Probe.__setitem__ = lambda self, *args: self.asking(*args) and None  # type: ignore[attr-defined]
 

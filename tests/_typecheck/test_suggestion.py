@@ -170,29 +170,32 @@ def test_call_is_replaced_by_its_argument(program: str, line: str | None) -> Non
     assert run(program, values(), without_call) == line
 
 
-# program, whether the executing expression is summed, line with X after the sum
+# program, what reduces the executing expression, line with X after the sum
 SUMS = [
-    ("h = psum(y @ w + x, 'm')", True, "h = psum(y @ w, 'm') + x"),
-    ("h = psum(x + y @ w, ('a', 'b'))  # [B, D]", True, "h = psum(y @ w, ('a', 'b')) + x"),
-    ("h = i * psum(y + x, 'm')", True, None),  # i * psum(y, 'm') + x is another value
-    ("h = psum(y + x, 'm').abs()", True, None),
-    ("h = psum((y + x), 'm')", True, None),
-    ("h = psum(\n    y + x,\n    'm',\n)", True, None),
-    ("h = psum(y.method(x), 'm')", True, None),
-    ("h = y + x", False, None),
-    ("h = f(y + x)", False, None),
+    ("h = psum(y @ w + x, 'm')", "psum", "h = psum(y @ w, 'm') + x"),
+    ("h = psum(x + y @ w, ('a', 'b'))  # [B, D]", "psum", "h = psum(y @ w, ('a', 'b')) + x"),
+    ("h = i * psum(y + x, 'm')", "psum", None),  # i * psum(y, 'm') + x is another value
+    ("h = psum(y + x, 'm').abs()", "psum", None),
+    ("h = psum((y + x), 'm')", "psum", None),
+    ("h = psum(\n    y + x,\n    'm',\n)", "psum", None),
+    ("h = psum(y.method(x), 'm')", "psum", None),
+    ("h = psum(y - x, 'm')", "psum", "h = psum(y, 'm') - x"),
+    ("h = psum(x - y, 'm')", "psum", None),
+    ("h = psum_scatter(y + x, 'm')", "psum_scatter", None),  # x has another shape than the sum
+    ("h = y + x", "", None),
+    ("h = f(y + x)", "", None),
 ]
 
 
-@pytest.mark.parametrize(("program", "is_summed", "line"), SUMS, ids=[program for program, *_ in SUMS])
-def test_term_is_moved_out_of_a_sum(program: str, is_summed: bool, line: str | None) -> None:
+@pytest.mark.parametrize(("program", "verb", "line"), SUMS, ids=[program for program, *_ in SUMS])
+def test_term_is_moved_out_of_a_sum(program: str, verb: str, line: str | None) -> None:
     def moved(frame: FrameType) -> Any:
         expression = executing(frame)
         assert expression is not None
-        return expression.is_summed(), expression.moved_out_of_sum(expression.find(is_x))
+        return expression.reduced_by(), expression.moved_out_of_sum(expression.find(is_x))
 
     psum = lambda v, axis: torch.ones(())  # noqa: E731
-    assert run(program, {**values(), "psum": psum}, moved) == (is_summed, line)
+    assert run(program, {**values(), "psum": psum, "psum_scatter": psum}, moved) == (verb, line)
 
 
 # --- missing, edited and unusual sources ----------------------------------------------------------------------

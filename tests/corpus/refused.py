@@ -137,6 +137,48 @@ def returned_as_sharded(x):
     return {"y": x * 2}
 
 
+def noise_before_the_sum(x, w):
+    g = (x @ w).sum(0)
+    noise = 0.1 * fs.random.normal(fs.key(0), g.shape)
+    return fs.psum(g - noise, "data")
+
+
+def noise_on_a_part_of_a_sum(x, w):
+    g = (x @ w).sum(0)
+    g = g + fs.random.normal(fs.key(0), g.shape)
+    return fs.psum(g, "data")
+
+
+def sum_of_products(x):
+    a, b = {"u": x, "v": x.sin()}, {"u": x.cos(), "v": x}
+    return sum((a[k] * b[k]).sum() for k in a)
+
+
+def sum_of_sums(x):
+    return (x.square().sum() + x.cos().sum()).sqrt()
+
+
+def cosine(x):
+    return (x * x.cos()).sum() / x.square().sum().sqrt()
+
+
+def part_by_local_range(w):
+    start, stop = fs.local_range(w.shape[0] // fs.axis_size("data"), "data")
+    return fs.psum(w[start:stop].square().sum(), "data")
+
+
+def returned_part_by_local_range(w):
+    start, stop = fs.local_range(w.shape[0] // fs.axis_size("data"), "data")
+    part = w[start:stop]
+    return part.sin()
+
+
+def parts_of_columns(x):
+    start, stop = fs.local_range(x.shape[1] // fs.axis_size("data"), "data")
+    part = (x + 1)[:, start:stop]
+    return fs.pvary(x, "data").sum() * part
+
+
 def torch_generator(x):
     return x + torch.rand(8)
 
@@ -268,6 +310,14 @@ CASES = {
     "indexed_by_rank": (indexed_by_rank, (P(), P("data")), P(), (torch.ones(2, 8), X)),
     "returned_as_replicated": (returned_as_replicated, (ROWS,), P(), (X,)),
     "returned_as_sharded": (returned_as_sharded, (P(),), {"y": P(None, "model")}, (X,)),
+    "noise_before_the_sum": (noise_before_the_sum, (ROWS, P()), P(), (X, W)),
+    "noise_on_a_part_of_a_sum": (noise_on_a_part_of_a_sum, (ROWS, P()), P(), (X, W)),
+    "sum_of_products": (sum_of_products, (ROWS,), P(), (X,)),
+    "sum_of_sums": (sum_of_sums, (ROWS,), P(), (X,)),
+    "cosine": (cosine, (ROWS,), P(), (X,)),
+    "part_by_local_range": (part_by_local_range, (P(),), P(), (B,)),
+    "returned_part_by_local_range": (returned_part_by_local_range, (P(),), ROWS, (B,)),
+    "parts_of_columns": (parts_of_columns, (P(),), P(None, "data"), (X,)),
     "torch_generator": (torch_generator, (ROWS,), ROWS, (X,)),
     "rank_dependent_number": (rank_dependent_number, (P(),), P(), (X,)),
     "part_by_rank_number": (part_by_rank_number, (P(),), ROWS, (X,)),

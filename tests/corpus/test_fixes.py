@@ -93,6 +93,7 @@ ADVICE = {  # messages with one fix that is right, and that is no line of code
     "refused captured_module": "fix: call the module by torch.func.functional_call(module, ",
     "refused training_of_a_captured_module": "fix: pass what is trained as an argument, and take its gradient by",
     "refused running_mean_in_a_captured_tensor": "fix: pass it as an argument, and return its new value",
+    "wrong sampled_by_local_draws": "name 'data' in the spec of the draw, and pass its global shape",
     "wrong cross_entropy_over_the_wrong_axis": "fix: leave 'model' out of the axes of cross_entropy",
     "wrong norm_by_specs_of_whole_leaves": "pass fs.optim.global_norm the axes, or the specs, that split its arguments",
     "wrong unshard_by_specs_of_whole_leaves": "fix: pass unshard the spec of p['w'], which names 'data'",
@@ -111,3 +112,29 @@ def test_fixes_lead_to_a_correct_program(name):
     module, build = PROGRAMS[name]
     found = end(module, "", build)
     assert ADVICE[name] in found if name in ADVICE else found in ("right", "choice")
+
+
+FIRST = ("noise_before_the_sum", "sum_of_products", "sum_of_sums", "cosine", "part_by_local_range",
+         "returned_part_by_local_range", "parts_of_columns")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_first_fix_that_each_error_prints_leads_to_a_correct_program(name):
+    module, build = PROGRAMS[f"refused {name}"]
+    source = Path(refused.__file__).read_text()
+    for _ in range(3):
+        f, args = build(module)
+        try:
+            f(*args)
+        except ShardingError as e:
+            source = fixes.applied(source, fixes.options(str(e))[0])
+            module = fixes.loaded(refused, source)
+        else:
+            break
+    fs.verify(f, *args)
+
+
+def test_noise_that_is_added_to_parts_of_a_sum_is_never_to_be_added_on_every_rank():
+    for name in ("noise_before_the_sum", "noise_on_a_part_of_a_sum"):
+        assert "pvary" not in refused.text_of(name).partition("fix: ")[2]
+    assert "after the psum of g, and not before it" in refused.text_of("noise_on_a_part_of_a_sum")

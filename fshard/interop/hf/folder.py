@@ -11,7 +11,9 @@ An index that fshard wrote has in `metadata` the CRC-32 of each file's header: t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,55 @@ class WeightHeaders:
                 self.errors += [fail(f"{path}: {name!r} is not in it", f"{INDEX} says it is")
                                 for name in names if name not in tensors]  # fmt: skip
             self.tensors |= {name: entry for name, entry in tensors.items() if file_of.get(name, file) == file}
+
+
+# Ends of the names of what quantized weights have beside them: GPTQ, AWQ, FP8, compressed-tensors, bitsandbytes, MXFP4.
+_QUANTIZED = (".qweight", ".qzeros", ".g_idx", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".SCB",
+              ".weight.absmax", ".weight.quant_map", "_proj_blocks", "_proj_scales")  # fmt: skip
+_WRAPPERS = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+def explain_names(
+    headers: WeightHeaders, verb: str, lacking: Sequence[str], extra: Sequence[str], prefix: str = "", call: str = ""
+) -> ShardingError | None:
+    """Return why a folder has other names than a tree: it is quantized, or names differ by a prefix; else `None`.
+
+    `lacking` are the names in files that were looked for, also without `prefix`, and `extra` those of tensors that no
+    leaf uses. `call` is the function that takes the prefix as an argument; `""` if none does.
+    """
+    config = headers.path / CONFIG
+    quantization = read_json(config).get("quantization_config") if extra and config.is_file() else None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    marks = [name for name in extra if name.endswith(_QUANTIZED)]
+    if method or marks:
+        return fail(f"{verb}: {headers.path} is quantized{f' by {method}' if method else ''}",
+                    f"it has {(marks or extra)[0]!r}: the values of its weights are in several tensors, not read here",
+                    fix="dequantize it first, with the library that wrote it; or give the folder of the model "
+                        "before it was quantized")  # fmt: skip
+    wanted, unread = {*lacking, *(name.removeprefix(prefix) for name in lacking)}, set(extra)
+    theirs = Counter(e[:i] for e in extra for i in _after_dots(e) if e[i:] in wanted)
+    ours = Counter(name[:i] for name in lacking for i in _after_dots(name) if name[i:] in unread)
+    for prefixes, has in ((theirs, "its names begin with {!r}"), (ours, "its names lack {!r} at their start")):
+        for found, count in prefixes.most_common(1):
+            if 2 * count < len(lacking):
+                continue
+            change = f"name.removeprefix({found!r})" if prefixes is theirs else f"{found!r} + name"
+            return fail(f"{verb}: {headers.path}: {has.format(found)}",
+                        fix=f"{call}(..., prefix={found!r})" if call else _renaming(change))  # fmt: skip
+    wrapped = [name for name in extra if _WRAPPERS.sub("", name) in wanted]
+    if not wrapped:
+        return None
+    part = next(m[0] for m in _WRAPPERS.finditer(wrapped[0]))
+    return fail(f"{verb}: {headers.path}: its names have {part!r} inside", f"as {wrapped[0]!r}",
+                fix=_renaming(f'name.replace({part!r}, "")'))  # fmt: skip
+
+
+def _after_dots(name: str) -> list[int]:
+    return [i + 1 for i, c in enumerate(name) if c == "."]
+
+
+def _renaming(change: str) -> str:
+    return f"rename its tensors: {{{change}: x for name, x in tensors.items()}}"
 
 
 def unsupported_dtype(entry: HeaderEntry) -> ShardingError:

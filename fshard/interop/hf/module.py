@@ -24,7 +24,7 @@ from fshard.sharded import Sharded
 from fshard.spec import box_shape, describe, format_tensor
 
 from .conversion import Converted, Pretrained, from_files, pretrained_in, to_files
-from .folder import WeightHeaders, unsupported_dtype
+from .folder import WeightHeaders, explain_names, unsupported_dtype
 from .traced import Traced, trace
 from .weights import FilePart, FromFile, with_dot
 
@@ -161,7 +161,7 @@ def read_leaves(
     The errors are those of `read_module`; they name the function `call`.
     """
     prefix = with_dot(prefix)
-    stored = _stored(headers, names)
+    stored = _stored(headers, names, prefix)
     errors = [*headers.errors, *(ShardingError(f"{headers.path}: {e}") for e in stored.errors)]
     leaves = tree.leaves_with_path(described)
     names_of: dict[int, list[str]] = {}  # of each leaf: a tie has several
@@ -210,19 +210,25 @@ def read_leaves(
     errors += [fail(f"{verb}: missing= has {pattern!r}, and no leaf has such a name", fix="correct it")
                for pattern in missing if not matches(own, [pattern])]  # fmt: skip
     if lacking or extra:
-        errors.append(_advice(names, (lacking, present), (extra, list(headers.tensors)), (missing, ignored), call,
-                              "folder" if headers.path.is_dir() else "file"))  # fmt: skip
+        plain = [names.plain(name) for name in lacking]
+        errors.append(explain_names(headers, verb, plain, extra, prefix, call)
+                      or _advice(names, (lacking, present), (extra, list(headers.tensors)), (missing, ignored), call,
+                                 "folder" if headers.path.is_dir() else "file"))  # fmt: skip
     raise_all(errors)
     return tree.unflatten(tree.structure(described), [out[id(leaf)] for _, leaf in leaves])
 
 
-def _stored(headers: WeightHeaders, names: Names) -> Converted:
+def _stored(headers: WeightHeaders, names: Names, prefix: str) -> Converted:
     """Return the tensors of a folder, by the names that they have in the module."""
     entries = {name: trace(name, x.shape, x.dtype or torch.uint8) for name, x in headers.tensors.items()}
     if names.pretrained is None:
         return Converted(entries)
     shapes = {names.plain(n): shape for n, shape in names.shapes.items() if n not in names.transient}
     stored = from_files(names.pretrained, shapes, entries)
+    unknown = {name for name in stored.unknown if prefix and name.startswith(prefix)}
+    if unknown:
+        entries = {name.removeprefix(prefix) if name in unknown else name: x for name, x in entries.items()}
+        stored = from_files(names.pretrained, shapes, entries)
     if not headers.complete:  # a conversion may lack a tensor of the file that cannot be read
         stored.errors.clear()
     return stored
@@ -330,7 +336,7 @@ def _advice(
     names: Names, leaves: tuple[Sequence[str], Sequence[str]], tensors: tuple[Sequence[str], Sequence[str]],
     now: tuple[Sequence[str], Sequence[str]], call: str, where: str,
 ) -> ShardingError:  # fmt: skip
-    """Return the error that names the arguments with which the folder is accepted.
+    """Return the error that names the arguments with which the folder is accepted, if that drops no values of a leaf.
 
     Args:
         leaves: names of those that are not in the folder, and of the others.
@@ -345,8 +351,13 @@ def _advice(
         notes.append("for the names, ties and buffers of fs.defer's module: of=apply")
     leaves_have = "1 leaf has" if len(lacking) == 1 else f"{len(lacking)} leaves have"
     tensors_have = "1 tensor has" if len(extra) == 1 else f"{len(extra)} tensors have"
-    return fail(f"{call.rpartition('.')[2]}: {leaves_have} no tensor in the {where}, {tensors_have} no leaf",
-                *notes, fix=f"if that is intended, {call}(..., {', '.join(arguments)})")  # fmt: skip
+    what = f"{call.rpartition('.')[2]}: {leaves_have} no tensor in the {where}, {tensors_have} no leaf"
+    owners = {name.rpartition(".")[0] for name in extra} - {""}
+    renamed = bool(extra) and (len(lacking) > len(leaves[1]) or any(n.rpartition(".")[0] in owners for n in lacking))
+    if lacking and (renamed or not leaves[1]):
+        return fail(what, f"the {where} has other names for them, or is of another model", *notes[1:],
+                    fix=f"give the {where} of this model, or rename its tensors")  # fmt: skip
+    return fail(what, *notes, fix=f"if that is intended, {call}(..., {', '.join(arguments)})")
 
 
 def globs(chosen: Sequence[str], every: Iterable[str]) -> list[str]:

@@ -20,7 +20,7 @@ from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.init import Deferred
 from fshard.spec import Box, box_shape, describe, format_tensor, full_box, relative_box
 
-from .folder import WeightHeaders, unsupported_dtype
+from .folder import WeightHeaders, explain_names, unsupported_dtype
 from .pattern import Pattern, identity, missing_parts
 from .places import Places
 
@@ -303,6 +303,7 @@ def read(
         return [n for n in names if n in headers.tensors]
 
     out: dict[int, Deferred] = {}
+    lacking: list[str] = []
     used: set[str] = set()
     patterns: dict[str, list[Pattern]] = {}
     for first, leaf in leaves:
@@ -325,6 +326,7 @@ def read(
             try:
                 if not options:
                     if headers.complete:
+                        lacking.append(alternatives[0][1].name)
                         raise fail(f"{headers.path}: {alternatives[0][1].name!r} is missing",
                                    f"for {tree.show('params', first)}, {describe(leaf)}")  # fmt: skip
                     continue
@@ -352,10 +354,12 @@ def read(
         if missing:
             errors.append(fail(f"{headers.path}: no leaf is the rest of {name!r}", f"unused: {', '.join(missing)}"))
     in_use = {id(headers.tensors[name]) for name in used}  # an alias of a tensor has the same entry
+    extra = {name: entry for name, entry in headers.tensors.items()
+             if id(entry) not in in_use and not name.endswith(tuple(ignored))}  # fmt: skip
     errors += [fail(f"{headers.path}: {name!r} is not part of this model",
-                    f"{entry.dtype_name.lower()}{list(entry.shape)}")
-               for name, entry in headers.tensors.items()
-               if id(entry) not in in_use and not name.endswith(tuple(ignored))]  # fmt: skip
+                    f"{entry.dtype_name.lower()}{list(entry.shape)}") for name, entry in extra.items()]  # fmt: skip
+    if advice := explain_names(headers, "read", lacking, list(extra), prefix):
+        errors.append(advice)
     raise_all(errors)
     return tree.unflatten(tree.structure(described), [out[id(leaf)] for _, leaf in leaves])
 

@@ -387,6 +387,63 @@ def test_folder_with_another_head_is_read_with_the_arguments_that_the_error_name
                 {n: source[prefix.sub("", n)] for n in params if n not in lacking})  # fmt: skip
 
 
+def _gptq(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [n for n in tensors if "attention" in n and n.endswith("dense.weight")]:
+        del tensors[name]
+        owner = name.removesuffix("weight")
+        tensors |= {f"{owner}qweight": torch.zeros(4, 32, dtype=torch.int32), f"{owner}scales": torch.ones(1, 32)}
+
+
+def _fp8(tensors: dict[str, torch.Tensor]) -> None:
+    tensors |= {n: x.to(torch.float8_e4m3fn) for n, x in tensors.items() if n.endswith("dense.weight")}
+    tensors |= {f"{n}_scale_inv": torch.ones(1, 1) for n in list(tensors) if n.endswith("dense.weight")}
+
+
+def _renamed(rename: Any) -> Any:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        stored = {rename(name): x for name, x in tensors.items()}
+        tensors.clear()
+        tensors.update(stored)
+
+    return change
+
+
+NAMES = {  # how the tensors of a folder differ from those of the model, and the fix
+    "gptq": (_gptq, "dequantize it first"),
+    "fp8": (_fp8, "dequantize it first"),
+    "data_parallel": (_renamed(lambda n: f"module.{n}"), "hf.weights(..., prefix='module.')"),
+    "compiled": (_renamed(lambda n: f"_orig_mod.module.{n}"), "hf.weights(..., prefix='_orig_mod.module.')"),
+    "compiled_layers": (_renamed(lambda n: n.replace("layer.0.", "layer.0._orig_mod.")),
+                        """rename its tensors: {name.replace('_orig_mod.', ""): x for name, x in tensors.items()}"""),
+    "others": (_renamed(lambda n: f"{n}_1"), "give the folder of this model, or rename its tensors"),
+    "norms": (_renamed(lambda n: n.replace("LayerNorm.weight", "LayerNorm.scale")), "give the folder of this model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NAMES)
+def test_no_fix_leaves_initial_values_where_the_folder_has_the_weights_in_another_form(
+    what: str, tmp_path: Path
+) -> None:
+    change, fix = NAMES[what]
+    theirs = randomized(bert("Model"))
+    theirs.save_pretrained(tmp_path)
+    changed(tmp_path, change)
+    apply, tree = fs.defer(lambda: bert("Model"))
+    for options in ({"of": apply}, {}):
+        text = error_text(fs.hf.weights, tmp_path, tree if options else tree["params"], **options)
+        assert f"\n  fix: {fix}" in text
+        assert "missing=(" not in text
+        assert "ignored=(" not in text
+    if "prefix=" in fix:
+        (prefix,) = re.findall(r"prefix='(.*)'", fix)
+        stored = fs.hf.weights(tmp_path, tree, of=apply, prefix=prefix)
+        params = fs.device_get(fs.materialize(stored, P(), fs.make_mesh(data=1), key=fs.key(0)))["params"]
+        assert_same(params, {n: x.detach() for n, x in theirs.named_parameters()})
+    with pytest.raises(fs.ShardingError, match=r"quantized|begin with|inside|is missing") as error:
+        fs.models.bert.load(tmp_path)
+    assert ("  fix: " in str(error.value)) == (what not in ("others", "norms"))
+
+
 def test_pattern_of_missing_that_names_no_leaf_is_an_error(tmp_path: Path) -> None:
     randomized(bert("Model")).save_pretrained(tmp_path)
     apply, tree = fs.defer(lambda: bert("Model"))
