@@ -1,12 +1,12 @@
 """Differentiable collectives: linear maps with their transposes, and the autograd Function that applies them."""
 
-from .autograd import apply_map, differentiable_dtype, make_functions, run_map
+from .autograd import apply_function, apply_map, differentiable_dtype, make_functions, run_map
 from .dim_sizes import dim_of, gather_layout, global_size, global_sizes, local_range, own_range, split_layout
 from .linear_maps import AllToAll, CastMap, Gather, GatherInvariant, Map, Permute, Precision, Scatter, Slice, Sum, Vary
 from .minmax import minmax
 
 __all__ = [
     "AllToAll", "CastMap", "Gather", "GatherInvariant", "Map", "Permute", "Precision", "Scatter", "Slice", "Sum",
-    "Vary", "apply_map", "differentiable_dtype", "dim_of", "gather_layout", "global_size", "global_sizes",
-    "local_range", "make_functions", "minmax", "own_range", "run_map", "split_layout",
+    "Vary", "apply_function", "apply_map", "differentiable_dtype", "dim_of", "gather_layout", "global_size",
+    "global_sizes", "local_range", "make_functions", "minmax", "own_range", "run_map", "split_layout",
 ]  # fmt: skip
