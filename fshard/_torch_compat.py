@@ -21,11 +21,14 @@ from torch._C._functorch import (
     is_batchedtensor,
     is_functorch_wrapped_tensor,
     is_gradtrackingtensor,
+    is_legacy_batchedtensor,
     maybe_get_level,
     peek_interpreter_stack,
 )
 from torch._functorch import eager_transforms
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
@@ -77,6 +80,48 @@ def set_jvp_nesting(depth: int) -> int:
     """
     before, eager_transforms.JVP_NESTING = eager_transforms.JVP_NESTING, depth
     return before
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Return whether a tensor has a tangent of torch.autograd.forward_ad.
+
+    An open level proves nothing: a simulated mesh opens one.
+    """
+    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+
+
+# torch turns tangents off inside the jvp of an autograd.Function, those of outer levels too.
+with_tangents = functools.partial(forward_ad._set_fwd_grad_enabled, True)
+
+
+def replace_dual_levels(enter: Callable[..., Any], leave: Callable[..., Any]) -> tuple[Any, Any]:
+    """Replace the functions that `torch.autograd.forward_ad.dual_level` calls; return the former ones.
+
+    torch has one level for the process and not one for each thread, so ranks that are threads share one.
+    """
+    former = forward_ad.enter_dual_level, forward_ad.exit_dual_level
+    forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter, leave
+    return former
+
+
+# The vmap of `is_grads_batched=True` and `vectorize=True` is older than torch.func's. It has other batched tensors,
+# which an autograd.Function takes for tensors without a gradient.
+is_legacy_batched = is_legacy_batchedtensor
+
+
+def without_legacy_batch(x: Tensor) -> Tensor:
+    """Return the plain tensor in a batched one of level 1, with the batch as its dim 0."""
+    return torch._remove_batch_dim(x, 1, 1, 0)
+
+
+def with_legacy_batch(x: Tensor) -> Tensor:
+    """Return a tensor whose dim 0 is the batch of level 1."""
+    return torch._add_batch_dim(x, 0, 1)
+
+
+def is_traced() -> bool:
+    """Return whether operations are recorded, to be repeated later: by make_fx, torch.export, linearize, jit.trace."""
+    return get_proxy_mode() is not None or torch.jit.is_tracing()
 
 
 def replace_reparametrize_module(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,9 +226,11 @@ def timeout_of(backend: Any) -> Any:
 
 
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of", "backward_number",
-    "foreach_copy_", "functional_collectives", "in_backward", "in_transform", "is_batched", "is_grad_tracking",
-    "is_view", "is_wrapped", "level_of", "named_as", "next_number", "replace_reparametrize_module",
-    "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id", "timeout_of", "transform_level",
-    "unwrapped", "unwrapped_once", "version_of", "without_functorch", "without_modes", "without_torch_function",
+    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of",
+    "backward_number", "foreach_copy_", "functional_collectives", "has_tangent", "in_backward", "in_transform",
+    "is_batched", "is_grad_tracking", "is_legacy_batched", "is_traced", "is_view", "is_wrapped", "level_of",
+    "named_as", "next_number", "replace_dual_levels", "replace_reparametrize_module", "replace_trunc_normal",
+    "schema_of", "set_jvp_nesting", "storage_id", "timeout_of", "transform_level", "unwrapped", "unwrapped_once",
+    "version_of", "with_legacy_batch", "with_tangents", "without_functorch", "without_legacy_batch",
+    "without_modes", "without_torch_function",
 ]  # fmt: skip

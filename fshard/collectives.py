@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from ._comm import Axis, Comm, index_of, known_axes, live_axes, region, size_of, user_line
+from ._comm import Axis, Comm, index_of, known_axes, live_axes, refuse_tracing, region, size_of, user_line
 from ._ops import (
     AllToAll,
     Gather,
@@ -322,6 +322,7 @@ def _on_leaves(
             current.checker.record_number(verb, out[i], axes)
         out[i] = of_number(out[i], size_of(names, current.sizes))
     if axes:
+        refuse_tracing(verb)
         for group in by_dtype([out[i] for i in tensors]):
             which = [tensors[g] for g in group]
             for i, y in zip(which, f(current.comm, axes, [out[i] for i in which]), strict=True):

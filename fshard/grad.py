@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import tree
 from ._comm import in_microbatch, microbatches
 from ._ops import differentiable_dtype
-from ._torch_compat import in_transform, is_wrapped, named_as
+from ._torch_compat import has_tangent, in_transform, is_wrapped, named_as
 from .errors import ShardingError, api_boundary, checked, fail, number_of, shown
 
 
@@ -123,13 +122,8 @@ def _needs_torch_func(inputs: Sequence[Tensor]) -> bool:
         or in_transform()
         or torch.is_inference_mode_enabled()
         or any((recorded and x.requires_grad) or x.is_inference() for x in inputs)
-        or any(_has_tangent(x) for x in inputs)
+        or any(map(has_tangent, inputs))
     )
-
-
-def _has_tangent(x: Tensor) -> bool:
-    """Return whether a tensor has a tangent; that a dual level is open proves nothing: a simulated mesh opens one."""
-    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _grad_by_autograd(

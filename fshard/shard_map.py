@@ -32,7 +32,7 @@ from ._call import (
     slice_inputs,
     storage_pointers,
 )
-from ._comm import Comm, Region, bind, mark_arguments
+from ._comm import Comm, Region, bind, mark_arguments, refuse_tracing
 from ._compare import Tolerance, check_replicas, check_same_arguments, replica_errors
 from ._ops import make_functions
 from ._typecheck import Checker, Rank, same_numbers
@@ -157,6 +157,7 @@ class ShardMapped:
         return self._run(args)[0]
 
     def _run(self, args: tuple[Any, ...]) -> tuple[Any, CallPlan, list[_RankRun]]:
+        refuse_tracing(self._name)
         leaves, treedef = tree.flatten(args)
         plan, facts = self._find_plan(leaves, treedef), self._program_facts()
         checked = self._must_check(plan, facts)

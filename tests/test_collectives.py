@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fshard as fs
 from fshard import P, ShardingError
@@ -93,6 +95,17 @@ def test_tied_pmax_splits_its_gradient_among_ties():
     torch.testing.assert_close(grad, dense)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_second_derivative_of_tied_pmax_by_forward_mode(n):
+    def f(x):
+        curve = lambda x: fs.pmax(x.sin().amax(0), "a", grad="tied").sum()  # noqa: E731
+        return torch.func.jvp(lambda x: torch.func.jvp(curve, (x,), (x,))[1], (x,), (torch.ones_like(x),))[1]
+
+    got = each_rank(fs.make_mesh(a=n), f, torch.tensor([[0.2, 0.9], [1.1, 0.4]]), specs=(P("a"),), out=P())
+    x = torch.tensor([1.1, 0.9])
+    torch.testing.assert_close(got, (x.cos() - x * x.sin()).sum())
+
+
 def test_pmax_under_vmap_and_pmin_of_nan():
     mesh = fs.make_mesh(a=2)
     x = torch.randn(2, 5, 3)
@@ -101,6 +114,89 @@ def test_pmax_under_vmap_and_pmin_of_nan():
     torch.testing.assert_close(got, x.amax(0).unsqueeze(1))
     x[1, 0, 0] = float("nan")
     assert each_rank(mesh, lambda x: fs.pmin(x, "a"), x, specs=(P("a"),), out=P())[0, 0, 0].isnan()
+
+
+def _in_a_module(f, x):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return f(x)
+
+    return torch.export.export(Module(), (x,)).module()(x)
+
+
+TRANSFORMS_WITHOUT_A_RULE = {
+    "linearize": (lambda f, x: torch.func.linearize(f, x)[1](x), "torch.func.jvp"),
+    "make_fx": (lambda f, x: make_fx(f)(x)(x), "compile=True"),
+    "make_fx of a gradient": (lambda f, x: make_fx(torch.func.grad(lambda x: f(x).sum()))(x)(x), "compile=True"),
+    "export": (_in_a_module, "compile=True"),
+    "jit.trace": (lambda f, x: torch.jit.trace(f, (x,))(x), "compile=True"),
+    "functionalize": (lambda f, x: torch.func.functionalize(f)(x), "leave functionalize out"),
+    "forward-mode jacobian": (
+        lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True, strategy="forward-mode"),
+        "jacfwd",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS_WITHOUT_A_RULE)
+def test_transform_without_a_rule_is_an_error_in_a_region_and_around_it(name):
+    transform, fix = TRANSFORMS_WITHOUT_A_RULE[name]
+    collectives = [
+        lambda x: fs.psum(fs.pvary(x, "a"), "a"), lambda x: fs.pmax(fs.pvary(x, "a"), "a", grad="tied"),
+        lambda x: fs.all_gather(fs.pslice(x, "a"), "a", to="invariant"),
+        fs.remat(lambda x: fs.psum(fs.pvary(x, "a"), "a")),
+        lambda x: fs.psum(fs.scan(torch.mul, [fs.pslice(x, "a")], x, specs=P("a"), axis="a"), "a"),
+    ]  # fmt: skip
+    x, mesh = torch.ones(2), fs.make_mesh(a=2)
+    for f in collectives:
+        for run in (
+            fs.shard_map(lambda x, f=f: transform(f, x), mesh=mesh, out_specs=P(), check="never"),
+            fs.shard_map(lambda x, f=f: transform(f, x), mesh=mesh, out_specs=P(), check="always"),
+            lambda x, f=f: transform(fs.shard_map(f, mesh=mesh, out_specs=P()), x),
+        ):
+            text = error_text(run, x)
+            assert fix in text or "transform inside" in text, text
+    abstract = fs.shard_map(lambda x: transform(collectives[0], x), out_specs=P(),
+                            mesh=fs.make_mesh(kind="abstract", a=2))  # fmt: skip
+    assert fix in error_text(fs.check, abstract, x)
+
+
+def test_jacobians_of_autograd_through_layers_and_schedules():
+    """Check the row by row, the vectorized and the forward-mode Jacobian of torch.func, or the error that names it."""
+    x = torch.tensor([0.3, -0.7, 1.1, 0.5], dtype=torch.float64)
+
+    def remat(w):
+        return fs.remat(lambda w: fs.psum(fs.pvary(w, "a").sin(), "a"))(w)
+
+    def scan(w):
+        return fs.psum(
+            fs.scan(lambda p, h: (p * h).sin(), [fs.pslice(w, "a")], fs.pvary(w, "a"), specs=P("a"), axis="a"), "a"
+        )
+
+    def mlp(w):
+        up, down = fs.pslice(torch.outer(w, w), "a", 1), fs.pslice(torch.outer(w.cos(), w), "a", 0)
+        return fs.nn.mlp(w[None], up, down, activation=torch.tanh, axis="a")[0]
+
+    functional = torch.autograd.functional
+    ways = [functional.jacobian, lambda f, w: functional.jacobian(f, w, vectorize=True), _jacobian_by_dual_levels]
+    for f in (remat, scan, mlp):
+        want = each_rank(fs.make_mesh(a=2), lambda w, f=f: torch.func.jacrev(f)(w), x, out=P())
+        for jacobian in ways:
+            run = fs.shard_map(
+                lambda w, f=f, j=jacobian: j(f, w), mesh=fs.make_mesh(a=2), out_specs=P(), check="always"
+            )
+            if f is scan and jacobian is not _jacobian_by_dual_levels:
+                assert "torch.func" in error_text(run, x) or "one backward pass" in error_text(run, x)
+            else:
+                torch.testing.assert_close(fs.device_get(run(x)), want)
+
+
+def _jacobian_by_dual_levels(f, w):
+    columns = []
+    for tangent in torch.eye(len(w), dtype=w.dtype):
+        with forward_ad.dual_level():
+            columns.append(forward_ad.unpack_dual(f(forward_ad.make_dual(w, tangent))).tangent.clone())
+    return torch.stack(columns, 1)
 
 
 def test_tree_moves_in_one_transfer_per_dtype():

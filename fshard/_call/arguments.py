@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._comm import UnevenSize
-from fshard._torch_compat import is_wrapped
+from fshard._torch_compat import has_tangent, is_wrapped
 from fshard.errors import ShardingError, fail, number_of, raise_all
 from fshard.init import Deferred
 from fshard.mesh import Mesh
@@ -61,7 +61,8 @@ def _leaf_signature(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         tracked = leaf.requires_grad and torch.is_grad_enabled()
         has_values = not leaf.is_meta and leaf.layout is torch.strided
-        return tuple(leaf.shape), leaf.dtype, tracked, is_wrapped(leaf), has_values
+        transformed = is_wrapped(leaf) or has_tangent(leaf)
+        return tuple(leaf.shape), leaf.dtype, tracked, transformed, has_values
     if isinstance(leaf, Deferred):
         return leaf.shape, leaf.dtype
     if (dtype := array_dtype(leaf)) is not None:
@@ -134,8 +135,9 @@ def _placement_errors(label: str, leaf: Sharded | Tensor | Deferred, spec: P, me
             return [fail(f"{label}: is on the meta device, and has no values", fix="fs.check(f, ...) needs none")]
         if leaf.layout != torch.strided:
             return [fail(f"{label}: is not strided", fix="x.to_dense()", layout=leaf.layout)]
-        if is_wrapped(leaf):
-            return [fail(f"{label}: is inside a torch.func transform, which cannot see into shard_map",
+        if is_wrapped(leaf) or has_tangent(leaf):
+            kind = "a torch.func transform" if is_wrapped(leaf) else "forward-mode differentiation"
+            return [fail(f"{label}: is inside {kind}, which cannot see into shard_map",
                          fix="transform inside")]  # fmt: skip
         return []
     if leaf.mesh != mesh:

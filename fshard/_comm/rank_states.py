@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from fshard._torch_compat import replace_reparametrize_module, set_jvp_nesting
+from fshard._torch_compat import in_transform, replace_dual_levels, replace_reparametrize_module, set_jvp_nesting
 from fshard.errors import fail
 
 _cuda = torch.backends.cuda
@@ -110,7 +110,7 @@ class RankStates:
     @contextlib.contextmanager
     def on_thread(self, rank: int) -> Iterator[None]:
         """Make functional calls on this thread those of a rank."""
-        _thread.rank = self, rank
+        _thread.rank, _thread.has_level = (self, rank), False
         try:
             yield
         finally:
@@ -131,7 +131,8 @@ class _TorchForRanks:
 
     `torch.func.functional_call` separates the modules of ranks. One level of forward-mode AD is open, so that all ranks
     can use `torch.func.jvp`: the first jvp opens one, and whichever rank ends the last jvp closes it, with the tangents
-    of the others. While the nesting that torch counts is high, no jvp opens or closes one.
+    of the others. While the nesting that torch counts is high, no jvp opens or closes one. A `dual_level` of
+    a rank is that level, too.
     """
 
     def __init__(self) -> None:
@@ -139,6 +140,7 @@ class _TorchForRanks:
         self._runs = 0
         self._nesting, self._level = 0, None
         self._reparametrize: Callable[..., Any] = replace_reparametrize_module
+        self._levels: tuple[Any, Any] = forward_ad.enter_dual_level, forward_ad.exit_dual_level
 
     def __enter__(self) -> None:
         with self._lock:
@@ -147,12 +149,14 @@ class _TorchForRanks:
                     self._level = forward_ad.enter_dual_level()  # type: ignore[no-untyped-call]
                 self._nesting = set_jvp_nesting(1 << 20)
                 self._reparametrize = replace_reparametrize_module(self._separate)
+                self._levels = replace_dual_levels(self._enter_level, self._exit_level)
             self._runs += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._runs -= 1
             if self._runs == 0:
+                replace_dual_levels(*self._levels)
                 set_jvp_nesting(self._nesting)
                 if self._level is not None:
                     forward_ad.exit_dual_level(level=self._level)
@@ -164,6 +168,19 @@ class _TorchForRanks:
         if states is not None:
             states.separate(module, rank)
         return self._reparametrize(module, *args, **kwargs)
+
+    def _enter_level(self) -> int:
+        # A level inside a jvp or inside another level is an error of torch on one device.
+        if getattr(_thread, "rank", None) is None or _thread.has_level or in_transform():
+            return int(self._levels[0]())
+        _thread.has_level = True
+        return 0
+
+    def _exit_level(self, *, level: int | None = None) -> None:
+        if getattr(_thread, "rank", None) is None or not _thread.has_level:
+            self._levels[1](level=level)
+        else:
+            _thread.has_level = False
 
     def forget_runs(self) -> None:
         """End the runs of the process that forked this one: their threads are not here."""

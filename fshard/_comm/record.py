@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fshard import _callsite
 from fshard._display import Html, bar, page, table
-from fshard.errors import checked, number_of
+from fshard._torch_compat import is_traced
+from fshard.errors import checked, fail, number_of
 from fshard.spec import size
 
 from .packing import part_shape
@@ -149,12 +150,21 @@ def recording() -> Iterator[Recording]:
 def note(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> None:
     """Count a transfer, and add it to the record if there is one; `split` is that of `transfer`."""
     if not torch.compiler.is_dynamo_compiling():
+        refuse_tracing(op)
         limit: tuple[int, type[BaseException]] | None = getattr(_thread, "limit", None)
         if limit is not None and transfer_count() == limit[0]:
             raise limit[1]
         _thread.count = transfer_count() + 1
     if _record is not None:
         _record.append(transfer(place, op, xs, axes, split))
+
+
+def refuse_tracing(verb: str) -> None:
+    """Raise where torch records its operations, to repeat them later: it would leave the transfers out."""
+    if not torch.compiler.is_dynamo_compiling() and is_traced():
+        raise fail(f"{verb}: make_fx, linearize, torch.export and torch.jit.trace do not record transfers",
+                   f"at {call_site()}", fix="torch.func.jvp for linearize; fs.shard_map(..., compile=True) for a graph"
+                   )  # fmt: skip
 
 
 def transfer_count() -> int:

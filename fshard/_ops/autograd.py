@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from fshard._callsite import site
-from fshard._comm import checker, is_observed, run_on_meta, transposing
+from fshard._comm import checker, is_observed, run_on_meta, transposing, user_line
+from fshard._torch_compat import (
+    has_tangent,
+    is_legacy_batched,
+    unwrapped,
+    with_legacy_batch,
+    with_tangents,
+    without_legacy_batch,
+)
+from fshard.errors import ShardingError, fail
 
 from .linear_maps import Map
 
@@ -23,17 +32,45 @@ def differentiable_dtype(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
+def apply_function(verb: str, function: Any, *args: Any) -> Any:
+    """Apply an autograd Function, with an error that names the transform for which torch has no rule of Functions."""
+    try:
+        return function.apply(*args)
+    except RuntimeError as e:
+        if "Functionalize rule" not in str(e):
+            raise
+        raise fail(f"{verb}: torch.func.functionalize has no rule for it", *user_line(),
+                   fix="leave functionalize out") from None  # fmt: skip
+
+
 def apply_map(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Apply a map to tensors of one dtype, differentiably in every mode of torch.func."""
-    compiling = torch.compiler.is_dynamo_compiling()
-    if compiling:
+    if torch.compiler.is_dynamo_compiling():
         # Dynamo takes the arguments of torch.func.grad for constants, and would silently drop the backward of a
         # Function that is applied to one of them, but not of a Function that is applied to a view of one.
-        xs = [x.view_as(x) for x in xs]
-    elif m.verb == "pvary" and (types := checker()) is not None:
+        traced: tuple[Tensor, ...] = _function(len(xs), True).apply(m, *[x.view_as(x) for x in xs])
+        return traced
+    if any(is_legacy_batched(unwrapped(x)) for x in xs):
+        return _apply_to_legacy_batch(m, xs)
+    if m.verb == "pvary" and (types := checker()) is not None:
         types.check_pvary(m, xs)  # here, since nothing is differentiated inside a Function
-    out: tuple[Tensor, ...] = _function(len(xs), compiling).apply(m, *xs)
+    out: tuple[Tensor, ...] = apply_function(m.verb, _function(len(xs), False), m, *xs)
     return out
+
+
+def _apply_to_legacy_batch(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Apply a map under the vmap of `is_grads_batched=True`: to tensors that have the batch as a dim."""
+    which = [is_legacy_batched(x) for x in xs]
+    front = [without_legacy_batch(x) if b else x for x, b in zip(xs, which, strict=True)]
+    if any(is_legacy_batched(unwrapped(x)) for x in front):  # one vmap inside another
+        raise _no_rule_for_legacy_batch(m.verb)
+    out = apply_map(m.batched(which), front)
+    return tuple(with_legacy_batch(y) if b else y for y, b in zip(out, which, strict=True))
+
+
+def _no_rule_for_legacy_batch(verb: str) -> ShardingError:
+    return fail(f"{verb}: has no rule for this use of is_grads_batched=True or vectorize=True", *user_line(),
+                fix="use torch.func.jacrev, jacfwd, hessian, or vmap")  # fmt: skip
 
 
 def make_functions(arity: int) -> None:
@@ -80,7 +117,10 @@ def _make_function(arity: int, compiling: bool) -> Any:
         # Frozen tensors share the transfer of the others; their gradients are neither computed nor transferred.
         ctx.differentiated = [i for i, x in enumerate(inputs[1:]) if x.requires_grad]
         if 0 < len(ctx.differentiated) < arity:
-            ctx.mark_non_differentiable(*(y for i, y in enumerate(output) if i not in ctx.differentiated))
+            with with_tangents():  # which torch hides here
+                forward_mode = any(map(has_tangent, inputs[1:]))
+            if not forward_mode:
+                ctx.mark_non_differentiable(*(y for i, y in enumerate(output) if i not in ctx.differentiated))
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         which = ctx.differentiated or range(arity)
@@ -91,6 +131,8 @@ def _make_function(arity: int, compiling: bool) -> Any:
         return (None, *(by_position.get(i) for i in range(arity)))
 
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        if any(t is not None and is_legacy_batched(t) for t in tangents):
+            raise _no_rule_for_legacy_batch(ctx.map.verb)
         filled = [zeros() if t is None else t for t, zeros in zip(tangents, ctx.zeros, strict=True)]
         return apply_map(ctx.map, filled)
 
@@ -110,6 +152,8 @@ def run_map(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
     On an abstract mesh it runs on shapes alone. On processes the ranks of a checked call agree on it first.
     """
+    if any(map(is_legacy_batched, xs)):
+        raise _no_rule_for_legacy_batch(m.verb)
     with transposing(m.origin) if m.origin else contextlib.nullcontext():
         types, run = checker(), m.run
         if not m.comm.is_scheduled:

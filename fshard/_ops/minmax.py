@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fshard._comm import Comm, checker, pack, unpack
+from fshard._torch_compat import with_tangents
 from fshard.errors import fail
 
-from .autograd import apply_map, run_map
+from .autograd import apply_function, apply_map, run_map
 from .linear_maps import Map, Sum, Vary
 
 
@@ -64,7 +65,9 @@ class _MinMaxCompiled(torch.autograd.Function):
 class _MinMax(_MinMaxCompiled):
     @staticmethod
     def jvp(ctx: Any, _map: None, _tied: None, tangent: Tensor) -> Tensor:
-        return apply_map(Sum(ctx.map.comm, ctx.map.axes), [tangent * _MinMax._weights(ctx)])[0]
+        with with_tangents():  # those of an outer jvp
+            part = tangent * _MinMax._weights(ctx)
+        return apply_map(Sum(ctx.map.comm, ctx.map.axes), [part])[0]
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, m: MinMax, tied: bool, x: Tensor) -> Any:
@@ -81,7 +84,8 @@ def minmax(comm: Comm, axes: tuple[str, ...], op: str, tied: bool, xs: Sequence[
     for group in [range(len(xs))] if types is None else types.group_by_type(xs):
         members = [xs[i] for i in group]
         x = pack(members)
-        y = function.apply(MinMax(comm, axes, op), tied, x.view_as(x) if compiling else x)
+        m = MinMax(comm, axes, op)
+        y = function.apply(m, tied, x.view_as(x)) if compiling else apply_function(m.verb, function, m, tied, x)
         for i, part in zip(group, unpack(y, members), strict=True):
             out[i] = part
     return out

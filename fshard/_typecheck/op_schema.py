@@ -16,12 +16,12 @@ from fshard._torch_compat import schema_of
 # The result has the shape or dtype of an argument, and none of its values.
 _CONSTANT = {
     "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
-    "new_empty_strided", "_efficientzerotensor",
+    "new_empty_strided", "_efficientzerotensor", "_new_zeros_with_same_feature_meta",
 }  # fmt: skip
 _LIKE = {"zeros_like", "ones_like", "empty_like", "full_like"}  # it also has a value for each of the argument's
 _COMPARES = {  # the result has no gradient
     "eq", "ne", "lt", "le", "gt", "ge", "isclose", "equal", "isin", "bucketize", "searchsorted", "logical_and",
-    "logical_or", "logical_xor", "is_same_size",
+    "logical_or", "logical_xor", "is_same_size", "_has_same_storage_numel",
 }  # fmt: skip
 _OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}
 _SAME_VALUES = {"_to_copy", "clone", "contiguous", "detach", "alias"}  # in the same storage or in another

@@ -50,7 +50,7 @@ from .buckets import (
     start_reduce,
 )
 from .options import GatherOptions
-from .overlap import make_writable
+from .overlap import make_writable, refuse_transforms_of_backward
 from .recompute import DiscardedTensors, UnderHooksError, autocast_of, needs_saved_tensors, refuse_saved_tensor_hooks
 
 # (parameters of a block, x, the block's own argument) -> (x, an output of the block)
@@ -370,9 +370,8 @@ class _BlockLoop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True
-            raise fail("scan: the gradient of a schedule cannot be differentiated by torch.autograd",
-                       fix="nest fs.grad, or use torch.func: there it is the plain loop")  # fmt: skip
+        fix = "nest fs.grad, or use torch.func: there it is the plain loop"
+        refuse_transforms_of_backward("scan: the gradient of a schedule", cotangents, fix)
         if ctx.executor.is_differentiated:  # retain_graph=True
             raise fail("scan: a second backward pass through it; the first has freed the graphs of the blocks",
                        fix="one backward pass for the sum of the losses")  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from fshard._callsite import site
 from fshard._comm import checker, is_observed, storage_key, transposing
 from fshard._ops import Map, apply_map, run_map
-from fshard._torch_compat import in_transform
+from fshard._torch_compat import has_tangent, in_transform, is_legacy_batched, is_wrapped
 from fshard.errors import fail
 from fshard.grad import fill_tensors, split_tensors
 
@@ -29,7 +29,7 @@ def apply_then_compute(m: Map, f: Callable[..., Tensor], x: Tensor, *weights: An
     """
     tensors, rest = split_tensors(weights)
     differentiated = torch.is_grad_enabled() and x.requires_grad and any(w.requires_grad for w in tensors)
-    if not differentiated or _needs_plain_graph(m):
+    if not differentiated or _needs_plain_graph(m) or any(map(has_tangent, (x, *tensors))):
         return f(apply_map(m, [x])[0], *weights)
     of_tensors = lambda h, *tensors: f(h, *fill_tensors(rest, tensors))  # noqa: E731
     out: Tensor = _Overlapped.apply(m, of_tensors, x, *tensors)  # type: ignore[no-untyped-call]
@@ -45,6 +45,15 @@ def make_writable(grad: Tensor, used: set[int]) -> Tensor:
     return grad
 
 
+def refuse_transforms_of_backward(what: str, grads: Sequence[Tensor | None], fix: str) -> None:
+    """Raise in a backward pass that is differentiated itself (create_graph=True), or that has a batch of gradients."""
+    if torch.is_grad_enabled():
+        raise fail(f"{what} cannot be differentiated by torch.autograd", fix=fix)
+    if any(g is not None and (is_wrapped(g) or is_legacy_batched(g)) for g in grads):
+        raise fail(f"{what} cannot be batched by is_grads_batched=True, vectorize=True or vmap of torch.autograd",
+                   fix="torch.func.jacrev, or torch.func.vmap of the pullback of torch.func.vjp")  # fmt: skip
+
+
 def _needs_plain_graph(m: Map) -> bool:
     """Return whether a compiler, a transform of torch.func or a checker must see each operation."""
     return torch.compiler.is_dynamo_compiling() or in_transform() or checker() is not None or not m.comm.is_scheduled
@@ -53,7 +62,7 @@ def _needs_plain_graph(m: Map) -> bool:
 class _Overlapped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, m: Map, f: Callable[..., Tensor], x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.transpose, ctx.origin = m.transpose, site() if is_observed() else None
+        ctx.is_differentiated, ctx.transpose, ctx.origin = False, m.transpose, site() if is_observed() else None
         mapped = run_map(m, [x])[0].detach()
         with torch.enable_grad():
             h = _Leaf.apply(torch.empty(0, requires_grad=True), mapped)  # type: ignore[no-untyped-call]
@@ -66,10 +75,13 @@ class _Overlapped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True
-            raise fail("the gradient of a column parallel layer cannot be differentiated by torch.autograd",
-                       fix="nest fs.grad, or use torch.func")  # fmt: skip
-        edges = [w for w in ctx.weights if w is not None]
+        refuse_transforms_of_backward(
+            "the gradient of a column parallel layer", [grad], "nest fs.grad, or use torch.func"
+        )
+        if ctx.is_differentiated:  # retain_graph=True
+            raise fail("a second backward pass through a column parallel layer; the first has freed its graph",
+                       fix="one backward pass for the sum of the losses; or torch.func.jacrev")  # fmt: skip
+        ctx.is_differentiated, edges = True, [w for w in ctx.weights if w is not None]
         (dh,) = torch.autograd.grad(ctx.y, ctx.h, grad, retain_graph=True)
         with transposing(ctx.origin) if ctx.origin else contextlib.nullcontext():
             wait = ctx.transpose.start([make_writable(dh, {storage_key(grad)})])

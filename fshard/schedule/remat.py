@@ -12,8 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from fshard import tree
 from fshard._comm import Microbatch, checker, in_microbatch, is_scheduled, microbatch, recomputing
-from fshard._ops import differentiable_dtype
-from fshard._torch_compat import in_transform, is_batched, is_grad_tracking, is_wrapped, named_as
+from fshard._ops import apply_function, differentiable_dtype
+from fshard._torch_compat import has_tangent, in_transform, is_batched, is_grad_tracking, is_wrapped, named_as
 from fshard.errors import api_boundary, checked, fail
 from fshard.grad import fill_tensors, split_tensors
 
@@ -54,9 +54,11 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             views = [x.view_as(x) for x in tensors]  # see _ops.apply_map
             results = _RematCompiled.apply(_Body(of_tensors), *views)  # type: ignore[no-untyped-call]
             return results[0] if len(results) == 1 else results
+        if not in_transform() and any(map(has_tangent, tensors)):  # of forward_ad: nothing is kept for a backward
+            return f(*args, **kwargs)
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         function = _RematDiscarded if differentiated and _can_discard(tensors) else _Remat
-        results = function.apply(_Body(of_tensors), *tensors)  # type: ignore[no-untyped-call]
+        results = apply_function("remat", function, _Body(of_tensors), *tensors)
         return fill_tensors(result_rest, results)
 
     return wrapped

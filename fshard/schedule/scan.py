@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._comm import Axis, known_axes, live_axes, region
-from fshard._torch_compat import in_transform
+from fshard._torch_compat import has_tangent, in_transform
 from fshard.errors import checked, fail, must_be
+from fshard.grad import split_tensors
 from fshard.spec import P, any_on_host, is_spec
 from fshard.weight import is_weight
 
@@ -89,8 +90,13 @@ def scan(
     host = not live and any_on_host(specs)
     split = _check_pair if has_aux else lambda x: (x, None)
     plans = None
-    # Neither a compiler nor a transform of torch.func can trace a schedule.
-    if (live or host or offload) and not (torch.compiler.is_dynamo_compiling() or in_transform()):
+    # Neither a compiler nor a transform of torch.func can trace a schedule; its buffers have no tangents.
+    plain = (
+        torch.compiler.is_dynamo_compiling()
+        or in_transform()
+        or any(map(has_tangent, split_tensors((params, x, each))[0]))
+    )
+    if (live or host or offload) and not plain:
         plans = blocks.plans(axis, dtype, reduce_dtype)
     if plans is not None:
         check_captured("scan", block)

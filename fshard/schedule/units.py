@@ -54,11 +54,11 @@ from fshard._comm import (
     wait_for_copies_to_host,
 )
 from fshard._torch_compat import version_of
-from fshard.errors import fail
 from fshard.grad import fill_tensors, split_tensors
 
 from .buckets import BucketPlan, GatherBuffer, keep_parts, plan_kept, start_copy, start_gather, start_reduce
 from .options import GatherOptions
+from .overlap import refuse_transforms_of_backward
 from .recompute import SavedTensor, autocast_of, refill
 
 
@@ -491,9 +491,8 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
-        if torch.is_grad_enabled():  # create_graph=True
-            raise fail("apply.unshard: the gradient of a schedule cannot be differentiated by torch.autograd",
-                       fix="nest fs.grad, or use torch.func: there it is the plain apply")  # fmt: skip
+        fix = "nest fs.grad, or use torch.func: there it is the plain apply"
+        refuse_transforms_of_backward("apply.unshard: the gradient of a schedule", grads, fix)
         remaining = iter(grads)
         all_grads = [next(remaining) if d else None for d in ctx.schedule.units[ctx.name].differentiated]
         ctx.schedule.start_sums(ctx.name, all_grads)

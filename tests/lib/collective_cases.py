@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import fshard as fs
 from fshard import P
@@ -134,6 +135,19 @@ def check_case(case: Case, axes: tuple[str, ...]) -> None:
     grads = torch.func.vmap(lambda b, w: torch.func.vjp(f, b)[1](w)[0])(batch, weights)
     for i in range(3):
         torch.testing.assert_close(grads[i], pull(weights[i])[0], rtol=1e-12, atol=1e-12)
+    # autograd's batch of gradients, and a gradient through it
+    leaf, w = x.clone().requires_grad_(), weights[:2]
+    (rows,) = torch.autograd.grad(f(leaf), leaf, w, is_grads_batched=True)
+    torch.testing.assert_close(rows, torch.stack([pull(v)[0] for v in w]), rtol=1e-12, atol=1e-12)
+    (rows,) = torch.autograd.grad(f(leaf).square(), leaf, w, is_grads_batched=True, create_graph=True)
+    squares = lambda b: sum(torch.func.vjp(lambda b: f(b).square(), b)[1](v)[0].square().sum() for v in w)  # noqa: E731
+    (again,) = torch.autograd.grad(rows.square().sum(), leaf)
+    torch.testing.assert_close(again, torch.func.grad(squares)(x), rtol=1e-12, atol=1e-12)
+    # a tangent of autograd's forward mode; with another tensor, which a gradient flows to
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, t)
+        rate = forward_ad.unpack_dual(f([leaf, dual])[1]).tangent
+    torch.testing.assert_close(rate, f(t), rtol=1e-12, atol=1e-12)
     # a tree with two floating dtypes and an integer leaf equals leaf by leaf
     leaves = {"a": x, "b": [x.float(), (x * 10).long()]}
     if case.name != "pmean":

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fshard import tree
 from fshard._comm import Axis, Region, region
-from fshard._torch_compat import in_transform
+from fshard._torch_compat import has_tangent, in_transform
 from fshard.errors import fail, must_be, raise_all
 from fshard.schedule.buckets import plan_buckets
 from fshard.schedule.recompute import refuse_saved_tensor_hooks
@@ -246,7 +246,12 @@ class UnshardedByUnit:
         apply.check_names(params, buffers)
         named: Any = dict(params)
         # Neither a compiler nor a transform of torch.func can trace a schedule.
-        if not apply.units or torch.compiler.is_dynamo_compiling() or in_transform():
+        if (
+            not apply.units
+            or torch.compiler.is_dynamo_compiling()
+            or in_transform()
+            or any(map(has_tangent, tree.leaves(named)))
+        ):
             return apply.run(self._whole(named, self._specs), self._whole_buffers(buffers), args, kwargs)
         refuse_saved_tensor_hooks("apply.unshard")
         flat = tree.broadcast(self._specs, named, name="apply.unshard: specs", leaf=is_spec, is_leaf=is_weight)
