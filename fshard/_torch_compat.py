@@ -121,7 +121,7 @@ def with_legacy_batch(x: Tensor) -> Tensor:
 
 def is_traced() -> bool:
     """Return whether operations are recorded, to be repeated later: by make_fx, torch.export, linearize, jit.trace."""
-    return get_proxy_mode() is not None or torch.jit.is_tracing()
+    return get_proxy_mode() is not None or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
 def replace_reparametrize_module(f: Callable[..., Any]) -> Callable[..., Any]:
