@@ -284,8 +284,7 @@ def local_range(n: int, axis: Axis, *, size: int | None = None) -> tuple[int, in
     (0, 3)
     """
     start, _ = checked_range("local_range", n, axis, size, word="the dim")
-    current = region("local_range")
-    if current.checker is not None and axis is not None:
+    if axis is not None and (current := region("local_range")).checker is not None:
         current.checker.asked.update(known_axes("local_range", current, axis))
     return start, start + n
 

@@ -104,7 +104,9 @@ def global_sizes(verb: str, ns: Sequence[int], axis: Axis, *, word: str = "size=
 def described_size(n: int, axis: Axis) -> int | None:
     """Return, on an abstract mesh, the one size of arguments' dims over `axis` of which this rank has `n`, or None."""
     current = region()
-    axes = live_axes(current.comm, names_of(axis)) if not current.comm.has_values else ()
+    if current.comm.has_values:
+        return None
+    axes = live_axes(current.comm, names_of(axis))
     fitting = [size for size in current.split_sizes.get(axes, ()) if _length_here(size, axes) == n]
     return fitting[0] if len(fitting) == 1 else None
 
