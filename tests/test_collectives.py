@@ -35,7 +35,7 @@ def test_adjoint_double_transpose_jvp_vmap_on_more_meshes(mesh, axes):
     check_all(fs.make_mesh(**mesh), axes, "never")  # types do not depend on sizes: they are those of the test above
 
 
-@pytest.mark.parametrize(("mesh", "axes"), MESHES)
+@pytest.mark.parametrize(("mesh", "axes"), [MESHES[i] for i in (0, 2, 5, 7, 8)])
 def test_known_answers(mesh, axes):
     check_values(fs.make_mesh(**mesh), axes)
 

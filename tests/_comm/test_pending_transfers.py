@@ -208,7 +208,7 @@ RUNS = {**IN_RANK_ORDER, "functional": run_functional}
 # --- values ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("sizes", "axes"), MESHES)
+@pytest.mark.parametrize(("sizes", "axes"), MESHES[1:3])
 @pytest.mark.parametrize("kind", RUNS)
 def test_pending_transfers_waited_for_in_another_order_have_the_right_values(kind, sizes, axes):
     dtypes = EVERY_DTYPE if sizes == {"a": 2} else EVERY_DTYPE[2::3]

@@ -65,8 +65,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "ties"), [*((name, True) for name in CASES), ("top_k=5", False), ("all", False)])
 def test_filters_of_draws_are_those_of_transformers_on_every_mesh(name, ties):
     options, processors = CASES[name]
     want = theirs(numbers(ties=ties), *(processors if T in processors else [T, *processors]))

@@ -99,7 +99,11 @@ def results(name: str, layout: Any, params: Any, **how: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "layout", "remat"),
-    [("gpt2", "uneven", False), ("llama", "both, fully sharded, sequence", True), ("llama", "model", False)],
+    [
+        ("gpt2", "uneven", False),
+        ("llama", "model", False),
+        pytest.param("llama", "both, fully sharded, sequence", True, marks=pytest.mark.slow),
+    ],
 )
 def test_adapters_on_a_base_of_8_bits_have_the_numbers_of_its_dequantized_weights(
     name: str, layout: str, remat: bool

@@ -36,7 +36,7 @@ TWO_AXES = "both, fully sharded, sequence"
 
 PARITY = [*(("gpt2", layout) for layout in LAYOUTS), *((name, TWO_AXES) for name in BASE if name != "gpt2"),
           *((name, "one device") for name in BASE if name != "gpt2")]  # fmt: skip
-FAST = {("gpt2", "one device"), ("gpt2", "model, sequence"), ("gpt2", TWO_AXES), ("llama", TWO_AXES)}
+FAST = {("gpt2", "one device"), ("gpt2", "model, sequence"), ("llama", TWO_AXES)}
 SLOW_OPTIONS = ("all-linear", "all-linear, neox", "all-linear, bert", "embeddings, dora", "exclude", "rslora, ranks",
                 "all biases", "dora, fused", "a module to save")  # fmt: skip
 

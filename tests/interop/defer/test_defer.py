@@ -32,7 +32,7 @@ from tests.lib.tiers import slow_unless
 
 CPU = torch.device("cpu")
 ONE = fs.make_mesh(one=1)
-MESHES = [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}]
+MESHES = [{"a": 3}, {"a": 2, "b": 2}]
 
 
 def values_on_one_device(tree, n=7):

@@ -234,8 +234,10 @@ def test_module_draws_the_same_on_every_mesh(kind):
         assert not torch.equal(alone(module, x, fs.key(8)), expected)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("kind", ["dropout", "sdpa", "layer drop", "windows", "time-major", "shared mask"])
+@pytest.mark.parametrize(("kind", "mesh"), [
+    *(("dropout", mesh) for mesh in MESHES), ("sdpa", "two axes"), ("layer drop", "empty part"),
+    ("windows", "uneven parts"), ("time-major", "empty part"), ("shared mask", "an unused axis"),
+])  # fmt: skip
 def test_draw_is_the_same_where_parts_are_uneven_or_of_several_axes(kind, mesh):
     sizes, axes, rows = MESHES[mesh]
     module, x = KINDS[kind](), input_of(rows)

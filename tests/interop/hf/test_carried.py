@@ -116,7 +116,7 @@ LIKE_LLAMA = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM")  # i
 
 @pytest.mark.parametrize(("kind", "several", "carry"), [
     pytest.param(kind, several, carry, id=f"{kind}, {'two stops' if several else 'one stop'}{', like' * carry}",
-                 marks=[pytest.mark.slow] * (several is not carry or kind in LIKE_LLAMA))
+                 marks=[pytest.mark.slow] * (several is not carry or kind in LIKE_LLAMA or kind.startswith("GPT")))
     for kind in DECODERS for several in (False, True) for carry in (False, True)
     if (several and carry) or kind == DECODERS[0]  # every kind with all of a folder, one with each part of it
 ])  # fmt: skip
