@@ -358,6 +358,7 @@ def test_reduction_that_only_an_empty_part_refuses_is_an_error(name):
             mapped(f, fs.make_mesh(data=4), ins=DATA, out=P(), check=check)(torch.ones(6, 3))
 
 
+@pytest.mark.slow
 def test_check_of_a_model_with_empty_heads_and_an_empty_batch():
     """More ranks than key heads, and than examples: every rank calls the same collectives, and the loss is equal."""
     llama = fs.models.llama

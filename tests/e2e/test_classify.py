@@ -91,6 +91,7 @@ def test_the_mesh_never_changes_the_curve(name, setting, folder, on_one, tmp_pat
         assert abs(got[0]["loss"] - on_one("plain")[0]["loss"]) > 1e-2
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_another_mesh_and_its_pictures_show_all_of_it(folder, on_one, tmp_path):
     out = tmp_path / "out"
     run(out, folder, "--steps", "2", "--save-every", "1", "--mesh", "data=2", "--head", "model", "--zero")

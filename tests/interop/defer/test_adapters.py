@@ -189,6 +189,7 @@ def test_steps_have_the_losses_of_peft_on_one_device(case: str, steps: int) -> N
     assert curve(case, steps) == pytest.approx(reference("t5", steps, 1e-3).losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_of_adapters_and_of_the_model_is_the_same_on_every_mesh() -> None:
     one, other = (curve(case, 2, fs.key(5), dropout=0.3) for case in ("NO_SHARD", FAST))
     assert other == pytest.approx(one, rel=1e-5)
