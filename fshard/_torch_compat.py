@@ -90,7 +90,7 @@ def has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
-# torch turns tangents off inside the jvp of an autograd.Function, those of outer levels too.
+# torch turns tangents off inside the jvp of an autograd.Function, also for outer levels.
 with_tangents = functools.partial(forward_ad._set_fwd_grad_enabled, True)
 
 

@@ -264,8 +264,8 @@ def accumulate(
     >>> loss, grads = accumulate(loss_fn, 4)(params, x, y)       # x [4 * b, D], y [4 * b]
     >>> loss, grads = accumulate(loss_fn, 4, gather=lambda p: pvary(p, "data"))(params, x, y)
 
-    Loss and gradients are those of `steps=1`, on every mesh, with dropout too: by a key that `f` captures or gets by
-    keyword, a draw that has the rows of the microbatch has the numbers that these rows have in the draw for the full
+    Loss and gradients equal those with `steps=1`, on every mesh, also with dropout: by a key that `f` captures or gets
+    by keyword, a draw that has the rows of the microbatch has the numbers that these rows have in the draw for the full
     batch. Such a draw has as many entries in dim 0 (or in the dim that the same axes split) as the microbatch has rows;
     in `nn.dropout`, also several for each row, as in [B*T, D]. Any other draw (one number for each layer, noise on a
     parameter) is the same in all microbatches. Which rows a microbatch has depends on the mesh, so that its aux does.

@@ -524,7 +524,7 @@ def test_error_texts_of_global_shapes_that_differ_between_ranks(check):
         "  a=0  (8, 2)\n  a=1  (6, 2)\n"
         "  each takes its part of another array: "
         "a local size times fs.axis_size is the global size only where the axis divides it\n"
-        "  fix: if it is that of a tensor x that 'a' splits:  fs.global_shape(x, P(\"a\"))\n"
+        "  fix: if x is a tensor that 'a' splits:  fs.global_shape(x, P(\"a\"))\n"
         "  or, if it is of another array:  use the same one on every rank"
     )
     assert "local_range with a global size" in error(

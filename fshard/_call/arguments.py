@@ -66,7 +66,7 @@ def _leaf_signature(leaf: Any) -> Any:
     if isinstance(leaf, Deferred):
         return leaf.shape, leaf.dtype
     if (dtype := array_dtype(leaf)) is not None:
-        return tuple(leaf.shape), dtype, False, False, True  # that of a tensor
+        return tuple(leaf.shape), dtype, False, False, True  # a tensor's
     if isinstance(leaf, functools.partial):
         return functools.partial, _leaf_signature(leaf.func)
     if isinstance(leaf, (FunctionType, MethodType)):

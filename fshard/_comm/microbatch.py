@@ -17,7 +17,7 @@ from fshard.spec import Box, names_of
 from .protocol import size_of
 from .region import in_region, region, storage_key, user_line
 
-# Rows on this rank, and the axes that split those of the batch; None: unknown.
+# Rows on this rank, and the axes that split the batch's rows; None: unknown.
 Rows = tuple[int, tuple[str, ...] | None]
 
 
@@ -108,7 +108,7 @@ def microbatch() -> Microbatch | None:
 
 @contextlib.contextmanager
 def in_microbatch(new: Microbatch | None) -> Iterator[None]:
-    """Context in which draws are those of a microbatch."""
+    """Context in which draws are a microbatch's part of the draws for the batch."""
     before = microbatch()
     _thread.microbatch = new
     # Backward, which may draw again to recompute, stays on this thread. In a region it does so in any case.
@@ -127,7 +127,7 @@ def flattened_rows() -> contextlib.AbstractContextManager[None]:
 
 
 def microbatches(xs: Iterable[Tensor], steps: int) -> Iterator[Microbatch | None]:
-    """Yield the microbatches of a batch, of which this rank has the rows of the tensors `xs`; of one, that around it.
+    """Yield the microbatches of a batch, whose rows on this rank are in the tensors `xs`; for one step, the one around it.
 
     Where axes split the rows of one of them, a tensor whose rows no axis splits has something for each step.
     """

@@ -4,7 +4,7 @@ A walk from a result that differs, through operands that do not agree, ends at o
 the first in the order of the program is named: other ones have been wrong before.
 
 Over an axis that it varies over, a value is split, or each rank has a term of a sum or of a mean, or a copy. Which of
-these it is cannot be known: a value agrees if one of them gives that of the other mesh. So sums over the elements of
+these it is cannot be known: a value agrees if one of them gives the other mesh's value. So sums over the elements of
 tensors are compared. The linear ones are right for terms: the plain sum, and sums weighted by the position along a dim,
 if the dim is not split. The sums of magnitudes and of squares are right for parts in any order, and for copies.
 """
@@ -103,7 +103,7 @@ class Comparison:
         return next(r.records[key] for r in self.here if key in r.records)
 
     def _counterpart(self, key: Key) -> Key | None:
-        """Return the key on the other mesh: for a collective that needs no transfer there, that of its operand."""
+        """Return the key on the other mesh: for a collective that needs no transfer there, its operand's key."""
         while not any(r.runs[key[0]] for r in self.there):
             moved = {r.records[key].moved if key in r.records else None for r in self.here}
             if len(moved) > 1 or (operand := moved.pop()) is None:

@@ -133,7 +133,7 @@ class Recorder(Checker):  # type: ignore[no-untyped-call]
         return tuple(dict.fromkeys(keys))
 
     def _lines(self) -> tuple[_Lines, bool]:
-        """Return the user's lines, and if fshard runs this. In a backward pass, those of what is differentiated."""
+        """Return the user's lines, and if fshard runs this. In a backward pass, the lines of what is differentiated."""
         frame: FrameType | None = sys._getframe(1)
         lines: _Lines = ()
         known, is_library = self._lines_of_node.get(backward_number()), False

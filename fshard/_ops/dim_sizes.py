@@ -118,7 +118,7 @@ def _length_here(size: int, axes: Sequence[str]) -> int:
 
 
 def global_shape(verb: str, x: Tensor, spec: P, *, word: str) -> tuple[int, ...]:
-    """Return the shape whose part by `spec` is `x` on this rank; sizes are those of `global_size`."""
+    """Return the shape whose part by `spec` is `x` on this rank; sizes are found as by `global_size`."""
     raise_all(spec_errors(verb, tuple(x.shape), spec, region(verb).sizes))
     described = x.shape if region().comm.has_values else getattr(unwrapped(x), "global_sizes", x.shape)
     if len(described) != x.ndim:  # the examples of a vmap

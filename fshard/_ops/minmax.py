@@ -65,7 +65,7 @@ class _MinMaxCompiled(torch.autograd.Function):
 class _MinMax(_MinMaxCompiled):
     @staticmethod
     def jvp(ctx: Any, _map: None, _tied: None, tangent: Tensor) -> Tensor:
-        with with_tangents():  # those of an outer jvp
+        with with_tangents():  # of an outer jvp
             part = tangent * _MinMax._weights(ctx)
         return apply_map(Sum(ctx.map.comm, ctx.map.axes), [part])[0]
 

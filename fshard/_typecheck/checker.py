@@ -195,7 +195,7 @@ class Checker(OperationMode):
         self._record_numbers(verb, (number,), frozenset(axes) & self.axes)
 
     def record_shape(self, verb: str, shape: Sequence[int], axes: Iterable[str]) -> None:
-        """Record a global shape, of which ranks of these axes take parts: it must be the same on each."""
+        """Record a global shape that ranks of these axes take parts of: it must be the same on each."""
         self._record_numbers(verb, (GlobalShape(shape),), frozenset(axes) & self.axes)
 
     def record_split(self, verb: str, layout: tuple[tuple[int, int], ...], axes: tuple[str, ...]) -> None:
@@ -523,7 +523,7 @@ class Checker(OperationMode):
                 continue
             parameter, gradient = Operand(unwrapped(x), self.info(x)), Operand(unwrapped(grad), self.info(grad))
             want, have = parameter.info.type, gradient.info.type
-            # Constants alone make a gradient invariant too, such as that of a frozen layer by its input.
+            # Constants alone make a gradient invariant too, such as a frozen layer's gradient by its input.
             reduced = {r.axis for r in gradient.info.history.reductions}
             wrong = (have.varying & want.invariant) | (have.invariant & want.varying & reduced)
             if wrong:

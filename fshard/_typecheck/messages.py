@@ -349,7 +349,7 @@ def number_differs(
                       "each takes its part of another array: a local size times fs.axis_size is the global size only "
                       "where the axis divides it",
                       fix=fix_lines([
-                          Fix(f'fs.global_shape(x, P("{axis}"))', f"it is that of a tensor x that {axis!r} splits"),
+                          Fix(f'fs.global_shape(x, P("{axis}"))', f"x is a tensor that {axis!r} splits"),
                           Fix("use the same one on every rank", "it is of another array"),
                       ]))  # fmt: skip
     same = Fix(f"use the same number on every rank of {axis!r}", "the result is to be one value")

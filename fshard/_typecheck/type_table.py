@@ -36,7 +36,7 @@ class TypeTable:
         self._writes: WeakKeyDictionary[UntypedStorage, list[_Write]] = WeakKeyDictionary()
 
     def get(self, x: Tensor) -> TensorInfo | None:
-        """Return the facts of a tensor; of one that no operation made (an nn.Parameter), those of its storage.
+        """Return the facts of a tensor; if no operation made it (an nn.Parameter), the facts of its storage.
 
         `None` of a tensor that the table does not know.
         """

@@ -19,7 +19,7 @@ Phase = Literal["forward", "recompute", "backward", "update"]
 class Operation:
     """An operation of torch on this rank.
 
-    `dtype` is that of its arguments (of a matmul: of the matrices). `flops` is None for an operation that may compute
+    `dtype` is its arguments' (a matmul's matrices'). `flops` is None for an operation that may compute
     much and has no formula, and 0 for one that only reads and writes. `bytes` are those that it reads and writes,
     `live` those of tensors in this rank's device memory after it. `where` is the user's line; in backward that of the
     call which computes the gradient.

@@ -46,7 +46,7 @@ _LINEAR = {
     torch.Tag.view_copy,
     torch.Tag.inplace_view,
     torch.Tag.dynamic_output_shape,
-}  # tags of operations whose work is that of reading and writing
+}  # tags of operations that only read and write
 _CONVOLUTION = re.compile(r"^(?!mkldnn_reorder).*conv(?!ert)")
 _WEIGHTS = re.compile(r"weight|bias|params|mat2$|batch2$|running_")
 
@@ -118,7 +118,7 @@ def weight_arguments(op: Any) -> tuple[int, ...]:
 
 
 def flops_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
-    """Return the FLOPs of an operation; None if nobody knows, and 0 where they are those of reading and writing.
+    """Return the FLOPs of an operation; None if nobody knows, and 0 where it only reads and writes.
 
     Attention counts all of [T, S], as torch's counters do, also where half of it is masked.
     """
@@ -156,7 +156,7 @@ def _base(name: str) -> str:
 def _is_heavy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
     """Return whether an operation without a formula may compute more than it reads and writes.
 
-    1. Its work is linear by a tag, and that of what torch writes in terms of simpler ones, and of gradients of these.
+    1. Its work is linear by a tag, or torch writes it in terms of simpler ones, or it is a gradient of these.
     2. Of torch's other operations those are heavy that contract: a matrix does not broadcast to any result.
     3. All others are: custom operations, kernels of Triton, operations that call functions.
     """
@@ -277,7 +277,7 @@ def _lu(a: Tensor, *_: Any, **__: Any) -> float:
 
 
 def _cubed(share: float) -> Callable[..., float]:
-    """Return the formula of a factorization that takes so many times n^3."""
+    """Return the formula of a factorization that takes `share` n^3."""
     return lambda a, *_, **__: share * _sides(a)[0] * _sides(a)[1] ** 3
 
 

@@ -12,7 +12,7 @@ argument that has any: scales of norms in a tree of frozen weights. In an evalua
 Storages that a rank allocates are
 - gathered: results of a gather of parameters, and copies of parameters, as in another dtype;
 - buffers: those of transfers;
-- gradients: those of parameters; before casts and sums over the ranks; summed over microbatches, clipped, unscaled;
+- gradients: of parameters; before casts and sums over the ranks; summed over microbatches, clipped, unscaled;
 - activations: those of forward and of a recomputation;
 - other: those of backward and of the update, results, data.
 """
@@ -181,7 +181,7 @@ def assign_parts(
 ) -> None:  # fmt: skip
     """Set which of `PARTS` each storage is, by what was differentiated, and its gradients; and by the results.
 
-    1. A gradient counts if a result is made of it, or of the argument: not that of a loss which has gradients in it.
+    1. A gradient counts if a result is made of it, or of the argument: not a loss which has gradients in it.
     2. Arguments by the rules above, then those that no rule names by their neighbours.
     3. What was allocated, by its phase.
     """
@@ -210,7 +210,7 @@ def assign_parts(
 
 
 def _ask_neighbours(arguments: Sequence[Storage]) -> None:
-    """Set the part of each argument that has none: that of all others in the smallest subtree that has any."""
+    """Set the part of each argument that has none: the others' part in the smallest subtree that has any."""
     parts: dict[tuple[Any, ...], set[str]] = {}
     for s in arguments:
         for depth in range(1, len(s.path) + 1) if s.part is not None else ():

@@ -2,7 +2,7 @@
 
 A key is a CPU int64 tensor of shape [2]: two 32-bit words, for one draw. `split` and `fold_in` make more.
 Inside `shard_map` a draw takes the global shape (`fs.global_shape`) and a spec and returns this rank's part, with the
-type of the spec; work and memory are those of the part. Words, and so keys, `bits`, `bernoulli`, `randint`, are the
+type of the spec; work and memory grow with the part. Words, and so keys, `bits`, `bernoulli`, `randint`, are the
 same everywhere; floats are bitwise the same for every mesh, spec and world size on one device type and build.
 
 Layout, version 1. Any change is another version, as it changes everybody's initial values and masks.

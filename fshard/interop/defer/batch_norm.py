@@ -43,7 +43,7 @@ def axes_of_channels(leaves: Collection[Tensor]) -> frozenset[str]:
 
 
 def one_rank_error(what: str, *why: str, axes: Collection[str]) -> ShardingError:
-    """Return the error of a norm that would take other statistics than those of all examples."""
+    """Return the error of a norm that would not take its statistics over all examples."""
     over = "the axes that split the batch" if len(axes) > 1 else f'"{min(axes)}"' if axes else "None"
     return fail(what, *why,
                 fix=f"apply = apply.batch_norm_over({over}): the statistics of all examples; or apply.eval(); or\n"

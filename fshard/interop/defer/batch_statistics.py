@@ -40,7 +40,7 @@ _NAMES: dict[Any, tuple[str, ...]] = {  # the names of each operation's argument
 
 
 class BatchStatistics(TorchFunctionMode):
-    """Takes the statistics of norms over all ranks of an axis; refuses those of one rank's examples.
+    """Takes the statistics of norms over all ranks of an axis; refuses statistics of one rank's examples.
 
     Types decide what to refuse, so checked calls alone do.
     """

@@ -536,7 +536,7 @@ class Apply:
                                      AGAIN.format("torch.utils.checkpoint")) from None  # fmt: skip
             module = copy_module(self.module, self._outside)
             for name, norm in batch_norms(module):
-                if isinstance(norm, nn.SyncBatchNorm) and "forward" not in vars(norm):  # that of `batch_norm_over`
+                if isinstance(norm, nn.SyncBatchNorm) and "forward" not in vars(norm):  # set by `batch_norm_over`
                     label = f"{self!r}: {repr(name) if name else 'it'}"
                     norm.forward = functools.partial(sync_batch_norm, label, norm)  # type: ignore[method-assign]
             self._replaced.install(repr(self), module)

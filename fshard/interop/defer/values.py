@@ -1,4 +1,4 @@
-"""Results of a forward that have no values: they were computed from a module that is not that of the call."""
+"""Results of a forward that have no values: they were computed from a module other than the call's."""
 
 from __future__ import annotations
 
