@@ -127,7 +127,7 @@ def flattened_rows() -> contextlib.AbstractContextManager[None]:
 
 
 def microbatches(xs: Iterable[Tensor], steps: int) -> Iterator[Microbatch | None]:
-    """Yield the microbatches of a batch, whose rows on this rank are in the tensors `xs`; for one step, the one around it.
+    """Yield the microbatches of a batch, whose rows on this rank are in the tensors `xs`; for one, the outer one.
 
     Where axes split the rows of one of them, a tensor whose rows no axis splits has something for each step.
     """

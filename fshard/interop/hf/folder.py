@@ -100,7 +100,7 @@ class WeightHeaders:
             self.tensors |= {name: entry for name, entry in tensors.items() if file_of.get(name, file) == file}
 
 
-# Ends of the names of tensors that come with quantized weights: GPTQ, AWQ, FP8, compressed-tensors, bitsandbytes, MXFP4.
+# Ends of names of tensors that come with quantized weights: GPTQ, AWQ, FP8, compressed-tensors, bitsandbytes, MXFP4.
 _QUANTIZED = (".qweight", ".qzeros", ".g_idx", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".SCB",
               ".weight.absmax", ".weight.quant_map", "_proj_blocks", "_proj_scales")  # fmt: skip
 _WRAPPERS = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -111,8 +111,8 @@ def explain_names(
 ) -> ShardingError | None:
     """Return why a folder has other names than a tree: it is quantized, or names differ by a prefix; else `None`.
 
-    `lacking` are the names in files that were looked for, also without `prefix`, and `extra` the names of tensors that no
-    leaf uses. `call` is the function that takes the prefix as an argument; `""` if none does.
+    `lacking` are the names in files that were looked for, also without `prefix`, and `extra` the names of tensors that
+    no leaf uses. `call` is the function that takes the prefix as an argument; `""` if none does.
     """
     config = headers.path / CONFIG
     quantization = read_json(config).get("quantization_config") if extra and config.is_file() else None
