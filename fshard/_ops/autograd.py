@@ -152,7 +152,7 @@ def run_map(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
     On an abstract mesh it runs on shapes alone. On processes the ranks of a checked call agree on it first.
     """
-    if any(map(is_legacy_batched, xs)):
+    if not torch.compiler.is_dynamo_compiling() and any(map(is_legacy_batched, xs)):
         raise _no_rule_for_legacy_batch(m.verb)
     with transposing(m.origin) if m.origin else contextlib.nullcontext():
         types, run = checker(), m.run
