@@ -249,15 +249,9 @@ class ShardMapped:
         return [{} for _ in self.mesh.ranks]
 
     def _run_rank(
-        self,
-        plan: CallPlan,
-        comm: Comm,
-        rank: int,
-        at: int,
-        local: list[Any],
-        scratch: dict[Any, Any],
+        self, plan: CallPlan, comm: Comm, rank: int, at: int, local: list[Any], scratch: dict[Any, Any],
         ranks: list[Rank] | None,
-    ) -> _RankRun:
+    ) -> _RankRun:  # fmt: skip
         """Run the function on one rank, this process's number `at`. Empties `local`, the rank's part of every leaf.
 
         A checked call has the `ranks` of this process that it has started.
@@ -267,7 +261,7 @@ class ShardMapped:
         kept = set(storage_pointers([local[i] for i in plan.kept], self.mesh)) - donated
         checker = None if ranks is None else Checker(self._live, self.mesh.axes, comm.coords, ranks)
         # Without the donated ones, which the function frees.
-        arguments = tuple(None if i in plan.donated else x for i, x in enumerate(local)), plan.specs
+        arguments = [local[i] for i in plan.kept], [plan.specs[i] for i in plan.kept]
         region = Region(comm, rank, self.mesh.device, dict(plan.uneven), plan.split_sizes, donated, checker, scratch,
                         self.mesh.host, arguments)  # fmt: skip
         # Backward runs on this thread, to which the region is bound, and not on one of autograd's own.

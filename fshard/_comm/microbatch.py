@@ -155,7 +155,7 @@ def _axes_of_rows(x: Tensor, outer: Microbatch | None) -> tuple[str, ...] | None
         return None
     found, mine = set(), _row_layout(x)
     for y, spec in zip(*region().arguments, strict=True):
-        if isinstance(y, Tensor) and y.ndim and y.shape[0] == x.shape[0] and _row_layout(y) == mine:
+        if y.ndim and y.shape[0] == x.shape[0] and _row_layout(y) == mine:
             found.add(names_of(spec.parts(y.ndim)[0]))
     return found.pop() if len(found) == 1 else None
 

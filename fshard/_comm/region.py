@@ -42,7 +42,7 @@ class Region:
     checker: Any = None  # the `Checker` of a call that is checked
     scratch: dict[Any, Any] = field(default_factory=dict)  # objects that a rank keeps from one call to the next
     host: torch.device = field(default=torch.device("cpu"))
-    arguments: tuple[Sequence[Any], Sequence[P]] = ((), ())  # the leaves of the arguments, with their specs
+    arguments: tuple[Sequence[Tensor], Sequence[P]] = ((), ())  # the tensors that the call keeps, with their specs
 
     @property
     def sizes(self) -> Mapping[str, int]:

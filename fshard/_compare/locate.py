@@ -37,7 +37,7 @@ _Pair = tuple[_Array, _Array, float]  # numbers on the two meshes, and the toler
 
 
 class Comparison:
-    """What the ranks of two meshes, of these sizes, have recorded of one program."""
+    """Compare the recordings of one program by the ranks of two meshes of these sizes."""
 
     def __init__(self, sizes: Sequence[Mapping[str, int]], recorders: Sequence[Sequence[Recorder]]) -> None:
         self.sizes, (self.here, self.there) = sizes, recorders
