@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from ._io import cannot_read
+from ._io import open_file
 from .errors import ShardingError, fail
 
 DTYPES = {
@@ -40,6 +40,8 @@ DTYPES = {
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# Of a tensor: most operations of torch take 64 dims, its sizes have 63 bits, and a path of the tree is in the name.
+MAX_DIMS, MAX_SIZE, MAX_NAME = 64, 1 << 63, 512
 BLOCK_BYTES = 1 << 16  # of a checksum: part of the format
 _CHECKSUMS = "crc32:"
 COPY_OR_WRITE = ('copy the file again; or, if another program wrote it with the metadata of an earlier file, write it '
@@ -135,16 +137,13 @@ def read_header(path: Path) -> Header:
 
     Raises ShardingError if the header itself cannot be read.
     """
-    try:
-        with open(path, "rb", buffering=0) as f:
-            stat = os.fstat(f.fileno())
-            length = int.from_bytes(f.read(8), "little")
-            if not 2 <= length <= min(_MAX_HEADER_BYTES, stat.st_size - 8):
-                raise fail(f"{path}: is not safetensors, or is cut short", f"its first 8 bytes announce a header of "
-                           f"{length} bytes, the file has {stat.st_size}", fix="copy it again")  # fmt: skip
-            text = f.read(length)
-    except OSError as e:
-        raise cannot_read(path, e) from e
+    with open_file(path) as f:
+        stat = os.fstat(f.fileno())
+        length = int.from_bytes(f.read(8), "little")
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, stat.st_size - 8):
+            raise fail(f"{path}: is not safetensors, or is cut short", f"its first 8 bytes announce a header of "
+                       f"{length} bytes, the file has {stat.st_size}", fix="copy it again")  # fmt: skip
+        text = f.read(length)
     try:
         header = json.loads(text, object_pairs_hook=_without_duplicates)
         if not isinstance(header, dict):

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from fshard._io import cannot_read, write_errors, write_file
+from fshard._io import open_file, write_errors, write_file
 from fshard.errors import fail
 from fshard.spec import describe
 
@@ -103,10 +103,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """Read and check `manifest.json`. Raises ShardingError if it is damaged or of another version."""
     path = directory / MANIFEST
-    try:
-        first, _, body = path.read_bytes().partition(b"\n")
-    except OSError as e:
-        raise cannot_read(path, e, RESTORE_ANOTHER) from e
+    with open_file(path, RESTORE_ANOTHER) as f:
+        first, _, body = f.read().partition(b"\n")
     try:
         head = json.loads(first.strip().removesuffix(b",") + b"}")
         known = head["format"] == FORMAT

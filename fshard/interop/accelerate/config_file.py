@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fshard._io import cannot_read
+from fshard._io import open_file
 from fshard.errors import ShardingError, fail, raise_all
 
 SECTIONS = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_", "parallelism_config": "parallelism_config_"}
@@ -31,14 +31,12 @@ def read_entries(path: Path) -> dict[str, Entry]:
 
     Raises ShardingError if it cannot be read, is not a mapping, or has a key twice.
     """
+    with open_file(path, "give the file that `python -m fshard config` or `accelerate config` wrote") as f:
+        content = f.read()
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as e:
-        raise cannot_read(path, e, "give the file that `python -m fshard config` or `accelerate config` wrote") from e
+        text = content.decode()
     except UnicodeDecodeError as e:
         raise fail(f"{path}: is not text in UTF-8", str(e)) from e
-    except ValueError as e:  # a null byte
-        raise fail(f"{str(path)!r} is no path", str(e)) from e
     contents, lines, errors = _json(path, text) if path.suffix == ".json" else _yaml(path, text)
     if not isinstance(contents, dict):
         raise fail(f"{path}: has no keys", f"its contents are {contents!r:.60}",

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fshard._io import StrPath, cannot_read
+from fshard._io import StrPath, open_file
 from fshard._safetensors import DTYPES, Header, HeaderEntry, read_header
 from fshard._torch_file import read_torch_file
 from fshard.errors import ShardingError, checked, fail
@@ -202,10 +202,10 @@ def config_of(folder: StrPath, name: str = CONFIG) -> dict[str, Any]:
 def read_json(path: StrPath) -> dict[str, Any]:
     """Read a JSON object. Raises ShardingError if the file holds none."""
     path = Path(path)
+    with open_file(path) as f:
+        text = f.read()
     try:
-        value = json.loads(path.read_bytes())
-    except OSError as e:
-        raise cannot_read(path, e) from e
+        value = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise fail(f"{path}: is not JSON", str(e), fix="copy it again") from e
     if not isinstance(value, dict):

@@ -1,0 +1,266 @@
+"""Make hostile files at random, and see that each is read or refused with a clear error, soon and in little memory.
+
+    python -m tests.faults.hostile --runs 10000
+
+Each run makes a file of every kind, of at most about 1 MB: one that would expand (names that are in a list 2^30 times),
+that has absurd numbers (sizes of 2^63, 30,000 dims), that is deep, long or twice, or one that another program wrote,
+damaged. Reading it must end in a value or a ShardingError, within a second of CPU time, with at most 10 times the
+size of the file and 16 MB of memory. The seed is new in each run of the script, and printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import io
+import random
+import secrets
+import signal
+import sys
+import tempfile
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fshard as fs
+from fshard import ShardingError
+from tests.faults.corruptions import BYTES
+
+Random = random.Random
+MAX_SECONDS, MEMORY_FACTOR, MEMORY = 1.0, 10, 16 << 20
+
+
+# --- files of torch.save ------------------------------------------------------------------------------------------
+
+
+def put(i: int) -> bytes:
+    return b"r" + i.to_bytes(4, "little")
+
+
+def get(i: int) -> bytes:
+    return b"j" + i.to_bytes(4, "little")
+
+
+def text(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    return b"X" + len(data).to_bytes(4, "little") + data
+
+
+def number(n: int) -> bytes:
+    data = n.to_bytes(n.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def tensor(shape: bytes = b"K\x02\x85", strides: bytes = b"K\x01\x85", offset: bytes = b"K\x00") -> bytes:
+    storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x02tQ"
+    hooks = b"ccollections\nOrderedDict\n)R"
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + offset + shape + strides + b"\x89" + hooks + b"tR"
+
+
+def size(rng: Random) -> int:
+    """Return a number from 0 to 2^60: each magnitude is as likely."""
+    return rng.randrange(1 << rng.randrange(1, 61))
+
+
+def count(rng: Random, most: int) -> int:
+    return rng.randrange(1, most) if rng.random() < 0.5 else rng.randrange(most // 2, most)
+
+
+DOUBLED = 999
+
+
+def doubled(new: bytes, join: bytes, levels: int = 30, times: int = 2) -> bytes:
+    """Return a list (`]`, `e`) or tuple (``, `t`) that has a tensor `times` ** `levels` times; its memo is DOUBLED."""
+    out = new + b"(" + tensor() + join + put(0)
+    for level in range(levels):
+        out += new + b"(" + get(level) * times + join + put(level + 1)
+    return out + put(DOUBLED)
+
+
+def nested(rng: Random, new: bytes, join: bytes) -> bytes:
+    return doubled(new, join, rng.randrange(20, 60), rng.randrange(2, 6))
+
+
+PICKLES: dict[str, Callable[[Random], bytes]] = {
+    "a list in lists": lambda rng: nested(rng, b"]", b"e"),
+    "a tuple in tuples": lambda rng: nested(rng, b"", b"t"),
+    "a key that is a tuple in tuples": lambda rng: nested(rng, b"", b"t") + b"}" + get(DOUBLED) + b"Ns",
+    "a list in itself": lambda rng: b"]" + put(0) + b"(" + tensor() + get(0) * rng.randrange(1, 99) + b"e",
+    "place of the memo": lambda rng: b"]" + put(rng.randrange(1 << 32)),
+    "many dims": lambda rng: b"}" + text("w") + tensor(*[b"(" + b"K\x01" * count(rng, 99_999) + b"t"] * 2) + b"s",
+    "many tensors of many dims": lambda rng: b"](" + b"K\x01" * (n := count(rng, 9_999)) + b"t" + put(0) + (
+        tensor(get(0), get(0)) + put(1) + b"(" + (tensor(get(0), get(0)) * (500_000 // (n + 200))) + b"e"),
+    "absurd sizes": lambda rng: b"}" + text("w") + tensor(
+        *(b"(" + b"".join(number(size(rng) << rng.randrange(200)) for _ in range(n)) + b"t" for n in (rng.randrange(4), 2)),
+        number(-size(rng))) + b"s",
+    "sizes that are lists": lambda rng: nested(rng, b"]", b"e") + b"}" + text("w") + tensor(get(DOUBLED)) + b"s",
+    "a storage whose name is a list": lambda rng: nested(rng, b"]", b"e")
+        + tensor().replace(text("0"), get(DOUBLED)),
+    "many objects": lambda rng: b"](" + rng.choice([b"]", b"}", b"(", b")", b"N", b"K\x01", b"K\x01\x85", b"J9999"])
+        * count(rng, 200_000) + b"e",
+    "one tensor many times": lambda rng: b"](" + tensor() + put(0) + get(0) * count(rng, 100_000) + b"e",
+    "many tensors": lambda rng: b"](" + tensor() * count(rng, 3_000) + b"e",
+    "deep lists": lambda rng: b"]" * (n := count(rng, 400_000)) + b"a" * (n - 1),
+    "deep tuples": lambda rng: b"N" + b"\x85" * count(rng, 400_000),
+    "a key that is a deep tuple": lambda rng: b"}N" + b"\x85" * count(rng, 400_000) + b"Ns",
+    "deep names": lambda rng: (b"}" + text("x" * count(rng, 9_999))) * (n := count(rng, 90)) + b"](" + tensor()
+        + put(0) + get(0) * count(rng, 9_999) + b"e" + b"s" * n,
+    "a long text": lambda rng: b"X" + rng.randrange(1 << 32).to_bytes(4, "little") + b"x" * count(rng, 99_999),
+    "a call": lambda rng: b"c" + rng.choice([b"builtins\nbytearray", b"torch.storage\nUntypedStorage", b"torch\nempty",
+        b"collections\nOrderedDict", b"torch\nSize", b"os\nsystem", b"torch\nFloatStorage", b"torch\nfloat32"]) + b"\n"
+        + rng.choice([b"J\xff\xff\xff\x7f\x85", b"]\x85", text("x") + b"\x85", b")", b"("]) + b"R",
+    "many calls": lambda rng: b"](" + b"](" + b"K\x01K\x01\x86" * (n := count(rng, 20_000)) + b"e\x85" + put(0)
+        + b"ccollections\nOrderedDict\n" + put(1) + (get(1) + get(0) + b"R") * (200_000 // n) + b"e",
+    "attributes of a function": lambda rng: b"c" + rng.choice([b"torch\nSize", b"torch._utils\n_rebuild_parameter"]) + (
+        b"\n" + rng.choice([b"}", b"N}"]) + text("__doc__") + text("x") + rng.choice([b"sb", b"s\x86b", b"s\x85R"])),
+    "random opcodes": lambda rng: b"}" + b"".join(
+        rng.choice([b"]", b"}", b"(", b")", b"t", b"\x85", b"\x86", b"e", b"a", b"s", b"u", b"b", b"R", b"Q", b"q\0",
+                    b"h\0", b"N", b"K\1", text("x"), tensor(), b"\x8a\xff", b"M99", b"c__main__\nx\n"])
+        for _ in range(count(rng, 60))),
+}  # fmt: skip
+
+
+def archive(pickled: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
+    """Return a file of torch.save with a pickle, and a storage of 8 bytes."""
+    out = io.BytesIO()
+    records = {"x/data.pkl": b"\x80\x02" + pickled + b".", "x/byteorder": b"little", "x/data/0": bytes(8)}
+    with zipfile.ZipFile(out, "w", compression) as file:
+        for name, data in records.items():
+            file.writestr(name, data)
+    return out.getvalue()
+
+
+def directory(data: bytes, rng: Random) -> bytes:
+    """Repeat the entries of an archive's directory, or write other numbers into one."""
+    start, end = data.rindex(b"PK\1\2"), data.rindex(b"PK\5\6")
+    if rng.random() < 0.5:
+        at = rng.randrange(start + 4, len(data))
+        return data[:at] + rng.randbytes(rng.choice([1, 2, 4, 8])) + data[at:][8:]
+    n = count(rng, 9_999)
+    entries = data[start:end] * n
+    tail = bytearray(data[end:])
+    tail[8:12] = min(n, 65_535).to_bytes(2, "little") * 2
+    tail[12:16] = len(entries).to_bytes(4, "little")
+    return data[:start] + entries + bytes(tail)
+
+
+def make_torch(path: Path, rng: Random) -> str:
+    what = rng.choice([*PICKLES, "compressed", "directory", "damaged"])
+    if what == "compressed":
+        path.write_bytes(archive(bytes(count(rng, 90 << 20)), zipfile.ZIP_DEFLATED))
+    elif what == "directory":
+        path.write_bytes(directory(archive(b"}" + text("w") + tensor() + b"s"), rng))
+    elif what == "damaged":
+        torch.save({"w": torch.ones(3, 2), "b": [torch.ones(2)] * 9}, path)
+        path.write_bytes(rng.choice(list(BYTES.values()))(path.read_bytes(), rng))
+    else:
+        path.write_bytes(archive(PICKLES[what](rng)))
+    return what
+
+
+def read_torch(path: Path) -> None:
+    fs.state_dict.read(path, {"w": fs.init.zeros((3, 2))}, ignored=["b.*"])
+
+
+Kind = tuple[str, Callable[[Path, Random], str], Callable[[Path], Any]]
+KINDS: dict[str, Kind] = {"torch": ("a.pt", make_torch, read_torch)}
+
+
+# --- one file -----------------------------------------------------------------------------------------------------
+
+
+class Hang(BaseException):
+    """A reader that is still at work after a minute."""
+
+
+@contextlib.contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Raise Hang after a while; end the process with a traceback if that is not noticed, as in C code."""
+
+    def ring(*_: object) -> None:
+        raise Hang
+
+    before = signal.signal(signal.SIGALRM, ring)
+    faulthandler.dump_traceback_later(2 * seconds, exit=True)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
+        signal.signal(signal.SIGALRM, before)
+
+
+def _memory(field: str) -> int:
+    """Return VmRSS, the memory of the process, or VmHWM, its maximum since the last `_memory`."""
+    text = Path("/proc/self/status").read_text()
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(text.split(f"{field}:")[1].split()[0]) << 10
+
+
+def attempt(read: Callable[[Path], Any], path: Path) -> tuple[str, float, int]:
+    """Read a file, and return what came of it, the seconds of CPU time and the bytes of memory that it took."""
+    before, begun = _memory("VmRSS"), time.process_time()
+    try:
+        with alarm(60):
+            read(path)
+        outcome = "read"
+    except ShardingError as e:
+        outcome = "refused"
+        str(e).encode()
+    except BaseException as e:
+        outcome = f"{type(e).__name__}: {e!s:.200}"
+    seconds = time.process_time() - begun
+    return outcome, seconds, _memory("VmHWM") - before
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m tests.faults.hostile", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--runs", type=int, default=1000, help="files of each kind")
+    parser.add_argument("--seed", type=int, default=secrets.randbits(32))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--only", type=int, help="the file of this run alone, of one kind")
+    args = parser.parse_args(argv)
+    print(f"--seed {args.seed}\n\n| files | runs | read | refused | anything else | most seconds | most memory, MB |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    problems = []
+    with tempfile.TemporaryDirectory() as root:
+        for kind in args.kinds:
+            name, make, read = KINDS[kind]
+            tally: Counter[str] = Counter()
+            slowest, largest = 0.0, 0
+            for i in range(args.runs) if args.only is None else [args.only]:
+                rng = random.Random(f"{args.seed} {kind} {i}")
+                folder = Path(root) / f"{kind} {i}"
+                folder.mkdir()
+                what = make(folder / name, rng)
+                outcome, seconds, memory = attempt(read, folder / name)
+                size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+                if outcome in ("read", "refused"):
+                    if seconds > MAX_SECONDS:
+                        outcome = f"{seconds:.1f} s"
+                    elif memory > MEMORY_FACTOR * size + MEMORY:
+                        outcome = f"{memory >> 20} MB of memory"
+                if outcome not in ("read", "refused"):
+                    problems.append(f"--kinds {kind} --only {i}: {what}, {size:,} bytes: {outcome}")
+                tally[outcome] += 1
+                slowest, largest = max(slowest, seconds), max(largest, memory)
+                with contextlib.suppress(OSError):
+                    for f in sorted(folder.rglob("*"), reverse=True):
+                        f.rmdir() if f.is_dir() else f.unlink()
+                    folder.rmdir()
+            others = tally.total() - tally["read"] - tally["refused"]
+            print(f"| {kind} | {tally.total()} | {tally['read']} | {tally['refused']} | {others} | {slowest:.2f} | "
+                  f"{largest / 1e6:.0f} |", flush=True)  # fmt: skip
+    print("\n".join(problems))
+    return min(1, len(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
