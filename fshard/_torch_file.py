@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ._io import open_file
-from ._safetensors import MAX_DIMS, MAX_NAME, MAX_SIZE, Header, HeaderEntry, dtype_name
+from ._safetensors import MAX_DIMS, MAX_SIZE, Header, HeaderEntry, check_name, dtype_name
 from ._torch_compat import FakeTensorMode
 from .errors import ShardingError, fail
 
@@ -218,8 +218,7 @@ def _named(tree: Any, size: int) -> Iterator[tuple[str, _Tensor]]:
 
     def walk(value: Any, prefix: str) -> Iterator[tuple[str, _Tensor]]:
         nonlocal left
-        if len(prefix) > MAX_NAME:
-            raise ValueError(f"a name has more than {MAX_NAME} characters: {prefix[:60]!r}...")
+        check_name(prefix)
         if isinstance(value, _Tensor):
             left -= 64
             yield prefix.removesuffix("."), value

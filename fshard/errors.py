@@ -383,6 +383,9 @@ def _kind(hint: Any) -> _Kind:
     if origin is int:
         return _Kind("an int", (torch.SymInt,), lambda x: type(x) is int or
                      (isinstance(x, numbers.Integral) and not isinstance(x, bool)))  # fmt: skip
+    if getattr(origin, "_is_protocol", False):  # isinstance takes 60 microseconds
+        methods = [name for name in vars(origin) if not name.startswith("_")]
+        return _Kind(a_type(origin), (), lambda x: all(hasattr(x, name) for name in methods))
     if origin is float:
         return _Kind("a float", (float, int, torch.SymInt, torch.SymFloat), lambda x: isinstance(x, numbers.Real))
     if origin in (typing.Union, types.UnionType):

@@ -11,6 +11,7 @@ An index that fshard wrote has in `metadata` the CRC-32 of each file's header: t
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -81,6 +82,7 @@ class WeightHeaders:
         crc32_of = metadata.get("crc32") if isinstance(metadata, dict) else None
         if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
             raise fail(f"{index}: has no weight_map, from names of tensors to names of files", fix="copy it again")
+        file_of = {name: str(Path(file)) for name, file in file_of.items()}  # one text for each file
         names_of: dict[str, list[str]] = {}
         for name, file in file_of.items():
             names_of.setdefault(file, []).append(name)
@@ -88,7 +90,7 @@ class WeightHeaders:
             path = index.parent / file
             if Path(file).is_absolute() or ".." in Path(file).parts:
                 raise fail(f"{index}: {file!r} is outside the folder", f"for {', '.join(names)}")
-            if not path.is_file():
+            if not os.path.isfile(path):  # False for a name that is too long, where `Path.is_file` raises
                 self.errors.append(fail(f"{path}: there is no such file", f"for {', '.join(names)}"))
                 self.complete = False
                 continue
