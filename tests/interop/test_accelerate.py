@@ -487,7 +487,7 @@ def test_keys_replace_those_of_the_file():
 
 def test_damaged_files_are_errors_that_name_the_line():
     Path("f.yaml").write_text("distributed_type: FSDP\nnum_processes: 1\nnum_processes: 2\n")
-    assert error("f.yaml").startswith("f.yaml, line 3: num_processes stands twice\n  the first is at line 2")
+    assert error("f.yaml").startswith("f.yaml, line 3: num_processes is there twice\n  the first is at line 2")
     Path("f.yaml").write_text("distributed_type: FSDP\n bad: [\n")
     assert re.match(r"f\.yaml, line \d: is not YAML\n", error("f.yaml"))
     Path("f.yaml").write_text("- 1\n")
@@ -503,7 +503,7 @@ def test_damaged_files_are_errors_that_name_the_line():
     Path("f.yaml").write_bytes(b"\xff\xfe\x00")
     assert "f.yaml: is not text" in error("f.yaml")
     Path("f.json").write_text('{"distributed_type": "NO", "debug": 1, "debug": 0}')
-    assert error("f.json").startswith("f.json: debug stands twice")
+    assert error("f.json").startswith("f.json: debug is there twice")
     Path("f.json").write_text("{")
     assert error("f.json").startswith("f.json: is not JSON")
     assert error("none.yaml").startswith("none.yaml: ")
