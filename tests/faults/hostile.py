@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import faulthandler
 import gc
+import hashlib
 import io
 import json
 import random
@@ -32,9 +33,10 @@ from typing import Any
 import torch
 
 import fshard as fs
-from fshard import ShardingError
-from fshard.cli.inspecting import inspect
+from fshard import P, ShardingError
+from fshard.cli import command
 from fshard.interop.hf import tensors
+from fshard.models import llama
 from tests.faults.corruptions import BYTES
 
 Random = random.Random
@@ -226,7 +228,7 @@ def make_safetensors(path: Path, rng: Random) -> str:
         name: {"dtype": "F32", "shape": [2], "data_offsets": [8 * i, 8 * i + 8]} for i, name in enumerate("wb")
     }
     if what in ("empty tensors", "late duplicate"):
-        header = {f"{rng.choice('hx.')}{i}": empty for i in range(count(rng, 15_000))}
+        header = {f"{rng.choice('hx.')}{i}": empty for i in range(count(rng, 12_000))}
     elif what == "dims":
         header["w"]["shape"] = [rng.choice([0, 1, 2, size(rng)])] * count(rng, 99_999)
     elif what == "names":
@@ -242,6 +244,155 @@ def make_safetensors(path: Path, rng: Random) -> str:
     return what
 
 
+# --- configs, and folders -----------------------------------------------------------------------------------------
+
+CONFIGS: list[dict[str, Any]] = [
+    {"model_type": "gpt2", "vocab_size": 8, "n_positions": 4, "n_embd": 4, "n_layer": 1, "n_head": 2},
+    {"model_type": "bert", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2,
+     "intermediate_size": 8, "max_position_embeddings": 8, "type_vocab_size": 2},
+    {"model_type": "t5", "vocab_size": 8, "d_model": 4, "d_kv": 2, "d_ff": 8, "num_layers": 1, "num_heads": 2},
+    {"model_type": "mixtral", "vocab_size": 8, "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1,
+     "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1},
+    {"model_type": "resnet", "embedding_size": 4, "hidden_sizes": [4], "depths": [1], "layer_type": "basic",
+     "num_labels": 2},
+    {"model_type": "bert", "architectures": ["BertForSequenceClassification"], "id2label": {"0": "a", "1": "b"},
+     "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2},
+    *({"model_type": name, "vocab_size": 8, "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1,
+       "num_attention_heads": 2, "rope_scaling": None, "rope_theta": 1e4} for name in ("llama", "qwen2", "gpt_neox")),
+]  # fmt: skip
+
+
+def make_config(path: Path, rng: Random) -> str:
+    config = rng.choice(CONFIGS)
+    what = rng.choice(["config", "config", "layers", "index", "tokens"])
+    index = {"metadata": {"crc32": {}}, "weight_map": {"w": "model-00001-of-00001.safetensors", "b": "x/../x"}}
+    data = {"config": hostile_json(config, rng)}.get(what, json.dumps(config).encode())
+    if what == "layers":
+        name = rng.choice(sorted(config.keys() - {"model_type"}))
+        data = json.dumps(config | {name: [size(rng)] * 3 if isinstance(config[name], list) else size(rng)}).encode()
+    path.write_bytes(data)
+    path.with_name("generation_config.json").write_bytes(hostile_json({"eos_token_id": [1], "top_k": 3}, rng))
+    if what == "index":
+        path.with_name("model.safetensors.index.json").write_bytes(hostile_json(index, rng))
+    elif rng.random() < 0.7:
+        make_safetensors(path.with_name("model.safetensors"), rng)
+    return f"{what} of {config['model_type']}"
+
+
+def load_folder(path: Path) -> None:
+    fs.hf.load(path.parent)
+
+
+def inspect(path: Path) -> None:
+    """Print the tensors at a path on a terminal that is looked at."""
+    with contextlib.redirect_stdout(Screen()), contextlib.redirect_stderr(Screen()):
+        if command.main(["inspect", str(path)]) == 2:
+            raise ShardingError("refused")
+
+
+def inspect_folder(path: Path) -> None:
+    inspect(path.parent)
+
+
+EXPRESSIONS = [
+    "(a+)+$", "(.*)*x", ".*" * 40 + "x", "(.|.)*q", "((((.+)+)+)+)+!", "(?i)q", "(", "[", "a{99999999999}", "\\",
+    "(" * 300, "(?P<a>.*)(?P=a)+x", "(?=.*)*x", "a|" * 9_000 + "b", r"(\w+\.)*q", "(.*.*.*)*=", "(?:a?){60}" + "a{60}",
+    r"model\.layers\.(\d|1\d)\..*(q|v)_proj",
+]  # fmt: skip
+
+
+def make_adapter(path: Path, rng: Random) -> str:
+    config: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj", "v_proj"],
+                              "rank_pattern": {"q_proj": 2}, "alpha_pattern": {}, "bias": "none"}  # fmt: skip
+    what = rng.choice(["config", "config", "expression", "expression", "patterns", "names", "weights"])
+    if what == "expression":
+        key, given = (
+            rng.choice(["target_modules", "exclude_modules", "rank_pattern", "layers_pattern"]),
+            rng.choice(EXPRESSIONS),
+        )
+        config[key] = {given: 3} if key == "rank_pattern" else given
+        config |= {"layers_to_transform": [0]} if key == "layers_pattern" else {}
+    elif what == "patterns":
+        config["rank_pattern"] = {f"{rng.choice(['x', '.*', '(a|b)'])}{i}": 2 for i in range(count(rng, 20_000))}
+    elif what == "names":
+        config[rng.choice(["target_modules", "exclude_modules", "modules_to_save"])] = [
+            f"{rng.choice(['x', '*', '?', ''])}{i}" for i in range(count(rng, 20_000))]  # fmt: skip
+        config["layers_to_transform"] = rng.choice([None, list(range(count(rng, 99_999)))])
+    path.write_bytes(hostile_json(config, rng) if what == "config" else json.dumps(config).encode())
+    if what == "weights":
+        make_safetensors(path.with_name("adapter_model.safetensors"), rng)
+    else:
+        names = [f"base_model.model.model.layers.0.self_attn.{x}_proj.lora_{f}.weight" for x in "qv" for f in "AB"]
+        fs.state_dict.write(path.with_name("adapter_model.safetensors"), {n: torch.ones(2, 4) for n in names})
+    return what
+
+
+def load_adapter(path: Path) -> None:
+    cfg = llama.Config(8, 4, 8, 40, 2)
+    fs.peft.load(path.parent, llama.init(cfg), of=llama.theirs)
+
+
+def make_checkpoint(path: Path, rng: Random) -> str:
+    """Change a manifest, at times with the digest of its new text, or a part file."""
+    folder = path.parent
+    folder.rmdir()
+    fs.checkpoint.save(folder, {"w": torch.ones(3, 2), "b": torch.ones(2), "step": 1, "name": "x"})
+    what = rng.choice(["manifest", "manifest", "manifest", "first line", "part", "damaged"])
+    first, body = path.read_bytes().split(b"\n", 1)
+    if what in ("manifest", "first line"):
+        head, rest = json.loads(first.rstrip(b",") + b"}"), json.loads(b"{" + body)
+        if what == "manifest":
+            body = hostile_json(rest, rng)[1:]
+            head["blake2b"] = hashlib.blake2b(body, digest_size=16).hexdigest()
+        first = json.dumps(head).encode() if what == "manifest" else hostile_json(head, rng)
+        path.write_bytes(first.replace(b"\n", b"")[:-1] + b",\n" + body)
+    else:
+        other = next(folder.glob("part*")) if what == "part" else path
+        other.write_bytes(rng.choice(list(BYTES.values()))(other.read_bytes(), rng))
+    return what
+
+
+def restore(path: Path) -> None:
+    like = {"w": fs.init.zeros((3, 2)), "b": fs.init.zeros(2), "step": 0, "name": ""}
+    fs.checkpoint.restore(path.parent, like, specs=P(), mesh=fs.make_mesh(data=1))
+
+
+def merge(path: Path) -> None:
+    with contextlib.redirect_stdout(Screen()), contextlib.redirect_stderr(Screen()):
+        if command.main(["merge", str(path.parent), str(path.parent / "out")]) == 2:
+            raise ShardingError("refused")
+
+
+def make_yaml(path: Path, rng: Random) -> str:
+    what = rng.choice(["laughs", "keys", "deep", "values", "values", "values", "merge", "damaged"])
+    n = count(rng, 9_000)
+    good = {"distributed_type": "FSDP", "num_processes": 2, "num_machines": 1, "mixed_precision": "bf16",
+            "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True}, "main_process_port": 0,
+            "gpu_ids": "0"}  # fmt: skip
+    lines = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]" for i in range(rng.randrange(2, 30))]
+    merged = [f"a{i}: &a{i} {{k{i}: 1, <<: [{', '.join([f'*a{i - 1}'] * 9) if i else ''}]}}" for i in range(20)]
+    texts = {
+        "laughs": "\n".join(lines) + f"\nnum_processes: *a{len(lines) - 1}\n",
+        "merge": "\n".join(merged),
+        "keys": "".join(f"k{i * i}: {i}\n" for i in range(n)),
+        "deep": rng.choice(["[" * n, "- " * n, "{a: " * n, "a: " + "[" * 99 + "]" * 99, "? " * n, "!!map " * n]),
+        "values": "".join(
+            f"{key}: {value if rng.random() < 0.8 else rng.choice(YAML_VALUES)}\n" for key, value in good.items()
+        ),
+    }
+    text = texts.get(what, json.dumps(good)).encode("utf-8", "surrogatepass")
+    path.write_bytes(rng.choice(list(BYTES.values()))(text, rng) if what == "damaged" else text)
+    return what
+
+
+YAML_VALUES = [
+    "1e400", "0x" + "f" * 900, "0x" + "f" * 9_000, "10" * 15, "1:1:1", ":".join("1" * 400), "-1", ".inf", ".nan",
+    "!!int ''", "!!timestamp x", "!!bool x", "!!float x", "!!binary x", "!!python/name:os.system", "!!set {a, b}",
+    "!!omap [a: 1]", "2001-99-99", "[[]]", "{}", "? x", "*x", "&x [*x]", '"\\e[2J"', '"\\ud800"', "x" * 5_000, "~",
+    "'a\0'", "0o7", "1_000", "|\n  a\n  b", "[1, 2, 3]", '"\\n"',
+]  # fmt: skip
+
+
 class Screen(io.StringIO):
     """A terminal: refuses what would change how it shows the next text, and what is not Unicode."""
 
@@ -255,6 +406,10 @@ Kind = tuple[str, Callable[[Path, Random], str], tuple[Callable[[Path], Any], ..
 KINDS: dict[str, Kind] = {
     "torch": ("a.pt", make_torch, (read_torch,)),
     "safetensors": ("a.safetensors", make_safetensors, (read_torch, tensors, inspect)),
+    "adapter": ("adapter_config.json", make_adapter, (load_adapter, inspect_folder)),
+    "checkpoint": ("manifest.json", make_checkpoint, (restore, inspect_folder, merge)),
+    "yaml": ("a.yaml", make_yaml, (fs.accelerate.read,)),
+    "config": ("config.json", make_config, (load_folder, inspect, inspect_folder)),
 }
 
 
@@ -295,9 +450,7 @@ def attempt(read: Callable[[Path], Any], path: Path) -> tuple[str, float, int]:
     before, begun = _memory("VmRSS"), time.process_time()
     try:
         with alarm(60):
-            value = read(path)
-            if isinstance(value, str):
-                print(value, file=Screen())
+            read(path)
         outcome = "read"
     except ShardingError as e:
         try:

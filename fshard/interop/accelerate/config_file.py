@@ -16,7 +16,7 @@ from fshard._io import open_file
 from fshard.errors import ShardingError, fail, raise_all
 
 _MAX_BYTES = 1 << 15  # such a file has about 1 KB, and pyyaml reads 64 KB in a second
-_MAX_LENGTH = 1000  # of one value
+_MAX_LENGTH, _MAX_BRACKETS = 1000, 200  # of one value, and in all
 SECTIONS = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_", "parallelism_config": "parallelism_config_"}
 
 
@@ -94,6 +94,8 @@ def _yaml(path: Path, text: str) -> tuple[Any, dict[str, int], list[ShardingErro
     lines: dict[str, int] = {}
     errors: list[ShardingError] = []
     left = len(text)  # nodes: a few lines of aliases are lists of 10^9
+    if (brackets := text.count("[") + text.count("{")) > _MAX_BRACKETS:  # pyyaml takes a second for 1,000 of "["
+        raise fail(f"{path}: has {brackets:,} brackets", fix=f"{_MAX_BRACKETS} at most")
 
     def note(node: Any, prefix: str | None) -> None:
         """Look at all of a node; note its keys if there is a prefix: it is the file, or a section."""

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import fshard as fs
-from fshard.interop.peft.config import DEFAULT_TARGETS, config_fields, selects, value_for
+from fshard.interop.peft.config import DEFAULT_TARGETS, config_fields, selects
+from fshard.lora.config import value_for
 
 peft = pytest.importorskip("peft")
 from peft.tuners.tuners_utils import check_target_module_exists  # noqa: E402
