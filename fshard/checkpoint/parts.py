@@ -151,7 +151,7 @@ def check_part(path: Path, part: PartFile) -> list[ShardingError]:
     try:
         with open_file(path, RESTORE_ANOTHER) as f:
             size = os.fstat(f.fileno()).st_size
-            header = f.read(part.header_bytes)
+            header = f.read(min(part.header_bytes, size))
     except ShardingError as e:
         return [e]
     if size != part.bytes:

@@ -28,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return 130
+    except OSError as e:  # of a path that is too long, or a folder that may not be looked into
+        print(f"{printable(str(e.filename))}: {e.strerror}", file=sys.stderr)
+        return 2
     return result if isinstance(result, int) else 0
 
 
