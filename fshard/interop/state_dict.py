@@ -138,7 +138,6 @@ def read(
     Raises ShardingError, before any value is read, listing every tensor that is missing, extra, of another shape or cut
     short; and for a file with other objects than tensors, dicts, lists, numbers and strings.
     """
-    _check_path("read", path)
     headers = WeightHeaders(Path(path), state_dict=True)
     if theirs is None:
         names = replace(Names.of(of), pretrained=None)  # the module's own names, not those of a library's files
@@ -148,15 +147,11 @@ def read(
     return read_tree(headers, described, theirs, prefix=prefix, ignored=ignored)
 
 
-def _check_path(verb: str, path: StrPath) -> None:
-    if "\0" in os.fspath(path):
-        raise fail(f"{verb}: path {str(path)!r} has a null byte, which no path can have")
-
-
 def _check_arguments(
     path: Path, of: Apply | None, theirs: Theirs | None, metadata: Mapping[str, str] | None
 ) -> None:  # fmt: skip
-    _check_path("write", path)
+    if "\0" in str(path):
+        raise fail(f"write: path {str(path)!r} has a null byte, which no path can have")
     if path.suffix not in (SUFFIX, *_OF_TORCH):
         raise fail(f"write: path {str(path)!r} has the suffix {path.suffix!r}",
                    fix=f"{SUFFIX} for safetensors; {', '.join(_OF_TORCH)} for torch.load")  # fmt: skip
