@@ -294,12 +294,12 @@ class ShardMapped:
     def _check_results(self, checker: Checker, out: Any) -> None:
         """Raise for results that vary over an axis which their out spec does not name."""
         specs = broadcast_out_specs(self._name, out, self._out_specs)
-        rows = [
-            (tree.show("result", path), x, spec)
-            for (path, x), spec in zip(tree.leaves_with_path(out), specs, strict=True)
-            if isinstance(x, Tensor) and not spec_errors("", tuple(x.shape), spec, self.mesh.axes)
-        ]
-        raise_all(checker.result_errors(self._name, rows))
+        wrong = checker.wrong_results(tree.leaves(out), specs)
+        if wrong:  # a result that its spec does not fit has an error of its own
+            paths = [tree.show("result", path) for path, _ in tree.leaves_with_path(out)]
+            rows = [(paths[i], x, spec) for i, x, spec in wrong
+                    if not spec_errors("", tuple(x.shape), spec, self.mesh.axes)]  # fmt: skip
+            raise_all(checker.result_errors(self._name, rows))
 
 
 class DryRun(NamedTuple):

@@ -144,6 +144,34 @@ def test_later_call_runs_at_most_two_python_functions_per_leaf(donate):
     assert counts[110] - counts[10] == 100 * (1 + len(donate))
 
 
+def test_checked_call_runs_at_most_40_python_functions_per_operation():
+    def repeat(x, n):
+        for _ in range(n):
+            x.sin()
+
+    counts = []
+
+    @fs.shard_map(mesh=TWO, in_specs=(P("a"),), out_specs=P("a"))
+    def f(x):
+        counts.append([python_calls(repeat, x, n)[0] for n in (10, 110)])
+        return x
+
+    f(torch.ones(4))
+    for few, many in counts:
+        assert (many - few) / 100 <= 40  # 38, and those of dynamo where a test before has loaded it
+
+
+def test_checked_arguments_of_known_types_cost_one_look_up():
+    arguments = torch.ones(3), "a"
+    checked = fs.errors.checked(probe)
+    checked(*arguments)
+    assert python_calls(checked, *arguments)[0] == 3  # the wrapper, its question to dynamo, and the function
+
+
+def probe(x: torch.Tensor, axis: str | tuple[str, ...] | None) -> None:
+    pass
+
+
 def test_alternating_signatures_are_planned_once_each():
     f = fs.shard_map(lambda p: list(torch._foreach_add(p, 1)), mesh=ONE, out_specs=P())
     states = [state(n, ONE) for n in (10, 110, 60)]
