@@ -113,12 +113,16 @@ def test_only_results_that_share_storage_are_copied():
 
 
 def python_calls(f, *args):
-    """Count the Python functions and methods entered in this thread during a call; also returns its result."""
+    """Count the Python functions and methods entered in this thread during a call; also returns its result.
+
+    Those of dynamo are left out: they run only where a test before has loaded it.
+    """
     count = 0
 
     def count_call(frame, event, arg):
         nonlocal count
-        count += event == "call" and frame.f_code.co_name not in ("<listcomp>", "<genexpr>")
+        count += (event == "call" and frame.f_code.co_name not in ("<listcomp>", "<genexpr>")
+                  and "_dynamo" not in frame.f_code.co_filename)  # fmt: skip
 
     before = sys.getprofile()
     gc.disable()  # a collection would run finalizers of what other tests have left
@@ -144,7 +148,7 @@ def test_later_call_runs_at_most_two_python_functions_per_leaf(donate):
     assert counts[110] - counts[10] == 100 * (1 + len(donate))
 
 
-def test_checked_call_runs_at_most_40_python_functions_per_operation():
+def test_checked_call_runs_at_most_38_python_functions_per_operation():
     def repeat(x, n):
         for _ in range(n):
             x.sin()
@@ -158,7 +162,7 @@ def test_checked_call_runs_at_most_40_python_functions_per_operation():
 
     f(torch.ones(4))
     for few, many in counts:
-        assert (many - few) / 100 <= 40  # 38, and those of dynamo where a test before has loaded it
+        assert (many - few) / 100 <= 38
 
 
 def test_checked_arguments_of_known_types_cost_one_look_up():
