@@ -39,6 +39,7 @@ from .transformer import (
     loss_of,
     norm_params,
     rope_angles,
+    shapes_of,
     split_qkv,
 )
 
@@ -181,7 +182,7 @@ def _forward(
     """The normalized stream after the last block, the unsharded parameters `names`, and keys and values to cache."""
     tokens = Tokens.of(ids, mask, cache)
     layout = layout.with_batch(ids, key, cfg.hidden_dropout, cfg.attention_dropout)
-    described = init(cfg)
+    described = shapes_of(init, cfg)
     top = layout.unshard(names, params, specs, described)
 
     t = tokens.t

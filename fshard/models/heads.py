@@ -29,7 +29,7 @@ from fshard.spec import P
 
 from . import bert, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3
 from .hf_files import weight_and_bias
-from .transformer import ONE_DEVICE, Layout, flat_linear, linear_params, spec_of
+from .transformer import ONE_DEVICE, Layout, flat_linear, linear_params, shapes_of, spec_of
 
 
 class _Model(NamedTuple):
@@ -163,7 +163,7 @@ def apply(
     if cfg.dropout and key is not None:
         shape = layout.with_batch(ids, key, cfg.dropout).global_shape(x.shape)
         x = nn.dropout(x, cfg.dropout, key=fold_in(key, "score"), spec=P(layout.data), shape=shape)
-    score = layout.unshard(("score",), params, specs, init(cfg))["score"]
+    score = layout.unshard(("score",), params, specs, shapes_of(init, cfg))["score"]
     return flat_linear(x, score)
 
 

@@ -42,6 +42,7 @@ from .transformer import (
     fold_name,
     linear_params,
     project_heads,
+    shapes_of,
     spec_of,
 )
 
@@ -129,11 +130,6 @@ def init(cfg: Config) -> Any:
     >>> init(Config())["encoder"]["bias"], init(Config())["decoder"]["h"][0]["cross"]["q"]
     (f32[32, 8] = normal(std=0.04419), {'w': f32[512, 8, 64] = normal(std=0.005524)})
     """
-    return _described(cfg, lambda block, n: [block() for _ in range(n)])
-
-
-def _described(cfg: Config, blocks: Callable[[Callable[[], Any], int], list[Any]]) -> Any:
-    """The tree of `init`, where `blocks(block, n)` makes n blocks of a function that describes one."""
     d, h, k, f, n = cfg.d_model, cfg.num_heads, cfg.d_kv, cfg.d_ff, cfg.relative_attention_num_buckets
     factor = cfg.initializer_factor
 
@@ -160,7 +156,7 @@ def _described(cfg: Config, blocks: Callable[[Callable[[], Any], int], list[Any]
 
     def stack(name: str, layers: int) -> Any:
         return {**({"bias": bias()} if cfg.shares_positions else {}),
-                "h": blocks(functools.partial(block, name), layers), "norm_f": norm()}  # fmt: skip
+                "h": [block(name) for _ in range(layers)], "norm_f": norm()}  # fmt: skip
 
     return {
         "wte": initial.normal((cfg.vocab_size, d), std=factor),
@@ -280,7 +276,7 @@ class _Call(NamedTuple):
         """Unshard the named parts of the parameters; ids [B, ...] have this rank's batch."""
         check_ids("t5", ids)
         layout = layout.with_batch(ids, key, cfg.dropout_rate)
-        described = _described(cfg, lambda block, n: [block()] * n)  # of which only the shapes are used
+        described = shapes_of(init, cfg)
         top = layout.unshard(names, _without_blocks(params), _without_blocks(specs), _without_blocks(described))
         return _Call(cfg, params, layout, specs, key, remat, described, top)
 
