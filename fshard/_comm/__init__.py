@@ -24,6 +24,7 @@ from .host_memory import (
     wait_before_writing,
     wait_for_copies_to_host,
 )
+from .meeting import OTHER_PORT
 from .microbatch import Microbatch, flattened_rows, in_microbatch, microbatch, microbatches
 from .packing import join_padded, longest_part, pack, pad, split_padded, unpack
 from .planned import PlannedComm
@@ -69,7 +70,7 @@ from .timed import TimedComm, Watch
 from .watchdog import SLOW, Wait, Watchdog, call_at_exit, start_watchdog
 
 __all__ = [
-    "HOST", "SLOW", "AbstractComm", "Axis", "Comm", "GlooConnections", "Microbatch", "PendingTransfer",
+    "HOST", "OTHER_PORT", "SLOW", "AbstractComm", "Axis", "Comm", "GlooConnections", "Microbatch", "PendingTransfer",
     "PlannedComm", "ProcessComm", "Recording", "Region", "TimedComm", "Transfer", "UnevenSize", "Wait", "Watch",
     "Watchdog", "axes_of_own_values", "bind", "call_at_exit", "call_distributed", "call_site", "checker",
     "common_device", "coords_of", "copy_to_device", "device_type", "empty_part", "fake_tensors", "flattened_rows",

@@ -15,3 +15,12 @@ def test_nothing_is_lost_or_changed(script: str, seconds: int) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "| all |" in result.stdout
+
+
+@pytest.mark.slow
+def test_restarts_and_strangers_stop_no_job() -> None:
+    command = [sys.executable, "-m", "tests.faults.restarts", "--runs", "6"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "6 jobs with a stranger, 0 problems" in result.stdout
+    assert "6 restarts, 0 problems" in result.stdout
