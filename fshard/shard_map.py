@@ -43,9 +43,8 @@ from .spec import P, spec_errors
 
 Check = Literal["first", "always", "never", "values"]
 
-_MOST_PLANS = (
-    256  # of some KB each; more than a loader has lengths. A dropped signature is checked again when it returns
-)
+# Signatures that a function keeps, of some KB each: more than a loader has lengths.
+_MOST_PLANS = 256
 _MOST_PROGRAMS = 32  # a program that differs at every call, by a string that it reads, is not checked at every call
 
 
