@@ -7,12 +7,14 @@ every rank.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -55,8 +57,21 @@ def sync(directory: Path) -> None:
         os.close(fd)
 
 
-def cannot_read(path: Path, e: OSError, fix: str = "") -> ShardingError:
-    return fail(f"{path}: cannot be read", str(e.strerror), fix=fix)
+@contextlib.contextmanager
+def open_file(path: StrPath, fix: str = "") -> Iterator[BinaryIO]:
+    """Open a regular file to read. A pipe in its place is an error, and is not waited for.
+
+    Raises ShardingError if it cannot be opened, or read inside the block.
+    """
+    if "\0" in os.fspath(path):
+        raise fail(f"{str(path)!r} has a null byte, which no path can have")
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as f:
+            if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file")
+            yield f
+    except OSError as e:
+        raise fail(f"{path}: cannot be read", str(e.strerror), fix=fix) from e
 
 
 @contextlib.contextmanager

@@ -20,7 +20,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +30,7 @@ from typing import Any
 
 import torch
 
-from ._io import cannot_read
+from ._io import open_file
 from .errors import ShardingError, fail
 
 DTYPES = {
@@ -40,6 +42,8 @@ DTYPES = {
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# Of a tensor: most operations of torch take 64 dims, its sizes have 63 bits, and a path of the tree is in the name.
+MAX_DIMS, MAX_SIZE, MAX_NAME = 64, 1 << 63, 512
 BLOCK_BYTES = 1 << 16  # of a checksum: part of the format
 _CHECKSUMS = "crc32:"
 COPY_OR_WRITE = ('copy the file again; or, if another program wrote it with the metadata of an earlier file, write it '
@@ -135,27 +139,29 @@ def read_header(path: Path) -> Header:
 
     Raises ShardingError if the header itself cannot be read.
     """
-    try:
-        with open(path, "rb", buffering=0) as f:
-            stat = os.fstat(f.fileno())
-            length = int.from_bytes(f.read(8), "little")
-            if not 2 <= length <= min(_MAX_HEADER_BYTES, stat.st_size - 8):
-                raise fail(f"{path}: is not safetensors, or is cut short", f"its first 8 bytes announce a header of "
-                           f"{length} bytes, the file has {stat.st_size}", fix="copy it again")  # fmt: skip
-            text = f.read(length)
-    except OSError as e:
-        raise cannot_read(path, e) from e
+    with open_file(path) as f:
+        stat = os.fstat(f.fileno())
+        length = int.from_bytes(f.read(8), "little")
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, stat.st_size - 8):
+            raise fail(f"{path}: is not safetensors, or is cut short", f"its first 8 bytes announce a header of "
+                       f"{length} bytes, the file has {stat.st_size}", fix="copy it again")  # fmt: skip
+        text = f.read(length)
     try:
         header = json.loads(text, object_pairs_hook=_without_duplicates)
         if not isinstance(header, dict):
             raise ValueError(f"it is a {type(header).__name__}")
         metadata = header.pop("__metadata__", None)
+        texts = metadata if isinstance(metadata, dict) else {}
+        for name in (*header, *texts):
+            check_name(name.removeprefix(_CHECKSUMS))
         fields = [(name, *_fields(value)) for name, value in header.items()]
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise fail(f"{path}: the header is damaged", f"{type(e).__name__}: {e}", fix="copy it again") from e
     entries, errors = [], []
-    checksums = _checksums(metadata)
+    texts = {k: v for k, v in texts.items() if isinstance(v, str)}
+    checksums = {k.removeprefix(_CHECKSUMS): v for k, v in texts.items() if k.startswith(_CHECKSUMS)}
     first, available, end = 8 + length, stat.st_size - 8 - length, 0
+    where = path.absolute()
     for name, dtype_name, shape, start, stop in sorted(fields, key=lambda f: f[3:]):
         label, dtype = f"{path}: {name!r}", DTYPES.get(dtype_name)
         if stop > available:
@@ -172,25 +178,26 @@ def read_header(path: Path) -> Header:
         if checksums and (digits is None or len(digits) != 8 * -(-(stop - start) // BLOCK_BYTES)):
             errors.append(fail(f"{label} has not the checksums of its bytes", f"{len(digits or '')} digits, and 8 for "
                                f"each {BLOCK_BYTES} of {stop - start} bytes", fix=COPY_OR_WRITE))  # fmt: skip
-        entries.append(HeaderEntry(path.absolute(), stat.st_size, stat.st_mtime_ns, name, dtype_name, dtype, shape,
+        entries.append(HeaderEntry(where, stat.st_size, stat.st_mtime_ns, name, dtype_name, dtype, shape,
                                    first + start, digits))  # fmt: skip
     if end < available:
         errors.append(fail(f"{path}: is too long", f"its last tensor ends at byte {first + end}, the file has "
                            f"{stat.st_size}", fix="copy it again"))  # fmt: skip
-    texts = metadata if isinstance(metadata, dict) else {}
-    return Header(entries, errors, zlib.crc32(text), {k: v for k, v in texts.items() if isinstance(v, str)})
+    return Header(entries, errors, zlib.crc32(text), texts)
 
 
-def _checksums(metadata: object) -> dict[str, str]:
-    items = metadata.items() if isinstance(metadata, dict) else ()
-    return {k.removeprefix(_CHECKSUMS): v for k, v in items if k.startswith(_CHECKSUMS) and isinstance(v, str)}
+def check_name(name: str) -> None:
+    """Raise ValueError for a name that is too long, or that is not Unicode."""
+    name.encode()
+    if len(name) > MAX_NAME:
+        raise ValueError(f"a name has more than {MAX_NAME} characters: {name[:60]!r}...")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     header = dict(pairs)
     if len(header) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} stands twice")
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{name[:60]!r} is in it twice")
     return header
 
 
@@ -198,6 +205,8 @@ def _fields(value: Any) -> tuple[str, tuple[int, ...], int, int]:
     """Split the header's value of a tensor into (dtype name, shape, start, stop)."""
     dtype_name, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
     sizes = (*shape, start, stop)
-    if not isinstance(dtype_name, str) or any(type(n) is not int or n < 0 for n in sizes) or start > stop:
-        raise ValueError(f"{value} describes no tensor")
+    if any(type(n) is not int or not 0 <= n < MAX_SIZE for n in sizes) or len(shape) > MAX_DIMS or start > stop:
+        raise ValueError(f"{value!r:.200} has sizes of no tensor: {MAX_DIMS} numbers of 63 bits are the most")
+    if re.fullmatch(r"\w{1,16}", dtype_name, re.ASCII) is None:
+        raise ValueError(f"{dtype_name!r:.60} is not a dtype")
     return dtype_name, tuple(shape), start, stop

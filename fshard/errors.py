@@ -41,6 +41,9 @@ class ShardingError(ValueError):
       fix: use one of ['data', 'model']
     """
 
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows: the message, then the lines of the user's code, from the outermost."""
         if _shows_all_frames():
@@ -114,6 +117,18 @@ def _users_frames(tb: types.TracebackType | None) -> list[types.TracebackType]:
 
 def _shows_all_frames() -> bool:
     return os.environ.get("FSHARD_TRACEBACK") == "full"
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""Escape the characters that control a terminal, or that it cannot show: names in a file may have them.
+
+    >>> printable("a\x1b[2J")
+    'a\\x1b[2J'
+    """
+    return _CONTROL.sub(lambda c: ascii(c[0])[1:-1], text)
 
 
 def fail(what: str, *notes: str, fix: str = "", **facts: object) -> ShardingError:
@@ -395,6 +410,9 @@ def _kind(hint: Any) -> _Kind:
     if origin is int:
         return _Kind("an int", (torch.SymInt,), lambda x: type(x) is int or
                      (isinstance(x, numbers.Integral) and not isinstance(x, bool)))  # fmt: skip
+    if getattr(origin, "_is_protocol", False):  # isinstance takes 60 microseconds
+        methods = [name for name in vars(origin) if not name.startswith("_")]
+        return _Kind(a_type(origin), (), lambda x: all(hasattr(x, name) for name in methods))
     if origin is float:
         return _Kind("a float", (float, int, torch.SymInt, torch.SymFloat), lambda x: isinstance(x, numbers.Real))
     if origin in (typing.Union, types.UnionType):

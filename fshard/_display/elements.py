@@ -27,17 +27,21 @@ _SIDE = {"l": "left", "r": "right", "c": "center"}
 
 @dataclass(frozen=True)
 class View:
-    """Result of `show`: `text` when printed, `html` when it is the value of a notebook cell.
+    """Result of `show`: `text` when printed, `html`, which `make_html` returns, as the value of a notebook cell.
 
     `per_device`: of a tree or a leaf the bytes on the device with the most, those of its table; else None.
     """
 
     text: str
-    html: str
+    make_html: Callable[[], str]
     per_device: int | None = None
 
     def __repr__(self) -> str:
         return self.text
+
+    @property
+    def html(self) -> str:
+        return self.make_html()
 
     def _repr_html_(self) -> str:
         return self.html

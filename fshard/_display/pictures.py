@@ -82,9 +82,9 @@ def grid(
     down, across = _abbreviate(down, "⋮"), _abbreviate(across, "…")
     shown = [_abbreviate(line, "…") for line in _abbreviate(cells, ["…"] * len(cells[0]))] if cells else []
     if not shown:
-        return View("\n".join([title, *notes]), page(title, *notes))
+        return View("\n".join([title, *notes]), lambda: page(title, *notes))
     return View("\n".join([title, *_text(down, across, shown), *notes]),
-                page(title, _html(down, across, shown, extents, on_host), *notes))  # fmt: skip
+                lambda: page(title, _html(down, across, shown, extents, on_host), *notes))  # fmt: skip
 
 
 def _abbreviate(items: Sequence[Any], gap: Any) -> list[Any]:

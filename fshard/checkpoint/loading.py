@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._comm import HOST, empty_part
-from fshard._io import Ranks, StrPath, cannot_read
+from fshard._io import Ranks, StrPath, open_file
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.init import Deferred
 from fshard.mesh import Mesh
@@ -241,9 +241,6 @@ def _replaced(directory: Path) -> ShardingError:
 
 def _read(directory: Path, reads: Reads) -> None:
     for file, of_file in reads.items():
-        try:
-            with open(directory / file, "rb") as f:
-                for path, chunk, wanted in of_file:
-                    read_chunk(f, path, chunk, wanted)
-        except OSError as e:
-            raise cannot_read(directory / file, e, RESTORE_ANOTHER) from e
+        with open_file(directory / file, RESTORE_ANOTHER) as f:
+            for path, chunk, wanted in of_file:
+                read_chunk(f, path, chunk, wanted)

@@ -7,7 +7,6 @@ files are plain safetensors; complex numbers have a last dim of 2 in them.
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import os
@@ -16,12 +15,13 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard import _safetensors
-from fshard._io import bytes_of, cannot_read, write_errors, write_file
+from fshard._io import bytes_of, open_file, write_errors, write_file
 from fshard.errors import ShardingError, fail
 from fshard.spec import Box, box_shape, relative_box
 
@@ -149,11 +149,11 @@ def _crc32_of_blocks(data: memoryview, shape: Sequence[int], itemsize: int) -> I
 def check_part(path: Path, part: PartFile) -> list[ShardingError]:
     """Compare the size and the header of a part file with the manifest; return the differences as errors."""
     try:
-        with open(path, "rb") as f:
+        with open_file(path, RESTORE_ANOTHER) as f:
             size = os.fstat(f.fileno()).st_size
-            header = f.read(part.header_bytes)
-    except OSError as e:
-        return [cannot_read(path, e, RESTORE_ANOTHER)]
+            header = f.read(min(part.header_bytes, size))
+    except ShardingError as e:
+        return [e]
     if size != part.bytes:
         problem = "is cut short" if size < part.bytes else "is too long"
         return [fail(f"{path}: {problem}", fix=RESTORE_ANOTHER, expected=f"{part.bytes} bytes", got=f"{size} bytes")]
@@ -163,7 +163,7 @@ def check_part(path: Path, part: PartFile) -> list[ShardingError]:
     return []
 
 
-def read_chunk(f: io.BufferedReader, leaf: str, chunk: Chunk, wanted: Sequence[tuple[Box, Tensor]]) -> None:
+def read_chunk(f: Any, leaf: str, chunk: Chunk, wanted: Sequence[tuple[Box, Tensor]]) -> None:
     """Copy boxes of a chunk into tensors: `wanted` has pairs of a box of the chunk and its destination.
 
     A block is read once, and only if a box overlaps it. Raises ShardingError if the checksum of a block differs.
@@ -199,11 +199,8 @@ def stream(directory: Path, leaf: str, shape: Sequence[int], dtype: torch.dtype,
         for chunk in chunks:
             chunk_box = tuple(slice(a, a + n) for a, n in zip(chunk.offset, chunk.shape, strict=True))
             if (common := overlap(chunk_box, box)) is not None:
-                try:
-                    with open(directory / chunk.file, "rb") as f:
-                        read_chunk(f, leaf, chunk, [(relative_box(common, chunk_box), out[relative_box(common, box)])])
-                except OSError as e:
-                    raise cannot_read(directory / chunk.file, e, RESTORE_ANOTHER) from e
+                with open_file(directory / chunk.file, RESTORE_ANOTHER) as f:
+                    read_chunk(f, leaf, chunk, [(relative_box(common, chunk_box), out[relative_box(common, box)])])
         yield out
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fshard.errors import ShardingError
+from fshard.errors import ShardingError, printable
 
 from . import configuring, estimating, inspecting, launching, merging, planning
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         result = options.run(options)
         if isinstance(result, str):
-            print(result, flush=True)
+            print(printable(result), flush=True)
     except ShardingError as e:
         print(e, file=sys.stderr)
         return 2
@@ -28,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return 130
+    except OSError as e:  # of a path that is too long, or a folder that may not be looked into
+        print(f"{printable(str(e.filename))}: {e.strerror}", file=sys.stderr)
+        return 2
     return result if isinstance(result, int) else 0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +110,7 @@ def inspect(
 def read(path: str | Path, *, raw: bool = False) -> Contents:
     """Describe the leaves at `path`; only headers are read. Raises ShardingError if it cannot be read."""
     path = Path(path)
-    if not path.exists():
+    if not os.path.exists(path):
         raise fail(f"{path}: there is no such file or folder", fix=PATHS)
     if path.suffix == ".json" and path.is_file():
         return _read_config(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -98,7 +99,8 @@ def merge(
     files = _files(entries, max_shard_bytes)
     with write_errors("merge", out, "nothing is written"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+        temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
+        temporary.mkdir()
         try:
             for name, group in files.items():
                 _write(temporary / name, group)
@@ -106,7 +108,6 @@ def merge(
                 index = {"metadata": {"total_size": sum(e.nbytes for e in entries)},
                          "weight_map": {e.name: name for name, group in files.items() for e in group}}  # fmt: skip
                 (temporary / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-            temporary.chmod(0o755)
             sync(temporary)
             temporary.rename(out)
             sync(out.parent)

@@ -23,6 +23,7 @@ from typing import Any
 
 from fshard import tree
 from fshard._io import Ranks, StrPath, sync, write_errors, write_file
+from fshard._torch_file import Archive
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.interop.defer import Apply
 from fshard.interop.hf.export import overwrite, summaries, write_parts
@@ -81,7 +82,8 @@ def write(
         if final.suffix == SUFFIX:
             files.append(replace(file, metadata={**file.metadata, **aliases}))
         else:
-            files.append(OutputTorchFile(file.name, {}, tuple(tensors), {}, aliases))
+            shapes = {t.name: (t.dtype, t.shape) for t in tensors}
+            files.append(OutputTorchFile(file.name, {}, tuple(tensors), {}, Archive.of(shapes, aliases)))
         return {} if ranks.alone else summaries(files)
 
     def create() -> str:

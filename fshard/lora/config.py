@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from fshard.errors import checked, fail, raise_all
 from fshard.spec import matches
 
 ALL_LINEAR = "all-linear"
+_GLOB = re.compile(r"[*?[]")
 T = TypeVar("T")
 
 
@@ -78,31 +80,44 @@ class Config:
         patterns |= {f"{name}[{key!r}]": key for name in ("ranks", "alphas") for key in getattr(self, name)}
         for label, pattern in patterns.items():
             try:
-                re.compile(pattern)
-            except re.error as e:
+                re.compile(ending(pattern) if "[" in label.partition("=")[0] else pattern)
+            except (re.error, OverflowError, RecursionError) as e:
                 errors.append(fail(f"lora.Config: {label} is no regular expression", str(e),
                                    fix="escape its special characters, or pass a list of names"))  # fmt: skip
         raise_all(errors)
 
     def rank_of(self, name: str) -> int:
         """Return the rank of a module."""
-        return _by_pattern(self.ranks, name, self.rank)
+        return value_for(self.ranks, name, self.rank)
 
     def scale_of(self, name: str) -> float:
         """Return s of a module."""
-        rank, alpha = self.rank_of(name), _by_pattern(self.alphas, name, self.alpha)
+        rank, alpha = self.rank_of(name), value_for(self.alphas, name, self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
 
-def _by_pattern(table: Mapping[str, T], name: str, otherwise: T) -> T:
-    return next((x for key, x in table.items() if re.match(rf"(.*\.)?({key})$", name)), otherwise)
+def ending(pattern: str) -> str:
+    """Return the expression for names that end with what a pattern matches."""
+    return rf"(.*\.)?({pattern})$"
+
+
+_compiled = functools.lru_cache(1 << 12)(re.compile)  # more than `re` keeps: a config may have one for each module
+
+
+def value_for(patterns: Mapping[str, T], name: str, otherwise: T) -> T:
+    """Return the rank or alpha of a module: of the first pattern that the end of its name matches.
+
+    >>> value_for({"q_proj": 3, ".*v_proj": 5}, "model.layers.0.self_attn.v_proj", 8)
+    5
+    """
+    return next((x for pattern, x in patterns.items() if _compiled(ending(pattern)).match(name)), otherwise)
 
 
 def names_module(wanted: str, name: str) -> bool:
     """Return whether an entry of a list, a name, its last parts, or a glob, names a module."""
-    if any(c in wanted for c in "*?["):
-        return matches(name.split("."), wanted.split("."))
-    return name == wanted or name.endswith(f".{wanted}")
+    if name == wanted or name.endswith(f".{wanted}"):
+        return True
+    return _GLOB.search(wanted) is not None and matches(name.split("."), wanted.split("."))
 
 
 def in_module(wanted: str, name: str) -> bool:

@@ -293,6 +293,9 @@ def theirs(path: tree.Path, cfg: Config) -> FileTensor:
     return leaves[tree.dotted(path)]
 
 
+_MAX_LABELS = 1 << 20  # each has a name in the memory
+
+
 @checked
 def config(folder: StrPath) -> Config:
     """Read a `Config` from the `config.json` of a folder. Raises ShardingError for a folder without such a head.
@@ -310,10 +313,13 @@ def config(folder: StrPath) -> Config:
         )
     model, task, names = _MODELS[raw["model_type"]], _task_of(raw), raw.get("id2label")
     if names is None:
-        names = {i: f"LABEL_{i}" for i in range(raw.get("num_labels") or 2)}
+        count = raw.get("num_labels") or 2
+        if type(count) is not int or not 0 < count <= _MAX_LABELS:
+            raise fail(f"{Path(folder) / CONFIG}: num_labels={count!r}", fix=f"1 to {_MAX_LABELS:,}")
+        names = {i: f"LABEL_{i}" for i in range(count)}
     try:
         labels = tuple(str(names[i]) for i in sorted(names, key=int))
-    except (TypeError, ValueError) as e:
+    except (TypeError, ValueError, LookupError) as e:
         raise fail(f"{Path(folder) / CONFIG}: id2label={names!r}", fix='numbers and names: {"0": "bad"}') from e
     rate = raw.get("classifier_dropout")
     if rate is None:  # the defaults of transformers: BERT's own rate, and 0.1 for the tokens of decoders

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -11,10 +12,12 @@ from typing import Any, TypeVar
 
 from fshard import tree
 from fshard._io import StrPath
-from fshard.errors import fail
+from fshard.errors import ShardingError, fail
 from fshard.interop.hf import CONFIG, FileTensor, config_of
 
 C = TypeVar("C")
+_LAYERS = ("n_layer", "num_layers", "num_hidden_layers", "depths", "num_local_experts")  # numbers of parts of a model
+_MAX_LAYERS = 1_000  # as many as the deepest published transformer has
 
 
 def read_config(
@@ -46,9 +49,16 @@ def read_config(
     wrong = [f"{name}: {value!r}" for name, value in values.items() if not _has_type(value, hints[name])]
     if wrong:
         raise fail(f"{Path(folder) / CONFIG}: has values of the wrong kind", *wrong, fix="copy it again")
+    counts = {name: sum(n) if isinstance(n := values[name], tuple) else n for name in _LAYERS if values.get(name)}
+    if math.prod(counts.values()) > _MAX_LAYERS:  # each is a node of the tree, which would fill the memory
+        raise fail(f"{Path(folder) / CONFIG}: describes more than {_MAX_LAYERS:,} layers",
+                   " * ".join(f"{n:,} {name}" for name, n in counts.items()),
+                   fix="copy it again; or cls(num_layers), of the model file, for so deep a model")  # fmt: skip
     try:
         return cls(**values)
-    except ArithmeticError as e:
+    except ShardingError:
+        raise
+    except Exception as e:  # of arithmetic with values that have the right types
         raise fail(f"{Path(folder) / CONFIG}: describes no model", f"{type(e).__name__}: {e}",
                    fix="copy it again") from e  # fmt: skip
 
@@ -63,7 +73,7 @@ def _has_type(value: Any, hint: Any) -> bool:
     if kind is tuple:
         return isinstance(value, tuple) and all(_has_type(x, typing.get_args(hint)[0]) for x in value)
     if kind is int:
-        return type(value) is int and value >= 0
+        return type(value) is int and 0 <= value < 1 << 31
     return type(value) in (int, float) if kind is float else isinstance(value, kind)
 
 

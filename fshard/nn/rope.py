@@ -19,6 +19,9 @@ from fshard.errors import checked, fail, must_be
 Parameters = Mapping[str, Any]
 
 
+_MAX_WIDTH = 1 << 16  # the frequencies of a wrong config would fill the memory
+
+
 @checked
 def parameters(config: Parameters, *, theta: float = 10_000.0, partial: float = 1.0) -> dict[str, Any]:
     """Extract the rotary parameters of a Hugging Face config of any version, with the names of transformers 5.
@@ -74,7 +77,7 @@ def frequencies(
         if isinstance(x, (str, bool)) or not isinstance(x, (int, float, list, tuple)):
             raise must_be(f"frequencies: parameters[{name!r}]", "a number", x)
     r = int(width * partial)
-    if r < 2 or r % 2 or r > width:
+    if r < 2 or r % 2 or r > min(width, _MAX_WIDTH):
         raise fail(f"rope: cannot rotate {r} dims of a head in pairs", width=width, partial_rotary_factor=partial)
     return compute(parameters, width if kind == "proportional" else r, longest, length, device)
 

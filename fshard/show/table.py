@@ -92,9 +92,9 @@ def show(
     moved = [_moved(a, b, sizes) for a, b in zip(leaves, others, strict=True)]
     if is_one:
         before, after, said = _picture(leaves[0], sizes), _picture(others[0], sizes), _described_move(moved[0], sizes)
-        pair = "".join(f'<div style="display: inline-block; vertical-align: top; margin-right: 3em">{view.html}</div>'
-                       for view in (before, after))  # fmt: skip
-        return View(f"{before.text}\n{said}\n{after.text}", page(Html(pair), said), _most(moved[0].local))
+        pair = "".join('<div style="display: inline-block; vertical-align: top; margin-right: 3em">'
+                       f"{view.html}</div>" for view in (before, after))  # fmt: skip
+        return View(f"{before.text}\n{said}\n{after.text}", lambda: page(Html(pair), said), _most(moved[0].local))
     return _table(_node("", tree, iter(moved), fold), sizes, "moved by", is_move=True)
 
 
@@ -403,9 +403,9 @@ def _chain(node: _Node) -> tuple[str, int, _Node]:
 
 def _table(root: _Node | None, sizes: Sizes, third: str, *, is_move: bool = False) -> View:
     """Return the table of a tree; `third` names the column behind the types."""
-    html = _html_table(root, sizes, third, is_move=is_move)
     per_device = None if root is None or not root.has_bytes else _most(root.one)
-    return View(_text_table(root, sizes, is_move=is_move), html, per_device)
+    return View(_text_table(root, sizes, is_move=is_move),
+                lambda: _html_table(root, sizes, third, is_move=is_move), per_device)  # fmt: skip
 
 
 def _most(local: Bytes) -> int:

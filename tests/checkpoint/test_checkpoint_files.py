@@ -135,6 +135,9 @@ def rewritten(at: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 MALFORMED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a header of 2^70 bytes": lambda m: m["files"]["part-00000.safetensors"].update(header_bytes=1 << 70),
+    "a size of 2^63": lambda m: m["leaves"]["a"].update(shape=[0, 1 << 63], chunks=[]),
+    "10,000 dims": lambda m: m["leaves"]["a"].update(shape=[0] * 10_000),
     "a file outside": lambda m: m["files"].update(
         {"../part-00000.safetensors": m["files"].pop("part-00000.safetensors")}
     ),
@@ -378,9 +381,9 @@ def die_at(n: int) -> None:
 
         return g
 
-    def opened(path: Any, mode: str) -> Any:
+    def opened(path: Any, mode: str, **how: Any) -> Any:
         if "x" not in mode:
-            return open(path, mode)
+            return open(path, mode, **how)
         step()
         f = open(path, mode)  # noqa: SIM115
         write = f.write

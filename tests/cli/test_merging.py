@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,17 @@ def test_merged_tensors_are_those_of_the_checkpoint(monkeypatch, capsys, piece: 
     read = fs.interop.hf.tensors("merged")  # checks the checksums
     placed = fs.materialize(read, P(), fs.make_mesh(data=1), key=KEY)
     assert_same({name: fs.device_get(x) for name, x in placed.items()}, want)
+
+
+def test_folder_has_the_permissions_of_a_new_one():
+    saved()
+    before = os.umask(0o027)
+    try:
+        assert main(["merge", "out", "merged"]) == 0
+    finally:
+        os.umask(before)
+    assert Path("merged").stat().st_mode & 0o777 == 0o750
+    assert Path("merged/model.safetensors").stat().st_mode & 0o777 == 0o640
 
 
 def test_shards_have_an_index(capsys):

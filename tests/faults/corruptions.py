@@ -187,17 +187,20 @@ def make_folder(folder: Path, other: Path, rng: random.Random) -> None:
     file.mkdir()
 
 
+BYTES: dict[str, Callable[[bytes, random.Random], bytes]] = {
+    "bits flipped": flip,
+    "bytes zeroed": zero,
+    "a digit changed": another_digit,
+    "bytes exchanged": exchange,
+    "bytes repeated": repeat,
+    "bytes cut out": cut_out,
+    "cut short": lambda data, rng: data[: rng.randrange(len(data))],
+    "extended": lambda data, rng: data + bytes(rng.choice([1, 8, 4096])),
+    "emptied": lambda data, rng: b"",
+    "random bytes": lambda data, rng: rng.randbytes(len(data)),
+}
 DAMAGE: dict[str, Callable[[Path, Path, random.Random], None]] = {
-    "bits flipped": edit(flip),
-    "bytes zeroed": edit(zero),
-    "a digit changed": edit(another_digit),
-    "bytes exchanged": edit(exchange),
-    "bytes repeated": edit(repeat),
-    "bytes cut out": edit(cut_out),
-    "cut short": edit(lambda data, rng: data[: rng.randrange(len(data))]),
-    "extended": edit(lambda data, rng: data + bytes(rng.choice([1, 8, 4096]))),
-    "emptied": edit(lambda data, rng: b""),
-    "random bytes": edit(lambda data, rng: rng.randbytes(len(data))),
+    **{name: edit(change) for name, change in BYTES.items()},
     "file deleted": delete,
     "files exchanged": swap,
     "file duplicated": duplicate,

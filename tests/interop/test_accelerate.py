@@ -487,7 +487,7 @@ def test_keys_replace_those_of_the_file():
 
 def test_damaged_files_are_errors_that_name_the_line():
     Path("f.yaml").write_text("distributed_type: FSDP\nnum_processes: 1\nnum_processes: 2\n")
-    assert error("f.yaml").startswith("f.yaml, line 3: num_processes stands twice\n  the first is at line 2")
+    assert error("f.yaml").startswith("f.yaml, line 3: num_processes is there twice\n  the first is at line 2")
     Path("f.yaml").write_text("distributed_type: FSDP\n bad: [\n")
     assert re.match(r"f\.yaml, line \d: is not YAML\n", error("f.yaml"))
     Path("f.yaml").write_text("- 1\n")
@@ -503,10 +503,39 @@ def test_damaged_files_are_errors_that_name_the_line():
     Path("f.yaml").write_bytes(b"\xff\xfe\x00")
     assert "f.yaml: is not text" in error("f.yaml")
     Path("f.json").write_text('{"distributed_type": "NO", "debug": 1, "debug": 0}')
-    assert error("f.json").startswith("f.json: debug stands twice")
+    assert error("f.json").startswith("f.json: debug is there twice")
     Path("f.json").write_text("{")
     assert error("f.json").startswith("f.json: is not JSON")
     assert error("none.yaml").startswith("none.yaml: ")
+
+
+HOSTILE = {
+    "laughs": ("\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]" for i in range(9)),
+               "line 1: its aliases make more than "),
+    "brackets": ("a: " + "[" * 9_000, "f.yaml: has 9,000 brackets\n  fix: 200 at most"),
+    "length": ("#" * 40_000, "f.yaml: is too long\n  it has more than 32,768 bytes\n  fix: give the file that "),
+    "a long value": ("num_processes: 0x" + "f" * 9_000, "f.yaml, line 1: a value has 9,002 characters\n  fix: 1,000"),
+    "processes": (f"distributed_type: NO\nnum_processes: {10**30}",
+                  f"f.yaml, line 2: num_processes: {10**30} is not an integer of 1,048,576 at most"),
+    "machines": ("distributed_type: NO\nnum_machines: 0x" + "f" * 300, "is not an integer of 1,048,576 at most"),
+    "a date": ("debug: 2001-99-99", "f.yaml: is not YAML\n  month must be in 1..12"),
+    "an empty number": ("debug: !!int ''", "f.yaml: is not YAML\n  string index out of range"),
+    "control": ('"\\e[2J": 1', r"f.yaml, line 1: \x1b[2J: no such key is known"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_files_are_errors_at_once(what: str):
+    text, want = HOSTILE[what]
+    Path("f.yaml").write_text(text)
+    assert want in error("f.yaml")
+
+
+def test_first_fifty_wrong_keys_are_listed():
+    Path("f.yaml").write_text("".join(f"k{i}: 1\n" for i in range(3_000)))
+    text = error("f.yaml")
+    assert text.startswith("51 problems\nf.yaml, line 1: k0: no such key is known")
+    assert text.endswith("f.yaml: the keys after these are not read\n  fix: give a file of Accelerate")
 
 
 def test_yaml_without_its_package_is_an_error(monkeypatch: pytest.MonkeyPatch):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
+import tracemalloc
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 import fshard as fs
-from fshard import P
+from fshard import P, _torch_file
 from fshard._torch_file import Archive, read_torch_file
 from fshard.interop.hf import weights
 from fshard.interop.hf.weights import FileTensor
+from tests.faults.hostile import DOUBLED, archive, doubled, get, put, tensor, text
 from tests.lib.assertions import assert_same, error_text
 from tests.lib.operations import Operations
 
@@ -338,10 +339,10 @@ def test_a_file_of_more_than_4_gib(tmp_path: Path) -> None:
     path = tmp_path / "large.pt"
     with open(path, "xb") as f:
         f.truncate(archive.nbytes)
-        for start, piece in archive.pieces({}):
+        for start, piece in archive.pieces([0, 0]):
             f.seek(start)
             f.write(piece)
-        f.seek(archive.starts[1])
+        f.seek(archive.storages[1].start)
         f.write(small.numpy().tobytes())
     assert os.path.getsize(path) == archive.nbytes > 5 << 30
     got = torch.load(path, weights_only=True, mmap=True)
@@ -383,16 +384,15 @@ def damaged(path: Path) -> Iterator[tuple[str, str]]:
     yield "empty", "is no file of torch.save"
     torch.save(good, path, _use_new_zipfile_serialization=False)
     yield "legacy", "if a torch before 1.6 wrote it"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("a/b.txt", "text")
+    with zipfile.ZipFile(path, "w") as other:
+        other.writestr("a/b.txt", "text")
     yield "another archive", "is an archive, and none of torch.save"
-    for text in (b"", b"\x80\x02K", pickle.dumps({"w": [1]})[:-3], b"\x80\x02]q\x00K\x01Qe."):
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("a/data.pkl", text)
+    for pickled in (b"", b"K", b"]q\x00K\x01Qe"):
+        path.write_bytes(archive(pickled))
         yield "pickle", "is damaged\n  data.pkl: "
     torch.save(good, path)
-    with zipfile.ZipFile(path) as archive:
-        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(path) as whole:
+        records = {info.filename: whole.read(info) for info in whole.infolist()}
     for name in list(records):
         changed = dict(records)
         if name.endswith("data/0"):
@@ -403,13 +403,13 @@ def damaged(path: Path) -> Iterator[tuple[str, str]]:
             want = "was written on a machine of another byte order"
         else:
             continue
-        with zipfile.ZipFile(path, "w") as archive:
+        with zipfile.ZipFile(path, "w") as other:
             for record, content in changed.items():
-                archive.writestr(record, content)
+                other.writestr(record, content)
         yield name, want
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as other:
         for record, content in records.items():
-            archive.writestr(record, content)
+            other.writestr(record, content)
     yield "compressed", "is a compressed archive"
     torch.save({"w": good["w"], "x": {"y.z": good["w"]}, "x.y": {"z": good["w"]}}, path)
     yield "names", "'x.y.z' is the name of two tensors"
@@ -439,6 +439,43 @@ def test_errors_of_files_name_the_file_and_the_tensor(tmp_path: Path) -> None:
     assert "has changed since its header was read" in error_text(
         fs.materialize, leaf, P(), fs.make_mesh(data=1), key=KEY
     )
+
+
+# What is in the pickle -> what its error has; the whole file has 500 bytes, to 90 KB.
+HOSTILE = {
+    "names of one list": (doubled(b"]", b"e"), "more tensors and numbers than a file of its size"),
+    "hash of a key": (doubled(b"", b"t") + b"}" + get(DOUBLED) + b"Ns", "TypeError: a key is a tuple"),
+    "dims": (b"}" + text("w") + tensor(*[b"(" + b"K\x01" * 30_000 + b"t"] * 2) + b"s", "30000 sizes and 30000 strides"),
+    "sizes": (b"](" + tensor(b"\x8a\x09" + bytes(8) + b"\x01\x85") + b"e", "negative, too large or not numbers"),
+    "objects": (b"](" + b"}" * 90_000 + b"e", "it makes more objects than a file of its size"),
+    "length of a name": (b"}" + text("x" * 600) + tensor() + b"s", "a name has more than 512 characters: 'xxx"),
+    "arguments": (b"ccollections\nOrderedDict\n](K\x01K\x02\x86e\x85R", "is damaged"),
+    "number of bytes": (b"X\xff\xff\xff\xff" + b"x" * 99, "is damaged"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_pickle_that_would_take_more_time_or_memory_than_its_bytes_is_refused(tmp_path: Path, what: str) -> None:
+    pickled, want = HOSTILE[what]
+    (tmp_path / "a.pt").write_bytes(archive(pickled))
+    assert want in error_text(read_torch_file, tmp_path / "a.pt")
+
+
+def test_pickle_with_a_large_number_of_the_memo_needs_no_memory_for_the_others(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").write_bytes(archive(b"}" + put(1 << 27) + text("w") + tensor() + b"s"))
+    tracemalloc.start()
+    assert [e.name for e in read_torch_file(tmp_path / "a.pt").entries] == ["w"]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_pickle_cannot_change_the_functions_that_read_it(tmp_path: Path) -> None:
+    before = dict(vars(_torch_file._rebuild))
+    call = b"ctorch._utils\n_rebuild_tensor_v2\n}" + text("mark") + text("theirs") + b"sb"
+    (tmp_path / "a.pt").write_bytes(archive(b"](" + call + tensor() + b"e"))
+    read_torch_file(tmp_path / "a.pt")
+    assert dict(vars(_torch_file._rebuild)) == before
 
 
 def test_a_changed_bit_outside_of_the_tensors_is_refused_or_changes_nothing(tmp_path: Path) -> None:

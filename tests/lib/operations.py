@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fshard as fs
-from fshard._torch_compat import TorchDispatchMode, storage_id
+from fshard._torch_compat import FakeTensor, TorchDispatchMode, storage_id
 
 
 class Allocation(NamedTuple):
@@ -52,7 +52,7 @@ class Operations(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.counts[func] += 1
         for x in fs.tree.leaves(out):
-            if isinstance(x, torch.Tensor) and self.device in (None, x.device):
+            if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) and self.device in (None, x.device):
                 self.shapes.add(x.shape)
                 if storage_id(x) not in before:
                     storage = x.untyped_storage()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fshard._io import cannot_read
+from fshard._io import open_file
 from fshard.errors import ShardingError, fail, raise_all
 
+_MAX_BYTES = 1 << 15  # such a file has about 1 KB, and pyyaml reads 64 KB in a second
+_MAX_LENGTH, _MAX_BRACKETS = 1000, 200  # of one value, and in all
 SECTIONS = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_", "parallelism_config": "parallelism_config_"}
 
 
@@ -31,18 +34,18 @@ def read_entries(path: Path) -> dict[str, Entry]:
 
     Raises ShardingError if it cannot be read, is not a mapping, or has a key twice.
     """
+    wanted = "give the file that `python -m fshard config` or `accelerate config` wrote"
+    with open_file(path, wanted) as f:
+        content = f.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise fail(f"{path}: is too long", f"it has more than {_MAX_BYTES:,} bytes", fix=wanted)
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as e:
-        raise cannot_read(path, e, "give the file that `python -m fshard config` or `accelerate config` wrote") from e
+        text = content.decode()
     except UnicodeDecodeError as e:
         raise fail(f"{path}: is not text in UTF-8", str(e)) from e
-    except ValueError as e:  # a null byte
-        raise fail(f"{str(path)!r} is no path", str(e)) from e
     contents, lines, errors = _json(path, text) if path.suffix == ".json" else _yaml(path, text)
     if not isinstance(contents, dict):
-        raise fail(f"{path}: has no keys", f"its contents are {contents!r:.60}",
-                   fix="give the file that `python -m fshard config` or `accelerate config` wrote")  # fmt: skip
+        raise fail(f"{path}: has no keys", f"its contents are {contents!r:.60}", fix=wanted)
     entries: dict[str, Entry] = {}
     for section, key, value in _flattened(contents):
         dotted = f"{section}.{key}" if section else key
@@ -75,8 +78,8 @@ def _json(path: Path, text: str) -> tuple[Any, dict[str, int], list[ShardingErro
     errors: list[ShardingError] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        errors.extend(_twice(f"{path}: {name}") for name in dict.fromkeys(names) if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        errors.extend(_twice(f"{path}: {name}") for name, count in counts.items() if count > 1)
         return dict(pairs)
 
     try:
@@ -86,26 +89,47 @@ def _json(path: Path, text: str) -> tuple[Any, dict[str, int], list[ShardingErro
 
 
 def _yaml(path: Path, text: str) -> tuple[Any, dict[str, int], list[ShardingError]]:
-    """Return the contents, the line of each dotted key, and an error for each key that stands twice."""
+    """Return the contents, the line of each dotted key, and an error for each key that is there twice."""
     yaml = import_yaml(path)
     lines: dict[str, int] = {}
     errors: list[ShardingError] = []
+    left = len(text)  # nodes: a few lines of aliases are lists of 10^9
+    if (brackets := text.count("[") + text.count("{")) > _MAX_BRACKETS:  # pyyaml takes a second for 1,000 of "["
+        raise fail(f"{path}: has {brackets:,} brackets", fix=f"{_MAX_BRACKETS} at most")
 
-    def note(node: Any, prefix: str) -> None:
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            name = prefix + key.value
+    def note(node: Any, prefix: str | None) -> None:
+        """Look at all of a node; note its keys if there is a prefix: it is the file, or a section."""
+        nonlocal left
+        left -= 1
+        line = node.start_mark.line + 1
+        if left < 0:
+            raise fail(f"{path}, line {line}: its aliases make more than {len(text):,} values", fix="write them out")
+        if isinstance(node, yaml.ScalarNode) and len(node.value) > _MAX_LENGTH:
+            raise fail(
+                f"{path}, line {line}: a value has {len(node.value):,} characters", fix=f"{_MAX_LENGTH:,} at most"
+            )
+        for item in () if isinstance(node, yaml.ScalarNode) else node.value:
+            key, value = item if isinstance(item, tuple) else (None, item)
+            if key is not None:
+                note(key, None)
+            name = f"{prefix}{key.value}" if isinstance(key, yaml.ScalarNode) and prefix is not None else None
             if name in lines:
-                errors.append(_twice(f"{path}, line {key.start_mark.line + 1}: {name}", f"line {lines[name]}"))
-            lines[name] = key.start_mark.line + 1
-            if not prefix:
-                note(value, f"{name}.")
+                where = f"{path}, line {key.start_mark.line + 1}: {name}"
+                errors.append(_twice(where, f"line {lines[name]}"))
+            if name is not None:
+                lines[name] = key.start_mark.line + 1
+            note(value, f"{name}." if name is not None and not prefix else None)
 
     try:
-        note(yaml.compose(text, Loader=yaml.SafeLoader), "")
-        return yaml.safe_load(text), lines, errors
-    except (yaml.YAMLError, RecursionError, ValueError) as e:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None, lines, errors
+        note(root, "")
+        return loader.construct_document(root), lines, errors
+    except ShardingError:
+        raise
+    except Exception as e:  # a wrong value of a tag has errors of many kinds
         mark = getattr(e, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
         raise fail(f"{path}{line}: is not YAML", re.sub(r"\s+", " ", str(getattr(e, "problem", None) or e))) from e
@@ -113,7 +137,7 @@ def _yaml(path: Path, text: str) -> tuple[Any, dict[str, int], list[ShardingErro
 
 def _twice(where: str, first: str = "") -> ShardingError:
     note = f"the first is at {first}; a reader of YAML takes the last" if first else "a reader of JSON takes the last"
-    return fail(f"{where} stands twice", note, fix="remove one of them")
+    return fail(f"{where} is there twice", note, fix="remove one of them")
 
 
 def write_config(path: Path, contents: Mapping[str, Any]) -> None:

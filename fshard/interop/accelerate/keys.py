@@ -21,6 +21,7 @@ from .config_file import SECTIONS, Entry
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")  # 1 to 5 in torch
 NO_SPLIT_MODULES = "_no_split_modules"
+_MAX_RANKS, _MAX_ERRORS = 1 << 20, 50
 _TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -38,12 +39,14 @@ def _bool(x: Any) -> bool:
     return value
 
 
-def _int(least: int) -> Parse:
+def _int(least: int, most: int = 1 << 53) -> Parse:
     def parse(x: Any) -> int:
         try:
             value = float(x)  # YAML reads 1e8 as a text
-        except (TypeError, ValueError):
-            value = -0.5
+        except (TypeError, ValueError, OverflowError):
+            value = float("inf") if isinstance(x, int) else -0.5
+        if value > most:
+            raise ValueError(f"an integer of {most:,} at most")
         if isinstance(x, bool) or not value.is_integer() or value < least:
             raise ValueError(f"an integer of {least} or more")
         return int(value)
@@ -127,8 +130,8 @@ KEYS: dict[str, Key] = {
     # the machines
     "compute_environment": Key(_one_of("LOCAL_MACHINE"), "LOCAL_MACHINE alone"),
     "distributed_type": Key(_one_of(*_TYPES), "NO is one process; MULTI_CPU, MULTI_GPU: NO_SHARD; FSDP: fsdp_config"),
-    "num_processes": Key(_int(-1), "`processes`: ranks of all machines; -1: say it to `launch`"),
-    "num_machines": Key(_int(1), "`machines`"),
+    "num_processes": Key(_int(-1, _MAX_RANKS), "`processes`: ranks of all machines; -1: say it to `launch`"),
+    "num_machines": Key(_int(1, _MAX_RANKS), "`machines`"),
     "machine_rank": Key(_int(0), "`machine_rank`"),
     "main_process_ip": Key(_text, "`address`: the host of the first rank"),
     "main_process_port": Key(_int(0), "`port`; 0: a free one"),
@@ -239,6 +242,9 @@ def translate(entries: Mapping[str, Entry], file: str) -> dict[str, Any]:
     v = Values(entries)
     for name, entry in entries.items():
         _parse(v, name, entry)
+        if len(v.errors) == _MAX_ERRORS:
+            v.errors.append(fail(f"{file}: the keys after these are not read", fix="give a file of Accelerate"))
+            break
     raise_all(v.errors)
     if "distributed_type" not in v.values:
         raise fail(f"{file}: has no distributed_type", fix="distributed_type: FSDP, MULTI_GPU, MULTI_CPU or NO")

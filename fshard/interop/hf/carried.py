@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fshard._io import StrPath, cannot_read
+from fshard._io import StrPath, open_file
 from fshard.errors import fail
 
 from .folder import config_of, read_json
@@ -91,10 +91,8 @@ def carried_files(config: Mapping[str, Any], like: StrPath | None) -> dict[str, 
 
 
 def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as e:
-        raise cannot_read(path, e) from e
+    with open_file(path) as f:
+        return f.read()
 
 
 def _json(name: str, value: Mapping[str, Any]) -> bytes:

@@ -11,13 +11,14 @@ An index that fshard wrote has in `metadata` the CRC-32 of each file's header: t
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fshard._io import StrPath, cannot_read
+from fshard._io import StrPath, open_file
 from fshard._safetensors import DTYPES, Header, HeaderEntry, read_header
 from fshard._torch_file import read_torch_file
 from fshard.errors import ShardingError, checked, fail
@@ -46,13 +47,13 @@ class WeightHeaders:
             self.tensors = self._read_file(path, read_header if path.suffix == SUFFIX else read_torch_file)
             self.tensors |= {alias: self.tensors[name] for alias, name in self.aliases.items()}
             return
-        if path.suffix in PICKLES and path.is_file():
+        if path.suffix in PICKLES and os.path.isfile(path):
             raise _refuse_pickles(path, [path.name])
-        if path.is_file():
+        if os.path.isfile(path):  # False for a name that is too long, where `Path.is_file` raises
             self.tensors = self._read_file(path)
-        elif single.is_file():  # also if an index exists too, as from_pretrained does
+        elif os.path.isfile(single):  # also if an index exists too, as from_pretrained does
             self.tensors = self._read_file(single)
-        elif index.is_file():
+        elif os.path.isfile(index):
             self._read_index(index)
         else:
             raise _no_weights(path)
@@ -81,6 +82,7 @@ class WeightHeaders:
         crc32_of = metadata.get("crc32") if isinstance(metadata, dict) else None
         if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
             raise fail(f"{index}: has no weight_map, from names of tensors to names of files", fix="copy it again")
+        file_of = {name: str(Path(file)) for name, file in file_of.items()}  # one text for each file
         names_of: dict[str, list[str]] = {}
         for name, file in file_of.items():
             names_of.setdefault(file, []).append(name)
@@ -88,7 +90,7 @@ class WeightHeaders:
             path = index.parent / file
             if Path(file).is_absolute() or ".." in Path(file).parts:
                 raise fail(f"{index}: {file!r} is outside the folder", f"for {', '.join(names)}")
-            if not path.is_file():
+            if not os.path.isfile(path):
                 self.errors.append(fail(f"{path}: there is no such file", f"for {', '.join(names)}"))
                 self.complete = False
                 continue
@@ -155,7 +157,7 @@ def unsupported_dtype(entry: HeaderEntry) -> ShardingError:
 
 
 def _no_weights(path: Path) -> ShardingError:
-    if not path.exists():
+    if not os.path.exists(path):
         return fail(f"{path}: there is no such folder", fix=_SAVED)
     if not path.is_dir():
         return fail(f"{path}: is neither a file nor a folder", fix=_SAVED)
@@ -190,7 +192,7 @@ def config_of(folder: StrPath, name: str = CONFIG) -> dict[str, Any]:
     Raises ShardingError if there is none, or it is not a JSON object.
     """
     path = Path(folder) / name
-    if not path.is_file():
+    if not os.path.isfile(path):
         if name == CONFIG and (path.parent / "adapter_config.json").is_file():
             raise fail(f"{path}: there is no such file", "the folder has the adapters of peft",
                        fix="give the folder of the base model; fs.peft.load reads adapters")  # fmt: skip
@@ -202,10 +204,10 @@ def config_of(folder: StrPath, name: str = CONFIG) -> dict[str, Any]:
 def read_json(path: StrPath) -> dict[str, Any]:
     """Read a JSON object. Raises ShardingError if the file holds none."""
     path = Path(path)
+    with open_file(path) as f:
+        text = f.read()
     try:
-        value = json.loads(path.read_bytes())
-    except OSError as e:
-        raise cannot_read(path, e) from e
+        value = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise fail(f"{path}: is not JSON", str(e), fix="copy it again") from e
     if not isinstance(value, dict):

@@ -86,13 +86,9 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class OutputTorchFile(OutputFile):
-    """A file of `torch.save`: a dict of the tensors, and of other names of them, `aliases`."""
+    """A file of `torch.save`: a dict of the tensors, each a storage of the archive."""
 
-    aliases: Mapping[str, str]
-
-    @functools.cached_property
-    def archive(self) -> Archive:
-        return Archive.of({t.name: (t.dtype, t.shape) for t in self.tensors}, self.aliases)
+    archive: Archive
 
     @property
     def nbytes(self) -> int:
@@ -100,12 +96,11 @@ class OutputTorchFile(OutputFile):
 
     @property
     def starts(self) -> list[int]:
-        return self.archive.starts
+        return [storage.start for storage in self.archive.storages]
 
     @property
     def pieces(self) -> list[tuple[int, bytes]]:
-        crc32 = {f"data/{i}": self.checksums.get(t.name, 0) for i, t in enumerate(self.tensors)}
-        return list(self.archive.pieces(crc32))
+        return self.archive.pieces([self.checksums.get(t.name, 0) for t in self.tensors])
 
     def checksum(self, t: OutputTensor, blocks: Iterable[bytes]) -> Any:
         return functools.reduce(lambda crc32, block: zlib.crc32(block, crc32), blocks, 0)

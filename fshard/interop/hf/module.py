@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,8 +161,6 @@ def read_leaves(
     The errors are those of `read_module`; they name the function `call`.
     """
     prefix = with_dot(prefix)
-    stored = _stored(headers, names, prefix)
-    errors = [*headers.errors, *(ShardingError(f"{headers.path}: {e}") for e in stored.errors)]
     leaves = tree.leaves_with_path(described)
     names_of: dict[int, list[str]] = {}  # of each leaf: a tie has several
     for path, leaf in leaves:
@@ -170,11 +168,13 @@ def read_leaves(
     for of_leaf in names_of.values():
         of_leaf += [tied for tied, name in names.ties.items() if name in of_leaf and tied not in of_leaf]
 
-    def in_file(name: str) -> list[str]:
+    def options(name: str) -> list[str]:
         name = names.plain(name)
-        options = dict.fromkeys([name, name.removeprefix(prefix), prefix + name])
-        return [n for n in options if n in stored.leaves]
+        return list(dict.fromkeys([name, name.removeprefix(prefix), prefix + name]))
 
+    known = {n for of_leaf in (*names_of.values(), names.kinds) for name in of_leaf for n in options(name)}
+    stored = _stored(headers, names, prefix, known)
+    errors = [*headers.errors, *(ShardingError(f"{headers.path}: {e}") for e in stored.errors)]
     out: dict[int, Deferred] = {}
     used: set[str] = set()  # of `stored.leaves`
     lacking: list[str] = []
@@ -184,7 +184,7 @@ def read_leaves(
             continue
         out[id(leaf)] = leaf
         label, own = tree.show("tree", path), names_of[id(leaf)]
-        found = list(dict.fromkeys(n for name in own for n in in_file(name)))
+        found = list(dict.fromkeys(n for name in own for n in options(name) if n in stored.leaves))
         used |= set(found)
         try:
             if not isinstance(leaf, Deferred):
@@ -203,8 +203,11 @@ def read_leaves(
             errors.append(e)
     errors += _stale(leaves, out, names_of)
     kinds = {names.kinds.get(name) for of_leaf in names_of.values() for name in of_leaf}
-    extra = _extra(headers, names, stored, used, kinds, ignored)
-    errors += [_unused(headers, name, stored, names) for name in extra] + _rests(headers, stored, used, set(extra))
+    owner = {part.name: name for name in names.kinds if names.plain(name) in stored.leaves
+             for part in stored.leaves[names.plain(name)].parts}  # fmt: skip
+    extra = _extra(headers, names, stored, used, kinds, ignored, owner)
+    errors += [_unused(headers, name, names.kinds.get(owner.get(name, ""))) for name in extra]
+    errors += _rests(headers, stored, used, set(extra))
     own = [name for of_leaf in names_of.values() for name in of_leaf]
     verb = call.rpartition(".")[2]
     errors += [fail(f"{verb}: missing= has {pattern!r}, and no leaf has such a name", fix="correct it")
@@ -218,9 +221,13 @@ def read_leaves(
     return tree.unflatten(tree.structure(described), [out[id(leaf)] for _, leaf in leaves])
 
 
-def _stored(headers: WeightHeaders, names: Names, prefix: str) -> Converted:
-    """Return the tensors of a folder, by the names that they have in the module."""
-    entries = {name: trace(name, x.shape, x.dtype or torch.uint8) for name, x in headers.tensors.items()}
+def _stored(headers: WeightHeaders, names: Names, prefix: str, known: Container[str]) -> Converted:
+    """Return the tensors of a folder, by the names that they have in the module: without a conversion, the known ones.
+
+    A file may have many others.
+    """
+    entries = {name: trace(name, x.shape, x.dtype or torch.uint8) for name, x in headers.tensors.items()
+               if names.pretrained is not None or name in known}  # fmt: skip
     if names.pretrained is None:
         return Converted(entries)
     shapes = {names.plain(n): shape for n, shape in names.shapes.items() if n not in names.transient}
@@ -281,12 +288,13 @@ def _stale(
 
 def _extra(
     headers: WeightHeaders, names: Names, stored: Converted, used: set[str], kinds: set[str | None],
-    ignored: Sequence[str],
+    ignored: Sequence[str], owner: Mapping[str, str],
 ) -> list[str]:  # fmt: skip
-    """Return the names in the files that no leaf uses, and that may not be unused."""
+    """Return the names in the files that no leaf uses, and that may not be unused.
+
+    `owner`: name in a file -> the module's leaf that has its values.
+    """
     in_use = {id(headers.tensors[part.name]) for name in used for part in stored.leaves[name].parts}
-    module_name = {names.plain(name): name for name in names.kinds}
-    target = {part.name: module_name.get(name) for name, x in stored.leaves.items() for part in x.parts}
     skipped = {names.plain(name) for name in names.transient}
 
     def may_be_unused(name: str) -> bool:
@@ -296,20 +304,18 @@ def _extra(
             or (names.pretrained is not None and names.pretrained.skips(name))
         ):
             return True
-        kind = names.kinds.get(target.get(name) or "")  # parameters, where only buffers are read
+        kind = names.kinds.get(owner.get(name, ""))  # parameters, where only buffers are read
         return kind == "params" and kind not in kinds
 
     return [name for name in headers.tensors if id(headers.tensors[name]) not in in_use and not may_be_unused(name)]
 
 
-def _unused(headers: WeightHeaders, name: str, stored: Converted, names: Names) -> ShardingError:
+def _unused(headers: WeightHeaders, name: str, kind: str | None) -> ShardingError:
     entry = headers.tensors[name]
-    of_module = [n for n in names.kinds if names.plain(n) in stored.leaves
-                 and any(part.name == name for part in stored.leaves[names.plain(n)].parts)]  # fmt: skip
     text = f"{entry.dtype_name.lower()}{list(entry.shape)}"
-    if of_module:
-        return fail(f"{headers.path}: {name!r} is in the module's {names.kinds[of_module[0]]}, and not in this tree",
-                    text, fix="read the whole tree: {'params': ..., 'buffers': ...}")  # fmt: skip
+    if kind is not None:
+        return fail(f"{headers.path}: {name!r} is in the module's {kind}, and not in this tree", text,
+                    fix="read the whole tree: {'params': ..., 'buffers': ...}")  # fmt: skip
     return fail(f"{headers.path}: {name!r} is not part of this model", text)
 
 
@@ -375,10 +381,11 @@ def globs(chosen: Sequence[str], every: Iterable[str]) -> list[str]:
                 *(f"*.{part}.*" for part in parts[1:-1] if not part.isdigit())]  # fmt: skip
 
     refused = {glob for name in set(every) - set(chosen) for glob in candidates(name)}
-    rest, out = list(dict.fromkeys(chosen)), []
-    while rest:
+    rest = list(dict.fromkeys(chosen))
+    out: list[str] = []
+    while rest and len(out) < 16:
         count = Counter(glob for name in rest for glob in candidates(name) if glob not in refused)
         best = min(count, key=lambda glob: (-count[glob], glob[0] == "*", len(glob)), default=rest[0])
         out.append(best)
         rest = [name for name in rest if not matches([name], [best])]
-    return out
+    return out + rest

@@ -108,6 +108,7 @@ class Pattern:
         return Places(tuple(tuple((sizes[name], strides[name]) for name in group) for group in parsed.leaf), offset)
 
 
+@functools.cache
 def identity(ndim: int) -> Pattern:
     """Return the pattern of a tensor whose dims in the file are those of the leaf."""
     names = " ".join(f"d{i}" for i in range(ndim))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._io import StrPath, bytes_of, cannot_read
+from fshard._io import StrPath, bytes_of, open_file
 from fshard._safetensors import BLOCK_BYTES, COPY_OR_WRITE, HeaderEntry
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.init import Deferred
@@ -222,15 +222,9 @@ def _is_dense(starts: Sequence[int], size: int) -> bool:
 @contextlib.contextmanager
 def _open(entry: HeaderEntry) -> Iterator[int]:
     """Open the file of a tensor; on leaving, raise ShardingError if it has changed since its header was read."""
-    try:
-        fd = os.open(entry.file, os.O_RDONLY)
-    except OSError as e:
-        raise cannot_read(entry.file, e) from e
-    try:
-        yield fd
-        _check_unchanged(fd, entry)
-    finally:
-        os.close(fd)
+    with open_file(entry.file) as f:
+        yield f.fileno()
+        _check_unchanged(f.fileno(), entry)
 
 
 def _check_unchanged(fd: int, entry: HeaderEntry) -> None:

@@ -5,13 +5,16 @@ Names and meanings of its fields: peft 0.21, `peft.LoraConfig` and `peft.tuners.
 
 from __future__ import annotations
 
-import math
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fshard.errors import ShardingError, fail, raise_all
+from fshard.lora.config import ending
 
 # The layers that PEFT adapts if the config names none, by the model_type of the base.
 _QV = ("q_proj", "v_proj")
@@ -41,34 +44,41 @@ _WITHOUT_EFFECT = ("eva_config", "megatron_core", "merge_weights", "qalora_group
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
+_MAX_NAMES, _MAX_SAVED = 2_000, 100  # names of a list, or patterns
+_NAMES = f"at most {_MAX_NAMES:,} names, or a regular expression"
+
+
 def _is(*kinds: type) -> Callable[[Any], bool]:
     return lambda x: isinstance(x, kinds) and (bool in kinds or not isinstance(x, bool))
 
 
 def _strings(x: Any) -> bool:
-    return isinstance(x, list) and all(isinstance(s, str) for s in x)
+    return isinstance(x, list) and len(x) <= _MAX_NAMES and all(isinstance(s, str) for s in x)
+
+
+def _patterns(x: Any) -> bool:
+    return isinstance(x, dict) and len(x) <= _MAX_NAMES
 
 
 def _number(x: Any) -> bool:
-    return _is(int, float)(x) and math.isfinite(x)
+    return _is(int, float)(x) and abs(x) < 1e300
 
 
 # Fields with a meaning here: the test of a value, and its words.
 _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "r": (lambda x: _is(int)(x) and x > 0, "a number of 1 or more"),
+    "r": (lambda x: _is(int)(x) and 0 < x < 1 << 31, "a number of 1 or more"),
     "lora_alpha": (_number, "a finite number"),
     "lora_dropout": (lambda x: _is(int, float)(x) and 0 <= x < 1, "0 or more, less than 1"),
     "use_rslora": (_is(bool), "true or false"),
     "use_dora": (_is(bool), "true or false"),
     "fan_in_fan_out": (_is(bool), "true or false"),
     "bias": (lambda x: x in ("none", "all", "lora_only"), "none, all or lora_only"),
-    "target_modules": (lambda x: isinstance(x, str) or _strings(x), "names, or a regular expression"),
-    "exclude_modules": (lambda x: isinstance(x, str) or _strings(x), "names, or a regular expression"),
-    "modules_to_save": (_strings, "names"),
-    "rank_pattern": (lambda x: isinstance(x, dict) and all(_is(int)(n) and n > 0 for n in x.values()),
+    "target_modules": (lambda x: isinstance(x, str) or _strings(x), _NAMES),
+    "exclude_modules": (lambda x: isinstance(x, str) or _strings(x), _NAMES),
+    "modules_to_save": (lambda x: _strings(x) and len(x) <= _MAX_SAVED, f"at most {_MAX_SAVED} names"),
+    "rank_pattern": (lambda x: _patterns(x) and all(_is(int)(n) and 0 < n < 1 << 31 for n in x.values()),
                      "a number of 1 or more for each pattern"),
-    "alpha_pattern": (lambda x: isinstance(x, dict) and all(map(_number, x.values())),
-                      "a finite number for each pattern"),
+    "alpha_pattern": (lambda x: _patterns(x) and all(map(_number, x.values())), "a finite number for each pattern"),
     "layers_to_transform": (lambda x: _is(int)(x) or (isinstance(x, list) and all(map(_is(int), x))), "numbers"),
     "layers_pattern": (lambda x: isinstance(x, str) or _strings(x), "names"),
     "init_lora_weights": (lambda x: isinstance(x, (bool, str)), "true, false or the name of an initialization"),
@@ -99,7 +109,7 @@ def config_fields(
 
     Raises ShardingError listing every field of another method, of a wrong type, or with a value that is not supported.
     """
-    raise_all(_errors(path, contents, model_type))
+    raise_all(_errors(path, contents, model_type, [*names, *(prefix + name for name in names if prefix)]))
 
     def of(name: str, default: Any) -> Any:
         return default if contents.get(name) is None else contents[name]
@@ -111,7 +121,7 @@ def config_fields(
         return {**chosen, "feedforward": _with_prefix(of("feedforward_modules", ()), prefix)}
     targets = of("target_modules", DEFAULT_TARGETS.get(str(model_type), ()))
     layers = of("layers_to_transform", [])
-    layers = [layers] if isinstance(layers, int) else layers
+    layers = {layers} if isinstance(layers, int) else set(layers)
     if layers:
         patterns = of("layers_pattern", [])
         patterns = [patterns] if isinstance(patterns, str) else patterns
@@ -126,7 +136,9 @@ def config_fields(
     }  # fmt: skip
 
 
-def _errors(path: Path, contents: Mapping[str, Any], model_type: str | None) -> list[ShardingError]:
+def _errors(
+    path: Path, contents: Mapping[str, Any], model_type: str | None, names: Sequence[str]
+) -> list[ShardingError]:
     kind = contents.get("peft_type")
     if kind not in ("LORA", "IA3"):
         return [fail(f"{path}: peft_type is {kind!r}, and neither 'LORA' nor 'IA3'",
@@ -164,21 +176,58 @@ def _errors(path: Path, contents: Mapping[str, Any], model_type: str | None) -> 
                            fix="a list of names in target_modules, or the layers in the expression"))  # fmt: skip
     if patterns and layers in (None, []):
         errors.append(fail(f"{path}: layers_pattern is {patterns!r}, without layers_to_transform"))
-    expressions = [x for x in map(contents.get, ("target_modules", "exclude_modules", "feedforward_modules"))
-                   if isinstance(x, str)]  # fmt: skip
-    listed = patterns if isinstance(patterns, list) else [patterns]
-    expressions += [x for x in listed if isinstance(x, str)]
-    for name in ("rank_pattern", "alpha_pattern"):
-        expressions += contents[name] if isinstance(contents.get(name), dict) else []
-    for text in expressions:
-        try:
-            re.compile(text)
-        except re.error as e:
-            errors.append(fail(f"{path}: {text!r} is not a regular expression", str(e)))
+    if not errors:  # of the types of the values
+        whole = map(contents.get, ("target_modules", "exclude_modules", "feedforward_modules"))
+        within = [patterns] if isinstance(patterns, str) else patterns or []
+        ends = [x for name in ("rank_pattern", "alpha_pattern") for x in contents.get(name) or []]
+        uses = [*((x, "fullmatch", x) for x in whole if isinstance(x, str)),
+                *((x, "match", _in_layer(x)) for x in within), *((x, "match", ending(x)) for x in ends)]  # fmt: skip
+        _check_time(path, uses, names)
+        for text, _, expression in uses:
+            try:
+                re.compile(expression)
+            except (re.error, OverflowError, RecursionError) as e:
+                errors.append(fail(f"{path}: {text!r:.200} is not a regular expression", str(e)))
     return errors
 
 
-def in_layers(name: str, layers: Sequence[int], patterns: Sequence[str]) -> bool:
+# Matches expressions with names, and prints the number of each before it begins. One that is none is found later.
+_MATCH = """
+import contextlib, json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, (1, 2))
+uses, names = json.load(sys.stdin)
+for i, (_, how, expression) in enumerate(uses):
+    print(i, flush=True)
+    with contextlib.suppress(re.error, OverflowError, RecursionError):
+        for name in names:
+            getattr(re, how)(expression, name)
+"""
+
+
+def _check_time(path: Path, uses: Sequence[tuple[str, str, str]], names: Sequence[str]) -> None:
+    """Raise ShardingError for an expression that takes more than a second of CPU time for all names.
+
+    `(a+)+b` takes 2^n steps for a name of n letters, and `re` cannot be stopped. So expressions of several operators
+    are first matched in another process, which can. A use is the text in the file, the function and its argument.
+    """
+    uses = [use for use in uses if len(re.findall(r"[][*+?{|(\\]", use[0])) > 1]
+    if not uses:
+        return
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", _MATCH], input=json.dumps([uses, names]), text=True,
+                          capture_output=True, check=False)  # fmt: skip
+    if done.returncode:
+        number = int((done.stdout.split() or ["0"])[-1])
+        raise fail(f"{path}: {uses[number][0]!r:.200} takes too long to match",
+                   f"more than a second of CPU time, for the names of {len(names)} modules",
+                   *done.stderr.splitlines()[-1:], fix="a list of names; or an expression without repeats of "
+                   "repeats, as in (a+)+")  # fmt: skip
+
+
+def _in_layer(pattern: str) -> str:
+    return rf"(?:^|.*?\.){pattern}\.(?P<layer>\d+)\."
+
+
+def in_layers(name: str, layers: Container[int], patterns: Sequence[str]) -> bool:
     """Return whether PEFT counts a module to some layers.
 
     The index of its layer is the first number in its name after two parts or more, or after a pattern: the first of
@@ -187,9 +236,9 @@ def in_layers(name: str, layers: Sequence[int], patterns: Sequence[str]) -> bool
     >>> [in_layers(f"model.layers.{i}.self_attn.q_proj", [1], []) for i in (0, 1, 11)]
     [False, True, False]
     """
-    found = (re.match(rf"(?:^|.*?\.){p}\.(\d+)\.", name) for p in patterns)
-    match = next(filter(None, found), None) if patterns else re.match(r".*?\.[^.]*\.(\d+)\.", name)
-    return match is not None and int(match[1]) in layers
+    found = (re.match(_in_layer(p), name) for p in patterns)
+    match = next(filter(None, found), None) if patterns else re.match(r".*?\.[^.]*\.(?P<layer>\d+)\.", name)
+    return match is not None and int(match["layer"]) in layers
 
 
 def _with_prefix(chosen: str | Sequence[str], prefix: str) -> Any:
@@ -227,12 +276,3 @@ def saves(chosen: Sequence[str], name: str) -> bool:
     """
     parts = name.split(".")
     return any(".".join(parts[: i + 1]).endswith(tuple(chosen)) for i in range(len(parts)))
-
-
-def value_for(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Return the rank or alpha of a module: of the first pattern that the end of its name matches.
-
-    >>> value_for({"q_proj": 3, ".*v_proj": 5}, "model.layers.0.self_attn.v_proj", 8)
-    5
-    """
-    return next((value for text, value in patterns.items() if re.match(rf"(.*\.)?({text})$", name)), default)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -244,14 +245,14 @@ def test_failed_save_leaves_no_partial_folder(tmp_path, monkeypatch, fails):
 
 def test_file_that_cannot_be_read_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
     like = folder(tmp_path / "like", CONFIG, **CARRIED)
-    read = Path.read_bytes
+    opened = os.open
 
-    def unreadable(path: Path) -> bytes:
-        if path.name == "merges.txt":
+    def unreadable(path, flags):
+        if Path(path).name == "merges.txt":
             raise PermissionError(13, "Permission denied")
-        return read(path)
+        return opened(path, flags)
 
-    monkeypatch.setattr(Path, "read_bytes", unreadable)
+    monkeypatch.setattr(os, "open", unreadable)
     text = error_text(write, tmp_path / "new", like)
     assert text == f"{like}/merges.txt: cannot be read\n  Permission denied"
     assert not (tmp_path / "new").exists()

@@ -54,7 +54,7 @@ def test_weights_of_another_config_are_not_written(name, tmp_path):
     ("llama", "hidden_size", None), ("llama", "hidden_size", "12"), ("llama", "num_attention_heads", 3.0),
     ("llama", "vocab_size", -5), ("llama", "rms_norm_eps", "1e-6"), ("llama", "attention_bias", None),
     ("llama", "num_hidden_layers", True), ("gpt2", "n_layer", None), ("gpt2", "embd_pdrop", "0.1"),
-    ("bert", "hidden_act", 7), ("bert", "vocab_size", [5]),
+    ("bert", "hidden_act", 7), ("bert", "vocab_size", [5]), ("gpt2", "n_embd", 1 << 63),
 ])  # fmt: skip
 def test_config_values_of_the_wrong_kind_are_named(name, key, value, tmp_path):
     model, cfg = CASES[name]
@@ -64,6 +64,26 @@ def test_config_values_of_the_wrong_kind_are_named(name, key, value, tmp_path):
     path.write_text(json.dumps({**config, key: value}))
     assert error_text(model.config, tmp_path) == (
         f"{path}: has values of the wrong kind\n  {key}: {value!r}\n  fix: copy it again")  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "key"), [("gpt2", "n_layer"), ("bert", "num_hidden_layers")])
+def test_config_of_more_layers_than_a_model_has_is_refused(name, key, tmp_path):
+    model, cfg = CASES[name]
+    model.save(tmp_path, cfg, params_of(model, cfg))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: 10**7}))
+    assert error_text(model.load, tmp_path) == (
+        f"{path}: describes more than 1,000 layers\n  10,000,000 {key}\n"
+        "  fix: copy it again; or cls(num_layers), of the model file, for so deep a model")  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "want"), [
+    ({"rope_theta": [1]}, "config.json: describes no model\n  TypeError: unsupported operand"),
+    ({"hidden_size": 1 << 30, "num_attention_heads": 2}, "rope: cannot rotate 536870912 dims of a head in pairs"),
+])  # fmt: skip
+def test_rotary_parameters_that_cannot_be_computed_are_refused(changes, want, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **changes}))
+    assert want in error_text(llama.config, tmp_path)
 
 
 def test_zero_heads_and_unknown_rope_parameters_are_refused(tmp_path):

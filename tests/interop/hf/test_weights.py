@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import fshard as fs
 from fshard import P
-from fshard._safetensors import DTYPES
+from fshard._safetensors import DTYPES, read_header
 from fshard.interop.hf import export, weights
 from fshard.interop.hf.folder import config_of
 from fshard.interop.hf.weights import FileTensor, read, tensors
@@ -303,6 +304,9 @@ def test_error_of_truncated_file_names_only_the_missing_tensors(single: Path) ->
     )
 
 
+NO_SIZES = " has sizes of no tensor: 64 numbers of 63 bits are the most"
+
+
 @pytest.mark.parametrize(
     ("header", "length", "why"),
     [
@@ -316,10 +320,16 @@ def test_error_of_truncated_file_names_only_the_missing_tensors(single: Path) ->
         (b'"\xff"', None, "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 1: invalid start byte"),
         ({"x": 3}, None, "TypeError: 'int' object is not subscriptable"),
         ({"x": {"dtype": "F32"}}, None, "KeyError: 'shape'"),
-        ({"x": header_field(4, 0, [1])}, None, f"ValueError: {header_field(4, 0, [1])} describes no tensor"),
-        ({"x": header_field(0, 4, [-1])}, None, f"ValueError: {header_field(0, 4, [-1])} describes no tensor"),
-        ({"x": header_field(0, 4, [True])}, None, f"ValueError: {header_field(0, 4, [True])} describes no tensor"),
-        (b'{"x": 1, "x": 2}', None, "ValueError: 'x' stands twice"),
+        ({"x": header_field(4, 0, [1])}, None, f"ValueError: {header_field(4, 0, [1])}{NO_SIZES}"),
+        ({"x": header_field(0, 4, [-1])}, None, f"ValueError: {header_field(0, 4, [-1])}{NO_SIZES}"),
+        ({"x": header_field(0, 4, [True])}, None, f"ValueError: {header_field(0, 4, [True])}{NO_SIZES}"),
+        ({"x": header_field(0, 0, [0, 1 << 63])}, None, f"ValueError: {header_field(0, 0, [0, 1 << 63])}{NO_SIZES}"),
+        ({"x": header_field(0, 4, [1] * 65)}, None, f"ValueError: {header_field(0, 4, [1] * 65)!r:.200}{NO_SIZES}"),
+        ({"x": header_field(0, 4, [1]) | {"dtype": "F\x1b"}}, None, r"ValueError: 'F\x1b' is not a dtype"),
+        ({"x" * 5_000: {}}, None, f"ValueError: a name has more than 512 characters: {'x' * 60!r}..."),
+        (b'{"\\ud800": {}}', None,
+         r"UnicodeEncodeError: 'utf-8' codec can't encode character '\ud800' in position 0: surrogates not allowed"),
+        (b'{"x": 1, "x": 2}', None, "ValueError: 'x' is in it twice"),
     ],
 )  # fmt: skip
 def test_unreadable_header_is_refused(tmp_path: Path, header: Any, length: int | None, why: str | None) -> None:
@@ -332,6 +342,20 @@ def test_unreadable_header_is_refused(tmp_path: Path, header: Any, length: int |
         f"the file has {f.stat().st_size}\n  fix: copy it again")  # fmt: skip
     assert error_text(tensors, tmp_path) == want
     assert error_text(read, tmp_path, described(), theirs) == want  # and nothing about missing tensors
+
+
+def test_last_name_of_many_that_is_in_a_header_twice_is_found_in_linear_time(tmp_path: Path) -> None:
+    names = [f'"{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(10_000)]
+    seconds = []
+    for last in ([], names[-1:]):
+        f = raw_file(tmp_path / f"{len(last)}.safetensors", f"{{{','.join(names + last)}}}".encode())
+        begun = time.process_time()
+        if last:
+            assert "ValueError: '9999' is in it twice" in error_text(read_header, f)
+        else:
+            assert len(read_header(f).entries) == 10_000
+        seconds.append(time.process_time() - begun)
+    assert seconds[1] < 5 * seconds[0]
 
 
 def test_index_must_agree_with_its_files(tmp_path: Path) -> None:
@@ -355,6 +379,9 @@ def test_index_must_agree_with_its_files(tmp_path: Path) -> None:
     )
     index.write_text(json.dumps({"weight_map": {"x": "../x.safetensors"}}))
     assert error_text(tensors, folder) == f"{index}: '../x.safetensors' is outside the folder\n  for x"
+    for name in ("x" * 5_000, "x\0", "\ud800"):
+        index.write_text(json.dumps({"weight_map": {"w": name}}))
+        assert error_text(tensors, folder).endswith(": there is no such file\n  for w")
     index.write_text("{}")
     why = "has no weight_map, from names of tensors to names of files"
     assert error_text(tensors, folder) == f"{index}: {why}\n  fix: copy it again"

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import fshard as fs
-from fshard.interop.peft.config import DEFAULT_TARGETS, config_fields, selects, value_for
+from fshard.interop.peft.config import DEFAULT_TARGETS, config_fields, selects
+from fshard.lora.config import value_for
 
 peft = pytest.importorskip("peft")
 from peft.tuners.tuners_utils import check_target_module_exists  # noqa: E402
@@ -111,10 +112,37 @@ def test_fields_of_other_methods_and_unknown_fields_are_named_all_at_once() -> N
         ({"alpha_pattern": {"q": float("nan")}}, "alpha_pattern is {'q': nan}"),
         ({"alpha_pattern": {"[": 3}}, "'[' is not a regular expression"),
         ({"r": True}, "r is True"),
+        ({"target_modules": "a{99999999999}"}, "'a{99999999999}' is not a regular expression"),
+        ({"target_modules": "(" * 500}, "'((("),
+        ({"rank_pattern": {"(?i)q": 2}}, "'(?i)q' is not a regular expression"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 1000"),
+        ({"modules_to_save": ["a"] * 101}, "modules_to_save is ['a', "),
     ],
 )
 def test_config_that_has_no_meaning_here_is_an_error(changes: dict[str, Any], text: str) -> None:
     assert f"adapter_config.json: {text}" in error_text(**changes)
+
+
+@pytest.mark.parametrize("name", ["target_modules", "alpha_pattern", "layers_pattern"])
+def test_expression_that_backtracks_is_refused_after_a_second(name: str) -> None:
+    slow = "(.*.*)*="
+    changes: dict[str, Any] = {name: {slow: 2} if name == "alpha_pattern" else slow}
+    if name == "layers_pattern":
+        changes["layers_to_transform"] = [0]
+    with pytest.raises(fs.ShardingError) as e:
+        config_fields(
+            FILE, {"peft_type": "LORA", "target_modules": ["q"], **changes}, ["model.layers.0.self_attn.q_proj"] * 9
+        )
+    assert str(e.value) == (
+        f"{FILE}: '(.*.*)*=' takes too long to match\n"
+        "  more than a second of CPU time, for the names of 9 modules\n"
+        "  fix: a list of names; or an expression without repeats of repeats, as in (a+)+"
+    )
+
+
+def test_expression_with_repeats_of_repeats_that_is_fast_is_read() -> None:
+    targets = r"(?:\w+\.)*(q|v)_proj"
+    assert config_fields(FILE, {"peft_type": "LORA", "target_modules": targets}, NAMES)["targets"] == targets
 
 
 def test_fields_of_other_versions_that_change_nothing_are_accepted() -> None:
