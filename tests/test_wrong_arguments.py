@@ -450,13 +450,14 @@ def checkpoint_calls(folder: Path) -> list[Call]:
     losses = Call("losses", fs.plot.losses, {"path": folder, "window": 2}, words={"path": "losses: "})
     return accelerate + files + prefixed("data", images) + prefixed("plot", losses) + prefixed("checkpoint",
         outside(fs.checkpoint.save, path=folder / "again", tree_=TREE, step=1, keep=1, overwrite=True,
-                base=None),
+                base=None, background=True),
         outside(fs.checkpoint.restore, path=folder / "saved", like=DESCRIBED, specs=P(), mesh=MESH, step=1, at="",
                 base=None),
         outside(fs.checkpoint.digest, tree_=TREE),
         outside(fs.checkpoint.inspect, path=folder / "saved", step=1),
         outside(fs.checkpoint.steps, path=folder / "saved"),
         outside(fs.checkpoint.latest, path=folder / "saved"),
+        outside(fs.checkpoint.wait),
     )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ axis; {V} varies over it, {I} does not. Source: Devlin et al., 2018; weights as 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -373,7 +372,7 @@ def load(path: StrPath) -> tuple[Config, Any]:
 
     Raises ShardingError listing every tensor that is missing, of another shape, or not a BERT's.
     """
-    scan = WeightHeaders(Path(path))
+    scan = WeightHeaders(path)
     names = [n.removeprefix("bert.") for n in scan.tensors]
     cfg = config(path, **{head: any(n.startswith(start) for n in names) for head, start in _HEADS.items()})
     from_tensorflow = any(n.endswith("LayerNorm.gamma") for n in names)

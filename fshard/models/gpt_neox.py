@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -306,7 +305,7 @@ def load(path: StrPath) -> tuple[Config, Any]:
 
     Raises ShardingError listing every tensor that is missing, of another shape, or not a GPT-NeoX's.
     """
-    cfg, scan = config(path), WeightHeaders(Path(path))
+    cfg, scan = config(path), WeightHeaders(path)
     if cfg.tie_word_embeddings:
         tied = dict.fromkeys(_HEADS, _TOP["wte"].name)
         return cfg, read(scan, init(cfg), theirs, prefix="gpt_neox.", ignored=_IGNORED, copies=tied)

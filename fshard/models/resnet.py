@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from fshard import init as initial
 from fshard import nn, tree
 from fshard._comm import Axis, region
 from fshard._io import StrPath
+from fshard._url import as_path
 from fshard.collectives import all_gather, pvary
 from fshard.decoding import global_batch
 from fshard.errors import checked, fail, raise_all
@@ -461,7 +461,7 @@ def config(folder: StrPath, **fields: Any) -> Config:
     raw = config_of(folder)
     problem = raw.get("problem_type")
     if problem not in (None, "single_label_classification"):
-        raise fail(f"{Path(folder) / CONFIG}: problem_type={problem!r}",
+        raise fail(f"{as_path(folder) / CONFIG}: problem_type={problem!r}",
                    "the loss here is the cross-entropy of one class",
                    fix="fs.defer(lambda: AutoModelForImageClassification.from_config(config))")  # fmt: skip
     names = raw.get("id2label")
@@ -481,7 +481,7 @@ def load(path: StrPath) -> tuple[Config, Any]:
 
     Raises ShardingError listing every tensor that is missing, of another shape, or not part of the model.
     """
-    headers = WeightHeaders(Path(path))
+    headers = WeightHeaders(path)
     has_head = any(name.startswith("classifier.") for name in headers.tensors)
     cfg = config(path) if has_head else config(path, num_labels=0)
     return cfg, read(headers, _described(cfg), theirs, prefix="resnet.")

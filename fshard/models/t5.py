@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -617,7 +616,7 @@ def load(path: StrPath) -> tuple[Config, Any]:
 
     Raises ShardingError listing every tensor that is missing, of another shape, or not a T5's.
     """
-    headers, cfg = WeightHeaders(Path(path)), config(path)
+    headers, cfg = WeightHeaders(path), config(path)
     tied = "lm_head.weight" not in headers.tensors or (cfg.tie_word_embeddings and _begin_alike(path))
     cfg = replace(cfg, tie_word_embeddings=tied)
     copies = _TIED | ({"lm_head.weight": "shared.weight"} if tied else {})

@@ -9,7 +9,9 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "seconds"), [("kills", 15), ("corruptions", 8)])  # kills train, too
+@pytest.mark.parametrize(
+    ("script", "seconds"), [("kills", 15), ("corruptions", 8), ("two_writers", 2)]
+)  # kills train, too
 def test_nothing_is_lost_or_changed(script: str, seconds: int) -> None:
     command = [sys.executable, "-m", f"tests.faults.{script}", "--seconds", str(seconds)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
