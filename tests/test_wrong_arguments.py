@@ -26,6 +26,7 @@ import fshard as fs
 from fshard import P
 from fshard.nn import rope
 from fshard.planning import Memory, Operation, Plan, roofline
+from tests.lib.signals import default_signals
 
 MESH = fs.make_mesh(kind="simulated", data=2, model=2)
 KEY = fs.key(0)
@@ -187,6 +188,7 @@ CALLS = [
     # scripts
     Call("main_first", lambda **args: fs.main_first(**args).__enter__(), {"mesh": MESH, "local": False}),
     outside(fs.wait, mesh=MESH),
+    Call("preempted", default_signals()(fs.preempted), {"mesh": MESH}),
     outside(fs.gather_for_metrics, results={"w": PLACED}, counted=V > 1, rank=None),
     # collectives
     inside(fs.psum, x=TREE, axis="data"),
