@@ -49,7 +49,12 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def empty_memory() -> Iterator[None]:
+    clear_memory()  # an example of the docs may have run in this process
     yield
+    clear_memory()
+
+
+def clear_memory() -> None:
     fsspec.filesystem("memory").store.clear()
     fsspec.filesystem("memory").pseudo_dirs[:] = [""]
 

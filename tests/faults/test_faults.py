@@ -11,13 +11,9 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "seconds", "row"),
-    [
-        ("kills", 15, "| all |"),
-        ("corruptions", 8, "| all |"),
-        ("two_writers", 2, "| all |"),
-        ("preemptions", 20, "| `finetune` |"),
-    ],
-)  # kills train, too
+    [("kills", 15, "| all |"), ("corruptions", 8, "| all |"), ("two_writers", 2, "| all |"),
+     ("preemptions", 20, "| `finetune` |")],
+)  # fmt: skip
 def test_nothing_is_lost_or_changed(script: str, seconds: int, row: str) -> None:
     command = [sys.executable, "-m", f"tests.faults.{script}", "--seconds", str(seconds)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
