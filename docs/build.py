@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -203,14 +204,15 @@ def notebook(file: Path) -> str:
 
 
 def code(path: Path) -> str:
-    """The page of a Python file, or of a folder of them."""
+    """The page of a file of code, or of a folder of Python files."""
     files = [path] if path.is_file() else sorted(path.glob("*.py")) + sorted(path.glob("*.ipynb"))
     text = [f"# {path.relative_to(ROOT)}"]
     for file in files:
         if file.suffix == ".ipynb":
             text.append(f"- [{file.stem}]({file.name})")
         elif file.read_text().strip():
-            text += [f"## {file.name}"] * path.is_dir() + [f"```python\n{file.read_text()}```"]
+            language = {".sbatch": "sh", ".yaml": "yaml"}.get(file.suffix, "python")
+            text += [f"## {file.name}"] * path.is_dir() + [f"```{language}\n{file.read_text()}```"]
     return "\n\n".join(text)
 
 
@@ -225,7 +227,7 @@ def pages() -> dict[str, str]:
     def follow(page: str, target: str) -> str:
         path = (ROOT / page).parent / target
         relative = os.path.relpath(path, ROOT)
-        if path.suffix == ".md" or not path.exists():  # that is absent: mkdocs says so
+        if path.suffix in (".md", ".svg") or not path.exists():  # that is absent: mkdocs says so
             return target
         waiting.append(relative)
         return target.rstrip("/") + (".md" if path.is_file() else "/index.md")
@@ -280,6 +282,8 @@ def build(site: Path) -> None:
             file = Path(folder, name)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
+        for picture in ROOT.glob("docs/*.svg"):
+            shutil.copy(picture, Path(folder, "docs"))
         Path(folder, "style.css").write_text(STYLE)
         write(
             load_config(

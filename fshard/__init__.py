@@ -52,7 +52,7 @@ from .schedule.remat import remat
 from .schedule.scan import scan
 from .schedule.strategy import Strategy, strategy
 from .schedule.unshard import unshard
-from .script import gather_for_metrics, main_first, wait
+from .script import gather_for_metrics, main_first, preempted, wait
 from .shard_map import shard_map
 from .sharded import Sharded, device_put, from_callback, materialize
 from .show.table import show
@@ -69,7 +69,7 @@ __all__ = [
     "combine", "data", "decoding", "defer", "device_get", "device_put", "devices", "fold_in", "from_callback",
     "fully_shard", "gather_for_metrics", "global_shape", "grad", "hf", "ia3", "init", "interop", "key", "local_range",
     "lora", "main_first", "make_mesh", "materialize", "models", "nn", "on_host", "optim", "partition", "peft", "plan",
-    "plan_table", "planning", "plot", "pmax", "pmean", "pmin", "ppermute", "print", "pslice", "psum",
+    "plan_table", "planning", "plot", "pmax", "pmean", "pmin", "ppermute", "preempted", "print", "pslice", "psum",
     "psum_scatter", "pvary", "random", "recording", "remat", "replicated", "reshard", "row", "rules", "scan",
     "shard_map", "show", "split", "state_dict", "strategy", "to_device", "trace", "tree", "unshard", "validate",
     "value_and_grad", "value_and_update", "verify", "wait",

@@ -7,8 +7,11 @@ every rank.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
 import os
+import re
+import socket
 import stat
 import zlib
 from collections import Counter
@@ -21,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._comm import in_region, refuse_transfer
+from ._url import AnyPath, UrlFile, UrlPath
 from .errors import ShardingError, fail
 from .init import Deferred
 from .sharded import Sharded
@@ -39,8 +43,11 @@ def bytes_of(x: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def write_file(path: Path, chunks: Iterable[bytes | memoryview], size: int | None = None) -> None:
-    """Write a new file, extended with zeros to `size`, and flush it to the disk."""
+def write_file(path: AnyPath, chunks: Iterable[bytes | memoryview], size: int | None = None) -> None:
+    """Write a new file, extended with zeros to `size`, and flush it to the disk; or an object, which it may replace."""
+    if isinstance(path, UrlPath):
+        path.write(chunks)
+        return
     with open(path, "xb") as f:
         f.writelines(chunks)
         f.truncate(size)
@@ -48,24 +55,33 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview], size: int | Non
         os.fsync(f.fileno())
 
 
-def sync(directory: Path) -> None:
-    """Flush the entries of a directory to the disk."""
+def sync(directory: AnyPath) -> None:
+    """Flush the entries of a directory to the disk, where the file system can."""
+    if isinstance(directory, UrlPath):  # where a put that has returned is durable
+        return
     fd = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise OSError(e.errno, e.strerror, str(directory)) from e
     finally:
         os.close(fd)
 
 
 @contextlib.contextmanager
 def open_file(path: StrPath, fix: str = "") -> Iterator[BinaryIO]:
-    """Open a regular file to read. A pipe in its place is an error, and is not waited for.
+    """Open a regular file or an object to read. A pipe in its place is an error, and is not waited for.
 
     Raises ShardingError if it cannot be opened, or read inside the block.
     """
     if "\0" in os.fspath(path):
         raise fail(f"{str(path)!r} has a null byte, which no path can have")
     try:
+        if isinstance(path, UrlPath):
+            with path.open() as obj:
+                yield obj
+            return
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as f:
             if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
@@ -75,13 +91,93 @@ def open_file(path: StrPath, fix: str = "") -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def write_errors(verb: str, path: Path, state: str) -> Iterator[None]:
+def write_errors(verb: str, path: AnyPath, state: str) -> Iterator[None]:
     """Turn an OSError into a ShardingError that names the file; `state` describes the disk after the failure."""
     try:
         yield
     except OSError as e:
+        is_full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        advice = "make room or choose another disk" if is_full else "make it writable or choose another place"
         raise fail(f"{verb}: cannot write {e.filename or path}", str(e.strerror), state,
-                   fix="make room or choose another disk, and call it again") from e  # fmt: skip
+                   fix=f"{advice}, and call it again") from e  # fmt: skip
+
+
+def file_state(f: BinaryIO) -> tuple[int, int]:
+    """Return the size of an open file, and a number that is another one when it changes: its time, in ns."""
+    raw = getattr(f, "raw", None)
+    if isinstance(raw, UrlFile):
+        return raw.path.state()
+    stat = os.fstat(f.fileno())
+    return stat.st_size, stat.st_mtime_ns
+
+
+def read_at(f: BinaryIO, buffer: memoryview, start: int) -> int:
+    """Read from a position of a file into a buffer; return the number of bytes."""
+    if isinstance(getattr(f, "raw", None), UrlFile):
+        f.seek(start)
+        return f.readinto(buffer)  # type: ignore[attr-defined, no-any-return]
+    return os.preadv(f.fileno(), (buffer,), start)
+
+
+# --- one program at a time ------------------------------------------------------------------------------------
+
+_OWNER = re.compile(r"process \d+ on [\w.-]+ since [\d: -]+")
+_lock_files: set[int] = set()  # descriptors of the locks that this process holds
+
+
+def _close_locks() -> None:
+    for fd in _lock_files:
+        os.close(fd)
+    _lock_files.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_locks)  # or the lock of a process that was killed lives in its children
+
+
+@contextlib.contextmanager
+def locked(verb: str, folder: Path, lock: Path) -> Iterator[None]:
+    """Hold the lock of a folder, a file that names this process. Raises ShardingError if another program holds it.
+
+    The lock is an flock, which the kernel releases when the process ends: the file of a killed program locks nothing.
+    On a file system without flock (ENOLCK, ENOSYS, ENOTSUP) there is no lock.
+    """
+    fd = _acquire(verb, folder, lock)
+    try:
+        yield
+    finally:
+        if fd in _lock_files:  # not in a forked child
+            _lock_files.discard(fd)
+            with contextlib.closing(os.fdopen(fd)), contextlib.suppress(OSError):
+                os.unlink(lock)
+
+
+def _acquire(verb: str, folder: Path, lock: Path) -> int:
+    import fcntl  # Windows has none
+
+    while True:
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.read(fd, 400).decode(errors="replace")
+                raise fail(f"{verb}: another program saves into {folder}",
+                           owner if _OWNER.fullmatch(owner) else "its process is not known yet",
+                           fix="wait for its end, or choose another folder") from None  # fmt: skip
+            except OSError as e:
+                if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+                    raise
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.stat(lock)):  # else its last owner removed it after the `open`
+                    now = f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
+                    os.ftruncate(fd, 0)
+                    os.write(fd, f"process {os.getpid()} on {socket.gethostname()} since {now}".encode())
+                    _lock_files.add(fd)
+                    return fd
+        finally:
+            if fd not in _lock_files:
+                os.close(fd)
 
 
 # --- agreement between ranks ----------------------------------------------------------------------------------
@@ -99,6 +195,7 @@ class Ranks:
         if not alone:
             refuse_transfer(verb)
         self.verb, self.alone = verb, alone
+        self.group: Any = None  # of torch.distributed; None is that of all ranks
         self.rank, self.size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
 
     @classmethod
@@ -134,7 +231,7 @@ class Ranks:
             text = str(e) if isinstance(e, ShardingError) else f"{self.verb}: {e!r}"
         gathered: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(gathered, (result, text))
+            dist.all_gather_object(gathered, (result, text), self.group)
         except RuntimeError as e:
             raise fail(f"{self.verb}: rank {self.rank} cannot reach the others: one has failed or left the program",
                        str(e).splitlines()[0], fix="see the first traceback of the other ranks") from e  # fmt: skip

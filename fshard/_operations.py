@@ -19,10 +19,8 @@ def tensors_in(*values: Any) -> list[Tensor]:
     for x in values:
         if isinstance(x, Tensor):
             found.append(x)
-        elif isinstance(x, (list, tuple)):
-            found += tensors_in(*x)
-        elif isinstance(x, dict):
-            found += tensors_in(*x.values())
+        elif isinstance(x, (list, tuple, dict)) and x:
+            found += tensors_in(*(x.values() if isinstance(x, dict) else x))
     return found
 
 

@@ -19,18 +19,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ._io import open_file
+from ._io import file_state, open_file
+from ._url import AnyPath
 from .errors import ShardingError, fail
 
 DTYPES = {
@@ -59,7 +58,7 @@ class HeaderEntry:
     `strides` are those of a tensor that is not row-major, which a file of torch may have.
     """
 
-    file: Path
+    file: AnyPath
     file_size: int
     file_mtime: int
     name: str
@@ -134,17 +133,17 @@ def encode_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: AnyPath) -> Header:
     """Read a header; its errors name tensors that are cut short, out of place, of another size or without a checksum.
 
     Raises ShardingError if the header itself cannot be read.
     """
     with open_file(path) as f:
-        stat = os.fstat(f.fileno())
+        size, time = file_state(f)
         length = int.from_bytes(f.read(8), "little")
-        if not 2 <= length <= min(_MAX_HEADER_BYTES, stat.st_size - 8):
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             raise fail(f"{path}: is not safetensors, or is cut short", f"its first 8 bytes announce a header of "
-                       f"{length} bytes, the file has {stat.st_size}", fix="copy it again")  # fmt: skip
+                       f"{length} bytes, the file has {size}", fix="copy it again")  # fmt: skip
         text = f.read(length)
     try:
         header = json.loads(text, object_pairs_hook=_without_duplicates)
@@ -160,12 +159,12 @@ def read_header(path: Path) -> Header:
     entries, errors = [], []
     texts = {k: v for k, v in texts.items() if isinstance(v, str)}
     checksums = {k.removeprefix(_CHECKSUMS): v for k, v in texts.items() if k.startswith(_CHECKSUMS)}
-    first, available, end = 8 + length, stat.st_size - 8 - length, 0
+    first, available, end = 8 + length, size - 8 - length, 0
     where = path.absolute()
     for name, dtype_name, shape, start, stop in sorted(fields, key=lambda f: f[3:]):
         label, dtype = f"{path}: {name!r}", DTYPES.get(dtype_name)
         if stop > available:
-            errors.append(fail(f"{label} is cut short", f"it ends at byte {first + stop}, the file has {stat.st_size}",
+            errors.append(fail(f"{label} is cut short", f"it ends at byte {first + stop}, the file has {size}",
                                fix="copy the file again"))  # fmt: skip
         if dtype is not None and stop - start != math.prod(shape) * dtype.itemsize:
             errors.append(fail(f"{label} has the bytes of another shape", f"{stop - start} bytes, where {dtype_name}"
@@ -178,11 +177,11 @@ def read_header(path: Path) -> Header:
         if checksums and (digits is None or len(digits) != 8 * -(-(stop - start) // BLOCK_BYTES)):
             errors.append(fail(f"{label} has not the checksums of its bytes", f"{len(digits or '')} digits, and 8 for "
                                f"each {BLOCK_BYTES} of {stop - start} bytes", fix=COPY_OR_WRITE))  # fmt: skip
-        entries.append(HeaderEntry(where, stat.st_size, stat.st_mtime_ns, name, dtype_name, dtype, shape,
+        entries.append(HeaderEntry(where, size, time, name, dtype_name, dtype, shape,
                                    first + start, digits))  # fmt: skip
     if end < available:
         errors.append(fail(f"{path}: is too long", f"its last tensor ends at byte {first + end}, the file has "
-                           f"{stat.st_size}", fix="copy it again"))  # fmt: skip
+                           f"{size}", fix="copy it again"))  # fmt: skip
     return Header(entries, errors, zlib.crc32(text), texts)
 
 

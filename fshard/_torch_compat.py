@@ -225,9 +225,14 @@ def timeout_of(backend: Any) -> Any:
     return backend.options._timeout
 
 
+def default_store() -> Any:
+    """Return the store of the group of all ranks, also if another program initialized torch.distributed."""
+    return dist.distributed_c10d._get_default_store()
+
+
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of",
-    "backward_number", "foreach_copy_", "functional_collectives", "has_tangent", "in_backward", "in_transform",
+    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of", "backward_number",
+    "default_store", "foreach_copy_", "functional_collectives", "has_tangent", "in_backward", "in_transform",
     "is_batched", "is_grad_tracking", "is_legacy_batched", "is_traced", "is_view", "is_wrapped", "level_of",
     "named_as", "next_number", "replace_dual_levels", "replace_reparametrize_module", "replace_trunc_normal",
     "schema_of", "set_jvp_nesting", "storage_id", "timeout_of", "transform_level", "unwrapped", "unwrapped_once",

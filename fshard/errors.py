@@ -309,18 +309,29 @@ def _checked(f: F, verb: str, names: dict[str, Any]) -> F:
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
     others = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
     takes_tensors = any(_fits(_NO_TENSOR, kind) for kind in kinds.values())
+    accepted: set[tuple[Any, ...]] = set()  # types of arguments, and names, of calls that `check` need not see again
+
+    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Raise for a wrong argument; return whether every call with arguments of these types is right."""
+        if len(args) > len(by_position) and not rest:
+            raise _too_many(verb, parameters, len(args), len(by_position))
+        by_type = True
+        for name, x in (*zip(itertools.chain(by_position, itertools.repeat(rest)), args), *kwargs.items()):  # noqa: B905
+            kind = kinds.get(name) or kinds.get(others)
+            if kind is not None and not isinstance(x, kind.types):
+                if not _fits(x, kind):
+                    raise _namesake(verb, name, kind, x) or must_be(f"{verb}: {name.rstrip('_')}", kind.words, x)
+                by_type &= type(x) is int  # which is in no `types`, since a bool is an int
+        return by_type
 
     @functools.wraps(f)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return f(*args, **kwargs)
         try:
-            if len(args) > len(by_position) and not rest:
-                raise _too_many(verb, parameters, len(args), len(by_position))
-            for name, x in (*zip(itertools.chain(by_position, itertools.repeat(rest)), args), *kwargs.items()):  # noqa: B905
-                kind = kinds.get(name) or kinds.get(others)
-                if kind is not None and not _fits(x, kind):
-                    raise _namesake(verb, name, kind, x) or must_be(f"{verb}: {name.rstrip('_')}", kind.words, x)
+            kinds_of_call = (*map(type, args), *kwargs, *map(type, kwargs.values()))
+            if kinds_of_call not in accepted and check(args, kwargs) and len(accepted) < _MOST_ACCEPTED:
+                accepted.add(kinds_of_call)
             return f(*args, **kwargs)
         except Exception as e:
             hide_library_frames(e)
@@ -333,6 +344,7 @@ def _checked(f: F, verb: str, names: dict[str, Any]) -> F:
     return typing.cast(F, wrapper)
 
 
+_MOST_ACCEPTED = 64  # combinations of types, of each function
 _NO_TENSOR = torch.empty(0)
 _OF_TENSORS = (RuntimeError, IndexError, ValueError, NotImplementedError)  # errors of torch about the tensors of a call
 

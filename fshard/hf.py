@@ -12,12 +12,12 @@ ids = hf.generate(apply, params, {}, ids, new=20, **hf.generation_options("folde
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from fshard import models, tree
 from fshard._io import StrPath
+from fshard._url import as_path
 from fshard.errors import checked, fail, raise_all
 from fshard.mesh import Mesh
 from fshard.spec import is_spec, spec_errors
@@ -43,7 +43,7 @@ def load(path: StrPath, specs: Any = None, mesh: Mesh | None = None) -> tuple[An
     contents = config_of(path)
     model = model_of(contents)
     if model is None:
-        raise fail(f"{Path(path) / CONFIG}: there is no model file for {contents.get('model_type')!r}",
+        raise fail(f"{as_path(path) / CONFIG}: there is no model file for {contents.get('model_type')!r}",
                    models=", ".join(models.ARCHITECTURES),
                    fix="apply, module = fs.defer(lambda: AutoModel.from_config(config)); "
                        "hf.weights(path, module, of=apply)")  # fmt: skip

@@ -15,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ._comm import (
     HOST,
+    OTHER_PORT,
     SLOW,
     AbstractComm,
     Comm,
@@ -198,7 +199,8 @@ def make_mesh(
     With nccl only those of checked calls are (`shard_map(check="always")`), and all ranks must reach the first
     collective over each set of axes: it makes a process group.
 
-    Raises ShardingError for sizes that are not positive, and where the sizes do not multiply to the world size.
+    Raises ShardingError for sizes that are not positive or do not multiply to the world size, and where another job
+    uses the port at which the ranks meet.
     """
     launched = dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
     kind = kind or ("process" if launched else "simulated")
@@ -255,10 +257,15 @@ def _start_process(sizes: str, device: torch.device, timeout: datetime.timedelta
         host, port, ranks = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
         with Wait(lambda: (f"for all of {ranks} ranks to start", f"they meet at {host}:{port}")):
             watch = start_watchdog(int(os.environ["RANK"]), int(ranks))
-            store, rank, world = next(
-                rendezvous("env://") if timeout is None else rendezvous("env://", timeout=timeout)
-            )
-            watch.connect(store, host)  # first: if a rank fails to start, the others end
+            try:
+                store, rank, world = next(
+                    rendezvous("env://") if timeout is None else rendezvous("env://", timeout=timeout)
+                )
+            except RuntimeError as e:
+                if "EADDRINUSE" not in str(e):
+                    raise
+                raise fail(f"make_mesh: another job or program uses port {port} of {host}", fix=OTHER_PORT) from None
+            store = watch.meet(store, host, port)  # first: if a rank fails to start, the others end
             call_at_exit(lambda failed: _leave(watch, failed), lambda: watch.leave(failed=True))
             cuda = device.type == "cuda"
             dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world,

@@ -352,7 +352,8 @@ def read_losses(path: StrPath) -> tuple[list[int], list[float]]:
     for i, line in enumerate(lines):
         try:
             metrics = json.loads(line)
-            step, loss = int(metrics["step"]), float(metrics["loss"])
+            loss = metrics["loss"]
+            step, loss = int(metrics["step"]), math.nan if loss is None else float(loss)  # JSON has no NaN
         except (ValueError, KeyError, TypeError):
             if i + 1 == len(lines) and not line.endswith("\n"):
                 break  # a kill has cut it short

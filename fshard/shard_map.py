@@ -43,6 +43,8 @@ from .spec import P, spec_errors
 
 Check = Literal["first", "always", "never", "values"]
 
+# Signatures that a function keeps, of some KB each: more than a loader has lengths.
+_MOST_PLANS = 256
 _MOST_PROGRAMS = 32  # a program that differs at every call, by a string that it reads, is not checked at every call
 
 
@@ -135,7 +137,7 @@ class ShardMapped:
         self._compiled = compile and mesh.kind != "abstract"
         self._body = compiled(f) if self._compiled else f
         self._live = [a for a, n in mesh.axes.items() if n > 1]
-        self._plans: list[CallPlan] = []
+        self._plans: list[CallPlan] = []  # the last one used comes first; other threads read it, so it is replaced
         self._program: Program | None = None  # as the last call found it
         self._scratch: list[list[dict[Any, Any]]] = []  # at most one entry: that of the last call that has ended
 
@@ -226,9 +228,11 @@ class ShardMapped:
     def _find_plan(self, leaves: list[Any], treedef: Any) -> CallPlan | None:
         """Return the plan of this signature; None before the first call that has it."""
         signature = call_signature(leaves)
-        for plan in self._plans:
+        for i, plan in enumerate(plans := self._plans):
             if plan.treedef == treedef and plan.signature == signature:
                 plan.signature = signature  # the next call often has the same objects, which compare faster
+                if i > 0:
+                    self._plans = [plan, *plans[:i], *plans[i + 1 :]]
                 return plan
         return None
 
@@ -236,7 +240,7 @@ class ShardMapped:
         if self._compiled:
             make_functions(max(256, 2 * len(leaves)))
         plan = make_plan(self._name, self._f, self.mesh, self._in_specs, self._donate, args)
-        self._plans.append(plan)
+        self._plans = [plan, *self._plans[: _MOST_PLANS - 1]]
         return plan
 
     def _take_scratch(self) -> list[dict[Any, Any]]:
@@ -294,12 +298,12 @@ class ShardMapped:
     def _check_results(self, checker: Checker, out: Any) -> None:
         """Raise for results that vary over an axis which their out spec does not name."""
         specs = broadcast_out_specs(self._name, out, self._out_specs)
-        rows = [
-            (tree.show("result", path), x, spec)
-            for (path, x), spec in zip(tree.leaves_with_path(out), specs, strict=True)
-            if isinstance(x, Tensor) and not spec_errors("", tuple(x.shape), spec, self.mesh.axes)
-        ]
-        raise_all(checker.result_errors(self._name, rows))
+        wrong = checker.wrong_results(tree.leaves(out), specs)
+        if wrong:  # a result that its spec does not fit has an error of its own
+            paths = [tree.show("result", path) for path, _ in tree.leaves_with_path(out)]
+            rows = [(paths[i], x, spec) for i, x, spec in wrong
+                    if not spec_errors("", tuple(x.shape), spec, self.mesh.axes)]  # fmt: skip
+            raise_all(checker.result_errors(self._name, rows))
 
 
 class DryRun(NamedTuple):

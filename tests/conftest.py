@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
+from _pytest.unraisableexception import gc_collect_iterations_key
 
 import fshard  # noqa: F401  loaded before the ranks are forked, so that they need not load it again
 from tests.lib.processes import Pool
@@ -26,6 +27,7 @@ _pool = pytest.StashKey[Pool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[gc_collect_iterations_key] = 1  # at the end, for errors of finalizers: five take seconds
     config.stash[_pool] = Pool()  # before anything computes; a fork of some 20 ms
 
 
@@ -48,14 +50,15 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    starting = [item for item in items if item.get_closest_marker("process")]
+    starting = {item for item in items if item.get_closest_marker("process")}
     if len(starting) > MOST_PROCESS_TESTS:
-        listed = "\n  ".join(item.nodeid for item in starting)
+        listed = "\n  ".join(item.nodeid for item in items if item in starting)
         raise pytest.UsageError(
             f"{len(starting)} tests start processes, the most is {MOST_PROCESS_TESTS}: join some\n  {listed}"
         )
-    for item in starting:  # on one worker, so that one team of ranks computes at a time
-        item.add_marker(pytest.mark.xdist_group("processes"))
+    for item in items:  # a file on one worker, which makes its models and loads what it imports once
+        group = "processes" if item in starting else item.path.name  # one team of ranks computes at a time
+        item.add_marker(pytest.mark.xdist_group(group))
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -558,6 +558,7 @@ def test_writing_a_differentiated_value_into_an_argument_is_an_error():
 # --- compiled, on a mesh of one rank ---
 
 
+@pytest.mark.slow
 def test_compiled_with_aux_and_with_dropout_in_microbatches():
     p, x = data()
     mesh = fs.make_mesh(data=1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import fshard as fs
 from fshard import P, data
 from tests.lib.assertions import assert_same, error_text
 from tests.lib.processes import Pool
+from tests.lib.signals import default_signals
 
 MESHES: list[dict[str, int]] = [{"data": 1}, {"data": 2}, {"data": 3}, {"data": 2, "model": 2}, {"model": 3, "data": 4}]
 
@@ -107,6 +110,24 @@ def fill_a_cache(folder: Path) -> tuple[Any, ...]:
     fs.wait(mesh)
     # 6. Results of an evaluation, of uneven batches and with a mask.
     out.append([evaluate(mesh, rank=at) for at in (None, 2)])
+    # 7. A signal on one rank stops all of them, at one call; a rank in another function is an error before that.
+    with default_signals():
+        text = error_text(fs.preempted if rank else fs.wait, mesh)
+        assert text.startswith("preempted: " if rank else "wait: ")
+        assert text.endswith("rank 1: preempted    rank 2: preempted    rank 3: preempted\n"
+                             "  fix: call it on every rank, in the same order")  # fmt: skip
+        for sender in (2, 0):
+            with default_signals():
+                calls = 0
+                while not fs.preempted(mesh):
+                    calls += 1
+                    assert calls < 10_000
+                    if calls == 5 and rank == sender:
+                        signal.raise_signal(signal.SIGTERM)
+                    time.sleep(0.001 * rank)
+                assert fs.preempted(mesh)
+                assert len(set(mesh.gather_objects(calls))) == 1
+                assert calls >= 5 - 1
     return tuple(out)
 
 

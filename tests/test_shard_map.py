@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections import UserDict
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 import fshard as fs
 from fshard import P, Sharded, ShardingError
+from fshard._comm import checker
 from fshard._torch_compat import FakeTensorMode
 from tests.lib.assertions import error_text
 
@@ -570,6 +572,26 @@ def test_calls_with_other_shapes_specs_or_types_are_planned_again():
     assert "missing ['z']    extra ['y']" in error_text(pair, {"x": torch.ones(2), "z": torch.ones(2)})
     assert "is on another mesh" in error_text(f, put(torch.ones(4), P("a"), fs.make_mesh(a=4)))
     assert error_text(mapped(lambda x: x, ins=P("a")), put(torch.ones(4), P())).count("in_specs says P('a')") == 1
+
+
+@pytest.mark.parametrize("mesh", [fs.make_mesh(data=1), fs.make_mesh(data=2)], ids=repr)
+def test_only_the_last_used_signatures_are_kept_and_a_dropped_one_is_checked_again(mesh, monkeypatch):
+    monkeypatch.setattr(sys.modules["fshard.shard_map"], "_MOST_PLANS", 3)
+    rows_of_checks = []
+
+    @fs.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    def f(x):
+        if checker() is not None and fs.axis_index("data") == 0:
+            rows_of_checks.append(len(x) * mesh.size)
+        return 2 * x
+
+    for rows in (2, 4, 6, 2, 8, 2, 6, 4, 8, 4):  # 8 drops 4, which drops 8
+        assert fs.device_get(f(torch.ones(rows))).tolist() == [2.0] * rows
+        assert len(f._plans) <= 3
+    assert rows_of_checks == ([] if mesh.size == 1 else [2, 4, 6, 8, 4, 8])
+    for rows in range(2, 100, 2):
+        f(torch.ones(rows))
+    assert [plan.signature[0][0] for plan in f._plans] == [(98,), (96,), (94,)]
 
 
 def test_uneven_parts_of_equal_shapes_are_planned_separately():

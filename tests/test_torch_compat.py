@@ -216,6 +216,12 @@ def test_backend_of_and_timeout_of(group):
     assert compat.timeout_of(backend) == datetime.timedelta(seconds=77)
 
 
+def test_default_store(group):
+    compat.default_store().set("key", "value")
+    assert compat.default_store() is compat.default_store()
+    assert compat.default_store().clone().get("key") == b"value"
+
+
 def test_fake_tensor_and_its_mode():
     with compat.FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.ones(2) + torch.ones(3)[:2]

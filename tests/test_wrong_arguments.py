@@ -26,6 +26,7 @@ import fshard as fs
 from fshard import P
 from fshard.nn import rope
 from fshard.planning import Memory, Operation, Plan, roofline
+from tests.lib.signals import default_signals
 
 MESH = fs.make_mesh(kind="simulated", data=2, model=2)
 KEY = fs.key(0)
@@ -187,6 +188,7 @@ CALLS = [
     # scripts
     Call("main_first", lambda **args: fs.main_first(**args).__enter__(), {"mesh": MESH, "local": False}),
     outside(fs.wait, mesh=MESH),
+    Call("preempted", default_signals()(fs.preempted), {"mesh": MESH}),
     outside(fs.gather_for_metrics, results={"w": PLACED}, counted=V > 1, rank=None),
     # collectives
     inside(fs.psum, x=TREE, axis="data"),
@@ -450,13 +452,14 @@ def checkpoint_calls(folder: Path) -> list[Call]:
     losses = Call("losses", fs.plot.losses, {"path": folder, "window": 2}, words={"path": "losses: "})
     return accelerate + files + prefixed("data", images) + prefixed("plot", losses) + prefixed("checkpoint",
         outside(fs.checkpoint.save, path=folder / "again", tree_=TREE, step=1, keep=1, overwrite=True,
-                base=None),
+                base=None, background=True),
         outside(fs.checkpoint.restore, path=folder / "saved", like=DESCRIBED, specs=P(), mesh=MESH, step=1, at="",
                 base=None),
         outside(fs.checkpoint.digest, tree_=TREE),
         outside(fs.checkpoint.inspect, path=folder / "saved", step=1),
         outside(fs.checkpoint.steps, path=folder / "saved"),
         outside(fs.checkpoint.latest, path=folder / "saved"),
+        outside(fs.checkpoint.wait),
     )  # fmt: skip
 
 

@@ -68,12 +68,15 @@ def flatten_result(out: Any) -> RankResult:
 
 def refuse_valueless(name: str, mesh: Mesh, result: RankResult) -> None:
     """Raise ShardingError for tensors without values (fake, or on meta) in the result of ranks that compute values."""
-    if mesh.kind != "abstract":
+    if mesh.kind != "abstract" and any(map(_is_valueless, result.leaves)):
         raise_all([fail(f"{name}: {tree.show('result', path)} has a shape and no values: {describe(x)}",
                         "it was computed from a tensor without values (fake, or on meta), which the function captured",
                         fix="pass tensors as arguments")
-                   for path, x in tree.leaves_with_path(result.out)
-                   if isinstance(x, Tensor) and (x.is_meta or isinstance(x, FakeTensor))])  # fmt: skip
+                   for path, x in tree.leaves_with_path(result.out) if _is_valueless(x)])  # fmt: skip
+
+
+def _is_valueless(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_meta or isinstance(x, FakeTensor))
 
 
 def storage_pointers(xs: list[Tensor], mesh: Mesh) -> list[int]:
@@ -197,10 +200,18 @@ def _plan_outputs(
         refuse_valueless(name, mesh, result)
     errors: list[ShardingError] = []
     placements: list[Placement | None] = []
+    known: dict[Any, Placement] = {}  # of the leaves before: many have the same shapes, dtype and spec
     named = tree.leaves_with_path(first.out)
     for i, ((path, leaf), spec, parts) in enumerate(zip(named, specs, _by_leaf(results), strict=True)):
-        label = f"{name}: {tree.show('result', path)}"
         dtypes = [p.dtype if isinstance(p, Tensor) else None for p in parts]
+        shapes: list[tuple[int, ...]] = []
+        if None not in dtypes:
+            shapes = [tuple(p.shape) for p in parts] if rank_types is None else [t.leaves[i][1] for t in rank_types]
+        kind = (*shapes, *dtypes, spec)
+        if kind in known:
+            placements.append(known[kind])
+            continue
+        label = f"{name}: {tree.show('result', path)}"
         if len(set(dtypes)) > 1:
             texts = [str(dtype or type(p).__name__) for p, dtype in zip(parts, dtypes, strict=True)]
             errors.append(fail(f"{label}: the ranks returned different types", f"{texts}"))
@@ -209,14 +220,15 @@ def _plan_outputs(
             errors += no_parts_errors(label, leaf, spec) or _value_errors(label, parts)
             placements.append(None)
             continue
-        shapes = [tuple(p.shape) for p in parts] if rank_types is None else [t.leaves[i][1] for t in rank_types]
         wrong = spec_errors(label, tuple(leaf.shape), spec, mesh.axes)
         if wrong:
             errors += wrong
             continue
         shape, wrong = _global_shape(label, mesh, shapes, spec)
         errors += wrong
-        placements.append(Placement(shape, leaf.dtype, spec, mesh))
+        placements.append(placement := Placement(shape, leaf.dtype, spec, mesh))
+        if not wrong:
+            known[kind] = placement
     raise_all(errors)
     tensors = [i for i, p in enumerate(placements) if p is not None]
     plain = all(type(r.leaves[i]) is Tensor and not r.leaves[i].requires_grad for r in results for i in tensors)

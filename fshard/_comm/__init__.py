@@ -24,9 +24,11 @@ from .host_memory import (
     wait_before_writing,
     wait_for_copies_to_host,
 )
+from .meeting import OTHER_PORT
 from .microbatch import Microbatch, flattened_rows, in_microbatch, microbatch, microbatches
 from .packing import join_padded, longest_part, pack, pad, split_padded, unpack
 from .planned import PlannedComm
+from .preemption import StopAgreement, handle_signals, stop_agreement, take_signal
 from .process import ProcessComm
 from .protocol import Comm, PendingTransfer, coords_of, index_of, ranks_over, size_of
 from .record import (
@@ -69,15 +71,16 @@ from .timed import TimedComm, Watch
 from .watchdog import SLOW, Wait, Watchdog, call_at_exit, start_watchdog
 
 __all__ = [
-    "HOST", "SLOW", "AbstractComm", "Axis", "Comm", "GlooConnections", "Microbatch", "PendingTransfer",
-    "PlannedComm", "ProcessComm", "Recording", "Region", "TimedComm", "Transfer", "UnevenSize", "Wait", "Watch",
-    "Watchdog", "axes_of_own_values", "bind", "call_at_exit", "call_distributed", "call_site", "checker",
+    "HOST", "OTHER_PORT", "SLOW", "AbstractComm", "Axis", "Comm", "GlooConnections", "Microbatch", "PendingTransfer",
+    "PlannedComm", "ProcessComm", "Recording", "Region", "StopAgreement", "TimedComm", "Transfer", "UnevenSize", "Wait",
+    "Watch", "Watchdog", "axes_of_own_values", "bind", "call_at_exit", "call_distributed", "call_site", "checker",
     "common_device", "coords_of", "copy_to_device", "device_type", "empty_part", "fake_tensors", "flattened_rows",
-    "has_values", "host_device", "in_microbatch", "in_region", "index_of", "is_observed", "is_recomputing",
-    "is_scheduled", "is_view", "join_padded", "known_axes", "live_axes", "longest_part", "mark_arguments",
-    "memory_device", "microbatch", "microbatches", "pack", "pad", "ranks_over", "recomputing", "recording",
-    "refuse_nesting", "refuse_tracing", "refuse_transfer", "region", "run_on_meta", "simulate", "size_of",
+    "handle_signals", "has_values", "host_device", "in_microbatch", "in_region", "index_of", "is_observed",
+    "is_recomputing", "is_scheduled", "is_view", "join_padded", "known_axes", "live_axes", "longest_part",
+    "mark_arguments", "memory_device", "microbatch", "microbatches", "pack", "pad", "ranks_over", "recomputing",
+    "recording", "refuse_nesting", "refuse_tracing", "refuse_transfer", "region", "run_on_meta", "simulate", "size_of",
     "split_padded", "start_copy_to_device", "start_copy_to_host", "start_watchdog", "stop_after_transfers",
-    "storage_key", "to_device", "to_spec_memory", "transfer_count", "transfer_rows", "transfer_table",
-    "transposing", "unpack", "user_line", "wait_before_writing", "wait_for_copies_to_host", "without_others",
+    "stop_agreement", "storage_key", "take_signal", "to_device", "to_spec_memory", "transfer_count", "transfer_rows",
+    "transfer_table", "transposing", "unpack", "user_line", "wait_before_writing", "wait_for_copies_to_host",
+    "without_others",
 ]  # fmt: skip

@@ -1,18 +1,20 @@
 """A thread of each rank that ends the process when another rank or the launcher has failed, and reports long waits.
 
     rank 1 ---+
-    rank 2 ---+--- rank 0     one TCP connection from each rank to rank 0, open until the rank leaves
+    rank 2 ---+--- rank 0     a TCP connection from each rank to rank 0; with agents, from one rank of each machine
     rank 3 ---+
 
-The kernel closes the connections of a process that ends, whatever has ended it, and rank 0 tells the other ranks. A
-rank whose program ends says so first. Nothing is sent meanwhile: a rank that is stopped, that compiles or that is in a
-debugger has not failed. Keepalive probes find a lost host within two minutes.
+The kernel closes the connections of a process that ends, whatever has ended it, and rank 0 reports that to the other
+ranks. A rank whose program ends sends a message first. Nothing is sent meanwhile: a rank that is stopped, that compiles
+or that is in a debugger has not failed. Keepalive probes find a lost host within two minutes. An agent of torchrun ends
+all ranks of its machine when one fails, and does not notice that the ranks of another machine have failed.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
 import functools
 import math
 import multiprocessing.util
@@ -26,21 +28,24 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.distributed_c10d import PrefixStore
+
 from fshard import _callsite
+
+from .meeting import accept, announce, connect
 
 _POLL = 1.0  # seconds between two looks at the launcher and at the waits
 _GRACE = 10.0  # seconds for a rank to end by an error of its own, which says more, after another one has failed
 _LONG_WAIT = 30.0  # seconds of one wait, after which it is reported
-_LEAVE = 5.0  # seconds that a rank waits at its end for the others: none waits long for one that hangs
-_CONNECT = 20.0  # seconds to connect to rank 0, whose host has answered before
-_HELLO_TIMEOUT = 5.0  # seconds for a connected rank to say which it is
+_LEAVE = datetime.timedelta(
+    seconds=5
+)  # that a rank waits at its end for the others: none waits long for one that hangs
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 120_000}
 
 SLOW = "may be compiling, saving, slow, stopped or in a debugger"  # reason of a long wait
 
-_KEY = "fshard/watchdog"  # in the store: port of rank 0, and a token that tells its ranks from strangers
-_MESSAGE = struct.Struct("!cI")  # a kind, and the rank it is about
-_HELLO, _LEFT, _FAILED, _ALL_LEFT = b"H", b"L", b"F", b"A"
+_NUMBER = struct.Struct("!I")  # from rank 0: a rank that has failed
+_LEFT = _NUMBER.pack(2**32 - 1)  # the sender leaves
 
 
 def end_process(reason: str) -> None:
@@ -74,25 +79,28 @@ class Watchdog:
     """The connections of one rank to the others, and the thread that watches them, the launcher and the waits.
 
     `end` and `report` are called with a text. `launcher` is the id of the parent process that must live, if any;
-    `has_store` says that rank 0 has the store, and not the launcher.
+    `stays` is whether this rank stays connected.
     """
 
     def __init__(
-        self, rank: int, world: int, *, launcher: int | None = None, has_store: bool = True,
+        self, rank: int, world: int, *, launcher: int | None = None, stays: bool = True,
         end: Callable[[str], None] = end_process, report: Callable[[str], None] = report,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.rank, self.world = rank, world
         self.failed: int | None = None  # the first rank that is known to have failed
         self._launcher, self._end, self._report, self._clock = launcher, end, report, clock
-        self._is_needed = rank == 0 and has_store
-        self._end_at = math.inf
-        self._left: set[int] = set()
+        self._stays, self._end_at = stays, math.inf
+        self._is_leaving = False
         self._reported: set[float] = set()  # starts of the waits that were reported
         self._closed = False
         self._changed = threading.Condition()  # guards all of these, and wakes the main thread
         self._token = b""
+        self._store: Any = None  # of this attempt
+        self._starts = 0  # of torch.distributed in this process
         self._listener: socket.socket | None = None
+        self._known: set[int] = set()  # ranks that rank 0 has accepted
+        self._left: set[int] = set()  # ranks that sent so
         self._connections: dict[socket.socket, int] = {}  # with the rank at the other end
         self._selector = selectors.DefaultSelector()
 
@@ -104,27 +112,23 @@ class Watchdog:
 
     # --- connections ----------------------------------------------------------------------------------------------
 
-    def connect(self, store: Any, host: str) -> None:
-        """Connect to rank 0, which the other ranks reach at `host`; on rank 0 accept connections from now on."""
-        if self.world == 1 or self._listener or self._connections:
-            return
-        if self.rank == 0:
-            dual = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if dual else socket.AF_INET
-            self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=self.world)
-            self._token = os.urandom(16)
+    def meet(self, store: Any, host: str, port: str) -> PrefixStore:
+        """Meet rank 0, which has the store at `host:port`; return the part of the store for this attempt.
+
+        Raises ShardingError if rank 0 is of another job.
+        """
+        if not self._token and self.rank == 0:
+            self._listener, self._token = announce(store, host, self.world)
             self._selector.register(self._listener, selectors.EVENT_READ)
-            store.set(_KEY, f"{self._listener.getsockname()[1]} {self._token.hex()}")
-            return
-        port, token = store.get(_KEY).decode().split()
-        try:
-            connection = socket.create_connection((host, int(port)), timeout=_CONNECT)
-            connection.sendall(bytes.fromhex(token) + _MESSAGE.pack(_HELLO, self.rank))
-        except OSError as e:
-            self._report(f"rank {self.rank} cannot connect to port {port} of {host}, the host of rank 0 ({e}): "
-                         "if another rank fails, this one may wait for it until the timeout")  # fmt: skip
-            return
-        self.add(connection, 0)
+        elif not self._token:
+            connection, self._token = connect(store, host, port, self.rank, self.world)
+            self.add(connection, 0)
+            if not self._stays:
+                self._send(_LEFT, connection)
+                self._drop(connection)
+        self._starts += 1
+        self._store = out = PrefixStore(f"{self._token.hex()}/{self._starts}", store)
+        return out
 
     def add(self, connection: socket.socket, rank: int) -> None:
         """Watch a connection with another rank."""
@@ -137,68 +141,56 @@ class Watchdog:
         with self._changed:
             self._connections[connection] = rank
             self._selector.register(connection, selectors.EVENT_READ)
-            if self.rank == 0:  # this rank may connect late
-                for r in self._left:
-                    self._send(connection, _LEFT, r)
-                if self.failed is not None:
-                    self._send(connection, _FAILED, self.failed)
+            if self.rank == 0 and self.failed is not None:  # this rank connects late
+                self._send(_NUMBER.pack(self.failed), connection)
 
     def _accept(self) -> None:
         assert self._listener is not None
-        size = len(self._token) + _MESSAGE.size
-        with contextlib.suppress(OSError):  # of one that has gone, or of a stranger who says nothing
-            connection, _ = self._listener.accept()
-            connection.settimeout(_HELLO_TIMEOUT)
-            with contextlib.closing(connection):
-                data = connection.recv(size, socket.MSG_WAITALL)
-                if len(data) == size and data.startswith(self._token):
-                    _, rank = _MESSAGE.unpack(data[len(self._token) :])
-                    self.add(connection.dup(), rank)
+        try:
+            accepted = accept(self._listener, self._token, self.world, self._known)
+        except OSError as e:
+            self._end(f"rank 0 cannot have a connection from each of {self.world} ranks ({e.strerror}): "
+                      "raise its number of open files (ulimit -n)")  # fmt: skip
+        else:
+            if accepted is not None:
+                self.add(*accepted)
 
     def _receive(self, connection: socket.socket) -> None:
         """Read one message, or the end of the connection: the failure of a rank that has not left."""
         try:
-            data = connection.recv(_MESSAGE.size, socket.MSG_WAITALL)
+            message = connection.recv(_NUMBER.size, socket.MSG_WAITALL)
         except OSError:  # reset, or no answer to the keepalive probes
-            data = b""
+            message = b""
         with self._changed:
             if connection not in self._connections:  # closed by the main thread
                 return
-            if len(data) < _MESSAGE.size:
-                self._selector.unregister(connection)
-                connection.close()
-                rank = self._connections.pop(connection)
+            rank = self._connections[connection]
+            if message == _LEFT:
+                self._left.add(rank)
+            elif len(message) < _NUMBER.size:
+                self._drop(connection)
                 if rank not in self._left:
                     self._note_failure(rank)
-            else:
-                kind, rank = _MESSAGE.unpack(data)
-                if kind == _FAILED:
-                    self._note_failure(rank)
-                elif kind == _LEFT:
-                    self._note_left(rank)
-                elif kind == _ALL_LEFT:
-                    self._left.update(range(self.world))
+            elif rank == 0 and (failed := _NUMBER.unpack(message)[0]) < self.world:
+                self._note_failure(failed)
             self._changed.notify_all()
+
+    def _drop(self, *connections: socket.socket) -> None:
+        for connection in connections:
+            del self._connections[connection]
+            self._selector.unregister(connection)
+            connection.close()
 
     def _note_failure(self, rank: int) -> None:
         if self.failed is None:
             self.failed, self._end_at = rank, self._clock() + _GRACE
             if self.rank == 0:
-                self._broadcast(_FAILED, rank)
+                self._send(_NUMBER.pack(rank), *self._connections)
 
-    def _note_left(self, rank: int) -> None:
-        self._left.add(rank)
-        if self.rank == 0 and len(self._left) == self.world:
-            self._broadcast(_ALL_LEFT, 0)
-
-    def _broadcast(self, kind: bytes, rank: int) -> None:
-        for connection in self._connections:
-            self._send(connection, kind, rank)
-
-    @staticmethod
-    def _send(connection: socket.socket, kind: bytes, rank: int) -> None:
-        with contextlib.suppress(OSError):  # its end is read next
-            connection.sendall(_MESSAGE.pack(kind, rank))
+    def _send(self, message: bytes, *connections: socket.socket) -> None:
+        for connection in connections:
+            with contextlib.suppress(OSError):  # its end is read next
+                connection.sendall(message)
 
     # --- the thread -----------------------------------------------------------------------------------------------
 
@@ -227,10 +219,12 @@ class Watchdog:
         late = self._clock() >= self._end_at
         if self.failed == self.rank:
             return f"rank {self.rank} has failed, and had not ended {_GRACE:.0f} s later" if late else ""
-        # A rank that has left has no error to wait for.
-        if self.failed is not None and (late or self.rank in self._left):
-            return (f"rank {self.rank} ends, since rank {self.failed} has failed: it raised, was killed, called "
-                    f"os._exit, or its host was lost; see the output of rank {self.failed}")  # fmt: skip
+        # A rank that leaves has no error to wait for.
+        if self.failed is not None and (late or self._is_leaving):
+            # The agent of a machine ends all of its ranks when one fails.
+            which = f"rank {self.failed}" + " or another rank of its machine" * (self._launcher is not None)
+            return (f"rank {self.rank} ends, since {which} has failed: it raised, was killed, called os._exit, or its "
+                    f"host was lost; see the output of rank {self.failed}")  # fmt: skip
         return ""
 
     def _long_waits(self) -> list[str]:
@@ -249,38 +243,34 @@ class Watchdog:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def leave(self, *, failed: bool) -> None:
-        """Tell the other ranks that this one ends; unless it has failed, wait until all end, for at most 5 s."""
+        """Leave, when all other ranks do or 5 s later; a rank that has failed does not wait."""
         with self._changed:
             if self._closed:
                 return
-            self._broadcast(_FAILED if failed else _LEFT, self.rank)
             if failed:
                 self.failed, self._end_at = self.rank, self._clock() + _GRACE
+                self._drop(*self._connections)
                 return
-            self._note_left(self.rank)
-            self._changed.wait_for(lambda: self.failed is not None or len(self._left) == self.world, _LEAVE)
+            self._is_leaving = True
+        with contextlib.suppress(Exception):  # of a store that has gone, or of a wait that was too long
+            if self._store.add("left", 1) < self.world:
+                self._store.wait(["all left"], _LEAVE)
+            else:
+                self._store.set("all left", "")
+            self._left.update(range(self.world))
+        with self._changed:  # after the wait, in which an agent ends this rank if another one of the machine has failed
+            self._send(_LEFT, *self._connections)
             self._closed = self.rank != 0 and self.failed is None  # what fails from now on does not end this rank
 
     def close(self) -> None:
-        """End the thread and close the connections. A rank 0 that has not failed first waits until all others have.
-
-        It tells them of failures, and has the store. Where the launcher has the store, it watches the ranks too.
-        """
+        """End the thread and close the connections. A rank 0 that has not failed first waits until all others have."""
         with self._changed:
-            if self._is_needed and self.rank in self._left:
-                with Wait(self._describe_end):
+            if self.rank == 0 and self._is_leaving:
+                with Wait(lambda: (f"at its end for ranks {sorted(self._connections.values())} to end",
+                                   "it reports failures to them, and may have the store that they use")):  # fmt: skip
                     self._changed.wait_for(lambda: not self._connections)
             self._closed = True
-            for connection in self._connections:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)  # where a forked child has it too
-                connection.close()
-            self._connections.clear()
-
-    def _describe_end(self) -> tuple[str, str]:
-        others = sorted(self._connections.values())
-        ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
-        return f"at its end for {ranks} to end", "it tells them of failures, and has the store that they use"
+            self._drop(*self._connections)
 
     def _forget(self) -> None:
         """Close the sockets of this process in a forked child, where they would outlive it."""
@@ -295,8 +285,8 @@ class Watchdog:
 @functools.cache
 def start_watchdog(rank: int, world: int) -> Watchdog:
     """Return the watchdog of this process, which is started at the first call."""
-    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    out = Watchdog(rank, world, launcher=launcher_id(), has_store=has_store)
+    launcher = launcher_id()
+    out = Watchdog(rank, world, launcher=launcher, stays=launcher is None or os.environ.get("LOCAL_RANK") == "0")
     out.start()
     return out
 
@@ -309,8 +299,8 @@ def launcher_id() -> int | None:
 def call_at_exit(leave: Callable[[bool], None], fail: Callable[[], None]) -> None:
     """Call `leave(failed)` when the program ends, after its threads; and `fail()` before that if an exception ends it.
 
-    Python does not say with which status `sys.exit` ends a program that was not started by multiprocessing. An
-    exception at an interactive prompt ends nothing.
+    `sys.exit` is not a failure, with any status: ranks may agree on one. An exception at an interactive prompt ends
+    nothing.
     """
     before, pid, print_exception = getattr(sys, "last_value", None), os.getpid(), sys.excepthook
 
@@ -323,7 +313,7 @@ def call_at_exit(leave: Callable[[bool], None], fail: Callable[[], None]) -> Non
         if os.getpid() != pid:  # a forked child
             return
         e = sys.exc_info()[1]
-        raising = e is not None and not (isinstance(e, SystemExit) and not e.code)
+        raising = not isinstance(e, SystemExit | None)
         leave(raising or (getattr(sys, "last_value", None) is not before and not _is_interactive()))
 
     sys.excepthook = excepthook

@@ -23,11 +23,12 @@ Source: the per-axis types are those of JAX's shard_map (varying manual axes).
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -66,6 +67,20 @@ class Rank(NamedTuple):
 
     coords: Mapping[str, int]
     table: TypeTable
+
+
+_M = TypeVar("_M", bound=Callable[..., Any])
+
+
+def _without_torch_function(method: _M) -> _M:
+    """Decorate a method whose reads of a tensor's attributes no mode of torch functions needs to see."""
+
+    @functools.wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with without_torch_function():
+            return method(*args, **kwargs)
+
+    return cast(_M, wrapper)
 
 
 # Values of one rank that another one read, with the coordinates of the first: a cache has them at the next call too.
@@ -116,7 +131,9 @@ class Checker(OperationMode):
 
     def info(self, x: Tensor) -> TensorInfo:
         """Return the type and origin of a tensor."""
-        x = unwrapped(x)
+        return self._info_of_plain(unwrapped(x))
+
+    def _info_of_plain(self, x: Tensor) -> TensorInfo:
         info = self._table.get(x) or self._info_of_unknown(x)
         if info.type.differentiable:  # the usual case, made fast
             return info
@@ -161,6 +178,7 @@ class Checker(OperationMode):
         info = TensorInfo(type, self._roots, name, op, site, int(x.storage_offset()), history, spec)
         self._table.set(x, info, alias=alias)
 
+    @_without_torch_function
     def set_argument_type(self, x: Tensor, spec: P, name: str) -> None:
         """Type an argument of the region, which varies over the axes that its spec names."""
         varying = frozenset(spec.axes)
@@ -220,11 +238,12 @@ class Checker(OperationMode):
 
     # --- collectives ---
 
+    @_without_torch_function
     def run_collective(
         self, m: Any, xs: Sequence[Tensor], run: Callable[[Any], Sequence[Tensor]]
     ) -> tuple[Tensor, ...]:
         """Run a linear map, after a check of its operands' types, and type its results."""
-        axes = frozenset(m.axes)
+        axes, site = frozenset(m.axes), m.origin or _callsite.site()
         infos = [self.info(x) for x in xs]
         for x, info in zip(xs, infos, strict=True):
             wrong = info.type.invariant & axes if m.takes == "V" else info.type.varying & axes
@@ -235,23 +254,31 @@ class Checker(OperationMode):
         with self.paused():
             out = tuple(run(xs))
         op = m.verb if m.origin is None else f"{m.verb}, the transpose of the {m.transpose.verb}"
+        known: dict[tuple[Type, int], tuple[Type, History]] = {}  # most tensors of a tree have one type
         for y, info in zip(out, infos, strict=True):
-            t = info.type
-            varying = t.varying | axes if m.gives == "V" else t.varying - axes
-            invariant = t.invariant - axes if m.gives == "V" else t.invariant | axes
-            new = t._replace(varying=varying, invariant=invariant, drawn=NONE)
-            reductions = tuple(x for x in info.history.reductions if x.axis in invariant)
-            if m.gives == "I" and m.origin is None:
-                reductions += tuple(Reduction(axis, m.verb, _callsite.site()) for axis in m.axes)
-            mixtures = tuple(x for x in info.history.mixtures if x.axis in varying)
-            copies = info.history.copies | axes - t.varying if m.verb == "pvary" else info.history.copies - axes
-            gathers = tuple(x for x in info.history.gathers if x.axis in varying - axes)
-            if m.verb == "all_gather" and m.gives == "V" and m.origin is None:
-                gathers += tuple(Reduction(axis, m.verb, _callsite.site()) for axis in m.axes)
-            history = History(mixtures, reductions, info.history.partials if varying else (), copies, gathers)
-            self._set_info(y, new, op=op, site=m.origin, alias=not m.moves, history=history)
+            if (key := (info.type, id(info.history))) not in known:
+                known[key] = self._collective_type(m, info.type, info.history, site)
+            new, history = known[key]
+            self._set_info(y, new, op=op, site=site, alias=not m.moves, history=history)
         return out
 
+    def _collective_type(self, m: Any, t: Type, before: History, site: _callsite.Site | None) -> tuple[Type, History]:
+        """Return the type and the history of a result of a linear map from those of its operand."""
+        axes = frozenset(m.axes)
+        varying = t.varying | axes if m.gives == "V" else t.varying - axes
+        invariant = t.invariant - axes if m.gives == "V" else t.invariant | axes
+        reductions = tuple(x for x in before.reductions if x.axis in invariant)
+        if m.gives == "I" and m.origin is None:
+            reductions += tuple(Reduction(axis, m.verb, site) for axis in m.axes)
+        mixtures = tuple(x for x in before.mixtures if x.axis in varying)
+        copies = before.copies | axes - t.varying if m.verb == "pvary" else before.copies - axes
+        gathers = tuple(x for x in before.gathers if x.axis in varying - axes)
+        if m.verb == "all_gather" and m.gives == "V" and m.origin is None:
+            gathers += tuple(Reduction(axis, m.verb, site) for axis in m.axes)
+        history = History(mixtures, reductions, before.partials if varying else (), copies, gathers)
+        return Type(varying, invariant, t.differentiable), history
+
+    @_without_torch_function
     def check_pvary(self, m: Any, xs: Sequence[Tensor]) -> None:
         """Raise for a pvary of tensors that vary already, if their gradients would be summed.
 
@@ -268,39 +295,40 @@ class Checker(OperationMode):
 
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation after a check of its operands' types, and type its results."""
-        if self._paused or func.namespace == "prim":
+        if self._paused or (op := operation(func)).namespace == "prim":
             return func(*args, **kwargs)
         with without_torch_function():
-            if func.namespace == "higher_order":
-                return self._run_higher_order(func, args, kwargs)
-            op = operation(func)
+            if op.namespace == "higher_order":
+                return self._run_higher_order(op, args, kwargs)
             return (self._run_on_lists if op.on_lists else self._run_on_tensors)(op, args, kwargs)
 
     def _run_on_tensors(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        operands = [Operand(x, self.info(x)) for x in op.read(args, kwargs)]
+        operands = [Operand(x, self._info_of_plain(x)) for x in op.read(args, kwargs)]
         if op.uses_torch_generator is not None and op.uses_torch_generator(args, kwargs):
             raise messages.draw_from_torch_generator(op.name)
         if op.lacks_a_value(args, kwargs):
             raise messages.reduction_of_no_value(op.name, args[0])
         new, history = self._result_type(op, operands, args, kwargs)
-        written = [Operand(x, self.info(x)) for x in op.written(args, kwargs)]
-        self._check_written(op, new, history, written, operands)
+        written: Sequence[Operand] = ()
+        to_write = op.written(args, kwargs)
+        if to_write:
+            written = [Operand(x, self._info_of_plain(x)) for x in to_write]
+            self._check_written(op, new, history, written, operands)
         out = op.func(*args, **kwargs)
         invariant_part = join([new, *(o.info.type for o in written)]) if written else new
         self._record_numbers_of_call(op, invariant_part, args, kwargs)
         for o in written:
             self._set_written_info(op, o, new, history)
-        self._set_result_info(op, new, history, operands, out, {id(o.tensor) for o in written})
+        self._set_result_info(op, new, history, operands, out, {id(x) for x in to_write} if to_write else ())
         return out
 
-    def _run_higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_higher_order(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that takes functions (torch.cond, flex_attention), typed by its operands alone."""
-        op = Operation(func, str(func))
         operands = [Operand(x, self.info(x)) for x in op.read(args, kwargs)]
         new, history = self._result_type(op, operands, args, kwargs)
         with self.paused():
-            out = func(*args, **kwargs)
-        self._set_result_info(op, new, history, operands, out, set())
+            out = op.func(*args, **kwargs)
+        self._set_result_info(op, new, history, operands, out, ())
         return out
 
     def _run_on_lists(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -318,7 +346,7 @@ class Checker(OperationMode):
             for o in written:
                 self._set_written_info(op, o, new, history)
             if isinstance(out, (list, tuple)) and i < len(out):
-                self._set_result_info(op, new, history, [], out[i], set())
+                self._set_result_info(op, new, history, [], out[i], ())
         return out
 
     def _result_type(
@@ -331,11 +359,11 @@ class Checker(OperationMode):
         if op.constant:
             axes = NONE.union(*(o.info.type.varying | o.info.history.like for o in operands)) if op.like else NONE
             return Type(), history_like(axes)
-        types = [o.info.type for o in operands]
         if op.completed_by is None and operands:  # the usual case, made fast
-            _, first = operands[0]
-            if all(o.info.type == first.type and o.info.history is first.history for o in operands):
-                return join(types), first.history
+            (_, first), *others = operands
+            if not others or all(o.info.type == first.type and o.info.history is first.history for o in others):
+                return first.type if first.type.varying or first.type.invariant else Type(), first.history
+        types = [o.info.type for o in operands]
         mixtures = {m.axis: m for o in reversed(operands) for m in o.info.history.mixtures}
         for axis in sorted(NONE.union(*(t.varying for t in types))):
             invariant = [o for o in operands if axis in o.info.type.invariant]
@@ -453,8 +481,9 @@ class Checker(OperationMode):
         self._table.write(o.tensor, info, overwrites=op.overwrites)
 
     def _set_result_info(
-        self, op: Operation, new: Type, history: History, operands: Sequence[Operand], out: Any, written: set[int]
-    ) -> None:
+        self, op: Operation, new: Type, history: History, operands: Sequence[Operand], out: Any,
+        written: Collection[int],
+    ) -> None:  # fmt: skip
         if isinstance(out, (list, tuple)):
             for x in out:
                 self._set_result_info(op, new, history, operands, x, written)
@@ -464,14 +493,17 @@ class Checker(OperationMode):
             self.differentiated.follow(operands, out)
         differentiable = new.differentiable and differentiable_dtype(out)
         # A value computed from a draw stays drawn until it has a gradient; an integer is a number like any other.
-        is_draw = not differentiable and (differentiable_dtype(out) or out.dtype == torch.bool)
-        type = new._replace(differentiable=differentiable, drawn=new.drawn if is_draw else NONE)
+        is_draw = bool(new.drawn) and not differentiable and (differentiable_dtype(out) or out.dtype == torch.bool)
+        drawn = new.drawn if is_draw else NONE
+        same = differentiable == new.differentiable and drawn == new.drawn  # the usual case, made fast
+        type = new if same else Type(new.varying, new.invariant, differentiable, drawn)
         if op.view and operands:
-            info = operands[0].info._replace(type=type, spec=None)
+            _, root, name, made_by, site, start, views, _, origin = operands[0].info
             if op.copies:
-                info = info._replace(start=int(out.storage_offset()), origin="")
-            elif info.origin == "captured":
-                info = info._replace(origin="view of captured")
+                start, origin = int(out.storage_offset()), ""
+            elif origin == "captured":
+                origin = "view of captured"
+            info = TensorInfo(type, root, name, made_by, site, start, views, None, origin)
             self._table.set(out, info, alias=not op.copies)
         else:
             self._set_info(out, type, op=op.name, history=history)
@@ -513,6 +545,7 @@ class Checker(OperationMode):
                 if axes:
                     raise messages.loss_varies(self, x, loss, parameter, sorted(axes))
 
+    @_without_torch_function
     def check_gradients(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> None:
@@ -545,6 +578,19 @@ class Checker(OperationMode):
             raise messages.captured_written(self, "an assignment to .data", Operand(x, info), ())
         self._table.set(x, self.info(data)._replace(name=info.name, origin=""), alias=True)
 
+    @_without_torch_function
+    def wrong_results(self, leaves: Sequence[Any], specs: Sequence[P]) -> list[tuple[int, Tensor, P]]:
+        """Return the results whose types their specs do not allow, with their positions."""
+        axes = {spec: frozenset(spec.axes) for spec in set(specs)}
+        wrong = []
+        for i, (x, spec) in enumerate(zip(leaves, specs, strict=True)):
+            if isinstance(x, Tensor):
+                type_ = self.info(x).type
+                if type_.varying - axes[spec] or type_.invariant & axes[spec]:
+                    wrong.append((i, x, spec))
+        return wrong
+
+    @_without_torch_function
     def result_errors(self, name: str, rows: Sequence[tuple[str, Tensor, P]]) -> list[ShardingError]:
         """Return the errors of results, each with its path, that do not fit their specs: one for each line and axes."""
         groups: dict[Any, list[tuple[str, Operand, P]]] = {}

@@ -50,6 +50,7 @@ class Operation:
 
     func: Any
     name: str  # as a user calls it
+    namespace: str = "aten"
     constant: bool = False  # the result has no values of the arguments
     like: bool = False  # a `constant` that has a value for each of the argument's
     fresh: bool = False  # the argument was made just now, by no operation: torch.tensor, torch.from_numpy
@@ -63,11 +64,16 @@ class Operation:
     on_lists: bool = False  # computes row i of its results from row i of each list of tensors
     lists_written: int = 0
     uses_torch_generator: Callable[[Args, Kwargs], bool] | None = None  # asked for each call; None: never
+    # Name and default of each argument; whether it is a shape.
+    arguments: tuple[tuple[str, Any, bool], ...] = ()
 
     def written(self, args: Args, kwargs: Kwargs) -> list[Tensor]:
         """Return the tensors that a call writes in place."""
+        batch_norm = self.name.endswith("batch_norm")
+        if not (self.writes or batch_norm):  # the usual case, made fast
+            return []
         written = [args[i] if i < len(args) else kwargs.get(name) for i, name in self.writes]
-        if self.name.endswith("batch_norm") and len(args) > 5 and args[5] is True:  # its schema does not mark them
+        if batch_norm and len(args) > 5 and args[5] is True:  # its schema does not mark them
             written += args[3:5]
         return tensors_in(written)
 
@@ -75,27 +81,33 @@ class Operation:
         """Return whether a call has no value to choose; torch's fake tensors do not refuse a `max` or `min` of none."""
         if self.name not in _OF_SOME_VALUE or args[0].numel():
             return False
-        dim = {**dict(zip((a.name for a in schema_of(self.func).arguments), args, strict=False)), **kwargs}.get("dim")
+        dim = self._values(args, kwargs).get("dim")
         dims = [dim] if isinstance(dim, int) else dim
         return not dims or any(args[0].shape[d] == 0 for d in dims)
 
     def reduced_dim(self, args: Args, kwargs: Kwargs) -> int | None:
         """Return the dim that a call reduces; `None` for all or several."""
-        values = {**dict(zip((a.name for a in schema_of(self.func).arguments), args, strict=False)), **kwargs}
-        dim = values.get("dim")
+        dim = self._values(args, kwargs).get("dim")
         dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
         return dim if isinstance(dim, int) else None
 
     def numbers(self, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
         """Return the Python numbers of a call, defaults included, but not the sizes of the result."""
         numbers: list[Any] = []
-        for i, a in enumerate(schema_of(self.func).arguments):
-            x = args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
-            if isinstance(x, (list, tuple)) and a.name not in _SHAPES:
+        given = len(args)
+        for i, (name, default, is_shape) in enumerate(self.arguments):
+            x = args[i] if i < given else kwargs.get(name, default)
+            if x is None or type(x) is Tensor:  # the usual case, made fast
+                continue
+            if isinstance(x, (list, tuple)) and not is_shape:
                 numbers += [y for y in x if isinstance(y, (bool, int, float, complex))]
             elif isinstance(x, (bool, int, float, complex)):
                 numbers.append(x)
         return tuple(numbers)
+
+    def _values(self, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+        """Return the arguments of a call by name."""
+        return {**dict(zip((name for name, _, _ in self.arguments), args, strict=False)), **kwargs}
 
     def read(self, args: Args, kwargs: Kwargs) -> list[Tensor]:
         """Return the tensors that a call reads."""
@@ -109,8 +121,7 @@ class Operation:
 
     def rows(self, args: Args, kwargs: Kwargs) -> list[list[Tensor]]:
         """Return the tensors of each row of the lists, those that are written first."""
-        names = [a.name for a in schema_of(self.func).arguments]
-        values = [x for name, x in (*zip(names, args, strict=False), *kwargs.items()) if name not in _SHARED_SCALARS]
+        values = [x for name, x in self._values(args, kwargs).items() if name not in _SHARED_SCALARS]
         lists = [x for x in values if isinstance(x, (list, tuple)) and x and isinstance(x[0], Tensor)]
         n = len(lists[0]) if lists else 0
         in_every_row = [x for x in values if isinstance(x, Tensor)]
@@ -119,7 +130,9 @@ class Operation:
 
 @functools.cache
 def operation(func: Any) -> Operation:
-    """Return the facts about `func`, an OpOverload."""
+    """Return the facts about `func`, an OpOverload; of an operator that takes functions only its name is known."""
+    if func.namespace == "higher_order":
+        return Operation(func, str(func), func.namespace)
     schema = schema_of(func)
     name = schema.name.split("::")[-1]
     arguments = schema.arguments
@@ -131,6 +144,7 @@ def operation(func: Any) -> Operation:
     return Operation(
         func,
         _user_name(name),
+        func.namespace,
         constant=name in _CONSTANT,
         like=name in _LIKE,
         fresh=name == "lift_fresh",
@@ -144,6 +158,7 @@ def operation(func: Any) -> Operation:
         on_lists=on_lists,
         lists_written=len(lists_written) if on_lists else 0,
         uses_torch_generator=_generator_use(name, schema) if torch.Tag.nondeterministic_seeded in func.tags else None,
+        arguments=tuple((a.name, a.default_value, a.name in _SHAPES) for a in arguments),
     )
 
 

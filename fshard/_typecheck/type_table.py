@@ -7,14 +7,11 @@ and the allocator could not join it, use it for larger tensors or return it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+import weakref
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, UntypedStorage
-from torch.utils.weak import WeakTensorKeyDictionary
-
-from fshard._torch_compat import unwrapped
+from torch import Tensor
 
 from .types import FREE, TensorInfo, history_like, join
 
@@ -27,20 +24,66 @@ class _Write(NamedTuple):
     info: TensorInfo
 
 
+V = TypeVar("V")
+
+
+class _Reference(weakref.ref[Any]):
+    """A weak reference to a tensor or storage, with the key of its entry."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+class WeakTable(Generic[V]):
+    """Values by tensor or storage, found by identity, until it is freed.
+
+    `torch.utils.weak` makes a reference for each look-up, and compares references in Python. Here a look-up is one of
+    a dict: the checker makes several for each operation.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[_Reference, V]] = {}
+        self_reference = weakref.ref(self)  # the entries refer to `remove`: with a strong reference, a cycle
+
+        def remove(reference: _Reference) -> None:
+            table = self_reference()
+            if table is not None and table._entries.get(reference.key, (None,))[0] is reference:
+                del table._entries[reference.key]
+
+        self._remove = remove
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def get(self, x: Any) -> V | None:
+        """Return the value of `x`; None if it has none."""
+        entry = self._entries.get(id(x))
+        return entry[1] if entry is not None and entry[0]() is x else None
+
+    def __setitem__(self, x: Any, value: V) -> None:
+        entry = self._entries.get(id(x))
+        if entry is not None and entry[0]() is x:
+            self._entries[id(x)] = entry[0], value
+            return
+        reference = _Reference(x, self._remove)
+        reference.key = id(x)
+        self._entries[id(x)] = reference, value
+
+
 class TypeTable:
     """Facts by tensor; where a tensor has none, those of its storage; corrected by in-place writes to its bytes."""
 
     def __init__(self) -> None:
-        self._by_tensor: Any = WeakTensorKeyDictionary()
-        self._by_storage: WeakKeyDictionary[UntypedStorage, TensorInfo] = WeakKeyDictionary()  # of its first tensor
-        self._writes: WeakKeyDictionary[UntypedStorage, list[_Write]] = WeakKeyDictionary()
+        self._by_tensor: WeakTable[TensorInfo] = WeakTable()
+        self._by_storage: WeakTable[TensorInfo] = WeakTable()  # of its first tensor
+        self._writes: WeakTable[list[_Write]] = WeakTable()
 
     def get(self, x: Tensor) -> TensorInfo | None:
         """Return the facts of a tensor; if no operation made it (an nn.Parameter), the facts of its storage.
 
         `None` of a tensor that the table does not know.
         """
-        info: TensorInfo | None = self._by_tensor.get(x)
+        info = self._by_tensor.get(x)
         if info is not None and not self._writes:
             return info
         if _has_no_single_storage(x):
@@ -59,8 +102,7 @@ class TypeTable:
         return info
 
     def set(self, x: Tensor, info: TensorInfo, *, alias: bool = False) -> None:
-        """Set the facts of a tensor; an `alias` shares memory with a tensor of another type."""
-        x = unwrapped(x)
+        """Set the facts of a plain tensor; an `alias` shares memory with a tensor of another type."""
         self._by_tensor[x] = info
         if not alias and not _has_no_single_storage(x):
             storage = x.untyped_storage()
@@ -86,7 +128,7 @@ class TypeTable:
         type = new.type if replaces_all else join([old.type, new.type], x)
         if not (type.varying or type.invariant):  # zeros in the place of values that varied
             new = new._replace(history=history_like(new.history.like | old.history.like | old.type.varying))
-        others = [w for w in self._writes.get(storage, ()) if not (replaces_all and low <= w.low and w.high <= high)]
+        others = [w for w in self._writes.get(storage) or () if not (replaces_all and low <= w.low and w.high <= high)]
         info = old._replace(type=type, op=new.op, site=new.site, history=new.history)
         self._by_tensor[x] = info
         self._writes[storage] = [*others, _Write(low, high, info)]

@@ -8,6 +8,11 @@ A tree has `Sharded` leaves, plain tensors (a key: the same on every rank) and P
 The ranks write in parallel, each part of a leaf once. A rank reads only the slices that it needs, for any mesh, specs
 and number of processes at saving. Simulated and process meshes write the same files, byte by byte.
 
+A save in the background copies the leaves, and writes the copy while the program goes on:
+
+    checkpoint.save("out", state, step=25, background=True)
+    checkpoint.wait()                                                   # raises its failure, as the next save does
+
 A part of a tree, as the adapters of frozen parameters, is saved with the digest of what it belongs to:
 
     base = checkpoint.digest(params)                                    # once
@@ -18,18 +23,23 @@ A checkpoint is a directory of safetensors files (`parts`) and a JSON manifest (
 kill at any time leaves the last one or the new one, and the new one if `save` has returned (`commit`). Nothing is
 pickled, and every byte that is read is checked.
 
-On a process mesh every rank must call `save` and `restore`, on a shared directory. One program at a time may save into
-a directory. Others may read it meanwhile: if the checkpoint is replaced while `restore` reads it, an error says so.
+A path with a scheme, `s3://bucket/run`, is in a storage that fsspec reaches.
+
+On a process mesh every rank must call `save` and `restore`, on a shared directory. One program at a time saves into a
+directory, and an error of a second one names the first. Others may read it: `restore` reads a checkpoint again if
+another one replaces it meanwhile.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 
 from fshard._io import StrPath
+from fshard._url import as_path
 from fshard.errors import checked, raise_all
 
 from . import commit
+from .background import join, wait
 from .base import digest
 from .loading import restore
 from .manifest import Saved, Scalar
@@ -48,11 +58,14 @@ def inspect(path: StrPath, *, step: int | None = None) -> dict[str, Saved | Scal
 
     Raises ShardingError if there is no checkpoint, or its manifest is damaged.
     """
+    join()
     directory = commit.directory_of(path, step)
-    manifest = commit.read(directory, step)
-    for file in list(manifest.files)[:1]:
-        raise_all(check_part(directory / file, manifest.files[file]))
-    return dict(manifest.leaves)
+    for _ in range(commit.READS):
+        manifest = commit.read(directory, step)
+        errors = [e for file in list(manifest.files)[:1] for e in check_part(directory / file, manifest.files[file])]
+        if commit.read_unless_replaced("inspect", directory, manifest.digest, partial(raise_all, errors)):
+            return dict(manifest.leaves)
+    raise commit.replaced("inspect", directory)
 
 
 @checked
@@ -62,7 +75,8 @@ def steps(path: StrPath) -> list[int]:
     >>> steps("out")
     [25, 50]
     """
-    return commit.steps(Path(path))
+    join()
+    return commit.steps(as_path(path))
 
 
 @checked
@@ -75,4 +89,4 @@ def latest(path: StrPath) -> int | None:
     return max(steps(path), default=None)
 
 
-__all__ = ["Saved", "digest", "inspect", "latest", "restore", "save", "steps"]
+__all__ = ["Saved", "digest", "inspect", "latest", "restore", "save", "steps", "wait"]

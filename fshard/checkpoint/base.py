@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._io import Ranks, assign_writers, local_part, writable
+from fshard._url import AnyPath
 from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
 from fshard.spec import Box, describe
 
@@ -139,7 +139,7 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
     return torch.mv(x.reshape(-1, x.shape[-1]), y).reshape(x.shape[:-1])
 
 
-def check_base(directory: Path, saved: Mapping[str, str], base: Mapping[str, str] | None) -> None:
+def check_base(directory: AnyPath, saved: Mapping[str, str], base: Mapping[str, str] | None) -> None:
     """Raise ShardingError, naming the leaves that differ, unless the base of a checkpoint is that of the caller."""
     if base is None:
         if saved:

@@ -2,6 +2,7 @@
 
     out/step_000025/                  complete: it appeared by one rename
     out/.step_000050.tmp-9f2c81d0/    an unfinished save: never read, removed by the next save
+    out/.steps.lock                   names the program that saves
 
 A save writes into a temporary sibling, flushes every file and the directory to the disk, then renames the sibling.
 To replace a complete checkpoint, the new part files, whose names differ, are moved into its directory first; the rename
@@ -13,6 +14,9 @@ unused, and only they are removed. So a kill at any moment leaves the old state 
 returned on any rank, the new one; a save that was killed may have been committed or not. This holds for a killed
 program by the order of the operations, and for a machine that loses power since all files are flushed before the
 rename, and the directory after it.
+
+A storage of objects has no rename: there the part files are put in their final place, under names of their own, and the
+put of `manifest.json` is the commit.
 """
 
 from __future__ import annotations
@@ -22,35 +26,39 @@ import os
 import re
 import secrets
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from fshard._io import StrPath, sync, write_errors
+from fshard._io import StrPath, locked, sync, write_errors
+from fshard._url import AnyPath, UrlPath, as_path
 from fshard.errors import ShardingError, fail
 
 from .manifest import MANIFEST, Manifest, read_manifest
 from .parts import PART_NAME, UNCHANGED
 
+READS = 10  # times that a checkpoint is read that another program replaces meanwhile
 _STEP = re.compile(r"step_(\d{6,})")
 
 
-def directory_of(path: StrPath, step: int | None) -> Path:
+def directory_of(path: StrPath, step: int | None) -> AnyPath:
     if step is not None and step < 0:
         raise fail(f"step={step} is not a step", fix="an integer of 0 or more")
-    return Path(path) if step is None else Path(path) / f"step_{step:06d}"
+    return as_path(path) if step is None else as_path(path) / f"step_{step:06d}"
 
 
-def steps(directory: Path) -> list[int]:
+def steps(directory: AnyPath) -> list[int]:
     if not directory.is_dir():
         return []
     names = [_STEP.fullmatch(d.name) for d in directory.iterdir()]
     return sorted(int(m[1]) for m in names if m and is_complete(directory / m[0]))
 
 
-def is_complete(directory: Path) -> bool:
+def is_complete(directory: AnyPath) -> bool:
     return (directory / MANIFEST).is_file()
 
 
-def check_complete(directory: Path) -> None:
+def check_complete(directory: AnyPath) -> None:
     """Raise ShardingError unless `directory` is a complete checkpoint; its message names the checkpoints nearby."""
     if is_complete(directory):
         return
@@ -68,38 +76,81 @@ def check_complete(directory: Path) -> None:
     raise fail(f"{directory} is not a checkpoint of fshard", problem, fix=fix)
 
 
-def read(directory: Path, step: int | None) -> Manifest:
+def read(directory: AnyPath, step: int | None) -> Manifest:
     """Read the manifest of a complete checkpoint. Raises ShardingError if there is none, or it is of another step."""
     check_complete(directory)
-    manifest = read_manifest(directory)
+    try:
+        manifest = read_manifest(directory)
+    except ShardingError:
+        check_complete(directory)  # it may have been removed meanwhile
+        raise
     if step is not None and manifest.step not in (None, step):
         raise fail(f"{directory} holds the checkpoint of another step: it was renamed or replaced", expected=step,
                    got=manifest.step, fix=f"give this directory, without step=, for step {manifest.step}")  # fmt: skip
     return manifest
 
 
-def create_temporary(final: Path, *, overwrite: bool) -> tuple[Path, int]:
+def read_unless_replaced(verb: str, directory: AnyPath, digest: str, job: Callable[[], object]) -> str:
+    """Run a job that reads a checkpoint; return the digest, or `""` if it failed since another one has replaced it."""
+    try:
+        job()
+    except ShardingError:
+        try:
+            now = read_manifest(directory).digest
+        except ShardingError:
+            if not is_complete(directory):
+                raise replaced(verb, directory) from None
+            raise
+        if now == digest:
+            raise
+        return ""
+    return digest
+
+
+def replaced(verb: str, directory: AnyPath) -> ShardingError:
+    return fail(f"{verb}: {directory} was replaced or removed by another program while it was read",
+                fix=f"call {verb} again")  # fmt: skip
+
+
+def create_temporary(final: AnyPath, held: contextlib.ExitStack, *, overwrite: bool) -> tuple[AnyPath, int]:
     """Create the temporary directory of a save; return it and the generation number of its part files.
 
-    Removes the temporary directories of saves that were killed. Raises ShardingError if `final` exists.
+    `held` has the lock of the checkpoint, or of all steps in a directory, and removes the files of a save that failed.
+    Those of saves that were killed are removed here. Raises ShardingError if `final` exists, or another program saves.
     """
-    if is_complete(final) and not overwrite:
-        raise fail(f"save: {final} exists", fix="overwrite=True, another step, or another directory")
-    if final.exists() and not is_complete(final) and (not final.is_dir() or any(final.iterdir())):
-        raise fail(f"save: {final} exists, and is not a checkpoint",
-                   fix="another directory, or step= for one inside it")  # fmt: skip
+    if isinstance(final, UrlPath):
+        return _begin_objects(final, held, overwrite=overwrite)
     with write_errors("save", final, UNCHANGED):
         _make_directory(final.parent)
+        name, folder = (".steps.lock", final.parent) if _STEP.fullmatch(final.name) else (f".{final.name}.lock", final)
+        held.enter_context(locked("save", folder, final.parent / name))
+    if is_complete(final) and not overwrite:
+        raise _exists(final)
+    if final.exists() and not is_complete(final) and (not final.is_dir() or any(final.iterdir())):
+        raise _is_something_else(final)
+    with write_errors("save", final, UNCHANGED):
         _remove_unfinished(final)
         temporary = _temporary_sibling(final)
         temporary.mkdir()
+        held.callback(_discard, temporary, final)
         names = [PART_NAME.fullmatch(f.name) for f in final.iterdir()] if final.exists() else []
     generations = [int((m[1] or ".0")[1:]) for m in names if m]
     return temporary, max(generations, default=-1) + 1
 
 
-def publish(temporary: Path, final: Path) -> None:
+def _exists(final: AnyPath) -> ShardingError:
+    return fail(f"save: {final} exists", fix="overwrite=True, another step, or another directory")
+
+
+def _is_something_else(final: AnyPath) -> ShardingError:
+    return fail(f"save: {final} exists, and is not a checkpoint",
+                fix="another directory, or step= for one inside it")  # fmt: skip
+
+
+def publish(temporary: AnyPath, final: AnyPath) -> None:
     """Give a complete temporary directory its final name, or move its files into the checkpoint that they replace."""
+    if isinstance(temporary, UrlPath) or isinstance(final, UrlPath):  # the manifest is there
+        return
     sync(temporary)
     if not is_complete(final):
         os.rename(temporary, final)
@@ -115,18 +166,23 @@ def publish(temporary: Path, final: Path) -> None:
     os.rmdir(temporary)  # last: while it exists, the next save looks for unused parts again
 
 
-def discard(temporary: Path, final: Path) -> None:
+def _discard(temporary: Path, final: Path) -> None:
     """Remove the files of a save that failed, as far as that is possible."""
-    with contextlib.suppress(OSError):
-        _remove_unused_parts(final)
-    shutil.rmtree(temporary, ignore_errors=True)
+    if temporary.exists():
+        with contextlib.suppress(OSError):
+            _remove_unused_parts(final)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def keep_newest(directory: Path, step: int, keep: int) -> None:
+def keep_newest(directory: AnyPath, step: int, keep: int) -> None:
     """Remove all steps but the `keep` newest; `step`, which was just saved, always stays."""
     others = [s for s in steps(directory) if s != step]
     for old in others[: max(0, len(others) - keep + 1)]:
         final = directory_of(directory, old)
+        if isinstance(final, UrlPath):
+            for file in sorted(final.iterdir(), key=lambda file: file.name != MANIFEST):  # first
+                file.unlink()
+            continue
         temporary = _temporary_sibling(final)
         os.rename(final, temporary)  # no reader sees a checkpoint that is half removed
         shutil.rmtree(temporary)
@@ -164,3 +220,37 @@ def _remove_unused_parts(final: Path) -> None:
     for part in final.iterdir():
         if PART_NAME.fullmatch(part.name) and part.name not in used:
             part.unlink()
+
+
+# --- storages of objects --------------------------------------------------------------------------------------
+
+
+def _begin_objects(final: UrlPath, held: contextlib.ExitStack, *, overwrite: bool) -> tuple[UrlPath, int]:
+    """Return the place of the part files, and a generation number of their own: the time, in ns.
+
+    Nothing names them until the manifest is put, which commits the save. When `held` ends, of the part files that the
+    manifest does not name three kinds are removed: of this save, which then has failed; of the checkpoint that was
+    replaced; and of any save that began a day before, and was killed. Another program may be writing the others.
+    """
+    with write_errors("save", final, UNCHANGED):
+        complete = is_complete(final)
+        if complete and not overwrite:
+            raise _exists(final)
+        if not complete and final.exists() and not all(PART_NAME.fullmatch(f.name) for f in final.iterdir()):
+            raise _is_something_else(final)
+    replaced: set[str] = set()
+    with contextlib.suppress(ShardingError):  # a damaged one is replaced, too
+        replaced.update(read_manifest(final).files if complete else ())
+    generation = time.time_ns()
+    held.callback(_remove_objects, final, replaced, generation)
+    return final, generation
+
+
+def _remove_objects(final: UrlPath, replaced: set[str], generation: int) -> None:
+    with contextlib.suppress(OSError, ShardingError):
+        used = read_manifest(final).files if is_complete(final) else {}
+        for file in final.iterdir() if final.exists() else ():
+            if (match := PART_NAME.fullmatch(file.name)) and file.name not in used:
+                began = int((match[1] or ".0")[1:])
+                if file.name in replaced or began == generation or began < generation - 86_400 * 10**9:
+                    file.unlink()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from fshard import tree
 from fshard._comm import HOST, empty_part
 from fshard._io import Ranks, StrPath, open_file
+from fshard._url import AnyPath
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.init import Deferred
 from fshard.mesh import Mesh
@@ -34,8 +34,9 @@ from fshard.spec import (
 )
 
 from . import commit
+from .background import join
 from .base import check_base
-from .manifest import SCALARS, Manifest, Saved, Scalar, read_manifest
+from .manifest import SCALARS, Manifest, Saved, Scalar
 from .parts import RESTORE_ANOTHER, Chunk, check_part, read_chunk
 
 Reads = dict[str, list[tuple[str, Chunk, list[tuple[Box, Tensor]]]]]  # file -> (leaf, chunk, (box of it, destination))
@@ -68,23 +69,27 @@ def restore(
     """
     meshes = [mesh, *(x.mesh for x in tree.leaves(like) if isinstance(x, Sharded))]
     ranks = Ranks("restore", alone=not any(m is not None and m.kind == "process" for m in meshes))
+    join()
     directory = commit.directory_of(path, step)
     targets, errors = _targets(like, specs, mesh, at)
     reads: Reads = {}
+    unless_replaced = partial(commit.read_unless_replaced, "restore", directory)
 
     def plan() -> str:
         raise_all(errors)
         manifest = commit.read(directory, step)
         check_base(directory, manifest.base, base)
-        with _unless_replaced(directory, manifest.digest):
-            reads.update(_plan(targets, directory, manifest, at))
-        return manifest.digest
+        reads.clear()
+        return unless_replaced(manifest.digest, lambda: reads.update(_plan(targets, directory, manifest, at)))
 
-    digests = ranks.run(plan)
-    if len(set(digests)) > 1:  # a save has replaced it between the reads of two ranks
-        raise _replaced(directory)
-    with _unless_replaced(directory, digests[0]):
-        ranks.run(lambda: _read(directory, reads))
+    for _ in range(commit.READS):
+        first, *others = ranks.run(plan)
+        if first and others == [first] * len(others):  # else a save has replaced it, perhaps between two ranks' reads
+            read = partial(unless_replaced, first, partial(_read, directory, reads))
+            if "" not in ranks.run(read):
+                break
+    else:
+        raise commit.replaced("restore", directory)
     leaves: dict[str, Any] = {}
     for name, t in targets.items():
         leaves[name] = leaves[t.same_as] if t.same_as is not None else t.result()
@@ -172,7 +177,7 @@ def _target(label: str, leaf: Any, spec: P | None, mesh: Mesh | None) -> Target:
     raise fail(f"{label}: cannot restore a {type(leaf).__name__}", fix="give a tensor, a number or a string")
 
 
-def _plan(targets: Mapping[str, Target], directory: Path, manifest: Manifest, at: str) -> Reads:
+def _plan(targets: Mapping[str, Target], directory: AnyPath, manifest: Manifest, at: str) -> Reads:
     """Allocate the targets, and return the slices that fill them, by file in the order of their bytes.
 
     Raises ShardingError if the leaves differ from those of the manifest, and for files that are damaged.
@@ -201,7 +206,7 @@ def _plan(targets: Mapping[str, Target], directory: Path, manifest: Manifest, at
 
 
 def _check_leaves(
-    targets: Mapping[str, Target], directory: Path, leaves: Mapping[str, Saved | Scalar], at: str
+    targets: Mapping[str, Target], directory: AnyPath, leaves: Mapping[str, Saved | Scalar], at: str
 ) -> None:
     lines = []
     for path, target in targets.items():
@@ -220,27 +225,7 @@ def _check_leaves(
                        "at='params' restores one subtree")  # fmt: skip
 
 
-@contextlib.contextmanager
-def _unless_replaced(directory: Path, digest: str) -> Iterator[None]:
-    """Name the reason of an error in reading a checkpoint, if it is that another one has replaced it meanwhile."""
-    try:
-        yield
-    except ShardingError:
-        try:
-            now = read_manifest(directory).digest
-        except ShardingError:
-            now = "removed" if not commit.is_complete(directory) else digest
-        if now != digest:
-            raise _replaced(directory) from None
-        raise
-
-
-def _replaced(directory: Path) -> ShardingError:
-    return fail(f"restore: {directory} was replaced or removed by another program while it was read",
-                fix="call restore again")  # fmt: skip
-
-
-def _read(directory: Path, reads: Reads) -> None:
+def _read(directory: AnyPath, reads: Reads) -> None:
     for file, of_file in reads.items():
         with open_file(directory / file, RESTORE_ANOTHER) as f:
             for path, chunk, wanted in of_file:

@@ -30,13 +30,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fshard._io import open_file, write_errors, write_file
 from fshard._safetensors import MAX_DIMS, MAX_SIZE
+from fshard._url import AnyPath
 from fshard.errors import fail
 from fshard.spec import describe
 
@@ -80,16 +80,14 @@ class Manifest:
     digest: str = ""
 
 
-def leaves_digest(
-    step: int | None, leaves: Mapping[str, Any], tied: Mapping[str, str], base: Mapping[str, str]
-) -> str:  # fmt: skip
+def leaves_digest(step: int | None, leaves: Mapping[str, Saved | Scalar], base: Mapping[str, str]) -> str:
     """Return a digest of the step and of all leaves without the bytes of tensors, for the headers of the part files."""
-    table = {name: _encode(x) if isinstance(x, SCALARS) else [str(x.dtype), list(x.shape), tied.get(name)]
+    table = {name: [str(x.dtype), list(x.shape), x.same_as] if isinstance(x, Saved) else _encode(x)
              for name, x in leaves.items()}  # fmt: skip
     return _digest(json.dumps([step, table, *([base] if base else [])]).encode())
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
+def write_manifest(directory: AnyPath, manifest: Manifest) -> None:
     """Write `manifest.json`, one line for each leaf, and flush it to the disk."""
     files = _rows({name: vars(part) for name, part in manifest.files.items()})
     leaves = _rows({path: _encode(leaf) for path, leaf in manifest.leaves.items()})
@@ -102,7 +100,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         write_file(path, [first, body])
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: AnyPath) -> Manifest:
     """Read and check `manifest.json`. Raises ShardingError if it is damaged or of another version."""
     path = directory / MANIFEST
     with open_file(path, RESTORE_ANOTHER) as f:

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard import _safetensors
-from fshard._io import bytes_of, open_file, write_errors, write_file
+from fshard._io import bytes_of, file_state, open_file, write_errors, write_file
+from fshard._url import AnyPath
 from fshard.errors import ShardingError, fail
 from fshard.spec import Box, box_shape, overlap, relative_box
 
@@ -109,7 +108,7 @@ def part_name(rank: int, generation: int) -> str:
     return f"part-{rank:05d}{f'.{generation}' if generation else ''}.safetensors"
 
 
-def write_part(path: Path, pieces: Sequence[Piece], digest: str = "") -> tuple[PartFile, list[tuple[str, Chunk]]]:
+def write_part(path: AnyPath, pieces: Sequence[Piece], digest: str = "") -> tuple[PartFile, list[tuple[str, Chunk]]]:
     """Write a safetensors file, one piece at a time in host memory, and return (path, chunk) for each piece.
 
     `digest`: the `leaves_digest` of the checkpoint, for the header.
@@ -146,11 +145,11 @@ def _crc32_of_blocks(data: memoryview, shape: Sequence[int], itemsize: int) -> I
         start += size
 
 
-def check_part(path: Path, part: PartFile) -> list[ShardingError]:
+def check_part(path: AnyPath, part: PartFile) -> list[ShardingError]:
     """Compare the size and the header of a part file with the manifest; return the differences as errors."""
     try:
         with open_file(path, RESTORE_ANOTHER) as f:
-            size = os.fstat(f.fileno()).st_size
+            size, _ = file_state(f)
             header = f.read(min(part.header_bytes, size))
     except ShardingError as e:
         return [e]
@@ -188,7 +187,7 @@ def read_chunk(f: Any, leaf: str, chunk: Chunk, wanted: Sequence[tuple[Box, Tens
             out[relative_box(common, box)] = values[relative_box(common, block)]
 
 
-def stream(directory: Path, leaf: str, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[Chunk],
+def stream(directory: AnyPath, leaf: str, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[Chunk],
            nbytes: int = 1 << 26) -> Iterator[Tensor]:  # fmt: skip
     """Read a whole leaf in pieces of at most `nbytes`, in the order of their bytes.
 

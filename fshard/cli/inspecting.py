@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from fshard import checkpoint, models, tree
+from fshard._url import AnyPath, as_path, exists
 from fshard.checkpoint.commit import is_complete
 from fshard.errors import ShardingError, fail, join_limited, raise_all
 from fshard.hf import model_of
@@ -107,10 +107,10 @@ def inspect(
 # --- the leaves at a path -------------------------------------------------------------------------------------
 
 
-def read(path: str | Path, *, raw: bool = False) -> Contents:
-    """Describe the leaves at `path`; only headers are read. Raises ShardingError if it cannot be read."""
-    path = Path(path)
-    if not os.path.exists(path):
+def read(place: str | Path, *, raw: bool = False) -> Contents:
+    """Describe the leaves at a path; only headers are read. Raises ShardingError if it cannot be read."""
+    path = as_path(place)
+    if not exists(path):
         raise fail(f"{path}: there is no such file or folder", fix=PATHS)
     if path.suffix == ".json" and path.is_file():
         return _read_config(path)
@@ -144,7 +144,7 @@ def read(path: str | Path, *, raw: bool = False) -> Contents:
     return Contents(source, leaves, specs, names=getattr(model, "theirs", None))
 
 
-def _read_adapter(path: Path) -> Contents:
+def _read_adapter(path: AnyPath) -> Contents:
     """Describe the tensors of an adapter that `peft` saved, and its options."""
     config = read_json(path / _ADAPTER_CONFIG)
     if not (path / _ADAPTER).is_file():
@@ -165,7 +165,7 @@ def _read_adapter(path: Path) -> Contents:
     return Contents(f"{source}, as its file names the tensors", nested(tensors(path / _ADAPTER)))
 
 
-def _read_checkpoint(path: Path, step: int | None) -> Contents:
+def _read_checkpoint(path: AnyPath, step: int | None) -> Contents:
     """Describe the leaves of a checkpoint by meta tensors, which have shapes and dtypes, and no initializer."""
     leaves: dict[str, Any] = {}
     for name, x in checkpoint.inspect(path, step=step).items():
@@ -178,7 +178,7 @@ def _read_checkpoint(path: Path, step: int | None) -> Contents:
     return Contents("a checkpoint" if step is None else f"its last checkpoint, step {step}", nested(leaves))
 
 
-def _read_config(path: Path) -> Contents:
+def _read_config(path: AnyPath) -> Contents:
     """Describe a model by the model file of its type, or else by its constructor in transformers."""
     config = read_json(path)
     kind = config.get("model_type")
@@ -202,7 +202,7 @@ def _name_of(model: ModuleType) -> str:
     return f"fs.models.{model.__name__.rpartition('.')[2]}"
 
 
-def _read_constructor(path: Path, kind: str, config: dict[str, Any], dtype: torch.dtype | None) -> Contents:
+def _read_constructor(path: AnyPath, kind: str, config: dict[str, Any], dtype: torch.dtype | None) -> Contents:
     """Describe a model by its constructor in transformers, which runs without values.
 
     Only parameters are cast: a buffer, such as rotary frequencies, may keep its dtype.

@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
     ranks = command.add_argument_group("ranks")
     _option(ranks, "num_processes", metavar="N", help="ranks of all machines together")
     _option(ranks, "nproc_per_node", metavar="N", help="ranks of each machine, instead")
-    _option(ranks, "num_machines", "nnodes", metavar="N", help="or --nnodes")
+    _option(ranks, "num_machines", "nnodes", metavar="N", help="or --nnodes; 1:4: machines may leave and join the run")
     _option(ranks, "machine_rank", "node_rank", metavar="N", help="or --node_rank: of this machine, from 0")
     _option(ranks, "main_process_ip", "master_addr", metavar="HOST", help="or --master_addr: of the machine of rank 0")
     _option(ranks, "main_process_port", "master_port", metavar="PORT",
@@ -98,15 +98,33 @@ def launch(options: argparse.Namespace) -> int:
     """Start the ranks, wait for them, and return the exit status: 0, or that of the rank that failed first."""
     given = {name: x for name, x in vars(options).items() if name not in ("run", "script", "arguments")}
     file = given.pop("config_file", None)
+    nodes, variables = _take_range(given)
     settings, keys = _settings(file, given)
     _check_script(options.script, given)
     for warning in settings.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     per_machine = _check_devices(settings)
-    _check_port(settings)
-    arguments = [*torchrun_arguments(settings, given), options.script, *options.arguments]
-    with _environment(environment(settings, file, keys, given, per_machine)):
+    if not nodes:
+        _check_port(settings)
+    arguments = [*torchrun_arguments(settings, given), *nodes, options.script, *options.arguments]
+    with _environment(environment(settings, file, keys, given, per_machine) | variables):
         return _run(arguments)
+
+
+def _take_range(given: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
+    """Replace a range of machines, `--nnodes 1:4`, by the most of them. Return torchrun's argument and variables."""
+    nodes = str(given.get("num_machines", ""))
+    if ":" not in nodes:
+        return [], {}
+    least, _, most = nodes.partition(":")
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise fail(f"--nnodes {nodes}: is not a range of machines", fix="the least and the most of them: --nnodes 1:4")
+    if "nproc_per_node" not in given or given.get("rdzv_backend", "c10d") == "static":
+        raise fail(f"--nnodes {nodes}: the number of all ranks may change, and each machine has the same role",
+                   fix="--nproc_per_node N, without --num_processes; and --rdzv_backend c10d")  # fmt: skip
+    given |= {"num_machines": most, "rdzv_backend": given.get("rdzv_backend", "c10d")}
+    # In torch 2.13 a machine that joins later waits for the address of a store that the others keep for all attempts.
+    return [f"--nnodes={nodes}"], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def _settings(file: str | None, given: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
@@ -226,6 +244,7 @@ def torchrun_arguments(settings: Settings, given: Mapping[str, Any]) -> list[str
         arguments += [f"--node_rank={settings.machine_rank}", f"--rdzv_backend={settings.rendezvous}",
                       f"--rdzv_endpoint={endpoint}"]  # fmt: skip
     arguments += [f"--{name}={given[name]}" for name in _PASSED_ON if name in given]
+    arguments.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")  # by default all but the last
     return arguments + [f"--{name}" for name in ("module", "no_python") if given.get(name)]
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from fshard import checkpoint, hf, tree
 from fshard._io import bytes_of, sync, write_errors
 from fshard._safetensors import BLOCK_BYTES, DTYPES, checksums_of, encode_header
+from fshard._url import AnyPath, as_path
 from fshard.checkpoint.commit import directory_of, is_complete, read
 from fshard.checkpoint.parts import check_part, stream
 from fshard.errors import fail, join_limited, number_of, raise_all
@@ -75,15 +76,15 @@ def merge(
     mapped files beside it meanwhile, which take as much room on the disk.
     Raises ShardingError if the checkpoint is damaged, or the folder exists.
     """
-    path, out = Path(path), Path(out)
+    place, out = as_path(path), Path(out)
     if max_shard_bytes < 1:
         raise fail(f"merge: --max_shard_bytes {max_shard_bytes}", fix="1 or more")
     if out.exists():
         raise fail(f"merge: {out} exists, and is not replaced", fix="name a new folder")
-    if (path / _DCP).is_file() and not is_complete(path):
-        source, entries = _torch_entries(path, at, allow_pickle)
+    if (place / _DCP).is_file() and not is_complete(place):
+        source, entries = _torch_entries(Path(path), at, allow_pickle)
     else:
-        source, entries = _entries(path, step, at)
+        source, entries = _entries(place, step, at)
     if not entries:
         raise fail(f"merge: {source} has no tensors", fix="python -m fshard inspect shows the leaves")
     if wrong := [f"{e.name}  {e.dtype}" for e in entries if e.dtype not in DTYPES.values()]:
@@ -151,7 +152,7 @@ def _mapped(e: Entry, path: Path) -> Tensor:
     return out.view(e.shape)
 
 
-def _entries(path: Path, step: int | None, at: str | None) -> tuple[str, list[Entry]]:
+def _entries(path: AnyPath, step: int | None, at: str | None) -> tuple[str, list[Entry]]:
     """Return the tensors of a checkpoint of fshard, of which tied ones stand once."""
     if step is None and not is_complete(path):
         step = checkpoint.latest(path)
@@ -175,7 +176,7 @@ def _entries(path: Path, step: int | None, at: str | None) -> tuple[str, list[En
     return f"{directory}{f' at {at}' * bool(at)}", list(entries.values())
 
 
-def _reader(directory: Path, name: str, x: checkpoint.Saved) -> Callable[[], Iterator[Tensor]]:
+def _reader(directory: AnyPath, name: str, x: checkpoint.Saved) -> Callable[[], Iterator[Tensor]]:
     return lambda: stream(directory, name, x.shape, x.dtype, x.chunks)
 
 

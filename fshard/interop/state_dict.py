@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from fshard import tree
-from fshard._io import Ranks, StrPath, sync, write_errors, write_file
+from fshard._io import Ranks, StrPath, locked, sync, write_errors, write_file
 from fshard._torch_file import Archive
+from fshard._url import as_path
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.interop.defer import Apply
 from fshard.interop.hf.export import overwrite, summaries, write_parts
@@ -63,6 +64,7 @@ def write(
     Raises ShardingError, on every rank, listing every leaf that cannot be written; for two leaves of one name; for a
     path with another suffix; if the ranks have different leaves; if one cannot write. The older file is then unchanged.
     """
+    _check_path("write", path)
     final = Path(path)
     leaves = tree.leaves_with_path(tree_)
     ranks = Ranks.of("write", [leaf for _, leaf in leaves])
@@ -91,6 +93,8 @@ def write(
     def create() -> str:
         with write_errors("write", final, f"{final.name} is unchanged"):
             final.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked("write", final, final.with_name(f".{final.name}.lock")))
+            held.callback(_discard, final)
             _discard(final)
             temporary = final.with_name(f"{_temporary(final)}{secrets.token_hex(4)}")
             write_file(temporary, [], files[0].nbytes)
@@ -103,15 +107,10 @@ def write(
             sync(final.parent)
 
     ranks.check_equal(plan, "plain tensors and the arguments must be the same on every rank")
-    try:
+    with contextlib.ExitStack() as held:
         temporary = final.with_name(ranks.run_on_first(create))
         (file,) = write_parts(temporary, files, ranks)
         ranks.run_on_first(lambda: publish(file))
-    except BaseException:
-        if ranks.rank == 0:
-            with contextlib.suppress(OSError):
-                _discard(final)
-        raise
 
 
 @checked
@@ -140,7 +139,8 @@ def read(
     Raises ShardingError, before any value is read, listing every tensor that is missing, extra, of another shape or cut
     short; and for a file with other objects than tensors, dicts, lists, numbers and strings.
     """
-    headers = WeightHeaders(Path(path), state_dict=True)
+    _check_path("read", path)
+    headers = WeightHeaders(path, state_dict=True)
     if theirs is None:
         names = replace(Names.of(of), pretrained=None)  # the module's own names, not those of a library's files
         return read_leaves(headers, described, names, prefix, ignored, missing, "state_dict.read")
@@ -149,11 +149,17 @@ def read(
     return read_tree(headers, described, theirs, prefix=prefix, ignored=ignored)
 
 
+def _check_path(verb: str, path: StrPath) -> None:
+    if "\0" in os.fspath(path):
+        raise fail(f"{verb}: path {str(path)!r} has a null byte, which no path can have")
+    if not isinstance(as_path(path), Path):
+        raise fail(f"{verb}: path {str(path)!r} is in a storage, whose files are not written or read by parts",
+                   fix="fs.hf.save of a folder, or fs.checkpoint.save; or a path on a disk")  # fmt: skip
+
+
 def _check_arguments(
     path: Path, of: Apply | None, theirs: Theirs | None, metadata: Mapping[str, str] | None
 ) -> None:  # fmt: skip
-    if "\0" in str(path):
-        raise fail(f"write: path {str(path)!r} has a null byte, which no path can have")
     if path.suffix not in (SUFFIX, *_OF_TORCH):
         raise fail(f"write: path {str(path)!r} has the suffix {path.suffix!r}",
                    fix=f"{SUFFIX} for safetensors; {', '.join(_OF_TORCH)} for torch.load")  # fmt: skip
@@ -220,10 +226,11 @@ def _temporary(final: Path) -> str:
 
 
 def _discard(final: Path) -> None:
-    """Remove the temporary files of saves that failed or were killed."""
-    for file in final.parent.iterdir():
-        if file.name.startswith(_temporary(final)):
-            file.unlink()
+    """Remove the temporary files of saves that failed or were killed, as far as that is possible."""
+    with contextlib.suppress(OSError):
+        for file in final.parent.iterdir():
+            if file.name.startswith(_temporary(final)):
+                file.unlink()
 
 
 __all__ = ["read", "write"]

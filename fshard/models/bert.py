@@ -7,7 +7,6 @@ axis; {V} varies over it, {I} does not. Source: Devlin et al., 2018; weights as 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from .transformer import (
     linear_params,
     norm_params,
     project_heads,
+    shapes_of,
 )
 
 _EMBEDDINGS = ("word", "position", "type", "ln")
@@ -165,7 +165,7 @@ def apply(
 
 def _unshard(cfg: Config, params: Any, layout: Layout, specs: Any, *names: str) -> Any:
     """Unshard these parts of the parameters. Raises ShardingError for a head that the config does not have."""
-    described = init(cfg)
+    described = shapes_of(init, cfg)
     raise_all([fail(f"bert: the config has no {n}", fix=f"Config({n}=True); a loaded one has the heads of its file")
                for n in names if n not in described])  # fmt: skip
     return layout.unshard(names, params, specs, described)
@@ -197,7 +197,7 @@ def _encode(
     attended = None if mask is None else (mask != 0)[:, None, None, :]  # [B, 1, 1, T]
     out: Tensor
     out, _ = apply_blocks(lambda p, x, key, _: (_block(cfg, p, x, layout, key, t, attended), None), params, x,
-                          layout=layout, described=init(cfg), specs=specs, key=key, remat=remat)  # fmt: skip
+                          layout=layout, described=shapes_of(init, cfg), specs=specs, key=key, remat=remat)  # fmt: skip
     return out
 
 
@@ -372,7 +372,7 @@ def load(path: StrPath) -> tuple[Config, Any]:
 
     Raises ShardingError listing every tensor that is missing, of another shape, or not a BERT's.
     """
-    scan = WeightHeaders(Path(path))
+    scan = WeightHeaders(path)
     names = [n.removeprefix("bert.") for n in scan.tensors]
     cfg = config(path, **{head: any(n.startswith(start) for n in names) for head, start in _HEADS.items()})
     from_tensorflow = any(n.endswith("LayerNorm.gamma") for n in names)

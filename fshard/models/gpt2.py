@@ -35,6 +35,7 @@ from .transformer import (
     linear_params,
     loss_of,
     norm_params,
+    shapes_of,
     split_qkv,
 )
 
@@ -165,7 +166,7 @@ def _forward(
         raise fail(f"gpt2: {tokens.start + tokens.t} tokens do not fit {cfg.n_positions} positions",
                    fix="a larger n_positions")  # fmt: skip
     layout = layout.with_batch(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
-    described = init(cfg)
+    described = shapes_of(init, cfg)
     top = layout.unshard(names, params, specs, described)
 
     t = tokens.t

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -39,6 +38,7 @@ from .transformer import (
     loss_of,
     norm_params,
     rope_angles,
+    shapes_of,
     split_qkv,
 )
 
@@ -181,7 +181,7 @@ def _forward(
     """The normalized stream after the last block, the unsharded parameters `names`, and keys and values to cache."""
     tokens = Tokens.of(ids, mask, cache)
     layout = layout.with_batch(ids, key, cfg.hidden_dropout, cfg.attention_dropout)
-    described = init(cfg)
+    described = shapes_of(init, cfg)
     top = layout.unshard(names, params, specs, described)
 
     t = tokens.t
@@ -305,7 +305,7 @@ def load(path: StrPath) -> tuple[Config, Any]:
 
     Raises ShardingError listing every tensor that is missing, of another shape, or not a GPT-NeoX's.
     """
-    cfg, scan = config(path), WeightHeaders(Path(path))
+    cfg, scan = config(path), WeightHeaders(path)
     if cfg.tie_word_embeddings:
         tied = dict.fromkeys(_HEADS, _TOP["wte"].name)
         return cfg, read(scan, init(cfg), theirs, prefix="gpt_neox.", ignored=_IGNORED, copies=tied)

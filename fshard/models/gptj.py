@@ -37,6 +37,7 @@ from .transformer import (
     loss_of,
     norm_params,
     project_heads,
+    shapes_of,
 )
 
 
@@ -176,7 +177,7 @@ def _forward(
         raise fail(f"gptj: {tokens.start + tokens.t} tokens do not fit {cfg.n_positions} positions",
                    fix="a larger n_positions")  # fmt: skip
     layout = layout.with_batch(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
-    described = init(cfg)
+    described = shapes_of(init, cfg)
     top = layout.unshard(names, params, specs, described)
 
     t = tokens.t

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from fshard import nn, tree
 from fshard._comm import Axis
 from fshard._io import StrPath
+from fshard._url import as_path
 from fshard.collectives import psum
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.interop.hf import CONFIG, FileTensor, config_of, read, write
@@ -29,7 +29,7 @@ from fshard.spec import P
 
 from . import bert, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3
 from .hf_files import weight_and_bias
-from .transformer import ONE_DEVICE, Layout, flat_linear, linear_params, spec_of
+from .transformer import ONE_DEVICE, Layout, flat_linear, linear_params, shapes_of, spec_of
 
 
 class _Model(NamedTuple):
@@ -163,7 +163,7 @@ def apply(
     if cfg.dropout and key is not None:
         shape = layout.with_batch(ids, key, cfg.dropout).global_shape(x.shape)
         x = nn.dropout(x, cfg.dropout, key=fold_in(key, "score"), spec=P(layout.data), shape=shape)
-    score = layout.unshard(("score",), params, specs, init(cfg))["score"]
+    score = layout.unshard(("score",), params, specs, shapes_of(init, cfg))["score"]
     return flat_linear(x, score)
 
 
@@ -306,7 +306,7 @@ def config(folder: StrPath) -> Config:
     raw = config_of(folder)
     if not has_head(raw):
         raise fail(
-            f"{Path(folder) / CONFIG}: has no head that is supported",
+            f"{as_path(folder) / CONFIG}: has no head that is supported",
             model_type=raw.get("model_type"),
             architectures=raw.get("architectures"),
             fix=f"one of {', '.join(m.kind for m in _MODELS.values())}, and {' or '.join(_TASKS.values())}",
@@ -315,12 +315,12 @@ def config(folder: StrPath) -> Config:
     if names is None:
         count = raw.get("num_labels") or 2
         if type(count) is not int or not 0 < count <= _MAX_LABELS:
-            raise fail(f"{Path(folder) / CONFIG}: num_labels={count!r}", fix=f"1 to {_MAX_LABELS:,}")
+            raise fail(f"{as_path(folder) / CONFIG}: num_labels={count!r}", fix=f"1 to {_MAX_LABELS:,}")
         names = {i: f"LABEL_{i}" for i in range(count)}
     try:
         labels = tuple(str(names[i]) for i in sorted(names, key=int))
     except (TypeError, ValueError, LookupError) as e:
-        raise fail(f"{Path(folder) / CONFIG}: id2label={names!r}", fix='numbers and names: {"0": "bad"}') from e
+        raise fail(f"{as_path(folder) / CONFIG}: id2label={names!r}", fix='numbers and names: {"0": "bad"}') from e
     rate = raw.get("classifier_dropout")
     if rate is None:  # the defaults of transformers: BERT's own rate, and 0.1 for the tokens of decoders
         rate = raw.get("hidden_dropout_prob", 0.1) if model.module is bert else raw.get("hidden_dropout", 0.1)

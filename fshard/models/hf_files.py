@@ -7,11 +7,11 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from fshard import tree
 from fshard._io import StrPath
+from fshard._url import as_path
 from fshard.errors import ShardingError, fail
 from fshard.interop.hf import CONFIG, FileTensor, config_of
 
@@ -36,7 +36,7 @@ def read_config(
     different = [f"{name}: {config.get(name)!r}, not {want!r}" for name, want in fixed.items()
                  if config.get(name, None if name == "model_type" else want) != want]  # fmt: skip
     if different:
-        raise fail(f"{Path(folder) / CONFIG}: not a supported {fixed['model_type']}", *different,
+        raise fail(f"{as_path(folder) / CONFIG}: not a supported {fixed['model_type']}", *different,
                    fix="use the model of its type, or fs.defer(lambda: AutoModel.from_config(config))")  # fmt: skip
     size = config.get("vocab_size")
     tokens = {name: n for name, n in (absent or {}).items() if not isinstance(size, int) or n < size}
@@ -48,10 +48,10 @@ def read_config(
               for name, x in values.items()}  # fmt: skip
     wrong = [f"{name}: {value!r}" for name, value in values.items() if not _has_type(value, hints[name])]
     if wrong:
-        raise fail(f"{Path(folder) / CONFIG}: has values of the wrong kind", *wrong, fix="copy it again")
+        raise fail(f"{as_path(folder) / CONFIG}: has values of the wrong kind", *wrong, fix="copy it again")
     counts = {name: sum(n) if isinstance(n := values[name], tuple) else n for name in _LAYERS if values.get(name)}
     if math.prod(counts.values()) > _MAX_LAYERS:  # each is a node of the tree, which would fill the memory
-        raise fail(f"{Path(folder) / CONFIG}: describes more than {_MAX_LAYERS:,} layers",
+        raise fail(f"{as_path(folder) / CONFIG}: describes more than {_MAX_LAYERS:,} layers",
                    " * ".join(f"{n:,} {name}" for name, n in counts.items()),
                    fix="copy it again; or cls(num_layers), of the model file, for so deep a model")  # fmt: skip
     try:
@@ -59,7 +59,7 @@ def read_config(
     except ShardingError:
         raise
     except Exception as e:  # of arithmetic with values that have the right types
-        raise fail(f"{Path(folder) / CONFIG}: describes no model", f"{type(e).__name__}: {e}",
+        raise fail(f"{as_path(folder) / CONFIG}: describes no model", f"{type(e).__name__}: {e}",
                    fix="copy it again") from e  # fmt: skip
 
 

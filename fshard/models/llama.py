@@ -41,6 +41,7 @@ from .transformer import (
     loss_of,
     project_heads,
     rope_angles,
+    shapes_of,
 )
 
 
@@ -225,7 +226,7 @@ def apply(
     >>> apply(cfg, params, ids).shape
     torch.Size([2, 4, 32])
     """
-    run, top, x, blocks = forward(cfg, params, ids, init(cfg), _block, layout=layout, specs=specs, key=key,
+    run, top, x, blocks = forward(cfg, params, ids, shapes_of(init, cfg), _block, layout=layout, specs=specs, key=key,
                                   remat=remat, mask=mask, cache=cache)  # fmt: skip
     logits = run.logits(top, x)
     return logits if cache is None else (logits, cache.updated(blocks, run.tokens.t))
@@ -243,8 +244,8 @@ def states(
     >>> states(cfg, params, ids).shape
     torch.Size([2, 4, 16])
     """
-    run, top, x, _ = forward(cfg, params, ids, init(cfg), _block, layout=layout, specs=specs, key=key, remat=remat,
-                             mask=mask, logits=False)  # fmt: skip
+    run, top, x, _ = forward(cfg, params, ids, shapes_of(init, cfg), _block, layout=layout, specs=specs, key=key,
+                             remat=remat, mask=mask, logits=False)  # fmt: skip
     return run.states(top, x)
 
 

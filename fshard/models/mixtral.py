@@ -37,7 +37,7 @@ from .activations import ACTIVATIONS
 from .decoding import Cache, KeyValues
 from .hf_files import file_tensor, read_config
 from .llama import Forward
-from .transformer import ONE_DEVICE, Layout, check_params, generate_of, linear_params
+from .transformer import ONE_DEVICE, Layout, check_params, generate_of, linear_params, shapes_of
 
 _THETA = 1e6  # of rotary positions
 
@@ -208,7 +208,7 @@ def _forward(
     Experts that are split over the data axes are not unsharded: they go to the blocks beside the other parameters.
     """
     data, axes = names_of(layout.data), names_of(layout.experts)
-    described, mask = init(cfg), options["mask"]
+    described, mask = shapes_of(init, cfg), options["mask"]
     counted = None if mask is None else layout.time_slice(mask[:, -ids.shape[1] :] != 0)  # without cached tokens
     block = functools.partial(_block, counted=counted)
     _check_layout(layout)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from fshard import init as initial
 from fshard import nn, tree
 from fshard._comm import Axis, region
 from fshard._io import StrPath
+from fshard._url import as_path
 from fshard.collectives import all_gather, pvary
 from fshard.decoding import global_batch
 from fshard.errors import checked, fail, raise_all
@@ -31,7 +31,7 @@ from fshard.spec import P, describe, is_spec, names_of, part_lengths, part_range
 
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import read_config
-from .transformer import check_params, spec_of
+from .transformer import check_params, shapes_of, spec_of
 
 _DEPTHS: Mapping[int, tuple[Literal["basic", "bottleneck"], tuple[int, ...]]] = {
     18: ("basic", (2, 2, 2, 2)), 34: ("basic", (3, 4, 6, 3)), 50: ("bottleneck", (3, 4, 6, 3)),
@@ -264,12 +264,12 @@ def features(
 
     Raises ShardingError for images that do not fit the config.
     """
-    described = init(cfg)
+    described = shapes_of(init, cfg)
     if x.ndim != 4 or x.shape[1] != cfg.num_channels or not x.is_floating_point():
         raise fail("resnet: the images do not fit the config", x=describe(x),
                    fix=f"floating [B, {cfg.num_channels}, H, W]")  # fmt: skip
     check_params(params, described)
-    check_params(state, _state(cfg), "state")
+    check_params(state, shapes_of(_state, cfg), "state")
     x = x.to(layout.dtype or x.dtype)
     backbone, wanted = ({part: of[part] for part in ("stem", "stages")} for of in (params, described))
     own = P() if specs is None else specs if is_spec(specs) else {part: spec_of(specs, part) for part in backbone}
@@ -349,7 +349,7 @@ def head_inputs(
     """
     if not cfg.num_labels:
         raise fail("resnet: the config has no head", fix="Config(num_labels=1000)")
-    described = init(cfg)
+    described = shapes_of(init, cfg)
     own = P() if specs is None else spec_of(specs, "fc")
     fc = make_whole(params["fc"], own, layout.batch or None, shapes=described["fc"], dtype=layout.dtype,
                     reduce_dtype=layout.reduce_dtype)  # fmt: skip
@@ -461,7 +461,7 @@ def config(folder: StrPath, **fields: Any) -> Config:
     raw = config_of(folder)
     problem = raw.get("problem_type")
     if problem not in (None, "single_label_classification"):
-        raise fail(f"{Path(folder) / CONFIG}: problem_type={problem!r}",
+        raise fail(f"{as_path(folder) / CONFIG}: problem_type={problem!r}",
                    "the loss here is the cross-entropy of one class",
                    fix="fs.defer(lambda: AutoModelForImageClassification.from_config(config))")  # fmt: skip
     names = raw.get("id2label")
@@ -481,7 +481,7 @@ def load(path: StrPath) -> tuple[Config, Any]:
 
     Raises ShardingError listing every tensor that is missing, of another shape, or not part of the model.
     """
-    headers = WeightHeaders(Path(path))
+    headers = WeightHeaders(path)
     has_head = any(name.startswith("classifier.") for name in headers.tensors)
     cfg = config(path) if has_head else config(path, num_labels=0)
     return cfg, read(headers, _described(cfg), theirs, prefix="resnet.")

@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +41,7 @@ from .transformer import (
     fold_name,
     linear_params,
     project_heads,
+    shapes_of,
     spec_of,
 )
 
@@ -129,11 +129,6 @@ def init(cfg: Config) -> Any:
     >>> init(Config())["encoder"]["bias"], init(Config())["decoder"]["h"][0]["cross"]["q"]
     (f32[32, 8] = normal(std=0.04419), {'w': f32[512, 8, 64] = normal(std=0.005524)})
     """
-    return _described(cfg, lambda block, n: [block() for _ in range(n)])
-
-
-def _described(cfg: Config, blocks: Callable[[Callable[[], Any], int], list[Any]]) -> Any:
-    """The tree of `init`, where `blocks(block, n)` makes n blocks of a function that describes one."""
     d, h, k, f, n = cfg.d_model, cfg.num_heads, cfg.d_kv, cfg.d_ff, cfg.relative_attention_num_buckets
     factor = cfg.initializer_factor
 
@@ -160,7 +155,7 @@ def _described(cfg: Config, blocks: Callable[[Callable[[], Any], int], list[Any]
 
     def stack(name: str, layers: int) -> Any:
         return {**({"bias": bias()} if cfg.shares_positions else {}),
-                "h": blocks(functools.partial(block, name), layers), "norm_f": norm()}  # fmt: skip
+                "h": [block(name) for _ in range(layers)], "norm_f": norm()}  # fmt: skip
 
     return {
         "wte": initial.normal((cfg.vocab_size, d), std=factor),
@@ -280,7 +275,7 @@ class _Call(NamedTuple):
         """Unshard the named parts of the parameters; ids [B, ...] have this rank's batch."""
         check_ids("t5", ids)
         layout = layout.with_batch(ids, key, cfg.dropout_rate)
-        described = _described(cfg, lambda block, n: [block()] * n)  # of which only the shapes are used
+        described = shapes_of(init, cfg)
         top = layout.unshard(names, _without_blocks(params), _without_blocks(specs), _without_blocks(described))
         return _Call(cfg, params, layout, specs, key, remat, described, top)
 
@@ -621,7 +616,7 @@ def load(path: StrPath) -> tuple[Config, Any]:
 
     Raises ShardingError listing every tensor that is missing, of another shape, or not a T5's.
     """
-    headers, cfg = WeightHeaders(Path(path)), config(path)
+    headers, cfg = WeightHeaders(path), config(path)
     tied = "lm_head.weight" not in headers.tensors or (cfg.tie_word_embeddings and _begin_alike(path))
     cfg = replace(cfg, tie_word_embeddings=tied)
     copies = _TIED | ({"lm_head.weight": "shared.weight"} if tied else {})

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -85,13 +86,7 @@ def augment(key: Tensor, images: Tensor, batch: int) -> Tensor:
 
 def main(argv: list[str] | None = None) -> float:
     """Train, and return the share of the test images whose class is the likeliest one."""
-    args = command.parse(argv)
-    try:
-        return run(args)
-    except KeyboardInterrupt:
-        raise command.PROGRAM.interrupted(args) from None
-    except fs.ShardingError as e:
-        raise command.stop(e) from None
+    return command.PROGRAM.run(run, command.parse(argv))
 
 
 def run(args: argparse.Namespace) -> float:
@@ -193,7 +188,8 @@ def run(args: argparse.Namespace) -> float:
 
     def batches(dataset: Any, key: Tensor | None, **options: Any) -> Iterator[Any]:
         sampler = data.sampler(key, len(dataset), args.batch, mesh, axis=RANKS, **options)
-        return data.batches(DataLoader(dataset, batch_sampler=sampler, num_workers=args.workers))
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=args.workers, worker_init_fn=ignore_signals)
+        return data.batches(loader)
 
     schedule = learning_rate(args)
     train_batches = batches(images.train, fs.fold_in(key, "data"), step=begin)
@@ -204,10 +200,11 @@ def run(args: argparse.Namespace) -> float:
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
             log.write(step=step, loss=loss, grad_norm=norm, lr=float(schedule(step)),
                       images_per_s=args.batch / (time.perf_counter() - start))  # fmt: skip
-            command.PROGRAM.save(args, folder, state, step=step + 1, steps=args.steps)
+            command.PROGRAM.save(args, mesh, folder, state, step=step + 1, steps=args.steps, loss=loss, grad_norm=norm)
 
     nats, found = 0.0, []
-    for i, batch in enumerate(batches(images.test, None, epoch=0, even=True)):
+    test_batches = command.PROGRAM.until_told(args, mesh, batches(images.test, None, epoch=0, even=True))
+    for i, batch in enumerate(test_batches):
         counted = data.counted(step=i, size=len(images.test), batch=args.batch)
         of_batch, results = test_step(state["params"], state["statistics"], batch, counted)
         nats += float(of_batch)
@@ -222,6 +219,12 @@ def run(args: argparse.Namespace) -> float:
             fs.plot.losses(folder).savefig(folder / "loss.png")
         pictures.confusion(folder / "confusion.png", targets, best[:, 0], images.names)
     return top1
+
+
+def ignore_signals(_: int) -> None:
+    """Let a worker process go on when all processes of the job are told to end: the step needs its batch."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def config(args: argparse.Namespace, channels: int, classes: int) -> resnet.Config:

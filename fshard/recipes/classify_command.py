@@ -51,7 +51,8 @@ def parser() -> argparse.ArgumentParser:
     add("--workers", type=int, default=0, help="processes that read the images (default: none)")
     add("--out", type=Path, help="write metrics.jsonl, checkpoints, loss.png and confusion.png here")
     add("--save-every", type=int, default=0, help="steps between checkpoints (the last step is always saved)")
-    add("--resume", type=Path, help="resume from the last checkpoint in this folder, on any mesh")
+    add("--resume", type=Path, help="resume from the last checkpoint in this folder, on any mesh; "
+        "auto: from that of --out, if there is one")  # fmt: skip
     return p
 
 

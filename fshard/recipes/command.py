@@ -45,14 +45,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--save-every", type=int, default=0, help="steps between checkpoints (the last step is always saved)"
     )
-    p.add_argument("--resume", type=Path, help="resume from the last checkpoint in this folder, on any mesh")
+    p.add_argument("--resume", type=Path, help="resume from the last checkpoint in this folder, on any mesh; "
+                   "auto: from that of --out, if there is one")  # fmt: skip
     p.add_argument("--sample", type=int, default=0, help="at the end, generate this many bytes of text")
     p.add_argument("--prompt", default="def ", help="the beginning of that text")
     return p
 
 
 PROGRAM = Program("pretrain", parser)
-stop, interrupted, resume_hint = PROGRAM.stop, PROGRAM.interrupted, PROGRAM.resume_hint
+stop, resume_hint = PROGRAM.stop, PROGRAM.resume_hint
 
 
 # --- reasons not to begin -----------------------------------------------------------------------------------------

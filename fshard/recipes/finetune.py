@@ -78,13 +78,7 @@ class Score(NamedTuple):
 
 def main(argv: list[str] | None = None) -> dict[str, Score]:
     """Run the methods, and return the score of each."""
-    args = command.parse(argv)
-    try:
-        return run(args)
-    except KeyboardInterrupt:
-        raise command.PROGRAM.interrupted(args) from None
-    except fs.ShardingError as e:
-        raise command.stop(e) from None
+    return command.PROGRAM.run(run, command.parse(argv))
 
 
 def run(args: argparse.Namespace) -> dict[str, Score]:
@@ -412,11 +406,12 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
             speed = math.prod(batch["ids"].shape) / (time.perf_counter() - started)
             log.write(step=step, loss=loss, grad_norm=norm, lr=float(schedule(step)), tokens_per_s=speed)
-            command.PROGRAM.save(args, folder, state, step=step + 1, steps=part.steps)
+            command.PROGRAM.save(args, mesh, folder, state, step=step + 1, steps=part.steps, loss=loss, grad_norm=norm)
 
     if not part.held_out:
         return Score(math.nan, math.nan, n, time.perf_counter() - clock), state
-    sums = [score_step(state["params"], part.frozen, load()) for load in part.held_out]
+    loads = command.PROGRAM.until_told(args, mesh, part.held_out)
+    sums = [score_step(state["params"], part.frozen, load()) for load in loads]
     nats = sum(float(s["nats"]) for s in sums)
     right, rows, targets = torch.stack([fs.device_get(s["counts"]) for s in sums]).sum(0).tolist()
     score = Score(right / rows, nats / targets, n, time.perf_counter() - clock)

@@ -54,7 +54,8 @@ def parser() -> argparse.ArgumentParser:
     add("--verify", action="store_true", help="before training, compare the step of each part on smaller meshes")
     add("--out", type=Path, help="write metrics, checkpoints, and adapters in PEFT's form here")
     add("--save-every", type=int, default=0, help="steps between checkpoints (the last step is always saved)")
-    add("--resume", type=Path, help="resume each part from its last checkpoint in this folder, on any mesh")
+    add("--resume", type=Path, help="resume each part from its last checkpoint in this folder, on any mesh; "
+        "auto: in that of --out, if there is one")  # fmt: skip
     return p
 
 

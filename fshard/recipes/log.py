@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -63,7 +64,8 @@ class Log:
             return
         if self.file:
             with self.errors():
-                self.file.write(json.dumps(metrics) + "\n")
+                values = {name: x if math.isfinite(x) else None for name, x in metrics.items()}  # JSON has no NaN
+                self.file.write(json.dumps(values, allow_nan=False) + "\n")
                 self.file.flush()
         step = int(metrics["step"])
         self.recent = [*self.recent[-49:], metrics[f"{self.unit}_per_s"]]

@@ -11,14 +11,20 @@ import math
 import os
 import re
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import fshard as fs
 from fshard import checkpoint
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+PREEMPTED = 75  # exit status, EX_TEMPFAIL: the state is saved, and the program can go on
 
 
 def is_first() -> bool:
@@ -52,16 +58,30 @@ class Program:
         steps = [checkpoint.latest(folder / part) for part in self.parts or ("",)]
         return next((step for step in reversed(steps) if step is not None), None)
 
+    def run(self, f: Callable[[argparse.Namespace], R], args: argparse.Namespace) -> R:
+        """Call `f(args)`. An interrupt and a ShardingError end the program with one line."""
+        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        try:
+            return f(args)
+        except KeyboardInterrupt:
+            self.report(f"interrupted; {self.resume_hint(args)}")
+            raise SystemExit(130) from None
+        except fs.ShardingError as e:
+            raise self.stop(e) from None
+        finally:
+            for number, handler in handlers.items():  # for a caller that goes on
+                if signal.getsignal(number) != handler:
+                    signal.signal(number, handler)
+
+    def report(self, text: str) -> None:
+        """Print a line about the end of the program, on rank 0."""
+        if is_first():
+            print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+
     def stop(self, message: object) -> SystemExit:
         """Return the exit of a rank for a reason that all ranks have, which rank 0 prints in one line."""
         lines = "; ".join(line.strip() for line in str(message).splitlines())
         return SystemExit(f"{self.name}: {lines}" if is_first() else 1)
-
-    def interrupted(self, args: argparse.Namespace) -> SystemExit:
-        """Return the exit after Ctrl-C: rank 0 prints how to resume."""
-        if is_first():
-            print(f"{self.name}: interrupted; {self.resume_hint(args)}", file=sys.stderr, flush=True)
-        return SystemExit(130)
 
     def resume_hint(self, args: argparse.Namespace) -> str:
         """Return the last saved step and the command that resumes there; or how to save, if nothing is saved."""
@@ -106,6 +126,8 @@ class Program:
             problems.append(f"--dropout {args.dropout}: give a rate from 0 to below 1")
         if args.save_every and not (args.out or args.resume):
             problems.append(f"--save-every {args.save_every}: give the folder too, --out FOLDER")
+        if str(args.resume) == "auto" and not args.out:
+            problems.append("--resume auto: give the folder too, --out FOLDER")
         return problems
 
     def mesh_of(self, args: argparse.Namespace, limits: Mapping[str, str]) -> fs.Mesh:
@@ -140,8 +162,13 @@ class Program:
         return mesh
 
     def check_folders(self, args: argparse.Namespace) -> None:
-        """End the program for folders that cannot be written, and for an `--out` that holds another run."""
+        """End the program for folders that cannot be written, and for an `--out` that holds another run.
+
+        `--resume auto` becomes the folder of `--out` if that has a checkpoint, and no `--resume` otherwise.
+        """
         try:
+            if str(args.resume) == "auto":
+                args.resume = args.out if self.saved(args.out) is not None else None
             if args.out and not resumes_in_place(args) and self.saved(args.out) is not None:
                 raise self.stop(f"--out {args.out} holds a run, up to step {self.saved(args.out)}: "
                                 f"give --resume {args.out}, or another folder")  # fmt: skip
@@ -166,18 +193,42 @@ class Program:
             raise self.stop(f"--resume {args.resume}: there is no complete checkpoint in it{fix}")
         return step
 
-    def save(self, args: argparse.Namespace, folder: Path | None, state: Any, *, step: int, steps: int) -> None:
+    def save(
+        self, args: argparse.Namespace, mesh: fs.Mesh, folder: Path | None, state: Any, *, step: int, steps: int,
+        **metrics: float,
+    ) -> None:  # fmt: skip
         """Save the state after `step` steps, if there is a folder, after each `--save-every` of them and the last.
 
-        Ends the program if it cannot be written, with the command that resumes.
+        Also if the program is told to end, which it then does. Ends it too if the state or the metrics of the step are
+        not finite, or the state cannot be written: the checkpoints before stay, and the line says how to resume.
         """
-        due = step == steps or (args.save_every and step % args.save_every == 0)
-        if folder is None or not due:
-            return
-        try:
-            checkpoint.save(folder, state, step=step, overwrite=True)
-        except fs.ShardingError as e:
-            raise self.stop(f"{e}\n{self.resume_hint(args)}") from None
+        told = fs.preempted(mesh)
+        due = folder is not None and (told or step == steps or (args.save_every and step % args.save_every == 0))
+        wrong = [f"{name} is {x}" for name, x in metrics.items() if not math.isfinite(x)]
+        if due or wrong:
+            leaf = not_finite(state)
+            if leaf or (wrong and "scale" not in state["opt"]):  # a loss scale skips such a step
+                raise self.stop(f"step {step - 1}: {', '.join([*wrong, *leaf])}: the run would end here again: give a "
+                                f"lower --lr\n{self.resume_hint(args)}")  # fmt: skip
+        if folder is not None and due:
+            try:
+                checkpoint.save(folder, state, step=step, overwrite=True)
+            except fs.ShardingError as e:
+                raise self.stop(f"{e}\n{self.resume_hint(args)}") from None
+        if told:
+            raise self.told_to_end(args)
+
+    def until_told(self, args: argparse.Namespace, mesh: fs.Mesh, items: Iterable[T]) -> Iterator[T]:
+        """Yield the items of a loop that saves nothing, until the program is told to end, which it then does."""
+        for item in items:
+            yield item
+            if fs.preempted(mesh):
+                raise self.told_to_end(args)
+
+    def told_to_end(self, args: argparse.Namespace) -> SystemExit:
+        """Return the exit of a program that was told to end; rank 0 prints how to resume."""
+        self.report(f"told to end; {self.resume_hint(args)}")
+        return SystemExit(PREEMPTED if args.out or args.resume else 1)
 
     def check_same_run(
         self, args: argparse.Namespace, of_placement: Collection[str], **facts: tuple[object, str]
@@ -203,6 +254,17 @@ class Program:
                 (args.out / "arguments.json").write_text(json.dumps(now, indent=2, sort_keys=True))
             except OSError as e:
                 raise self.stop(f"--out {args.out}: {e.strerror}: give another folder") from None
+
+
+def not_finite(state: Any) -> list[str]:
+    """Return a text about the first leaf with a NaN or an infinity, parameters before the rest; empty if none has."""
+    text = ""
+    for part in (state, {"params": state["params"]}):
+        try:
+            fs.validate(part)
+        except fs.ShardingError as e:
+            text = next(line for line in str(e).splitlines() if line.startswith("validate: "))
+    return [text.replace("validate: tree", "state")] if text else []
 
 
 def resumes_in_place(args: argparse.Namespace) -> bool:

@@ -134,7 +134,7 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any, label: str = "sho
             continue
         shape = tuple(x.shape)
         spec = spec if spec is not None else x.spec if isinstance(x, Sharded) else None
-        leaf_errors = _spec_errors(f"{label}: {tree.show('tree', path)}", shape, spec, sizes)
+        leaf_errors = [] if spec is None else _spec_errors(f"{label}: {tree.show('tree', path)}", shape, spec, sizes)
         errors += leaf_errors
         if leaf_errors:
             continue
@@ -162,10 +162,10 @@ def _sizes_of(mesh: Mesh | Sizes) -> Sizes:
     return mesh.axes if isinstance(mesh, Mesh) else dict(mesh)
 
 
-def _spec_errors(where: str, shape: tuple[int, ...], spec: P | None, sizes: Sizes) -> list[ShardingError]:
+def _spec_errors(where: str, shape: tuple[int, ...], spec: P, sizes: Sizes) -> list[ShardingError]:
     """Return the errors of a leaf's spec; without a mesh any axis is valid, and only the number of dims is checked."""
-    if spec is None or sizes:
-        return [] if spec is None else spec_errors(where, shape, spec, sizes)
+    if sizes:
+        return spec_errors(where, shape, spec, sizes)
     try:
         spec.parts(len(shape))
     except ShardingError as e:

@@ -10,16 +10,20 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from fshard import ShardingError
 from fshard._comm.description import describe_transfer
 from fshard._comm.gloo import GlooConnections, PendingMessages
-from fshard._comm.watchdog import Wait, Watchdog, call_at_exit, launcher_id
+from fshard._comm.meeting import ACCEPTED, HELLO, KEY, listen
+from fshard._comm.watchdog import _NUMBER, Wait, Watchdog, call_at_exit, launcher_id
 
 GRACE, LONG_WAIT = 10.0, 30.0
 
@@ -32,6 +36,9 @@ class Job:
         self.ends: dict[int, str] = {}  # by rank, its first reason to end
         self.reports: list[str] = []
         self.ranks = [self.watchdog(rank, world) for rank in range(world)]
+        self.store = dist.HashStore()
+        for rank in self.ranks:
+            rank._store = self.store
         for rank in range(1, world):
             ours, theirs = socket.socketpair()
             self.ranks[0].add(ours, rank)
@@ -61,7 +68,7 @@ class Job:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    monkeypatch.setattr("fshard._comm.watchdog._LEAVE", 0.0)  # no rank waits for others in the one thread of a test
+    monkeypatch.setattr("fshard._comm.watchdog._LEAVE", datetime.timedelta(milliseconds=1))  # a test has one thread
     job = Job(4)
     yield job
     for rank in range(4):
@@ -120,7 +127,7 @@ def leaving(job: Job, *ranks: int) -> list[threading.Thread]:
     threads = [threading.Thread(target=job.ranks[rank].leave, kwargs={"failed": False}) for rank in ranks]
     for thread, rank in zip(threads, ranks, strict=True):
         thread.start()
-        while rank not in job.ranks[rank]._left:
+        while not job.ranks[rank]._is_leaving:
             thread.join(0.001)
     return threads
 
@@ -128,7 +135,7 @@ def leaving(job: Job, *ranks: int) -> list[threading.Thread]:
 def test_ranks_wait_until_all_leave_and_rank_0_until_all_have_closed(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("fshard._comm.watchdog._LEAVE", 60.0)
+    monkeypatch.setattr("fshard._comm.watchdog._LEAVE", datetime.timedelta(seconds=60))
     threads = leaving(job, 2, 0, 3)
     job.step()
     assert all(thread.is_alive() for thread in threads)
@@ -149,13 +156,36 @@ def test_ranks_wait_until_all_leave_and_rank_0_until_all_have_closed(
 def test_rank_that_waits_for_others_to_leave_ends_at_once_when_one_fails(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("fshard._comm.watchdog._LEAVE", 60.0)
+    monkeypatch.setattr("fshard._comm.watchdog._LEAVE", datetime.timedelta(seconds=60))
     threads = leaving(job, 0, 2)
     job.kill(3)
     job.step()
+    assert sorted(job.ends) == [0, 2]  # by a process that ends, while its main thread waits
+    job.store.set("all left", "")
     for thread in threads:
         thread.join(10)
-    assert sorted(job.ends) == [0, 2]
+
+
+def test_rank_that_is_killed_while_it_waits_for_others_to_leave_has_failed(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Its agent kills it if another rank of its machine has failed."""
+    monkeypatch.setattr("fshard._comm.watchdog._LEAVE", datetime.timedelta(seconds=60))
+    (thread,) = leaving(job, 3)
+    job.step()
+    job.kill(3)
+    job.step()
+    assert [job.ranks[rank].failed for rank in range(3)] == [3] * 3
+    job.store.set("all left", "")
+    thread.join(10)
+
+
+def test_rank_that_ends_after_all_have_left_has_not_failed(job: Job) -> None:
+    job.store.add("left", 3)
+    job.leave(0)
+    job.kill(3)
+    job.step()
+    assert job.ranks[0].failed is None
 
 
 def test_rank_that_has_waited_ends_without_a_failure_but_rank_0_stays(job: Job) -> None:
@@ -173,35 +203,152 @@ def test_failed_rank_waits_for_none(job: Job) -> None:
     assert [r.failed for r in job.ranks] == [0] * 4
 
 
-def test_ranks_connect_by_the_store_and_strangers_do_not(job: Job) -> None:
-    store: dict[str, bytes] = {}
-    shared: Any = SimpleNamespace(set=lambda key, text: store.update({key: text.encode()}), get=store.__getitem__)
-    zero, one, late = (job.watchdog(rank, 3) for rank in range(3))
-    zero.connect(shared, "127.0.0.1")
-    one.connect(shared, "127.0.0.1")
-    (port, _) = store["fshard/watchdog"].split()
-    stranger = socket.create_connection(("127.0.0.1", int(port)))
-    stranger.sendall(bytes(21))
-    for _ in range(2):
-        zero.step(10)
-    assert list(zero._connections.values()) == [1]
-    assert stranger.recv(1) == b""
-    one.leave(failed=True)
-    zero.step(10)
-    late.connect(shared, "127.0.0.1")  # a rank that is told on arrival
-    zero.step(10)
-    late.step(10)
-    assert (zero.failed, late.failed) == (1, 1)
-    for w in (one, late, zero):
-        w.close()
+@pytest.fixture
+def zero(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
+    """Rank 0 of a job of three ranks, which listens and whose thread runs."""
+    monkeypatch.setattr("fshard._comm.meeting._RETRY", 0.01)
+    monkeypatch.setattr("fshard._comm.meeting._HELLO_TIMEOUT", 0.05)  # a rank that is slower tries again
+    zero = job.watchdog(0, 3)
+    zero.meet(job.store, "127.0.0.1", "29500")
+    running = threading.Thread(target=lambda: [zero.step(0.01) for _ in iter(lambda: zero._closed, True)])
+    running.start()
+    yield zero
+    zero._is_leaving = False
+    zero.close()
+    running.join()
     assert zero._listener is not None
     zero._listener.close()
-    unreached = job.watchdog(1, 3)
-    unreached.connect(shared, "127.0.0.1")
-    assert len(job.reports) == 1
-    assert job.reports[0].startswith(f"rank 1 cannot connect to port {int(port)} of 127.0.0.1, the host of rank 0 (")
-    assert job.reports[0].endswith("): if another rank fails, this one may wait for it until the timeout")
-    stranger.close()
+
+
+def meet(job: Job, rank: int, world: int = 3, **options: Any) -> Watchdog:
+    watchdog = job.watchdog(rank, world, **options)
+    watchdog.meet(job.store, "127.0.0.1", "29500")
+    return watchdog
+
+
+def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        time.sleep(0.001)
+
+
+def test_ranks_of_an_attempt_meet_and_share_a_part_of_the_store(job: Job, zero: Watchdog) -> None:
+    one, two = (meet(job, rank) for rank in (1, 2))
+    zero._store.set("key", "of attempt 1")
+    assert [rank._store.get("key") for rank in (one, two)] == [b"of attempt 1"] * 2
+    again = job.watchdog(0, 3)  # after a restart, with the same store
+    again.meet(job.store, "127.0.0.1", "29500")
+    assert not again._store.check(["key"])
+    assert not zero.meet(job.store, "127.0.0.1", "29500").check(["key"])  # torch.distributed is started again
+    assert again._listener is not None
+    again._listener.close()
+    for rank in (one, two):
+        rank.close()
+    until(lambda: zero.failed is not None)
+
+
+def test_rank_does_not_take_the_rank_0_of_a_former_attempt_for_its_own(job: Job, zero: Watchdog) -> None:
+    now = job.store.get(KEY)
+    with socket.create_server(("127.0.0.1", 0)) as other_program, socket.create_server(("127.0.0.1", 0)) as free:
+        ports = [other_program.getsockname()[1], free.getsockname()[1]]
+        free.close()
+        for port in ports:  # an answer that is not rank 0's, and none
+            job.store.set(KEY, f"{port} {bytes(16).hex()}")
+            one = job.watchdog(1 + ports.index(port), 3)
+            meeting = threading.Thread(target=one.meet, args=(job.store, "127.0.0.1", "29500"))
+            meeting.start()
+            if port == ports[0]:
+                connection, _ = other_program.accept()
+                connection.sendall(b"H" + bytes(24))
+                connection.close()
+            job.store.set(KEY, now.decode())
+            meeting.join()
+            assert one._token == zero._token
+            one.leave(failed=False)
+            one.close()
+
+
+STRANGERS = {(1, 3): "has a rank 1 already", (2, 5): "has 3 ranks", (7, 8): "has 3 ranks"}
+
+
+@pytest.mark.parametrize(("rank", "world"), STRANGERS)
+def test_error_text_of_a_rank_of_another_job(job: Job, zero: Watchdog, rank: int, world: int) -> None:
+    one = meet(job, 1)
+    with pytest.raises(ShardingError) as caught:
+        meet(job, rank, world)
+    assert str(caught.value) == (
+        "make_mesh: another job, or an attempt that is ending, uses port 29500 of 127.0.0.1\n"
+        f"  this is rank {rank} of {world}, and that job {STRANGERS[rank, world]}\n"
+        "  fix: another port: MASTER_PORT, or --master-port or --rdzv-endpoint of torchrun"
+    )
+    assert list(zero._connections.values()) == [1]
+    one.leave(failed=False)
+    one.close()
+    until(lambda: not zero._connections)
+    assert zero.failed is None
+
+
+def test_strangers_fail_nobody(job: Job, zero: Watchdog) -> None:
+    """Also one that has read the token. `tests.faults.restarts` starts strangers of more kinds."""
+    one = meet(job, 1)
+    port, token = job.store.get(KEY).decode().split()
+    wrong_ranks = [HELLO.pack(b"H", bytes.fromhex(token), 3, rank) for rank in (0, 1, 3, 2**32 - 1)]
+    for message in (b"", b"GET / HTTP/1.1", bytes(25), HELLO.pack(b"H", bytes(16), 3, 2), *wrong_ranks):
+        with socket.create_connection(("127.0.0.1", int(port))) as stranger:
+            stranger.sendall(message)
+            assert not stranger.recv(100).startswith(ACCEPTED)
+    (connection,) = zero._connections
+    zero._send(_NUMBER.pack(3), connection)  # a rank that there is not
+    one.step(10)
+    assert (zero.failed, one.failed) == (None, None)
+    one.leave(failed=True)
+    until(lambda: zero.failed == 1)
+    late = meet(job, 2)  # a rank that hears of it on arrival
+    late.step(10)
+    assert late.failed == 1
+    late.close()
+
+
+def test_error_text_of_a_rank_that_does_not_reach_rank_0(job: Job) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job.store.set(KEY, f"{port} {bytes(16).hex()}")
+    job.store.set_timeout(datetime.timedelta(seconds=-1))
+    with pytest.raises(ShardingError) as caught:
+        meet(job, 1)
+    assert str(caught.value) == (
+        f"make_mesh: rank 1 does not reach rank 0 at port {port} of 127.0.0.1\n"
+        "  [Errno 111] Connection refused\n"
+        "  fix: see rank 0's output; a firewall must let ranks reach each other's ports"
+    )
+
+
+def test_with_agents_one_rank_of_each_machine_stays_connected(job: Job, zero: Watchdog) -> None:
+    stays, leaves = meet(job, 1, launcher=os.getppid()), meet(job, 2, launcher=os.getppid(), stays=False)
+    assert leaves._token == zero._token
+    until(lambda: list(zero._connections.values()) == [1])
+    assert (zero.failed, leaves._connections) == (None, {})
+    zero._note_failure(2)
+    stays.step(10)
+    job.now = GRACE
+    stays.step(0)
+    assert job.ends[1] == (
+        "rank 1 ends, since rank 2 or another rank of its machine has failed: it raised, was killed, called os._exit, "
+        "or its host was lost; see the output of rank 2"
+    )
+    stays.close()
+
+
+def test_rank_0_listens_where_the_others_look_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def address(host: str) -> str:
+        with listen(host, 3) as s:
+            return str(s.getsockname()[0])
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert address("127.0.0.1") == "127.0.0.1"
+    assert address("localhost") in ("::", "0.0.0.0")  # for the ranks of another machine it may have another name
+    assert address("192.0.2.1") in ("::", "0.0.0.0")  # a router's
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert address("localhost") in ("::1", "127.0.0.1")
 
 
 def test_rank_ends_with_its_launcher(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +471,7 @@ def test_end_of_a_program_by_an_exception_is_a_failure(child: bool, monkeypatch:
             if not isinstance(e, SystemExit | None):
                 monkeypatch.setattr(sys, "last_value", e)
             leave()
-    assert ends == [False, False, False, child, child, True, True]
+    assert ends == [False, False, False, False, False, True, True]
     monkeypatch.setattr(os, "getpid", lambda: -1)
     leave()  # in a forked child
     assert len(ends) == 7
@@ -345,13 +492,3 @@ def test_uncaught_exception_is_told_before_the_end(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     sys.excepthook(OSError, OSError(), None)  # at a prompt
     assert raised == ["printed", "failed", "printed"]
-
-
-def test_rank_0_waits_at_its_end_only_where_it_has_the_store() -> None:
-    first = Job(1).watchdog(0, 2, has_store=False)
-    ours, theirs = socket.socketpair()
-    first.add(ours, 1)
-    first._left.add(0)
-    first.close()  # and does not wait for rank 1
-    theirs.close()
-    assert first._closed

@@ -22,6 +22,8 @@ from fshard.checkpoint.manifest import read_manifest
 from tests.lib.assertions import assert_same, error_text
 from tests.lib.processes import Pool
 
+from . import test_storage
+
 MESHES: list[dict[str, int]] = [{"data": 1}, {"data": 4}, {"data": 2, "model": 3}, {"model": 8, "data": 1}]
 
 
@@ -310,6 +312,7 @@ def _rank(directory: str) -> dict[str, Any]:
     """On each process: save, restore a checkpoint of a simulated mesh, and fail in several ways."""
     import torch.distributed as dist
 
+    test_storage.register()
     rank, out = dist.get_rank(), Path(directory)
     mesh = fs.make_mesh(data=2)
     state = _state(mesh, SPECS[0])
@@ -347,7 +350,19 @@ def _rank(directory: str) -> dict[str, Any]:
 
     os.fsync = full if rank == 1 else fsync
     results["full"] = attempt(lambda: checkpoint.save(out / "full", state))
+    checkpoint.save(out / "lost", state, background=True)
+    results["lost"] = attempt(checkpoint.wait)
     os.fsync = fsync
+    checkpoint.save(out / "background", state, background=True)
+    sums = fs.shard_map(lambda x: fs.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+    for _ in range(30):  # transfers of the program and of the thread do not meet
+        results["sums"] = fs.device_get(sums(fs.device_put(torch.arange(4.0), P("data"), mesh))).tolist()
+    checkpoint.save(out / "again", state, background=True)
+    checkpoint.save(f"plain://{out}/url", state, background=True)
+    results["url"] = torch.equal(checkpoint.restore(f"plain://{out}/url", state)["params"]["up"].shards[0],
+                                 state["params"]["up"].shards[0])  # fmt: skip
+    fs.hf.save(f"plain://{out}/folder", {}, state["params"])
+    checkpoint.wait()
     results["differ"] = attempt(lambda: checkpoint.save(out / "differ", {**state, "n": 4 + rank}))
     results["bases"] = attempt(lambda: checkpoint.save(out / "bases", state, base={"w": f"of {rank}"}))
     results["object"] = attempt(lambda: checkpoint.save(out / "object", {**state, "n": object() if rank else 4}))
@@ -377,9 +392,9 @@ def test_process_and_simulated_meshes_write_and_read_the_same_files(
     results = ranks(2, _rank, str(tmp_path))
 
     process = tmp_path / "process"
-    assert sorted(f.name for f in process.iterdir()) == sorted(f.name for f in simulated.iterdir())
-    for f in process.iterdir():
-        assert f.read_bytes() == (simulated / f.name).read_bytes(), f.name
+    want_files = {f.name: f.read_bytes() for f in simulated.iterdir()}
+    for name in ("process", "background", "again"):
+        assert {f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} == want_files, name
     for specs in (P(), P("model"), P(("model", "data"))):
         like = _state(fs.make_mesh(data=2, model=3), specs)
         assert_same(checkpoint.restore(process, like)["params"], want["params"])
@@ -388,6 +403,10 @@ def test_process_and_simulated_meshes_write_and_read_the_same_files(
         assert all(result["same"])
         assert result["bytes"] == 64 * 10 * 4 / 2  # half of the blocks
         assert result["full"].startswith("rank 1: save: cannot write ")
+        assert result["lost"].startswith(f"save: the save of {tmp_path / 'lost'} in the background has failed\n"
+                                         "  rank 1: save: cannot write ")  # fmt: skip
+        assert result["sums"] == [2, 4]
+        assert result["url"]
         assert result["differ"].startswith(
             "save: the ranks do not have the same leaves\n  n    rank 0  4    rank 1  5\n  fix: "
         )
@@ -401,6 +420,8 @@ def test_process_and_simulated_meshes_write_and_read_the_same_files(
         assert result["plain"] == "nothing was raised"
         assert result["digest"] == [base] * len(SPECS)
         assert "  differs  params.up  saved with another, base has f32[6, 10] " in result["base"]
-    complete = {"simulated", "cut", "big", "process", "plain", "part"}
+    loaded = fs.hf.weights(tmp_path / "folder", {n: fs.init.zeros(x.shape) for n, x in want["params"].items()})
+    assert_same(fs.materialize(loaded, P(), mesh, key=fs.key(0)), want["params"])
+    complete = {"url", "folder", "simulated", "cut", "big", "process", "plain", "part", "background", "again"}
     assert {d.name for d in tmp_path.iterdir()} == complete
     assert checkpoint.restore(tmp_path / "plain", {"x": torch.zeros(3, dtype=torch.int64)})["x"].tolist() == [0, 1, 2]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import json
 import math
 import os
 import pickle
+import re
 import shutil
 import signal
+import socket
+import stat
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +24,7 @@ import torch
 
 import fshard as fs
 from fshard import P, ShardingError, _io, checkpoint
-from fshard.checkpoint import loading, manifest, parts
+from fshard.checkpoint import commit, loading, manifest, parts
 from fshard.spec import full_box
 from tests.lib.assertions import assert_same, error_text
 from tests.lib.processes import Pool
@@ -219,20 +224,37 @@ def test_checkpoint_of_another_step_is_refused_by_its_step(tmp_path: Path) -> No
     assert checkpoint.restore(at, {"x": 0}) == {"x": 1}
 
 
-@pytest.mark.parametrize("removed", [False, True])
-def test_checkpoint_replaced_while_it_is_read_is_named(
-    removed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("times", [1, 2, commit.READS])
+def test_checkpoint_replaced_while_it_is_read_is_read_again(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at, state = small(tmp_path)
+    versions = iter(range(4, 4 + times))
+
+    def replace_first(f: Callable[..., Any]) -> Callable[..., Any]:
+        def g(*args: Any) -> Any:
+            if n := next(versions, 0):
+                checkpoint.save(at, {**state, "n": n}, overwrite=True)
+            return f(*args)
+
+        return g
+
+    monkeypatch.setattr(loading, "_read", replace_first(loading._read))
+    monkeypatch.setattr(checkpoint, "check_part", replace_first(parts.check_part))
+    for read in (lambda: checkpoint.restore(at, state)["n"], lambda: checkpoint.inspect(at)["n"]):
+        versions = iter(range(4, 4 + times))
+        if times < commit.READS:
+            assert read() == 3 + times
+        else:
+            assert re.fullmatch(
+                rf"(restore|inspect): {at} was replaced or removed by another program while it was read\n"
+                r"  fix: call \1 again", error_text(read))  # fmt: skip
+
+
+def test_checkpoint_removed_while_it_is_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at, state = small(tmp_path)
     read = loading._read
-
-    def replace_first(*args: Any) -> None:
-        checkpoint.save(at, {**state, "n": 4}, overwrite=True)
-        if removed:
-            shutil.rmtree(at)
-        read(*args)
-
-    monkeypatch.setattr(loading, "_read", replace_first)
+    monkeypatch.setattr(loading, "_read", lambda *args: (shutil.rmtree(at), read(*args)))
     assert error_text(checkpoint.restore, at, state) == (
         f"restore: {at} was replaced or removed by another program while it was read\n  fix: call restore again"
     )
@@ -361,6 +383,100 @@ def test_full_disk_leaves_the_last_checkpoint_unchanged(
         assert "No space left on device" in error_text(checkpoint.save, tmp_path / "new", state)
         assert list(tmp_path.iterdir()) == [at]
     assert {f.name: f.read_bytes() for f in at.iterdir()} == before
+
+
+def error_of_directories(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the file system refuse to flush directories."""
+    fsync = os.fsync
+
+    def of_files(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+
+
+def test_directory_that_cannot_be_flushed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at, state = small(tmp_path)
+    error_of_directories(errno.EIO, monkeypatch)
+    text = error_text(checkpoint.save, at, state, overwrite=True)
+    assert re.fullmatch(rf"save: cannot write {tmp_path}/\.c\.tmp-\w{{8}}\n  Input/output error\n"
+                        "  the last complete checkpoint is unchanged\n  fix: .*", text)  # fmt: skip
+    assert list(tmp_path.iterdir()) == [at]
+    checkpoint.restore(at, state)
+
+
+def test_file_system_that_flushes_no_directories_has_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error_of_directories(errno.EINVAL, monkeypatch)
+    at, state = small(tmp_path)
+    checkpoint.restore(at, state)
+
+
+# --- two programs -------------------------------------------------------------------------------------------
+
+WRITERS: dict[str, tuple[str, str, Callable[[Path], object]]] = {  # lock, the folder in the error, the save
+    "steps": (".steps.lock", "", lambda out: checkpoint.save(out, {"x": 1}, step=3, overwrite=True)),
+    "checkpoint": (".c.lock", "/c", lambda out: checkpoint.save(out / "c", {"x": 1}, overwrite=True)),
+    "folder": ("c/.saving.lock", "/c", lambda out: fs.hf.save(out / "c", {}, {"w": torch.ones(2)})),
+    "file": (".c.pt.lock", "/c.pt", lambda out: fs.state_dict.write(out / "c.pt", {"w": torch.ones(2)})),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_second_program_that_saves_is_told_of_the_first(kind: str, tmp_path: Path) -> None:
+    name, folder, save = WRITERS[kind]
+    save(tmp_path)
+    with _io.locked("save", tmp_path, tmp_path / name):
+        (tmp_path / name).with_name(".step_000009.tmp-0123abcd").mkdir()  # of the first program
+        assert re.fullmatch(
+            rf"(save|write): another program saves into {tmp_path}{folder}\n"
+            rf"  process {os.getpid()} on {re.escape(socket.gethostname())} since [\d-]{{10}} [\d:]{{8}}\n"
+            "  fix: wait for its end, or choose another folder", error_text(save, tmp_path))  # fmt: skip
+        (tmp_path / name).with_name(".step_000009.tmp-0123abcd").rmdir()
+        (tmp_path / name).write_text("\x1b[31m")
+        assert "\n  its process is not known yet\n" in error_text(save, tmp_path)
+    assert not (tmp_path / name).exists()
+    (tmp_path / name).write_text("process 1 on a since 2000-01-01 00:00:00")  # of a program that was killed
+    save(tmp_path)
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_child_of_a_killed_program_does_not_lock(tmp_path: Path) -> None:
+    """The kernel releases a lock when no process has its file open, and a forked child has it open, too."""
+    lock = tmp_path / "lock"
+    fd = _io._acquire("save", tmp_path, lock)
+    ours, childs = socket.socketpair()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if child == 0:
+        ours.close()
+        childs.send(b"started")
+        childs.recv(1)  # until the parent closes its end
+        os._exit(0)
+    childs.close()
+    ours.recv(7)
+    try:
+        _io._lock_files.discard(fd)
+        os.close(fd)  # as the end of the process does
+        with _io.locked("save", tmp_path, lock):
+            pass
+    finally:
+        ours.close()
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP])
+def test_file_system_without_locks_has_checkpoints(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    small(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
 def test_keyboard_interrupt_passes_through_and_removes_temporary_files(

@@ -80,6 +80,23 @@ def test_several_machines_meet_at_the_address(monkeypatch):
     assert (keys["num_processes"], keys["distributed_type"]) == (8, "MULTI_CPU")
 
 
+def test_range_of_machines_is_passed_on(monkeypatch, capsys):
+    run = ["--nproc-per-node=2", "--rdzv-endpoint=node0:29501", "--max-restarts=9", "train.py"]
+    args, keys, env = launched(monkeypatch, "--nnodes=1:4", *run)
+    assert env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    config, _, _ = torchrun.config_from_args(args)
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (1, 4, 2, 9)
+    assert (config.rdzv_backend, config.rdzv_endpoint, keys["num_processes"]) == ("c10d", "node0:29501", 8)
+    for nodes in ("4:1", "0:2", "1:", "1:b"):
+        assert error(capsys, f"--nnodes={nodes}", *run) == (
+            f"--nnodes {nodes}: is not a range of machines\n  fix: the least and the most of them: --nnodes 1:4"
+        )
+    for wrong in (["--num-processes=4", "train.py"], ["--rdzv-backend=static", *run]):
+        assert error(capsys, "--nnodes=1:2", *wrong) == (
+            "--nnodes 1:2: the number of all ranks may change, and each machine has the same role\n"
+            "  fix: --nproc_per_node N, without --num_processes; and --rdzv_backend c10d")  # fmt: skip
+
+
 def test_options_replace_the_keys_of_the_file(monkeypatch):
     """In either spelling; the ranks read the same settings as the launcher."""
     options = ["--mixed-precision", "bf16", "--fsdp_sharding_strategy=2", "--fsdp-backward-prefetch=NO_PREFETCH"]

@@ -22,6 +22,7 @@ import pkgutil
 import re
 import shlex
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -34,11 +35,19 @@ import torch
 import fshard as fs
 from docs import build
 from fshard._comm import in_region, region
+from tests.lib.signals import default_signals
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = ("install", "test")  # the blocks that CI and a newcomer copy; each after its <!-- marker -->
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """What an example of `preempted` installs ends with it."""
+    with default_signals():
+        yield
 
 
 # --- pages --------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
 The promise: after a kill a folder restores to the state of the last `save` that returned, or of the one after it, in
 every value. The next save removes what the killed one left. A run is one program, forked from this process, which
 reports each return of `save` through a pipe; SIGKILL comes at a random moment. The next run continues in the same
-folder, so that kills follow each other.
+folder, so that kills follow each other. A save in the background has returned when the next one has.
 """
 
 from __future__ import annotations
@@ -66,6 +66,10 @@ def save_numbered(folder: Path, n: int, mesh: fs.Mesh | None) -> None:
     checkpoint.save(folder, state(n, mesh), step=n, keep=2)
 
 
+def save_in_background(folder: Path, n: int, mesh: fs.Mesh | None) -> None:
+    checkpoint.save(folder, state(n, mesh), step=n, keep=2, background=True)
+
+
 def read_numbered(folder: Path) -> int:
     for step in checkpoint.steps(folder):
         assert number_of(checkpoint.restore(folder, state(0), step=step)) == step
@@ -74,6 +78,10 @@ def read_numbered(folder: Path) -> int:
 
 def save_over(folder: Path, n: int, mesh: fs.Mesh | None) -> None:
     checkpoint.save(folder / "c", state(n, mesh), overwrite=True)
+
+
+def save_over_in_background(folder: Path, n: int, mesh: fs.Mesh | None) -> None:
+    checkpoint.save(folder / "c", state(n, mesh), overwrite=True, background=True)
 
 
 def read_over(folder: Path) -> int:
@@ -121,6 +129,12 @@ class Program:
     save: Callable[[Path, int, fs.Mesh | None], None]
     read: Callable[[Path], int]
     ranks: int = 1
+    pending: int = 0  # saves that have not ended when `save` returns
+
+    def save_one(self, folder: Path, n: int) -> None:
+        """Save a state, and wait until it has been written."""
+        self.save(folder, n, None)
+        checkpoint.wait()
 
 
 PROGRAMS = {
@@ -129,10 +143,14 @@ PROGRAMS = {
     "overwrite of one step": Program(save_over_step, read_over_step),
     "Hugging Face folder": Program(save_folder, read_folder),
     "file of torch": Program(save_file, read_file),
+    "background": Program(save_in_background, read_numbered, 1, 1),
+    "background, overwrite": Program(save_over_in_background, read_over, 1, 1),
     "numbered steps, 2 ranks": Program(save_numbered, read_numbered, 2),
     "overwrite, 2 ranks": Program(save_over, read_over, 2),
     "Hugging Face folder, 2 ranks": Program(save_folder, read_folder, 2),
     "file of torch, 2 ranks": Program(save_file, read_file, 2),
+    "background, 4 ranks": Program(save_in_background, read_numbered, 4, 1),
+    "background, overwrite, 4 ranks": Program(save_over_in_background, read_over, 4, 1),
 }
 MESH = fs.make_mesh(data=1)
 
@@ -166,11 +184,12 @@ def save_for_ever(program: Program, folder: Path, first: int, rank: int, port: i
     if program.ranks > 1:  # as started by a launcher
         of_launcher = {"RANK": rank, "WORLD_SIZE": program.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ |= {name: str(value) for name, value in of_launcher.items()}
-    mesh = fs.make_mesh(data=2)
+    mesh = fs.make_mesh(data=max(2, program.ranks))
     os.write(report, b"0\n")
     for n in range(first, first + 10_000):
         program.save(folder, n, mesh)
-        os.write(report, f"{n}\n".encode())
+        if n - program.pending >= first:
+            os.write(report, f"{n - program.pending}\n".encode())
 
 
 def run_and_kill(program: Program, folder: Path, first: int, delay: float, victims: list[int]) -> int:
@@ -212,7 +231,7 @@ def full_disk(program: Program, folder: Path, n: int, limit: int) -> None:
     def job() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         with pytest.raises(ShardingError, match="File too large"):
-            program.save(folder, n, None)
+            program.save_one(folder, n)
 
     assert ended(fork(job)) == 0, "a full disk gives no clear error"
 
@@ -238,15 +257,16 @@ def attack(name: str, runs: int, rng: random.Random, root: Path, end: float) -> 
             if i % 7 == 6 and last:
                 full_disk(program, folder, last + 1, rng.choice([100, 2000, 30_000]))
             else:
-                victims = rng.choice([[0], [1], [0, 1]]) if program.ranks > 1 else [0]
-                saved = max(last, run_and_kill(program, folder, last + 1, rng.uniform(0, 0.06), victims))
+                victims = rng.sample(range(program.ranks), rng.randint(1, program.ranks))
+                delay = rng.uniform(0, 0.15 * program.ranks if program.pending else 0.06)
+                saved = max(last, run_and_kill(program, folder, last + 1, delay, victims))
             now = program.read(folder)
-            assert now in (saved, saved + 1), f"save returned for state {saved}, and state {now} is there"
+            assert 0 <= now - saved <= 1 + program.pending, f"save returned for state {saved}, and state {now} is there"
             tally.last, tally.next = tally.last + (now == saved), tally.next + (now > saved)
             last = now
             if i % 5 == 4:
                 last += 1
-                assert ended(fork(lambda n=last: program.save(folder, n, None))) == 0  # type: ignore[misc]
+                assert ended(fork(lambda n=last: program.save_one(folder, n))) == 0  # type: ignore[misc]
                 assert program.read(folder) == last
                 left = [str(p.relative_to(folder)) for p in folder.rglob(".*")]
                 assert not left, f"left after a save that ended: {left}"
@@ -325,11 +345,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tests.faults.kills", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", help="the programs of these names")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after about this long")
     args = parser.parse_args(argv)
     rng, begun = random.Random(args.seed), time.monotonic()
     attacks: dict[str, Callable[..., Tally]] = {name: functools.partial(attack, name) for name in PROGRAMS}
     attacks["`recipes.pretrain`, resumed"] = attack_recipe
+    if args.only:
+        attacks = {name: attacks[name] for name in args.only}
     print("| program | runs | last state saved | the next one | anything else |\n|---|---|---|---|---|")
     tallies = []
     for i, (name, one) in enumerate(attacks.items()):

@@ -52,7 +52,9 @@ class Operations(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.counts[func] += 1
         for x in fs.tree.leaves(out):
-            if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) and self.device in (None, x.device):
+            if not isinstance(x, torch.Tensor):
+                continue
+            if x.device == self.device if self.device else not isinstance(x, FakeTensor):  # which has no memory
                 self.shapes.add(x.shape)
                 if storage_id(x) not in before:
                     storage = x.untyped_storage()

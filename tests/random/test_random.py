@@ -285,6 +285,7 @@ def test_check_computes_no_random_words(monkeypatch):
     assert (tuple(checked.shape), checked.dtype, checked.spec) == ((8,), torch.float32, P("data"))
 
 
+@pytest.mark.slow
 def test_compiled_draws_have_the_same_bits_and_compile_once():
     """A float and an integer draw, of keys in every way: the other distributions take the same words."""
 

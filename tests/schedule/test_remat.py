@@ -92,6 +92,7 @@ def test_remat_with_collectives_inside():
         close(fs.device_get(step(fs.device_put(p, specs, mesh), x)), want)
 
 
+@pytest.mark.slow
 def test_compiled_remat():
     p, x = data()
     with by_aot_eager():

@@ -11,12 +11,12 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fshard._io import StrPath, open_file
+from fshard._url import AnyPath, as_path
 from fshard.errors import fail
 
 from .folder import config_of, read_json
@@ -78,8 +78,8 @@ def carried_files(config: Mapping[str, Any], like: StrPath | None) -> dict[str, 
     """
     if like is None:
         return {}
-    folder = Path(like)
-    paths = sorted({path for pattern in _CARRIED for path in folder.glob(pattern) if path.is_file()})
+    folder = as_path(like)
+    paths = sorted({path for pattern in _CARRIED for path in folder.glob(pattern) if path.is_file()}, key=str)
     out = {path.relative_to(folder).as_posix(): _read(path) for path in paths if path.suffix != ".safetensors"}
     if GENERATION_CONFIG in out:
         before, generation = config_of(folder), read_json(folder / GENERATION_CONFIG)
@@ -90,7 +90,7 @@ def carried_files(config: Mapping[str, Any], like: StrPath | None) -> dict[str, 
     return out
 
 
-def _read(path: Path) -> bytes:
+def _read(path: AnyPath) -> bytes:
     with open_file(path) as f:
         return f.read()
 

@@ -20,18 +20,33 @@ import re
 import secrets
 import shutil
 import sys
+import tempfile
+import time
 import zlib
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from fshard import tree
-from fshard._io import Ranks, StrPath, assign_writers, bytes_of, local_part, summary, sync, write_errors, write_file
+from fshard._io import (
+    Ranks,
+    StrPath,
+    assign_writers,
+    bytes_of,
+    local_part,
+    locked,
+    summary,
+    sync,
+    write_errors,
+    write_file,
+)  # fmt: skip
 from fshard._safetensors import BLOCK_BYTES
+from fshard._url import AnyPath, UrlPath, as_path
 from fshard.errors import ShardingError, checked, fail
 from fshard.interop.defer import Apply
 from fshard.spec import Box, overlap, relative_box
@@ -43,7 +58,7 @@ from .module import file_parts, module_config
 from .weights import CHUNK_BYTES
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_TEMPORARY = ".saving-"
+_TEMPORARY, _LOCK = ".saving-", ".saving.lock"
 _UNCHANGED = "the weights in the folder are unchanged"
 Parts = list[tuple[int, Source, Box, Tensor]]  # first byte of the tensor in its file, leaf, box of it, values
 
@@ -108,7 +123,7 @@ def write_files(
     if "\0" in os.fspath(folder):
         raise fail(f"write: folder {folder!r} has a null byte, which no path can have")
     ranks = Ranks.of("write", leaves)
-    final = Path(folder)
+    final = as_path(folder)
     config_name, single = names
     files: list[OutputFile] = []
     small: dict[str, bytes] = {}  # the other files, by name
@@ -124,39 +139,42 @@ def write_files(
     def create() -> str:
         config = small.pop(config_name)
         small.update({**carried(), config_name: config})  # the config is the last to be renamed
-        return _create_files(final, files, small)
+        with write_errors("write", final, _UNCHANGED):
+            if isinstance(final, UrlPath):
+                temporary = Path(tempfile.mkdtemp(prefix="fshard"))
+                held.callback(shutil.rmtree, temporary, ignore_errors=True)
+                return str(_create_files(temporary, files, small))
+            if not final.exists():
+                held.callback(_try, final.rmdir)  # if nothing is in it at the end
+            final.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked("write", final, final / _LOCK))
+            held.callback(_try, partial(_remove_temporary_folders, final))
+            _remove_temporary_folders(final)
+            return _create_files(final / f"{_TEMPORARY}{secrets.token_hex(4)}", files, small).name
 
     ranks.check_equal(plan, "plain tensors and the arguments must be the same on every rank")
-    is_new = not final.exists()
-    try:
-        temporary = final / ranks.run_on_first(create)
+    with contextlib.ExitStack() as held:
+        created = ranks.run_on_first(create)
+        temporary = Path(created) if isinstance(final, UrlPath) else final / created
         files = write_parts(temporary, files, ranks)
         ranks.run_on_first(lambda: _publish(final, temporary, files, small))
-    except BaseException:
-        if ranks.rank == 0:
-            _discard(final, is_new)
-        raise
 
 
 # --- the files ------------------------------------------------------------------------------------------------
 
 
-def _create_files(final: Path, files: Sequence[OutputFile], small: Mapping[str, bytes]) -> str:
-    """Create the temporary folder, with files of their final size, and return its name."""
-    with write_errors("write", final, _UNCHANGED):
-        final.mkdir(parents=True, exist_ok=True)
-        _remove_temporary_folders(final)
-        temporary = final / f"{_TEMPORARY}{secrets.token_hex(4)}"
-        temporary.mkdir()
-        for file in files:
-            write_file(temporary / file.name, [file.header], file.nbytes)
-        for name, data in small.items():
-            (temporary / name).parent.mkdir(exist_ok=True)
-            write_file(temporary / name, [data])
-    return temporary.name
+def _create_files(temporary: Path, files: Sequence[OutputFile], small: Mapping[str, bytes]) -> Path:
+    """Create the temporary folder, with files of their final size, and return it."""
+    temporary.mkdir(exist_ok=True)
+    for file in files:
+        write_file(temporary / file.name, [file.header], file.nbytes)
+    for name, data in small.items():
+        (temporary / name).parent.mkdir(exist_ok=True)
+        write_file(temporary / name, [data])
+    return temporary
 
 
-def _write_index(path: Path, files: Sequence[OutputFile], folder: str = "") -> None:
+def _write_index(path: AnyPath, files: Sequence[OutputFile], folder: str = "") -> None:
     """Write an index of files in `folder`, a path relative to the index."""
     value = {
         "metadata": {
@@ -188,7 +206,7 @@ def _write_own_parts(temporary: Path, files: Sequence[OutputFile], ranks: Ranks)
     """Write the parts of this process, and flush them to the disk."""
     if not temporary.exists():
         raise fail(f"write: {temporary} does not exist on this rank, and rank 0 has created it",
-                   fix="write to a folder that all ranks share")  # fmt: skip
+                   fix="write to a folder that all ranks share; for a URL, set TMPDIR to one")  # fmt: skip
     writers = iter(assign_writers(s.leaf for file in files for t in file.tensors for s in t.sources))
     for file in files:
         parts: Parts = []
@@ -256,11 +274,14 @@ def _checksums(temporary: Path, files: Sequence[OutputFile], ranks: Ranks) -> di
 # --- replacing the old weights --------------------------------------------------------------------------------
 
 
-def _publish(final: Path, temporary: Path, files: Sequence[OutputFile], small: Mapping[str, bytes]) -> None:
+def _publish(final: AnyPath, temporary: Path, files: Sequence[OutputFile], small: Mapping[str, bytes]) -> None:
     with write_errors("write", final, "the folder has all of the old weights, or all of the new ones"):
         names = [file.name for file in files]
         for file in files:
             overwrite(temporary / file.name, file.pieces)
+        if isinstance(final, UrlPath):
+            _upload(final, temporary, files, small)
+            return
         if len(files) > 1:
             _write_index(temporary / INDEX, files)
         sync(temporary)
@@ -290,7 +311,27 @@ def _publish(final: Path, temporary: Path, files: Sequence[OutputFile], small: M
         sync(final)
 
 
-def _indexed_files(folder: Path) -> set[str]:
+def _upload(final: UrlPath, temporary: Path, files: Sequence[OutputFile], small: Mapping[str, bytes]) -> None:
+    """Put the files into a storage that has no rename: the one that readers look at first is the last.
+
+    An index is replaced at once, so new shards have other names than those of the old index: they are in a folder.
+    """
+    old, names = _indexed_files(final), {file.name for file in files}
+    folder = "" if old.isdisjoint(names) else f"{time.time_ns()}/"
+    for name, data in small.items():
+        write_file(final / name, [data])
+    for file in files:
+        (final / (folder + file.name if len(files) > 1 else file.name)).upload(temporary / file.name)
+    if len(files) > 1:
+        _write_index(final / INDEX, files, folder)
+    if SINGLE in names or any(map(_SHARD.fullmatch, names)):  # older weights of the model
+        (final / (SINGLE if len(files) > 1 else INDEX)).unlink(missing_ok=True)
+        unused = {f.name for f in final.iterdir() if _SHARD.fullmatch(f.name)} | old
+        for name in unused - {folder + name for name in names}:
+            (final / name).unlink(missing_ok=True)
+
+
+def _indexed_files(folder: AnyPath) -> set[str]:
     """Return the files that the index of a folder names."""
     try:
         return set(read_json(folder / INDEX)["weight_map"].values())
@@ -299,16 +340,13 @@ def _indexed_files(folder: Path) -> set[str]:
 
 
 def _remove_temporary_folders(final: Path) -> None:
-    """Remove the temporary folders of killed saves, except one that the index refers to."""
+    """Remove the temporary folders of killed saves and of failed ones, except one that the index refers to."""
     needed = {Path(name).parent.name for name in _indexed_files(final)}
     for d in final.iterdir():
         if d.name.startswith(_TEMPORARY) and d.name not in needed:
             shutil.rmtree(d)
 
 
-def _discard(final: Path, is_new: bool) -> None:
-    """Remove the files of a save that failed, as far as that is possible."""
+def _try(remove: Callable[[], object]) -> None:
     with contextlib.suppress(OSError):
-        _remove_temporary_folders(final)
-        if is_new:
-            final.rmdir()
+        remove()

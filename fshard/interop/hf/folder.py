@@ -11,7 +11,6 @@ An index that fshard wrote has in `metadata` the CRC-32 of each file's header: t
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 from fshard._io import StrPath, open_file
 from fshard._safetensors import DTYPES, Header, HeaderEntry, read_header
 from fshard._torch_file import read_torch_file
+from fshard._url import AnyPath, as_path, exists, is_file
 from fshard.errors import ShardingError, checked, fail
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -36,8 +36,8 @@ class WeightHeaders:
     `state_dict`: `path` is one file, of safetensors or of `torch.save`, and names may have aliases.
     """
 
-    def __init__(self, path: Path, *, state_dict: bool = False) -> None:
-        self.path = path
+    def __init__(self, path: StrPath, *, state_dict: bool = False) -> None:
+        self.path = path = as_path(path)
         self.tensors: dict[str, HeaderEntry] = {}
         self.errors: list[ShardingError] = []
         self.complete = True
@@ -47,19 +47,19 @@ class WeightHeaders:
             self.tensors = self._read_file(path, read_header if path.suffix == SUFFIX else read_torch_file)
             self.tensors |= {alias: self.tensors[name] for alias, name in self.aliases.items()}
             return
-        if path.suffix in PICKLES and os.path.isfile(path):
+        if path.suffix in PICKLES and is_file(path):
             raise _refuse_pickles(path, [path.name])
-        if os.path.isfile(path):  # False for a name that is too long, where `Path.is_file` raises
+        if is_file(path):
             self.tensors = self._read_file(path)
-        elif os.path.isfile(single):  # also if an index exists too, as from_pretrained does
+        elif is_file(single):  # also if an index exists too, as from_pretrained does
             self.tensors = self._read_file(single)
-        elif os.path.isfile(index):
+        elif is_file(index):
             self._read_index(index)
         else:
             raise _no_weights(path)
 
     def _read_file(
-        self, path: Path, read: Callable[[Path], Header] = read_header, crc32: object = None
+        self, path: AnyPath, read: Callable[[Any], Header] = read_header, crc32: object = None
     ) -> dict[str, HeaderEntry]:
         try:
             header = read(path)
@@ -76,7 +76,7 @@ class WeightHeaders:
                                         f'right one, remove "crc32" from "metadata" in {INDEX}'))  # fmt: skip
         return {entry.name: entry for entry in header.entries}
 
-    def _read_index(self, index: Path) -> None:
+    def _read_index(self, index: AnyPath) -> None:
         content = read_json(index)
         file_of, metadata = content.get("weight_map"), content.get("metadata")
         crc32_of = metadata.get("crc32") if isinstance(metadata, dict) else None
@@ -90,7 +90,7 @@ class WeightHeaders:
             path = index.parent / file
             if Path(file).is_absolute() or ".." in Path(file).parts:
                 raise fail(f"{index}: {file!r} is outside the folder", f"for {', '.join(names)}")
-            if not os.path.isfile(path):
+            if not is_file(path):
                 self.errors.append(fail(f"{path}: there is no such file", f"for {', '.join(names)}"))
                 self.complete = False
                 continue
@@ -156,8 +156,8 @@ def unsupported_dtype(entry: HeaderEntry) -> ShardingError:
                 fix=f"convert it to one of {', '.join(DTYPES)}")  # fmt: skip
 
 
-def _no_weights(path: Path) -> ShardingError:
-    if not os.path.exists(path):
+def _no_weights(path: AnyPath) -> ShardingError:
+    if not exists(path):
         return fail(f"{path}: there is no such folder", fix=_SAVED)
     if not path.is_dir():
         return fail(f"{path}: is neither a file nor a folder", fix=_SAVED)
@@ -175,7 +175,7 @@ def _no_weights(path: Path) -> ShardingError:
                 fix="give one of these files" if others else _SAVED)  # fmt: skip
 
 
-def _refuse_pickles(path: Path, names: list[str]) -> ShardingError:
+def _refuse_pickles(path: AnyPath, names: list[str]) -> ShardingError:
     return fail(f"{path}: pickles are refused", f"it has {', '.join(names)}; a pickle runs any code that is in it",
                 "fs.state_dict.read reads one file of tensors, and runs nothing",
                 fix="convert it on a machine that may run that: "
@@ -191,8 +191,8 @@ def config_of(folder: StrPath, name: str = CONFIG) -> dict[str, Any]:
 
     Raises ShardingError if there is none, or it is not a JSON object.
     """
-    path = Path(folder) / name
-    if not os.path.isfile(path):
+    path = as_path(folder) / name
+    if not is_file(path):
         if name == CONFIG and (path.parent / "adapter_config.json").is_file():
             raise fail(f"{path}: there is no such file", "the folder has the adapters of peft",
                        fix="give the folder of the base model; fs.peft.load reads adapters")  # fmt: skip
@@ -203,7 +203,7 @@ def config_of(folder: StrPath, name: str = CONFIG) -> dict[str, Any]:
 @checked
 def read_json(path: StrPath) -> dict[str, Any]:
     """Read a JSON object. Raises ShardingError if the file holds none."""
-    path = Path(path)
+    path = as_path(path)
     with open_file(path) as f:
         text = f.read()
     try:

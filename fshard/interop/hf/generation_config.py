@@ -8,6 +8,7 @@ from types import NoneType
 from typing import Any
 
 from fshard._io import StrPath
+from fshard._url import as_path
 from fshard.errors import checked, fail, must_be, raise_all
 
 from .folder import CONFIG, config_of, read_json
@@ -118,5 +119,5 @@ def _contents(source: Any) -> tuple[str, Mapping[str, Any]]:
         return f"generation_options: {type(source).__name__}", source.to_dict()
     if not isinstance(source, (str, Path)):
         raise must_be("generation_options: source", "a folder, a dict or a GenerationConfig", source)
-    path = Path(source) / GENERATION_CONFIG
-    return (str(path), read_json(path)) if path.is_file() else (str(Path(source) / CONFIG), config_of(source))
+    path = as_path(source) / GENERATION_CONFIG
+    return (str(path), read_json(path)) if path.is_file() else (str(as_path(source) / CONFIG), config_of(source))

@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,7 +148,7 @@ def read_module(
     Raises ShardingError, before any value is read, listing every tensor that is missing, extra, of another shape, of an
     unsupported dtype, cut short or out of place in its file.
     """
-    return read_leaves(WeightHeaders(Path(folder)), described, Names.of(of), prefix, ignored, missing)
+    return read_leaves(WeightHeaders(folder), described, Names.of(of), prefix, ignored, missing)
 
 
 def read_leaves(

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._io import StrPath, bytes_of, open_file
+from fshard._io import StrPath, bytes_of, file_state, open_file, read_at
 from fshard._safetensors import BLOCK_BYTES, COPY_OR_WRITE, HeaderEntry
+from fshard._url import AnyPath
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.init import Deferred
 from fshard.spec import Box, box_shape, describe, format_tensor, full_box, overlap, relative_box
@@ -133,33 +132,33 @@ def _fill(out: Tensor, entry: HeaderEntry, places: Places, box: Box) -> None:
     """Fill `out` with a box of a tensor that has these places in a tensor in a file."""
     assert entry.dtype is not None
     buffer = torch.empty(0, dtype=entry.dtype, device="cpu")
-    with _open(entry) as fd:
+    with _open(entry) as f:
         for region in places.regions(box):
             view = region.view_of(out)
             for chunk, offsets, run in region.chunks(CHUNK_BYTES // entry.dtype.itemsize):
                 target = view[chunk]
                 if target.dtype == entry.dtype and target.device.type == "cpu" and target.is_contiguous():
-                    _read(fd, entry, target, offsets, run)
+                    _read(f, entry, target, offsets, run)
                     continue
                 if buffer.numel() < target.numel():
                     buffer = torch.empty(target.numel(), dtype=entry.dtype, device="cpu")
                 values = buffer[: target.numel()]
-                _read(fd, entry, values, offsets, run)
+                _read(f, entry, values, offsets, run)
                 target.copy_(values.view(target.shape))
 
 
-def _read(fd: int, entry: HeaderEntry, values: Tensor, offsets: Sequence[int], run: int) -> None:
+def _read(f: BinaryIO, entry: HeaderEntry, values: Tensor, offsets: Sequence[int], run: int) -> None:
     """Fill a contiguous tensor from the runs of `run` elements at `offsets` of the tensor in the file."""
     buffer, size = bytes_of(values), run * values.itemsize  # no copy: it is contiguous and on the CPU
     starts = [offset * values.itemsize for offset in offsets]
     if entry.checksums is not None and _is_dense(starts, size):
-        _read_blocks(fd, entry, buffer, starts, size)
+        _read_blocks(f, entry, buffer, starts, size)
         return
     for i, start in enumerate(starts):
-        _read_bytes(fd, entry, buffer[i * size : (i + 1) * size], start)
+        _read_bytes(f, entry, buffer[i * size : (i + 1) * size], start)
 
 
-def _read_blocks(fd: int, entry: HeaderEntry, buffer: memoryview, starts: Sequence[int], size: int) -> None:
+def _read_blocks(f: BinaryIO, entry: HeaderEntry, buffer: memoryview, starts: Sequence[int], size: int) -> None:
     """Fill a buffer from the runs of `size` bytes at ascending `starts`, reading and checking whole blocks."""
     nbytes = entry.nbytes
     block, in_block = memoryview(bytearray(BLOCK_BYTES)), -1  # the last block that a run has a part of
@@ -170,22 +169,22 @@ def _read_blocks(fd: int, entry: HeaderEntry, buffer: memoryview, starts: Sequen
             first, end = at - at % BLOCK_BYTES, min(at - at % BLOCK_BYTES + BLOCK_BYTES, nbytes)
             if at == first and stop >= end:  # read whole blocks in place
                 end = stop if stop == nbytes else stop - stop % BLOCK_BYTES
-                _read_bytes(fd, entry, target[: end - at], at)
+                _read_bytes(f, entry, target[: end - at], at)
                 for j in range(at, end, BLOCK_BYTES):
-                    _check(fd, entry, j, target[j - at : min(j + BLOCK_BYTES, end) - at])
+                    _check(f, entry, j, target[j - at : min(j + BLOCK_BYTES, end) - at])
             else:
                 if in_block != first:
-                    _read_bytes(fd, entry, block[: end - first], first)
-                    _check(fd, entry, first, block[: end - first])
+                    _read_bytes(f, entry, block[: end - first], first)
+                    _check(f, entry, first, block[: end - first])
                     in_block = first
                 end = min(end, stop)
                 target[: end - at] = block[at - first : end - first]
             at = end
 
 
-def _check(fd: int, entry: HeaderEntry, start: int, data: memoryview) -> None:
+def _check(f: BinaryIO, entry: HeaderEntry, start: int, data: memoryview) -> None:
     if not entry.matches(start // BLOCK_BYTES, data):
-        _check_unchanged(fd, entry)
+        _check_unchanged(f, entry)
         at = entry.start + start
         raise fail(
             f"{entry.file}: {entry.name!r} is damaged, or has the checksums of other values",
@@ -194,11 +193,11 @@ def _check(fd: int, entry: HeaderEntry, start: int, data: memoryview) -> None:
         )
 
 
-def _read_bytes(fd: int, entry: HeaderEntry, rest: memoryview, start: int) -> None:
+def _read_bytes(f: BinaryIO, entry: HeaderEntry, rest: memoryview, start: int) -> None:
     position = entry.start + start
     end = position + len(rest)
     while rest:
-        count = os.preadv(fd, (rest,), position)
+        count = read_at(f, rest, position)
         if not count:
             raise _changed(entry, f"it ends before byte {end}")
         rest, position = rest[count:], position + count
@@ -214,17 +213,17 @@ def _is_dense(starts: Sequence[int], size: int) -> bool:
 
 
 @contextlib.contextmanager
-def _open(entry: HeaderEntry) -> Iterator[int]:
+def _open(entry: HeaderEntry) -> Iterator[BinaryIO]:
     """Open the file of a tensor; on leaving, raise ShardingError if it has changed since its header was read."""
     with open_file(entry.file) as f:
-        yield f.fileno()
-        _check_unchanged(f.fileno(), entry)
+        yield f
+        _check_unchanged(f, entry)
 
 
-def _check_unchanged(fd: int, entry: HeaderEntry) -> None:
-    now = os.fstat(fd)
-    if (now.st_size, now.st_mtime_ns) != (entry.file_size, entry.file_mtime):
-        raise _changed(entry, f"{entry.file_size} bytes then, {now.st_size} now")
+def _check_unchanged(f: BinaryIO, entry: HeaderEntry) -> None:
+    size, time = file_state(f)
+    if (size, time) != (entry.file_size, entry.file_mtime):
+        raise _changed(entry, f"{entry.file_size} bytes then, {size} now")
 
 
 def _changed(entry: HeaderEntry, difference: str) -> ShardingError:
@@ -244,7 +243,7 @@ def tensors(path: StrPath) -> dict[str, Deferred]:
 
     Raises ShardingError listing every tensor that is cut short, out of place or of an unsupported dtype.
     """
-    headers = WeightHeaders(Path(path))
+    headers = WeightHeaders(path)
     entries = headers.tensors.values()
     raise_all(headers.errors + [unsupported_dtype(entry) for entry in entries if entry.dtype is None])
     return {entry.name: Deferred(entry.shape, entry.dtype, FromFile([(entry, part)]))
@@ -278,7 +277,7 @@ def read(
     Raises ShardingError, before any value is read, listing every tensor that is missing, extra, of another shape, of an
     unsupported dtype, cut short or out of place in its file, or in an index and not in its file.
     """
-    headers = folder if isinstance(folder, WeightHeaders) else WeightHeaders(Path(folder))
+    headers = folder if isinstance(folder, WeightHeaders) else WeightHeaders(folder)
     errors = list(headers.errors)
     prefix = with_dot(prefix)
     paths_of: dict[int, list[tuple[tree.Path, FileTensor]]] = {}
@@ -373,7 +372,7 @@ def _parts(path: tree.Path, tensor: FileTensor, leaf: Deferred) -> list[tuple[st
 
 
 def _check_entry(
-    folder: Path, entry: HeaderEntry, leaf: Deferred, label: str, part: FilePart, pattern: Pattern, copy: HeaderEntry
+    folder: AnyPath, entry: HeaderEntry, leaf: Deferred, label: str, part: FilePart, pattern: Pattern, copy: HeaderEntry
 ) -> None:
     """Raise ShardingError unless a tensor in the file, and its copy, have the shape and dtype of a part of a leaf."""
     if entry.shape != part.shape:

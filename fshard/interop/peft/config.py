@@ -10,9 +10,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from fshard._url import AnyPath
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.lora.config import ending
 
@@ -95,7 +95,7 @@ _NULLABLE = ("target_modules", "exclude_modules", "modules_to_save", "rank_patte
 
 
 def config_fields(
-    path: Path, contents: Mapping[str, Any], names: Sequence[str], *, model_type: str | None = None, prefix: str = ""
+    path: AnyPath, contents: Mapping[str, Any], names: Sequence[str], *, model_type: str | None = None, prefix: str = ""
 ) -> dict[str, Any]:
     """Return the fields of `lora.Config`, or of `ia3.Config`, for the contents of `adapter_config.json`.
 
@@ -137,7 +137,7 @@ def config_fields(
 
 
 def _errors(
-    path: Path, contents: Mapping[str, Any], model_type: str | None, names: Sequence[str]
+    path: AnyPath, contents: Mapping[str, Any], model_type: str | None, names: Sequence[str]
 ) -> list[ShardingError]:
     kind = contents.get("peft_type")
     if kind not in ("LORA", "IA3"):
@@ -204,7 +204,7 @@ for i, (_, how, expression) in enumerate(uses):
 """
 
 
-def _check_time(path: Path, uses: Sequence[tuple[str, str, str]], names: Sequence[str]) -> None:
+def _check_time(path: AnyPath, uses: Sequence[tuple[str, str, str]], names: Sequence[str]) -> None:
     """Raise ShardingError for an expression that takes more than a second of CPU time for all names.
 
     `(a+)+b` takes 2^n steps for a name of n letters, and `re` cannot be stopped. So expressions of several operators

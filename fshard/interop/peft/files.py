@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fshard._io import StrPath
+from fshard._url import AnyPath, as_path
 from fshard.errors import fail
 from fshard.interop.hf import PICKLES
 from fshard.interop.hf.carried import carried_files
@@ -17,12 +17,12 @@ from fshard.interop.hf.layout import OutputTensor
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def check_folder(folder: StrPath) -> Path:
+def check_folder(folder: StrPath) -> AnyPath:
     """Return the path of a folder with both files.
 
     Raises ShardingError for a folder without them, listing the folders in it that have them, and for a pickle.
     """
-    path = Path(folder)
+    path = as_path(folder)
     if (path / CONFIG).is_file() and (path / WEIGHTS).is_file():
         return path
     if not path.is_dir():

@@ -188,13 +188,13 @@ def test_killed_write_leaves_the_old_weights_or_the_new_ones(
         with monkeypatch.context() as m:
             for name in ("replace", "link", "unlink", "rmdir", "mkdir"):
                 m.setattr(os, name, dying(getattr(os, name), calls))
-            m.setattr(export, "_discard", lambda *_: None)
+            m.setattr(export, "_try", lambda _: None)
             with contextlib.suppress(Killed):
                 save(folder, new, 2.0, like)
         results.append(holds(folder))
         with monkeypatch.context() as m:
             m.setattr(export, "_publish", dying(export._publish, iter([True])))
-            m.setattr(export, "_discard", lambda *_: None)
+            m.setattr(export, "_try", lambda _: None)
             with pytest.raises(Killed):
                 save(folder, new, 4.0, like)  # a second write, killed before it publishes
         assert holds(folder) == results[-1], k
@@ -486,7 +486,8 @@ def test_process_ranks_read_and_write_only_their_own_bytes(ranks: Pool, tmp_path
             result["full file"])  # fmt: skip
         assert re.fullmatch(
             r"rank 1: write: \S+/host1/\.saving-\w{8} does not exist on this rank, and rank 0 has created it\n"
-            r"  fix: write to a folder that all ranks share", result["not shared"])  # fmt: skip
+            r"  fix: write to a folder that all ranks share; for a URL, set TMPDIR to one",
+            result["not shared"])  # fmt: skip
         assert result["differ"].startswith("write: the ranks do not have the same leaves\n  config.json    rank 0  '{")
         assert result["metadata"].startswith(
             "write: the ranks do not have the same leaves\n  model.safetensors    rank 0  header of ")  # fmt: skip
