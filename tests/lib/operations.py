@@ -28,9 +28,10 @@ class Operations(TorchDispatchMode):
     peak:      most bytes in such storages at one time
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, *, fake: bool = False) -> None:
+        """Count the tensors on a device, or on any; with `fake` also those without values."""
         super().__init__()
-        self.device = device
+        self.device, self.fake = device, fake
         self.counts: Counter[Any] = Counter()
         self.shapes: set[torch.Size] = set()
         self.allocated: list[Allocation] = []
@@ -52,9 +53,8 @@ class Operations(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.counts[func] += 1
         for x in fs.tree.leaves(out):
-            if not isinstance(x, torch.Tensor):
-                continue
-            if x.device == self.device if self.device else not isinstance(x, FakeTensor):  # which has no memory
+            counts = isinstance(x, torch.Tensor) and self.device in (None, x.device)
+            if counts and (self.fake or not isinstance(x, FakeTensor)):
                 self.shapes.add(x.shape)
                 if storage_id(x) not in before:
                     storage = x.untyped_storage()

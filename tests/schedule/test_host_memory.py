@@ -297,7 +297,7 @@ def test_scan_offloads_x_before_each_block(prefetch: int, monkeypatch: Any) -> N
     assert_same(fs.device_get(grads(mesh, True, check="always")), want)
 
     def peak(mesh: fs.Mesh, offload: bool, device: torch.device | None = None) -> int:
-        seen = Operations(device)
+        seen = Operations(device, fake=device is not None)
         grads(mesh, offload, seen)
         return seen.peak
 
