@@ -6,10 +6,10 @@
 
 torch writes a file with holes for the storages (`torch.serialization.skip_data`), which several processes then fill.
 
-A file from elsewhere may be hostile, so its pickle is interpreted here: `torch.load(weights_only=True)` runs no code
-either, but 600 bytes can have it hash a tuple of 2^40 parts, or fill the memory. No opcode here calls a function of the
-file, hashes anything but numbers and texts, or takes more time than the bytes that it reads. The CRC-32 in the archive
-is of a whole storage, so reading slices does not check it (neither does torch).
+A file from elsewhere may be hostile. `torch.load(weights_only=True)` runs no code of it either, but 600 bytes can have
+it hash a tuple of 2^40 parts, or fill the memory. So the pickle is read by Python's unpickler in Python, with a part of
+its opcodes, of which none calls a function that the file names, hashes a tuple, or takes more time or memory than its
+bytes. The CRC-32 in the archive is of a complete storage, so reading slices does not check it (neither does torch).
 
 Sources: the section "Serialized file format for torch.save" of torch's notes on serialization; APPNOTE.TXT of PKWARE.
 """
@@ -23,7 +23,6 @@ import os
 import pickle
 import struct
 import sys
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ._io import open_file
-from ._safetensors import MAX_DIMS, MAX_SIZE, Header, HeaderEntry, check_name, dtype_name
+from ._safetensors import MAX_DIMS, MAX_NAME, MAX_SIZE, Header, HeaderEntry, check_name, dtype_name
 from ._torch_compat import FakeTensorMode
 from .errors import ShardingError, fail
 
@@ -44,20 +43,39 @@ _STORAGES = {
     "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
     "ComplexDoubleStorage": torch.complex128, "ComplexFloatStorage": torch.complex64, "UntypedStorage": torch.uint8,
 }  # fmt: skip
+_READ = ("byteorder", "data.pkl")
 _SAVE_AGAIN = "torch.save(torch.load(path, weights_only=True), path), by a recent torch"
 
 
 class _Record(NamedTuple):
     start: int
     size: int
-    crc32: int
+    info: zipfile.ZipInfo
+
+
+class _SparseFile:
+    """A file in memory without the storages: `torch.serialization.skip_data` moves on where it leaves one out."""
+
+    def __init__(self) -> None:
+        self.parts = [(0, bytearray())]  # the first byte, and all bytes up to the next storage
+
+    def write(self, data: bytes) -> int:
+        self.parts[-1][1].extend(data)
+        return len(data)
+
+    def seek(self, n: int, whence: int) -> None:
+        start, data = self.parts[-1]
+        self.parts.append((start + len(data) + n, bytearray()))
+
+    def flush(self) -> None:
+        pass
 
 
 class Archive(NamedTuple):
-    """All of a file but the storages, as (first byte, bytes), and the place of each storage."""
+    """All of a file but the storages, as (first byte, bytes), and the first byte and the size of each storage."""
 
-    storages: list[_Record]
-    rest: list[tuple[int, bytes]]
+    storages: list[tuple[int, int]]
+    rest: list[tuple[int, bytearray]]
 
     @classmethod
     def of(cls, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], aliases: Mapping[str, str]) -> Archive:
@@ -66,19 +84,12 @@ class Archive(NamedTuple):
             fakes = {
                 name: torch.empty(tuple(shape), dtype=dtype, device="cpu") for name, (dtype, shape) in tensors.items()
             }
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "archive"  # the first part of all names in it
-            with torch.serialization.skip_data(materialize_fake_tensors=True):
-                torch.save(fakes | {alias: fakes[name] for alias, name in aliases.items()}, path)
-            with open(path, "rb") as f:
-                records = _records(path, f)
-                storages = [records[f"data/{i}"] for i in range(len(tensors))]
-                rest, end = [], 0
-                for start, size, _ in (*storages, _Record(path.stat().st_size, 0, 0)):
-                    f.seek(end)
-                    rest.append((end, f.read(start - end)))
-                    end = start + size
-        return cls(storages, rest)
+        file = _SparseFile()
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(fakes | {alias: fakes[name] for alias, name in aliases.items()}, file)  # type: ignore[arg-type]
+        ends = (start + len(data) for start, data in file.parts)
+        sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in tensors.values())
+        return cls([(next(ends) if size else 0, size) for size in sizes], file.parts)
 
     @property
     def nbytes(self) -> int:
@@ -87,12 +98,13 @@ class Archive(NamedTuple):
     def pieces(self, crc32: Sequence[int]) -> list[tuple[int, bytes]]:
         """Return `rest` with the CRC-32 of the storages: in the record after each, and in the directory at the end."""
         rest = [bytearray(piece) for _, piece in self.rest]
-        at = 0
-        for i, (value, storage) in enumerate(zip(crc32, self.storages, strict=True)):
+        at = after = 0
+        for i, (value, (_, size)) in enumerate(zip(crc32, self.storages, strict=True)):
             at = rest[-1].index(f"archive/data/{i}".encode(), at)
             struct.pack_into("<I", rest[-1], at - 30, value)
-            if storage.size:
-                struct.pack_into("<I", rest[i + 1], 4, value)
+            if size:
+                after += 1
+                struct.pack_into("<I", rest[after], 4, value)
         return [(start, bytes(piece)) for (start, _), piece in zip(self.rest, rest, strict=True)]
 
 
@@ -107,16 +119,16 @@ def read_torch_file(path: Path) -> Header:
     with open_file(path) as f:
         stat = os.fstat(f.fileno())
         try:
-            records = _records(path, f)
-        except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError) as e:  # of a damaged directory
-            if isinstance(e, ShardingError):
-                raise
-            raise fail(f"{path}: is no file of torch.save, or is cut short", str(e), fix="copy it again; if a torch "
-                       f"before 1.6 wrote it: {_SAVE_AGAIN}") from e  # fmt: skip
-        order = _content(path, f, "byteorder", records)
-        if order not in (b"", sys.byteorder.encode()):
-            raise fail(f"{path}: was written on a machine of another byte order", f"{order!r:.60}", fix=_SAVE_AGAIN)
-        text = _content(path, f, "data.pkl", records)
+            archive = zipfile.ZipFile(f)
+            records = _records(path, archive)
+            order, text = (archive.read(records[name].info) if name in records else b"" for name in _READ)
+        except (ShardingError, OSError):
+            raise
+        except Exception as e:  # zipfile raises errors of many kinds for a damaged directory
+            fix = f"copy it again; if a torch before 1.6 wrote it, or one without checksums: {_SAVE_AGAIN}"
+            raise fail(f"{path}: is no file of torch.save, or is damaged or cut short", str(e), fix=fix) from e
+    if order not in (b"", sys.byteorder.encode()):
+        raise fail(f"{path}: was written on a machine of another byte order", f"{order!r:.60}", fix=_SAVE_AGAIN)
     try:
         tensors = list(_named(_Unpickler(text, stat.st_size).load(), stat.st_size))
     except _UnknownError as e:
@@ -137,33 +149,21 @@ def read_torch_file(path: Path) -> Header:
     return Header(list(entries.values()), errors, zlib.crc32(text))
 
 
-def _records(path: Path, f: Any) -> dict[str, _Record]:
+def _records(path: Path, archive: zipfile.ZipFile) -> dict[str, _Record]:
     """Return the places of the records, by their names without the first folder."""
-    out = {}
-    for info in zipfile.ZipFile(f).infolist():
+    out, f = {}, archive.fp
+    assert f is not None
+    for info in archive.infolist():
         if info.compress_type != zipfile.ZIP_STORED:
             raise fail(f"{path}: is a compressed archive, whose tensors cannot be read by slices", fix=_SAVE_AGAIN)
         f.seek(info.header_offset)
-        *_, name, extra = struct.unpack("<26xHH", f.read(30))
+        name, extra = struct.unpack("<26xHH", f.read(30))
         if f.read(name) != info.orig_filename.encode():
             raise zipfile.BadZipFile(f"{info.filename} is not at its place")
         start = info.header_offset + 30 + name + extra
-        out[info.filename.partition("/")[2]] = _Record(start, info.file_size, info.CRC)
+        out[info.filename.partition("/")[2]] = _Record(start, info.file_size, info)
     if "data.pkl" not in out:
         raise fail(f"{path}: is an archive, and none of torch.save", "it has no data.pkl")
-    return out
-
-
-def _content(path: Path, f: Any, name: str, records: Mapping[str, _Record]) -> bytes:
-    """Return the contents of a small record; `b""` if there is none."""
-    if name not in records:
-        return b""
-    record = records[name]
-    f.seek(record.start)
-    out = bytes(f.read(record.size))
-    if zlib.crc32(out) != record.crc32:
-        raise fail(f"{path}: is damaged", f"{name} does not have its checksum",
-                   fix="copy it again; or save it with torch.serialization.set_crc32_options(True)")  # fmt: skip
     return out
 
 
@@ -259,8 +259,10 @@ def _rebuild(
         raise ValueError("a tensor has sizes, strides or an offset that are negative, too large or not numbers")
     key, of_storage = storage
     dtype = next((x for x in rest if isinstance(x, torch.dtype)), of_storage)
-    lazy = tuple(str(name) for x in rest if isinstance(x, dict) for name, value in x.items() if value)
-    return _Tensor(key, dtype, offset, tuple(shape), tuple(strides), lazy)
+    metadata = next((x for x in rest if isinstance(x, dict)), {})
+    if not metadata.keys() <= {"conj", "neg"}:
+        raise ValueError("a tensor has unknown metadata")
+    return _Tensor(key, dtype, offset, tuple(shape), tuple(strides), tuple(k for k in metadata if metadata[k]))
 
 
 _KNOWN: Mapping[tuple[str, str], Any] = {
@@ -315,7 +317,7 @@ class _Unpickler(pickle._Unpickler):
 
     def persistent_load(self, of: Any) -> Any:
         _, kind, key, _, _ = of
-        return key if isinstance(key, str) else "", _STORAGES[kind]
+        return key if isinstance(key, str) and len(key) < MAX_NAME else "", _STORAGES[kind]
 
 
 __all__ = ["Archive", "read_torch_file"]

@@ -385,6 +385,12 @@ def format_number(x: torch.Tensor) -> str:
     return str((x.float() if narrow else x).numpy()[()])
 
 
+def overlap(a: Box, b: Box) -> Box | None:
+    """Return the intersection of two boxes; None if it is empty."""
+    box = tuple(slice(max(s.start, t.start), min(s.stop, t.stop)) for s, t in zip(a, b, strict=True))
+    return box if all(s.start < s.stop for s in box) else None
+
+
 def relative_box(inner: Box, outer: Box) -> Box:
     """Return the slices of a box relative to a box that contains it.
 

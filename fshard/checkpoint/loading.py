@@ -27,6 +27,7 @@ from fshard.spec import (
     full_box,
     is_spec,
     local_box,
+    overlap,
     relative_box,
     same_placement,
     spec_errors,
@@ -36,7 +37,7 @@ from . import commit
 from .background import join
 from .base import check_base
 from .manifest import SCALARS, Manifest, Saved, Scalar
-from .parts import RESTORE_ANOTHER, Chunk, check_part, overlap, read_chunk
+from .parts import RESTORE_ANOTHER, Chunk, check_part, read_chunk
 
 Reads = dict[str, list[tuple[str, Chunk, list[tuple[Box, Tensor]]]]]  # file -> (leaf, chunk, (box of it, destination))
 

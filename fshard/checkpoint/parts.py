@@ -22,7 +22,7 @@ from fshard import _safetensors
 from fshard._io import bytes_of, file_state, open_file, write_errors, write_file
 from fshard._url import AnyPath
 from fshard.errors import ShardingError, fail
-from fshard.spec import Box, box_shape, relative_box
+from fshard.spec import Box, box_shape, overlap, relative_box
 
 BLOCK_BYTES = 1 << 20  # part of the format: another size needs another version
 PART_NAME = re.compile(r"part-\d{5,}(\.\d+)?\.safetensors")
@@ -201,9 +201,3 @@ def stream(directory: AnyPath, leaf: str, shape: Sequence[int], dtype: torch.dty
                 with open_file(directory / chunk.file, RESTORE_ANOTHER) as f:
                     read_chunk(f, leaf, chunk, [(relative_box(common, chunk_box), out[relative_box(common, box)])])
         yield out
-
-
-def overlap(a: Box, b: Box) -> Box | None:
-    """Return the intersection of two boxes; None if it is empty."""
-    box = tuple(slice(max(s.start, t.start), min(s.stop, t.stop)) for s, t in zip(a, b, strict=True))
-    return box if all(s.start < s.stop for s in box) else None

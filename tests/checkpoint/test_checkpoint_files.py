@@ -139,10 +139,20 @@ def rewritten(at: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (at / "manifest.json").write_bytes(json.dumps(head)[:-1].encode() + b",\n" + text)
 
 
+def empty(m: dict[str, Any], *shape: int) -> dict[str, Any]:
+    """Return a leaf without elements, at the end of a file."""
+    file, part = next(iter(m["files"].items()))
+    chunk = {"offset": [0 for _ in shape], "shape": shape, "file": file, "start": part["bytes"], "crc32": []}
+    return {"dtype": "float32", "shape": shape, "chunks": [chunk]}
+
+
 MALFORMED: dict[str, Callable[[dict[str, Any]], object]] = {
-    "a header of 2^70 bytes": lambda m: m["files"]["part-00000.safetensors"].update(header_bytes=1 << 70),
-    "a size of 2^63": lambda m: m["leaves"]["a"].update(shape=[0, 1 << 63], chunks=[]),
-    "10,000 dims": lambda m: m["leaves"]["a"].update(shape=[0] * 10_000),
+    "a header of 2^70 bytes": lambda m: m.update(
+        leaves={"n": {"type": "int", "value": 3}},
+        files={"part-00000.safetensors": {"bytes": 1 << 70, "header_bytes": 1 << 70, "header_crc32": 0}},
+    ),
+    "a size of 2^63": lambda m: m["leaves"].update(e=empty(m, 0, 1 << 63)),
+    "10,000 dims": lambda m: m["leaves"].update(e=empty(m, *[0] * 10_000)),
     "a file outside": lambda m: m["files"].update(
         {"../part-00000.safetensors": m["files"].pop("part-00000.safetensors")}
     ),

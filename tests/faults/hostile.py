@@ -76,7 +76,8 @@ def size(rng: Random) -> int:
 
 
 def count(rng: Random, most: int) -> int:
-    return rng.randrange(1, most) if rng.random() < 0.5 else rng.randrange(most // 2, most)
+    """Return a number of repeats: one in five is of the largest, of the others each magnitude is as likely."""
+    return rng.randrange(most // 2, most) if rng.random() < 0.2 else max(1, int(most ** rng.random()))
 
 
 DOUBLED = 999
@@ -126,6 +127,10 @@ PICKLES: dict[str, Callable[[Random], bytes]] = {
         + b"ccollections\nOrderedDict\n" + put(1) + (get(1) + get(0) + b"R") * (200_000 // n) + b"e",
     "attributes of a function": lambda rng: b"c" + rng.choice([b"torch\nSize", b"torch._utils\n_rebuild_parameter"]) + (
         b"\n" + rng.choice([b"}", b"N}"]) + text("__doc__") + text("x") + rng.choice([b"sb", b"s\x86b", b"s\x85R"])),
+    "long name of a storage": lambda rng: text("9" * count(rng, 400_000)) + put(0) + b"](" + (
+        tensor().replace(text("0"), get(0)) * count(rng, 2_000) + b"e"),
+    "much metadata": lambda rng: b"}(" + b"".join(map(number, range(count(rng, 30_000)))) + b"Nu" + put(0) + b"](" + (
+        tensor()[:-2] + get(0) + b"tR") * count(rng, 2_000) + b"e",
     "random opcodes": lambda rng: b"}" + b"".join(
         rng.choice([b"]", b"}", b"(", b")", b"t", b"\x85", b"\x86", b"e", b"a", b"s", b"u", b"b", b"R", b"Q", b"q\0",
                     b"h\0", b"N", b"K\1", text("x"), tensor(), b"\x8a\xff", b"M99", b"c__main__\nx\n"])
@@ -304,7 +309,7 @@ EXPRESSIONS = [
 def make_adapter(path: Path, rng: Random) -> str:
     config: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj", "v_proj"],
                               "rank_pattern": {"q_proj": 2}, "alpha_pattern": {}, "bias": "none"}  # fmt: skip
-    what = rng.choice(["config", "config", "expression", "expression", "patterns", "names", "weights"])
+    what = rng.choice(["config", "config", "config", "expression", "patterns", "names", "weights"])
     if what == "expression":
         key, given = (
             rng.choice(["target_modules", "exclude_modules", "rank_pattern", "layers_pattern"]),

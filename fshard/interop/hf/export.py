@@ -49,13 +49,13 @@ from fshard._safetensors import BLOCK_BYTES
 from fshard._url import AnyPath, UrlPath, as_path
 from fshard.errors import ShardingError, checked, fail
 from fshard.interop.defer import Apply
-from fshard.spec import Box, relative_box
+from fshard.spec import Box, overlap, relative_box
 
 from .carried import carried_files, complete_config
 from .folder import CONFIG, INDEX, SINGLE, read_json
 from .layout import OutputFile, OutputTensor, Source, Theirs, check_described, output_files, output_tensors
 from .module import file_parts, module_config
-from .weights import CHUNK_BYTES, overlap
+from .weights import CHUNK_BYTES
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _TEMPORARY, _LOCK = ".saving-", ".saving.lock"

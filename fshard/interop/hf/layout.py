@@ -96,7 +96,7 @@ class OutputTorchFile(OutputFile):
 
     @property
     def starts(self) -> list[int]:
-        return [storage.start for storage in self.archive.storages]
+        return [start for start, _ in self.archive.storages]
 
     @property
     def pieces(self) -> list[tuple[int, bytes]]:

@@ -17,7 +17,7 @@ from fshard._safetensors import BLOCK_BYTES, COPY_OR_WRITE, HeaderEntry
 from fshard._url import AnyPath
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.init import Deferred
-from fshard.spec import Box, box_shape, describe, format_tensor, full_box, relative_box
+from fshard.spec import Box, box_shape, describe, format_tensor, full_box, overlap, relative_box
 
 from .folder import WeightHeaders, explain_names, unsupported_dtype
 from .pattern import Pattern, identity, missing_parts
@@ -126,12 +126,6 @@ class FromFile:
                            fix="untie them (tie_word_embeddings: false in config.json), or take one out of the "
                                "file")  # fmt: skip
         return out
-
-
-def overlap(a: Box, b: Box) -> Box | None:
-    """Return the box that two boxes have in common; None if they have no element in common."""
-    common = tuple(slice(max(s.start, t.start), min(s.stop, t.stop)) for s, t in zip(a, b, strict=True))
-    return common if all(s.start < s.stop for s in common) else None
 
 
 def _fill(out: Tensor, entry: HeaderEntry, places: Places, box: Box) -> None:
