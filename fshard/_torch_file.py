@@ -23,7 +23,6 @@ import os
 import pickle
 import struct
 import sys
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,11 +53,29 @@ class _Record(NamedTuple):
     info: zipfile.ZipInfo
 
 
+class _SparseFile:
+    """A file in memory without the storages: `torch.serialization.skip_data` moves on where it leaves one out."""
+
+    def __init__(self) -> None:
+        self.parts = [(0, bytearray())]  # the first byte, and all bytes up to the next storage
+
+    def write(self, data: bytes) -> int:
+        self.parts[-1][1].extend(data)
+        return len(data)
+
+    def seek(self, n: int, whence: int) -> None:
+        start, data = self.parts[-1]
+        self.parts.append((start + len(data) + n, bytearray()))
+
+    def flush(self) -> None:
+        pass
+
+
 class Archive(NamedTuple):
     """All of a file but the storages, as (first byte, bytes), and the first byte and the size of each storage."""
 
     storages: list[tuple[int, int]]
-    rest: list[tuple[int, bytes]]
+    rest: list[tuple[int, bytearray]]
 
     @classmethod
     def of(cls, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], aliases: Mapping[str, str]) -> Archive:
@@ -67,19 +84,12 @@ class Archive(NamedTuple):
             fakes = {
                 name: torch.empty(tuple(shape), dtype=dtype, device="cpu") for name, (dtype, shape) in tensors.items()
             }
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "archive"  # the first part of all names in it
-            with torch.serialization.skip_data(materialize_fake_tensors=True):
-                torch.save(fakes | {alias: fakes[name] for alias, name in aliases.items()}, path)
-            with open(path, "rb") as f:
-                records = _records(path, zipfile.ZipFile(f))
-                storages = [records[f"data/{i}"][:2] for i in range(len(tensors))]
-                rest, end = [], 0
-                for start, size in (*storages, (path.stat().st_size, 0)):
-                    f.seek(end)
-                    rest.append((end, f.read(start - end)))
-                    end = start + size
-        return cls(storages, rest)
+        file = _SparseFile()
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(fakes | {alias: fakes[name] for alias, name in aliases.items()}, file)  # type: ignore[arg-type]
+        ends = (start + len(data) for start, data in file.parts)
+        sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in tensors.values())
+        return cls([(next(ends) if size else 0, size) for size in sizes], file.parts)
 
     @property
     def nbytes(self) -> int:
@@ -88,12 +98,13 @@ class Archive(NamedTuple):
     def pieces(self, crc32: Sequence[int]) -> list[tuple[int, bytes]]:
         """Return `rest` with the CRC-32 of the storages: in the record after each, and in the directory at the end."""
         rest = [bytearray(piece) for _, piece in self.rest]
-        at = 0
+        at = after = 0
         for i, (value, (_, size)) in enumerate(zip(crc32, self.storages, strict=True)):
             at = rest[-1].index(f"archive/data/{i}".encode(), at)
             struct.pack_into("<I", rest[-1], at - 30, value)
             if size:
-                struct.pack_into("<I", rest[i + 1], 4, value)
+                after += 1
+                struct.pack_into("<I", rest[after], 4, value)
         return [(start, bytes(piece)) for (start, _), piece in zip(self.rest, rest, strict=True)]
 
 

@@ -126,6 +126,7 @@ def strict(line):
     return json.loads(line, parse_constant=refuse)
 
 
+@pytest.mark.slow
 def test_loss_that_is_not_finite_ends_a_run_with_its_first_leaf(train, tmp_path):
     with pytest.raises(SystemExit) as e:
         train("pretrain", "--out", str(tmp_path), "--save-every", "1", "--lr", "1e30")
@@ -169,6 +170,7 @@ def test_run_without_a_folder_says_that_nothing_is_saved(train, monkeypatch, cap
         "pretrain: told to end; nothing is saved yet: --out FOLDER --save-every N save checkpoints\n")  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_evaluation_ends_when_it_is_told(recipe, train, tmp_path, monkeypatch):
     seen = []
