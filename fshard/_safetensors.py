@@ -41,8 +41,8 @@ DTYPES = {
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-# Of a tensor: most operations of torch take 64 dims, its sizes have 63 bits, and a path of the tree is in the name.
-MAX_DIMS, MAX_SIZE, MAX_NAME = 64, 1 << 63, 512
+# Of a tensor: most operations of torch take 64 dims, its bytes are counted by 63 bits, and its name is a path.
+MAX_DIMS, MAX_ELEMENTS, MAX_NAME = 64, 1 << 59, 512
 BLOCK_BYTES = 1 << 16  # of a checksum: part of the format
 _CHECKSUMS = "crc32:"
 COPY_OR_WRITE = ('copy the file again; or, if another program wrote it with the metadata of an earlier file, write it '
@@ -185,6 +185,12 @@ def read_header(path: AnyPath) -> Header:
     return Header(entries, errors, zlib.crc32(text), texts)
 
 
+def is_shape(sizes: Sequence[Any]) -> bool:
+    """Return whether torch can have a tensor of these sizes, of any dtype."""
+    numbers = len(sizes) <= MAX_DIMS and all(type(n) is int and n >= 0 for n in sizes)
+    return numbers and math.prod(n or 1 for n in sizes) < MAX_ELEMENTS
+
+
 def check_name(name: str) -> None:
     """Raise ValueError for a name that is too long, or that is not Unicode."""
     name.encode()
@@ -203,9 +209,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _fields(value: Any) -> tuple[str, tuple[int, ...], int, int]:
     """Split the header's value of a tensor into (dtype name, shape, start, stop)."""
     dtype_name, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
-    sizes = (*shape, start, stop)
-    if any(type(n) is not int or not 0 <= n < MAX_SIZE for n in sizes) or len(shape) > MAX_DIMS or start > stop:
-        raise ValueError(f"{value!r:.200} has sizes of no tensor: {MAX_DIMS} numbers of 63 bits are the most")
+    if not is_shape(shape) or any(type(n) is not int or n < 0 for n in (start, stop)) or start > stop:
+        raise ValueError(f"{value!r:.200} has sizes of no tensor: {MAX_DIMS} dims and 2^59 elements are the most")
     if re.fullmatch(r"\w{1,16}", dtype_name, re.ASCII) is None:
         raise ValueError(f"{dtype_name!r:.60} is not a dtype")
     return dtype_name, tuple(shape), start, stop

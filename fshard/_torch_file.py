@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ._io import open_file
-from ._safetensors import MAX_DIMS, MAX_NAME, MAX_SIZE, Header, HeaderEntry, check_name, dtype_name
+from ._safetensors import MAX_DIMS, MAX_ELEMENTS, MAX_NAME, Header, HeaderEntry, check_name, dtype_name, is_shape
 from ._torch_compat import FakeTensorMode
 from .errors import ShardingError, fail
 
@@ -255,7 +255,7 @@ def _rebuild(
     """Return the tensor of torch's arguments: `rest` are the dtype of an untyped storage, and metadata."""
     if len(rest) > 2 or not len(shape) == len(strides) <= MAX_DIMS:
         raise ValueError(f"a tensor has {len(shape)} sizes and {len(strides)} strides, and may have {MAX_DIMS}")
-    if any(type(n) is not int or not 0 <= n < MAX_SIZE for n in (offset, *shape, *strides)):
+    if not is_shape(shape) or any(type(n) is not int or not 0 <= n < MAX_ELEMENTS for n in (offset, *strides)):
         raise ValueError("a tensor has sizes, strides or an offset that are negative, too large or not numbers")
     key, of_storage = storage
     dtype = next((x for x in rest if isinstance(x, torch.dtype)), of_storage)

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from fshard._io import open_file, write_errors, write_file
-from fshard._safetensors import MAX_DIMS, MAX_SIZE
+from fshard._safetensors import MAX_ELEMENTS, is_shape
 from fshard._url import AnyPath
 from fshard.errors import fail
 from fshard.spec import describe
@@ -178,8 +178,8 @@ def _decode_scalar(entry: Any) -> Scalar:
 
 def _decode_saved(path: str, entry: Any, files: Mapping[str, PartFile]) -> Saved:
     shape, dtype = _sizes(entry["shape"]), DTYPES[entry["dtype"]]
-    if len(shape) > MAX_DIMS:
-        raise ValueError(f"{path}: has {len(shape)} dims, and at most {MAX_DIMS} are read")
+    if not is_shape(shape):
+        raise ValueError(f"{path}: no tensor has the {len(shape)} sizes {shape!r:.60}")
     chunks = []
     for fields in entry["chunks"]:
         c = Chunk(_sizes(fields["offset"]), _sizes(fields["shape"]), fields["file"],
@@ -221,6 +221,6 @@ def _check_files_are_filled(files: Mapping[str, PartFile], leaves: Sequence[Save
 
 
 def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
-    if any(type(n) is not int or not 0 <= n < MAX_SIZE for n in values):
+    if any(type(n) is not int or not 0 <= n < MAX_ELEMENTS for n in values):
         raise ValueError(f"{values!r:.200} are not sizes")
     return tuple(values)

@@ -304,7 +304,7 @@ def test_error_of_truncated_file_names_only_the_missing_tensors(single: Path) ->
     )
 
 
-NO_SIZES = " has sizes of no tensor: 64 numbers of 63 bits are the most"
+NO_SIZES = " has sizes of no tensor: 64 dims and 2^59 elements are the most"
 
 
 @pytest.mark.parametrize(
@@ -324,6 +324,7 @@ NO_SIZES = " has sizes of no tensor: 64 numbers of 63 bits are the most"
         ({"x": header_field(0, 4, [-1])}, None, f"ValueError: {header_field(0, 4, [-1])}{NO_SIZES}"),
         ({"x": header_field(0, 4, [True])}, None, f"ValueError: {header_field(0, 4, [True])}{NO_SIZES}"),
         ({"x": header_field(0, 0, [0, 1 << 63])}, None, f"ValueError: {header_field(0, 0, [0, 1 << 63])}{NO_SIZES}"),
+        ({"x": header_field(0, 4, [1 << 30] * 2)}, None, f"ValueError: {header_field(0, 4, [1 << 30] * 2)}{NO_SIZES}"),
         ({"x": header_field(0, 4, [1] * 65)}, None, f"ValueError: {header_field(0, 4, [1] * 65)!r:.200}{NO_SIZES}"),
         ({"x": header_field(0, 4, [1]) | {"dtype": "F\x1b"}}, None, r"ValueError: 'F\x1b' is not a dtype"),
         ({"x" * 5_000: {}}, None, f"ValueError: a name has more than 512 characters: {'x' * 60!r}..."),
