@@ -41,8 +41,8 @@ class ShardingError(ValueError):
       fix: use one of ['data', 'model']
     """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows: the message, then the lines of the user's code, from the outermost."""

@@ -214,24 +214,6 @@ def check_numbers(verb: str, cfg: Any, *, own: Sequence[str] = ()) -> None:
     raise_all(errors)
 
 
-def shapes_of(init: Callable[[Any], Any], cfg: Any) -> Any:
-    """Return the tree `init(cfg)`, made once for each config: a forward pass needs its shapes."""
-    if torch.compiler.is_dynamo_compiling():
-        return init(cfg)
-    key = init, repr(cfg)  # some have dicts, which have no hash
-    described = _shapes.get(key)
-    if described is None:
-        described = init(cfg)
-        if len(_shapes) >= _MOST_SHAPES:
-            _shapes.clear()
-        _shapes[key] = described
-    return described
-
-
-_MOST_SHAPES = 64  # configs
-_shapes: dict[tuple[Callable[[Any], Any], str], Any] = {}
-
-
 def check_params(params: Any, described: Any, label: str = "params") -> None:
     """Raise ShardingError unless `params` has the leaves of the described tree: tensors or Weights of as many dims.
 
@@ -459,3 +441,21 @@ def generate_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor
                                  model=layout.model, mask=mask, key=key, on_token=on_token)  # fmt: skip
 
     return generate
+
+
+def shapes_of(init: Callable[[Any], Any], cfg: Any) -> Any:
+    """Return the tree `init(cfg)`, made once for each config: a forward pass needs its shapes."""
+    if torch.compiler.is_dynamo_compiling():
+        return init(cfg)
+    key = init, repr(cfg)  # some have dicts, which have no hash
+    described = _shapes.get(key)
+    if described is None:
+        described = init(cfg)
+        if len(_shapes) >= _MOST_SHAPES:
+            _shapes.clear()
+        _shapes[key] = described
+    return described
+
+
+_MOST_SHAPES = 64  # configs
+_shapes: dict[tuple[Callable[[Any], Any], str], Any] = {}

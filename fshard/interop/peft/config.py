@@ -193,8 +193,8 @@ def _errors(
 
 # Matches expressions with names, and prints the number of each before it begins. One that is none is found later.
 _MATCH = """
-import contextlib, json, re, resource, sys
-resource.setrlimit(resource.RLIMIT_CPU, (1, 2))
+import contextlib, json, re, signal, sys
+signal.setitimer(signal.ITIMER_VIRTUAL, 0.4)
 uses, names = json.load(sys.stdin)
 for i, (_, how, expression) in enumerate(uses):
     print(i, flush=True)
@@ -205,7 +205,7 @@ for i, (_, how, expression) in enumerate(uses):
 
 
 def _check_time(path: AnyPath, uses: Sequence[tuple[str, str, str]], names: Sequence[str]) -> None:
-    """Raise ShardingError for an expression that takes more than a second of CPU time for all names.
+    """Raise ShardingError for an expression that takes more than 0.4 s of CPU time for all names.
 
     `(a+)+b` takes 2^n steps for a name of n letters, and `re` cannot be stopped. So expressions of several operators
     are first matched in another process, which can. A use is the text in the file, the function and its argument.
@@ -218,7 +218,7 @@ def _check_time(path: AnyPath, uses: Sequence[tuple[str, str, str]], names: Sequ
     if done.returncode:
         number = int((done.stdout.split() or ["0"])[-1])
         raise fail(f"{path}: {uses[number][0]!r:.200} takes too long to match",
-                   f"more than a second of CPU time, for the names of {len(names)} modules",
+                   f"more than 0.4 s of CPU time, for the names of {len(names)} modules",
                    *done.stderr.splitlines()[-1:], fix="a list of names; or an expression without repeats of "
                    "repeats, as in (a+)+")  # fmt: skip
 

@@ -125,7 +125,7 @@ def test_config_that_has_no_meaning_here_is_an_error(changes: dict[str, Any], te
 
 
 @pytest.mark.parametrize("name", slow_unless(["alpha_pattern"], ["target_modules", "alpha_pattern", "layers_pattern"]))
-def test_expression_that_backtracks_is_refused_after_a_second(name: str) -> None:
+def test_expression_that_backtracks_is_refused_soon(name: str) -> None:
     slow = "(.*.*)*="
     changes: dict[str, Any] = {name: {slow: 2} if name == "alpha_pattern" else slow}
     if name == "layers_pattern":
@@ -136,7 +136,7 @@ def test_expression_that_backtracks_is_refused_after_a_second(name: str) -> None
         )
     assert str(e.value) == (
         f"{FILE}: '(.*.*)*=' takes too long to match\n"
-        "  more than a second of CPU time, for the names of 9 modules\n"
+        "  more than 0.4 s of CPU time, for the names of 9 modules\n"
         "  fix: a list of names; or an expression without repeats of repeats, as in (a+)+"
     )
 
