@@ -422,7 +422,7 @@ KINDS: dict[str, Kind] = {
 
 
 class Hang(BaseException):
-    """A reader that is still at work after a minute."""
+    """A reader that is still at work after two minutes."""
 
 
 @contextlib.contextmanager
@@ -433,7 +433,7 @@ def alarm(seconds: float) -> Iterator[None]:
         raise Hang
 
     before = signal.signal(signal.SIGALRM, ring)
-    faulthandler.dump_traceback_later(2 * seconds, exit=True)
+    faulthandler.dump_traceback_later(10 * seconds, exit=True)  # also a machine may stand still for a while
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -454,7 +454,7 @@ def attempt(read: Callable[[Path], Any], path: Path) -> tuple[str, float, int]:
     """Read a file, and return what came of it, the seconds of CPU time and the bytes of memory that it took."""
     before, begun = _memory("VmRSS"), time.process_time()
     try:
-        with alarm(60):
+        with alarm(120):
             read(path)
         outcome = "read"
     except ShardingError as e:

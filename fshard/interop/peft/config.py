@@ -44,7 +44,7 @@ _WITHOUT_EFFECT = ("eva_config", "megatron_core", "merge_weights", "qalora_group
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-_MAX_NAMES, _MAX_SAVED = 2_000, 100  # names of a list, or patterns
+_MAX_NAMES, _MAX_SAVED = 1_000, 100  # names of a list, or patterns
 _NAMES = f"at most {_MAX_NAMES:,} names, or a regular expression"
 
 
