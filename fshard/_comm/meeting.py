@@ -1,4 +1,4 @@
-"""How the ranks of one attempt find each other: rank 0 answers each other rank once, and refuses those of other jobs.
+"""The meeting of the ranks of one attempt: rank 0 answers each other rank once, and refuses ranks of other jobs.
 
 Agents of torchrun keep one store for all attempts, with the keys of those before a restart. Only rank 0 knows which
 attempt is the last, and no rank 0 answers at the port of a former one.

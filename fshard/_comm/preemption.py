@@ -107,7 +107,7 @@ class StopAgreement:
 
 
 class _Process:
-    """What the signals have told this process."""
+    """The signals that this process received, and the agreement of its ranks."""
 
     def __init__(self) -> None:
         self.pid = 0  # of the process that calls `handle_signals`

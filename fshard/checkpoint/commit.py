@@ -31,7 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fshard._io import StrPath, locked, sync, write_errors
-from fshard._url import AnyPath, UrlPath, as_path
+from fshard._url import AnyPath, UrlPath, as_path, exists, is_file
 from fshard.errors import ShardingError, fail
 
 from .manifest import MANIFEST, Manifest, read_manifest
@@ -48,14 +48,14 @@ def directory_of(path: StrPath, step: int | None) -> AnyPath:
 
 
 def steps(directory: AnyPath) -> list[int]:
-    if not directory.is_dir():
+    if not exists(directory) or not directory.is_dir():
         return []
     names = [_STEP.fullmatch(d.name) for d in directory.iterdir()]
     return sorted(int(m[1]) for m in names if m and is_complete(directory / m[0]))
 
 
 def is_complete(directory: AnyPath) -> bool:
-    return (directory / MANIFEST).is_file()
+    return is_file(directory / MANIFEST)
 
 
 def check_complete(directory: AnyPath) -> None:
@@ -65,12 +65,12 @@ def check_complete(directory: AnyPath) -> None:
     known, fix = steps(directory), "give the directory that fs.checkpoint.save wrote"
     if known:
         problem, fix = f"it holds the steps {known}", f"step={known[-1]}"
-    elif (directory / ".metadata").exists():
+    elif exists(directory / ".metadata"):
         problem = "torch.distributed.checkpoint wrote it: its .metadata is a pickle, which is never opened"
-    elif directory.is_dir():
+    elif exists(directory) and directory.is_dir():
         problem = f"it holds no {MANIFEST}"
     else:
-        problem = "it is a file" if directory.exists() else "it does not exist"
+        problem = "it is a file" if exists(directory) else "it does not exist"
         known = steps(directory.parent)
         fix = f"the steps here are {known}" if known else fix
     raise fail(f"{directory} is not a checkpoint of fshard", problem, fix=fix)

@@ -585,3 +585,10 @@ def test_kill_at_any_disk_operation_leaves_a_complete_checkpoint(ranks: Pool, tm
 def test_bytes_of_one_element_ignore_its_strides():
     x = torch.arange(24.0).view(4, 6)[1:2, 3:4].T
     assert bytes(_io.bytes_of(x)) == torch.tensor([9.0]).numpy().tobytes()
+
+
+@pytest.mark.parametrize("function", [checkpoint.inspect, lambda path: checkpoint.restore(path, {}, step=1)])
+def test_path_that_is_too_long_is_no_checkpoint(function: Callable[[str], Any], tmp_path: Path) -> None:
+    path = f"{tmp_path}/{'a' * 5000}"
+    assert "a" * 100 in error_text(function, path)
+    assert checkpoint.latest(path) is None

@@ -23,6 +23,7 @@ from fshard.interop.hf.folder import INDEX, SINGLE
 from fshard.interop.hf.weights import FileTensor, read
 from fshard.models import gpt2
 from tests.lib.assertions import assert_same, error_text
+from tests.lib.killed import Killed, dying
 
 
 class PlainFileSystem(LocalFileSystem):
@@ -110,10 +111,6 @@ def test_steps_keep_and_overwrite_in_a_storage(root: str) -> None:
     assert names(f"{root}/other") == ["notes"]
 
 
-class Killed(BaseException):
-    """Raised where a process would be killed: nothing is cleaned up after it."""
-
-
 @pytest.mark.parametrize("options", [{"step": 2, "keep": 1}, {"step": 1, "overwrite": True}], ids=["keep", "overwrite"])
 def test_kill_at_any_operation_of_a_storage_leaves_a_complete_checkpoint(
     options: dict[str, Any], root: str, monkeypatch: pytest.MonkeyPatch
@@ -141,15 +138,6 @@ def test_kill_at_any_operation_of_a_storage_leaves_a_complete_checkpoint(
         checkpoint.save(out, state(3), step=9)  # is not in the way of the next one
     assert restored == sorted(restored)
     assert set(restored) == ({1.0, 2.0} if "keep" in options else {1.0})
-
-
-def dying(f: Callable[..., Any], calls: Iterator[bool]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if next(calls, False):
-            raise Killed
-        return f(*args, **kwargs)
-
-    return call
 
 
 def test_parts_of_a_killed_save_are_removed_a_day_later(root: str, monkeypatch: pytest.MonkeyPatch) -> None:

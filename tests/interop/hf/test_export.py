@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from fshard.interop.hf.weights import FileTensor, read, tensors
 from fshard.spec import full_box
 from tests.lib.assertions import assert_same, error_text
 from tests.lib.folder_cases import KEY, MESHES, SPECS, as_theirs, described, sharded_file, theirs, values
+from tests.lib.killed import Killed, dying
 from tests.lib.processes import Pool
 from tests.lib.tiers import slow_unless
 
@@ -162,10 +162,6 @@ def test_second_write_replaces_weights_and_keeps_other_files(tmp_path: Path, old
     assert holds(folder) == 2.0
 
 
-class Killed(BaseException):
-    """Raised where a process would be killed: nothing is cleaned up after it."""
-
-
 @pytest.mark.parametrize(("old", "new"), slow_unless(
     [(None, "three shards"), ("single", "two shards"), ("two shards", "two shards"), ("three shards", "single")],
     itertools.product([*KINDS, None], KINDS)))  # fmt: skip
@@ -206,15 +202,6 @@ def test_killed_write_leaves_the_old_weights_or_the_new_ones(
     before = None if old is None else 1.0
     assert results == sorted(results, key=lambda add: add == 2.0)
     assert set(results) == {before, 2.0}
-
-
-def dying(f: Callable[..., Any], calls: Iterator[bool]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if next(calls, False):
-            raise Killed
-        return f(*args, **kwargs)
-
-    return call
 
 
 def test_error_lists_all_unsupported_leaves_before_a_file_is_created(tmp_path: Path) -> None:
