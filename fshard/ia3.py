@@ -27,9 +27,9 @@ from ._comm import Axis
 from .collectives import pvary
 from .errors import ShardingError, checked, fail, must_be, raise_all
 from .lora.adapted import AdaptedWeight
-from .lora.targets import Leaf, Of, Targets, named_leaves, specs_by_name
+from .lora.targets import Of, Targets, named_leaves, specs_by_name
 from .spec import P, describe, names_of
-from .weight import Part, is_weight
+from .weight import Leaf, Part, is_weight
 
 
 @checked

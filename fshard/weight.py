@@ -7,7 +7,8 @@ Models use a matrix by `nn.linear`, `nn.embedding`, `flatten` and `transpose` al
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -111,3 +112,36 @@ class Weight(Node):
 def is_weight(x: object) -> bool:
     """Return whether an object is a Weight: the `is_leaf` of trees in which each is one leaf."""
     return isinstance(x, Weight)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf as adapters see it: its module, its name there, and, of a matrix, its layout.
+
+    Attributes:
+        module: the dotted name of the module, of which targets are matched.
+        part: "weight", "bias", or another name.
+        layout: "io" for a matrix [in.., out..], "oi" for one [out, in], "table" for embeddings [in, out] that are
+            looked up; None for a leaf that is no matrix.
+        inputs: the number of input dims.
+        why: the reason why it is no matrix.
+
+    >>> Leaf("layers.0.mlp.down", "w", "io")
+    Leaf(module='layers.0.mlp.down', part='w', layout='io', inputs=1, why='')
+    """
+
+    module: str
+    part: str
+    layout: Literal["io", "oi", "table"] | None = None
+    inputs: int = 1
+    why: str = ""
+
+    def split(self, entries: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Split one entry for each dim of the leaf into those of inputs and those of outputs."""
+        return split_dims(entries, self.inputs, self.layout)
+
+
+def split_dims(entries: tuple[Any, ...], inputs: int, layout: str | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Split one entry for each dim of a matrix into those of its input dims and those of its output dims."""
+    first, second = entries[:inputs], entries[inputs:]
+    return (second, first) if layout == "oi" else (first, second)

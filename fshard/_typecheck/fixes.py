@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,10 +13,7 @@ from fshard import _callsite
 from fshard._torch_compat import unwrapped
 
 from .suggestion import called_at, executing, qualified_name, rewritten, with_first_operand
-from .types import Operand, Partial, Reduction, TensorInfo, show_type
-
-if TYPE_CHECKING:
-    from .checker import Checker
+from .types import Facts, Operand, Partial, Reduction, TensorInfo, show_type
 
 CAPTURED = "a captured tensor"
 IS_SUM = "each rank has a part of a sum"
@@ -35,7 +32,7 @@ class Scene:
     """The user's line that is executing, and the names that it has for operands; these are in the operator's order."""
 
     def __init__(
-        self, checker: Checker, operands: Sequence[Operand] = (), op: str = "", frame: FrameType | None = None
+        self, checker: Facts, operands: Sequence[Operand] = (), op: str = "", frame: FrameType | None = None
     ) -> None:
         self.checker, self._op = checker, op
         self.frame = _callsite.caller_of_models(frame or _callsite.user_frame())
@@ -145,7 +142,7 @@ def fix_of_whole_tree(scene: Scene, axes: Sequence[str], leaf: Operand) -> str:
     return f"\n  or, for all of {tree}:  {tree} = {scene.call('unshard', tree, 'its specs', axes_source(axes))}"
 
 
-def fix_before_vmap(checker: Checker, leaf: Operand, axes: str) -> str:
+def fix_before_vmap(checker: Facts, leaf: Operand, axes: str) -> str:
     """Return the fix of per-example gradients of a leaf: a pvary in the arguments of the call of torch.func.vmap."""
     frame: Any = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.endswith("_functorch/vmap.py"):

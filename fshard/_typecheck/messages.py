@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -33,10 +33,7 @@ from .fixes import (
     reduced_over_another_axis,
 )
 from .suggestion import qualified_name, rewritten, sliced_operand, with_picked_operand
-from .types import GlobalShape, History, Mixture, MixtureText, Operand, TensorInfo, show_type
-
-if TYPE_CHECKING:
-    from .checker import Checker
+from .types import Facts, GlobalShape, History, Mixture, MixtureText, Operand, TensorInfo, show_type
 
 _SHOWN_RESULTS = 4
 _SHARED = "processes would each change a copy of their own, and simulated ranks, which are threads, share one"
@@ -61,7 +58,7 @@ _WRONG_COLLECTIVE = {
 
 
 def invariant_mixed_with_varying(
-    checker: Checker, op: str, axis: str, invariant: Operand, varying: Operand, operands: Sequence[Operand]
+    checker: Facts, op: str, axis: str, invariant: Operand, varying: Operand, operands: Sequence[Operand]
 ) -> ShardingError:
     """Word the error of an operation with one operand that is invariant over an axis and one that varies over it."""
     scene, axes = Scene(checker, operands, op), mixed_axes(invariant.info, varying.info)
@@ -77,12 +74,12 @@ def invariant_mixed_with_varying(
     return _error(scene.site, _mix_of(op, axes), [scene.row(invariant), scene.row(varying)], *notes, fix=fix)
 
 
-def _to_vary(checker: Checker, operands: Sequence[Operand]) -> list[tuple[Operand, list[str]]]:
+def _to_vary(checker: Facts, operands: Sequence[Operand]) -> list[tuple[Operand, list[str]]]:
     """Return each operand that has a gradient, with the axes over which it is invariant and another one varies."""
     varying = frozenset[str]().union(*(o.info.type.varying for o in operands))
     found = {id(o.tensor): (o, sorted(varying & o.info.type.invariant)) for o in operands}
     return [(o, axes) for o, axes in found.values()
-            if axes and differentiable_dtype(o.tensor) and checker.differentiated(o.tensor)]  # fmt: skip
+            if axes and differentiable_dtype(o.tensor) and checker.is_differentiated(o.tensor)]  # fmt: skip
 
 
 def _mix_of(op: str, axes: Sequence[str]) -> str:
@@ -102,7 +99,7 @@ def _reason_and_fix(
         ]
         return notes, fix_before_vmap(scene.checker, invariant, source)
     gathered = fix_of_gather(varying.info, axes, scene.line)
-    if gathered and not scene.checker.differentiated(varying.tensor):
+    if gathered and not scene.checker.is_differentiated(varying.tensor):
         choices = [
             gathered._replace(condition=f"{many} is the same on every rank"),
             Fix(scene.line_with("pvary", (invariant, source)), f"each rank is to use {one} in its own way"),
@@ -208,7 +205,7 @@ def _noise_added(
 
 
 def mixture_text(
-    checker: Checker, op: str, operands: Sequence[Operand], invariant: Operand, varying: Operand
+    checker: Facts, op: str, operands: Sequence[Operand], invariant: Operand, varying: Operand
 ) -> MixtureText:
     """Return the texts of the operation that is executing, for an error that comes later."""
     scene = Scene(checker, operands, op)
@@ -226,7 +223,7 @@ def update_of(x: Operand, axes: Sequence[str]) -> Mixture | None:
 
 
 def argument_overwritten(
-    checker: Checker, op: str, x: Operand, varying: Operand, operands: Sequence[Operand], history: History,
+    checker: Facts, op: str, x: Operand, varying: Operand, operands: Sequence[Operand], history: History,
     axes: Sequence[str],
 ) -> ShardingError:  # fmt: skip
     """Word the error of an operation that writes values that vary over `axes` into an argument that does not."""
@@ -241,7 +238,7 @@ def argument_overwritten(
                                 Fix(scene.line_with("psum", (varying, over)), IS_SUM)]))  # fmt: skip
 
 
-def captured_written(checker: Checker, op: str, x: Operand, operands: Sequence[Operand]) -> ShardingError:
+def captured_written(checker: Facts, op: str, x: Operand, operands: Sequence[Operand]) -> ShardingError:
     """Word the error of an operation that writes to a tensor from outside the region."""
     scene = Scene(checker, [x, *operands], op)
     return _error(scene.site, f"{op} writes to a tensor that was made outside of shard_map", [scene.row(x)],
@@ -271,7 +268,7 @@ def made_by_another_rank(x: Operand, coords: Mapping[str, int], axes: Sequence[s
 
 
 def copies_differ(
-    checker: Checker, m: Mixture, axes: Sequence[str], what: str, rows: Sequence[tuple[str, str]]
+    checker: Facts, m: Mixture, axes: Sequence[str], what: str, rows: Sequence[tuple[str, str]]
 ) -> ShardingError:
     """Word the error of an argument's new value, which varies over `axes`, some of which the argument does not."""
     axes = [a for a in mixed_axes(m.invariant, m.varying) if a in axes]
@@ -290,7 +287,7 @@ def copies_differ(
     return _error(m.site, what, [*m.text.rows, *rows], why, fix=fix)
 
 
-def indexed_by_varying(checker: Checker, m: Mixture) -> ShardingError:
+def indexed_by_varying(checker: Facts, m: Mixture) -> ShardingError:
     """Word the error of an invariant operand with a gradient that was indexed by an integer that varies."""
     name, axes = m.text.rows[0][0], mixed_axes(m.invariant, m.varying)
     it = "it" if len(axes) == 1 else "them"
@@ -299,7 +296,7 @@ def indexed_by_varying(checker: Checker, m: Mixture) -> ShardingError:
     return _error(m.site, what, m.text.rows, *notes, fix=m.text.pvary)
 
 
-def mixed_before(checker: Checker, m: Mixture) -> ShardingError:
+def mixed_before(checker: Facts, m: Mixture) -> ShardingError:
     """Word the error of a mixture that only the gradient shows: of a captured tensor, or in an autograd.Function."""
     name, axes = m.text.rows[0][0], mixed_axes(m.invariant, m.varying)
     call = f"fs.pvary({m.invariant.name or name}, {axes_source(axes)})"
@@ -365,7 +362,7 @@ def number_differs(
                   fix=fix_lines(fixes))  # fmt: skip
 
 
-def _fixes_of_picks(checker: Checker, axes: Sequence[str], here: _callsite.Site | None) -> list[Fix]:
+def _fixes_of_picks(checker: Facts, axes: Sequence[str], here: _callsite.Site | None) -> list[Fix]:
     """Return the fix of the last part of an invariant value that a name picks, if that may be a number of the rank."""
     if not checker.asked.issuperset(axes):
         return []
@@ -395,7 +392,7 @@ def _fix_of_picked_part(site: _callsite.Site | str | None, axes: Sequence[str], 
 # --- collectives ----------------------------------------------------------------------------------------------
 
 
-def collective_of_wrong_type(checker: Checker, m: Any, x: Operand, axes: Sequence[str]) -> ShardingError:
+def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[str]) -> ShardingError:
     """Word the error of a collective whose operand has the wrong type over `axes`."""
     verb, scene = m.verb, Scene(checker)
     why = _WRONG_COLLECTIVE[verb].format(n=size_of(axes, checker.sizes))
@@ -476,20 +473,20 @@ def _fix_of_superfluous(scene: Scene, m: Any, x: Operand, axes: Sequence[str]) -
     return "delete this line" if re.fullmatch(r"(.+?)\s*=\s*\1", line) else line, operand
 
 
-def _index_notes(checker: Checker, axes: Sequence[str]) -> list[str]:
+def _index_notes(checker: Facts, axes: Sequence[str]) -> list[str]:
     """Return the likely causes of a gradient that varies: lines that indexed an invariant operand."""
     return [f"{m.op} at {m.site}: {m.text.rows[0][0]} is invariant over {m.axis!r}, {m.text.rows[1][0]} varies over it"
             for m in _index_mixtures(checker, axes)][:3]  # fmt: skip
 
 
-def _index_mixtures(checker: Checker, axes: Sequence[str]) -> list[Mixture]:
+def _index_mixtures(checker: Facts, axes: Sequence[str]) -> list[Mixture]:
     return [m for m in checker.mixtures.values() if m.axis in axes and m.differentiated]
 
 
 # --- losses, gradients, results -------------------------------------------------------------------------------
 
 
-def loss_varies(checker: Checker, x: Tensor, loss: Operand, leaf: Operand, axes: Sequence[str]) -> ShardingError:
+def loss_varies(checker: Facts, x: Tensor, loss: Operand, leaf: Operand, axes: Sequence[str]) -> ShardingError:
     """Word the error of a loss that varies over `axes`, over which a tensor that it is differentiated by does not."""
     parameter, n = _parameter(leaf.info), size_of(axes, checker.sizes)
     rows = [("loss", show_type(loss, x.shape)), (parameter, show_type(leaf))]
@@ -503,7 +500,7 @@ def loss_varies(checker: Checker, x: Tensor, loss: Operand, leaf: Operand, axes:
     return _error(loss.info.site or _callsite.site(), what, rows, why, fix=fix)
 
 
-def gradient_has_wrong_type(checker: Checker, leaf: Operand, grad: Operand, axes: Sequence[str]) -> ShardingError:
+def gradient_has_wrong_type(checker: Facts, leaf: Operand, grad: Operand, axes: Sequence[str]) -> ShardingError:
     """Word the error of a gradient that has another type than its parameter."""
     mixtures = {m.site: m for m in _index_mixtures(checker, axes)}
     if len(mixtures) == 1:
@@ -529,7 +526,7 @@ def gradient_has_wrong_type(checker: Checker, leaf: Operand, grad: Operand, axes
 
 
 def results_have_wrong_type(
-    checker: Checker, name: str, rows: Sequence[tuple[str, Operand, P]], extra: Sequence[str], missing: Sequence[str]
+    checker: Facts, name: str, rows: Sequence[tuple[str, Operand, P]], extra: Sequence[str], missing: Sequence[str]
 ) -> ShardingError:
     """Word the error of results of one line that vary over `extra` axes, or do not vary over `missing` ones."""
     path, x, _ = rows[0]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -129,6 +129,24 @@ class Operand(NamedTuple):
 
     tensor: Tensor
     info: TensorInfo
+
+
+class Facts(Protocol):
+    """What a checker knows of a region, as messages and fixes read it."""
+
+    sizes: Mapping[str, int]  # of the mesh axes
+    arguments: list[TensorInfo]
+    mixtures: dict[tuple[Site, str], Mixture]  # the first of each line and axis
+    mixtures_of_captured: dict[tuple[int, str], Mixture]  # the first of each root and axis
+    pvaried: set[Site | None]  # lines
+    asked: set[str]  # axes on which the program asked for the rank's place: a number may depend on it
+    numbers: dict[tuple[Any, ...], tuple[Any, ...]]
+
+    def info(self, x: Tensor) -> TensorInfo:
+        """Return the type and origin of a tensor."""
+
+    def is_differentiated(self, x: Tensor) -> bool:
+        """Return whether a gradient can flow to a tensor."""
 
 
 def join(types: Sequence[Type], result: Tensor | None = None) -> Type:

@@ -12,11 +12,13 @@ With workers, and any map-style dataset:
     for batch in data.batches(loader): ...
 """
 
+from fshard.random import permute
+
 from .buckets import Bucketed, Buckets, buckets
 from .images import ImageFolder, image_folder
 from .loader import Sampler, batches, sampler
 from .loading import load
-from .order import counted, indices, permute, steps_per_epoch
+from .order import counted, indices, steps_per_epoch
 from .tokens import crop, pad
 
 __all__ = [

@@ -11,9 +11,9 @@ import numpy as np
 from torch import Tensor
 
 from fshard.errors import checked, fail, join_limited, raise_all
-from fshard.random import fold_in
+from fshard.random import Integers, Rows, fold_in, integers, permute
 
-from .order import Integers, Rows, counted, epoch_order, integers, permute, position_in_epoch
+from .order import counted, epoch_order, position_in_epoch
 
 
 class Bucketed(NamedTuple):

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import checked, fail, join_limited, raise_all
-
-from .order import Integers, integers
+from fshard.random import Integers, integers
 
 
 @checked

@@ -11,11 +11,12 @@ inside shard_map, differentiating `adapters` alone:
 Source: Hu et al., 2021, "LoRA"; names, defaults and arithmetic are those of Hugging Face PEFT.
 """
 
+from fshard.weight import Leaf
+
 from .adapters import init, specs
 from .config import Config
 from .int8 import Int8, dequantize, part_specs, quantize
 from .merging import merge, unmerge
-from .targets import Leaf
 from .view import LoraWeight, apply
 
 __all__ = ["Config", "Int8", "Leaf", "LoraWeight", "apply", "dequantize", "init", "merge", "part_specs", "quantize",

@@ -13,9 +13,7 @@ from torch import Tensor
 from fshard import nn
 from fshard.errors import fail
 from fshard.spec import P
-from fshard.weight import Part, Weight
-
-from .targets import Leaf
+from fshard.weight import Leaf, Part, Weight
 
 
 class AdaptedWeight(Weight):

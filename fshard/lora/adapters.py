@@ -14,9 +14,10 @@ from fshard.errors import ShardingError, checked, fail, raise_all, shown
 from fshard.init import Deferred
 from fshard.sharded import key_of
 from fshard.spec import Box, full_box
+from fshard.weight import Leaf
 
 from .config import Config
-from .targets import Leaf, Of, Targets, named_leaves, specs_by_name, specs_of
+from .targets import Of, Targets, named_leaves, specs_by_name, specs_of
 
 
 @dataclass(frozen=True)

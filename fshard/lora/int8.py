@@ -24,10 +24,10 @@ from fshard.schedule.unshard import placements
 from fshard.shard_map import shard_map
 from fshard.sharded import Sharded
 from fshard.spec import Box, P, box_shape
-from fshard.weight import Part, Weight, is_weight
+from fshard.weight import Leaf, Part, Weight, is_weight, split_dims
 
 from .config import ALL_LINEAR, Config
-from .targets import Leaf, Targets, split_dims
+from .targets import Targets
 
 LARGEST = 127
 

@@ -20,11 +20,11 @@ from fshard.reshard import reshard
 from fshard.shard_map import shard_map
 from fshard.sharded import Sharded, device_put
 from fshard.spec import P
-from fshard.weight import is_weight
+from fshard.weight import Leaf, is_weight
 
 from .config import Config
 from .int8 import Int8
-from .targets import Adapted, Leaf, Of, another_shape, check_weight, checked_leaves, named_leaves, specs_of
+from .targets import Adapted, Of, another_shape, check_weight, checked_leaves, named_leaves, specs_of
 
 # (weight, its factors, the axes that split its inputs) -> the new weight
 _Change = Callable[[Tensor, Mapping[str, Tensor], Leaf, float, tuple[str, ...]], Tensor]

@@ -7,52 +7,19 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from fshard import tree
 from fshard.errors import ShardingError, fail, must_be, raise_all
 from fshard.spec import P, is_spec
-from fshard.weight import is_weight
+from fshard.weight import Leaf, is_weight
 
 from .config import ALL_LINEAR, Config, in_module, names_module
 
 # Heads, which "all-linear" leaves out: of language models, and of classifiers.
 _HEADS = ("lm_head", "embed_out", "score", "classifier")
 _PARTS = ("weight", "bias", "w", "b")
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """A leaf as adapters see it: its module, its name there, and, of a matrix, its layout.
-
-    Attributes:
-        module: the dotted name of the module, of which targets are matched.
-        part: "weight", "bias", or another name.
-        layout: "io" for a matrix [in.., out..], "oi" for one [out, in], "table" for embeddings [in, out] that are
-            looked up; None for a leaf that is no matrix.
-        inputs: the number of input dims.
-        why: the reason why it is no matrix.
-
-    >>> Leaf("layers.0.mlp.down", "w", "io")
-    Leaf(module='layers.0.mlp.down', part='w', layout='io', inputs=1, why='')
-    """
-
-    module: str
-    part: str
-    layout: Literal["io", "oi", "table"] | None = None
-    inputs: int = 1
-    why: str = ""
-
-    def split(self, entries: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Split one entry for each dim of the leaf into those of inputs and those of outputs."""
-        return split_dims(entries, self.inputs, self.layout)
-
-
-def split_dims(entries: tuple[Any, ...], inputs: int, layout: str | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Split one entry for each dim of a matrix into those of its input dims and those of its output dims."""
-    first, second = entries[:inputs], entries[inputs:]
-    return (second, first) if layout == "oi" else (first, second)
 
 
 # A model's `theirs`, from paths to tensors in files; or the function of `fs.defer`; or None.

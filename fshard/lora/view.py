@@ -22,13 +22,12 @@ from fshard.decoding import global_batch
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.random import fold_in
 from fshard.spec import P, describe, is_spec, names_of, same_placement
-from fshard.weight import Part, Weight, is_weight
+from fshard.weight import Leaf, Part, Weight, is_weight
 
 from .adapted import AdaptedWeight
 from .config import Config
 from .targets import (
     Adapted,
-    Leaf,
     Of,
     another_shape,
     check_weight,

@@ -14,9 +14,8 @@ from fshard._comm import Axis, checker, has_values, user_line
 from fshard._ops import local_range, own_range
 from fshard._torch_compat import is_wrapped
 from fshard.collectives import all_gather
-from fshard.data import permute
 from fshard.errors import checked, fail
-from fshard.random import check_key
+from fshard.random import check_key, permute
 from fshard.spec import describe, names_of
 
 _INTEGERS = (torch.int64, torch.int32, torch.uint8)  # the dtypes of classes

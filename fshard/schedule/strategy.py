@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fshard import tree as _tree
 from fshard.errors import checked, fail
-from fshard.optim import Optimizer
 from fshard.spec import P, fully_shard, names_of, on_host
 
 from .options import BackwardPrefetch, GatherOptions, Release
 
 NAMES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")  # numbered from 1
+
+
+class Optimizer(Protocol):
+    """What a strategy asks of an optimizer: the specs of its state, from those of the parameters."""
+
+    def specs(self, param_specs: Any, /) -> Any: ...
 
 
 @checked

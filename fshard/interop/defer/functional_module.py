@@ -21,12 +21,11 @@ from fshard._comm import Axis, checker, has_values, in_region
 from fshard._ops import differentiable_dtype
 from fshard._torch_compat import in_transform
 from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
-from fshard.lora import Leaf
 from fshard.random import check_key
 from fshard.schedule.options import BackwardPrefetch, Release
 from fshard.schedule.units import UnitOptions
 from fshard.spec import describe, format_tensor
-from fshard.weight import Weight, is_weight
+from fshard.weight import Leaf, Weight, is_weight
 
 from .batch_draws import SplitBatch, draws_of
 from .batch_norm import UNSET, batch_norm_over, batch_norms, sync_batch_norm

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from fshard import tree
 from fshard._torch_compat import without_modes
 from fshard.errors import ShardingError, fail
-from fshard.lora import Leaf
 from fshard.nn import linear
 from fshard.spec import P
-from fshard.weight import Weight
+from fshard.weight import Leaf, Weight
 
 from .module_leaves import Place
 from .recomputation import recomputed

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from fshard.weight import is_weight
 
 from .module_leaves import Named, Place
 from .stand_ins import Placeholder, Split, in_module
-
-if TYPE_CHECKING:
-    from .functional_module import Apply
 
 Units = str | int | Callable[[str, nn.Module], bool] | Sequence[str] | None
 
@@ -203,11 +200,30 @@ class UnitForwards:
                     p.holder[p.key] = x
 
 
+class Function(Protocol):
+    """The function of a module, as its schedule calls it: `Apply`."""
+
+    module: nn.Module
+    units: dict[str, tuple[str, ...]]  # the leaves of each unit
+    shapes: dict[str, Any]
+
+    def split_key(self, kwargs: dict[str, Any]) -> tuple[Function, dict[str, Any]]: ...
+
+    def check_names(self, params: Named, buffers: Named) -> None: ...
+
+    def refuse_changed(self, changed: Sequence[str]) -> None: ...
+
+    def run(
+        self, params: Named, buffers: Named, args: tuple[Any, ...], kwargs: dict[str, Any], calls: Any = None,
+        in_units: Named | None = None, fill: Fill = as_they_are,
+    ) -> tuple[Any, dict[str, Tensor], list[str]]: ...  # fmt: skip
+
+
 class UnshardedByUnit:
     """The function of shards that `Apply.unshard` returns: `f(params, buffers, *args, **kwargs)`."""
 
     def __init__(
-        self, apply: Apply, specs: Any, axis: Axis, options: UnitOptions, dtype: torch.dtype | None,
+        self, apply: Function, specs: Any, axis: Axis, options: UnitOptions, dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None, shapes: Any,
     ) -> None:  # fmt: skip
         self._apply, self._specs, self._axis, self._options = apply, specs, axis, options

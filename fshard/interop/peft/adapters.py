@@ -22,7 +22,8 @@ from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read
 from fshard.interop.hf.layout import OutputTensor, check_described, output_tensors
 from fshard.interop.hf.weights import with_dot
 from fshard.lora.config import in_module, names_module, value_for
-from fshard.lora.targets import Leaf, Of, Targets, leaf_of, named_leaves
+from fshard.lora.targets import Of, Targets, leaf_of, named_leaves
+from fshard.weight import Leaf
 
 from .config import KEPT, config_fields, only, saves, selects
 from .files import CONFIG, WEIGHTS, check_folder, write_folder
