@@ -1,25 +1,8 @@
 """fshard: a JAX-style functional sharding library for PyTorch. The mesh never changes the answer."""
 
-from . import (
-    checkpoint,
-    data,
-    decoding,
-    devices,
-    hf,
-    ia3,
-    init,
-    interop,
-    lora,
-    models,
-    nn,
-    optim,
-    planning,
-    plot,
-    random,
-    tree,
-)
-from ._comm import recording, to_device
-from .check import check
+from . import checkpoint, data, init, interop, lora, models, nn, optim, planning, random, tree
+from ._core.host_memory import to_device
+from ._core.transfers import recording
 from .collectives import (
     all_gather,
     all_to_all,
@@ -36,30 +19,31 @@ from .collectives import (
     psum_scatter,
     pvary,
 )
+from .data.script import gather_for_metrics, main_first, preempted, wait
+from .defer import defer
 from .errors import ShardingError
 from .grad import accumulate, grad, value_and_grad
 from .init import Deferred
 from .interop import accelerate, peft, state_dict
-from .interop.defer import defer
+from .law import check, print, validate, verify
+from .lora import ia3
 from .mesh import Mesh, make_mesh
-from .partition import combine, partition
-from .planning import Plan, plan, plan_table, trace
-from .precision import LossScale, Policy, cast
-from .printing import print
+from .models import hf
+from .nn import decoding
+from .optim.partition import combine, partition
+from .optim.precision import LossScale, Policy, cast
+from .optim.update import value_and_update
+from .planning import Plan, devices, plan, plan_table, plot, trace
+from .planning.show import show
 from .random import fold_in, key, split
 from .reshard import device_get, reshard
 from .schedule.remat import remat
 from .schedule.scan import scan
 from .schedule.strategy import Strategy, strategy
 from .schedule.unshard import unshard
-from .script import gather_for_metrics, main_first, preempted, wait
 from .shard_map import shard_map
 from .sharded import Sharded, device_put, from_callback, materialize
-from .show.table import show
 from .spec import P, column, fully_shard, on_host, replicated, row, rules
-from .update import value_and_update
-from .validate import validate
-from .verify import verify
 
 __version__ = "0.1.0"
 

@@ -7,8 +7,8 @@ Each takes a tensor or a tree (one transfer per dtype for a tree) and a mesh axi
 A Python number must be the same on every rank. `psum`, `pmean`, `pmax`, `pmin` and `pvary` of one are numbers, without
 a transfer (so `psum(1, axis)` counts the ranks); the others take no numbers.
 
-Each but `pmax` and `pmin` (`_ops.minmax`) is a linear map of `_ops.linear_maps`, whose transpose is its backward pass,
-applied to the leaves of a tree. To add one: write the map and its transpose there, and the function here.
+Each but `pmax` and `pmin` (`_core.ops.minmax`) is a linear map of `_core.ops.linear_maps`, whose transpose is its
+backward pass, applied to the leaves of a tree. To add one: write the map and its transpose there, its function here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from ._comm import Axis, Comm, index_of, known_axes, live_axes, refuse_tracing, region, size_of, user_line
-from ._ops import (
+from ._core.ops import (
     AllToAll,
     Gather,
     GatherInvariant,
@@ -36,10 +35,13 @@ from ._ops import (
     minmax,
     split_layout,
 )
-from ._ops import global_shape as checked_shape
-from ._ops import local_range as checked_range
+from ._core.ops import global_shape as checked_shape
+from ._core.ops import local_range as checked_range
+from ._core.protocol import Comm, index_of, size_of
+from ._core.region import known_axes, live_axes, region, user_line
+from ._core.transfers import refuse_tracing
 from .errors import ShardingError, checked, fail, must_be, raise_all
-from .spec import P
+from .spec import Axis, P
 
 
 @checked

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fshard import _callsite
+from ._core import callsite
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -53,8 +53,8 @@ class ShardingError(ValueError):
             text += f"\n\ncaused by {''.join(traceback.format_exception_only(self.__cause__)).rstrip()}"
         calls = []
         for tb in _users_frames(self.__traceback__):
-            site = _callsite.Site(tb.tb_frame.f_code, tb.tb_lasti)
-            calls += [f"  {site}", *(f"    {line}" for line in _callsite.quote(site).splitlines())]
+            site = callsite.Site(tb.tb_frame.f_code, tb.tb_lasti)
+            calls += [f"  {site}", *(f"    {line}" for line in callsite.quote(site).splitlines())]
         return [*text.split("\n"), *(["", "called from", *calls] if calls else [])]
 
 
@@ -107,12 +107,12 @@ def _frames(tb: types.TracebackType | None) -> list[types.TracebackType]:
 def _frames_below(tb: types.TracebackType) -> list[types.TracebackType]:
     """Return the frames below one of the user: those of other libraries, or all if fshard raised the error."""
     below = _frames(tb.tb_next)
-    own = [tb.tb_frame.f_code.co_filename.startswith(_callsite.HERE) for tb in below]
+    own = [tb.tb_frame.f_code.co_filename.startswith(callsite.HERE) for tb in below]
     return below if own[-1:] == [True] else [tb for tb, is_own in zip(below, own, strict=True) if not is_own]
 
 
 def _users_frames(tb: types.TracebackType | None) -> list[types.TracebackType]:
-    return [tb for tb in _frames(tb) if _callsite.is_users_frame(tb.tb_frame)]
+    return [tb for tb in _frames(tb) if callsite.is_users_frame(tb.tb_frame)]
 
 
 def _shows_all_frames() -> bool:

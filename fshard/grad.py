@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from . import tree
-from ._comm import in_microbatch, microbatches
-from ._ops import differentiable_dtype
-from ._torch_compat import has_tangent, in_transform, is_wrapped, named_as
+from ._core.microbatch import in_microbatch, microbatches
+from ._core.ops import differentiable_dtype
+from ._core.torch import has_tangent, in_transform, is_wrapped, named_as
 from .errors import ShardingError, api_boundary, checked, fail, number_of, shown
 
 

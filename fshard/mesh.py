@@ -13,30 +13,28 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ._comm import (
-    HOST,
+from ._core.comm import (
     OTHER_PORT,
     SLOW,
     AbstractComm,
-    Comm,
     GlooConnections,
     PlannedComm,
     ProcessComm,
     TimedComm,
-    Transfer,
     Wait,
     Watch,
     Watchdog,
     call_at_exit,
     call_distributed,
-    coords_of,
     fake_tensors,
-    refuse_nesting,
-    refuse_transfer,
     simulate,
     start_watchdog,
 )
-from ._display import Cell, View, grid
+from ._core.display import Cell, View, grid
+from ._core.host_memory import HOST
+from ._core.protocol import Comm, coords_of
+from ._core.region import refuse_nesting, refuse_transfer
+from ._core.transfers import Transfer
 from .errors import checked, fail
 from .spec import format_axes
 

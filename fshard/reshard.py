@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import tree
-from ._comm import copy_to_device, empty_part, refuse_transfer, to_spec_memory
+from ._core.host_memory import copy_to_device, empty_part, to_spec_memory
+from ._core.region import refuse_transfer
 from .errors import checked, fail
 from .mesh import Mesh
 from .sharded import Sharded, abstract_sharded, place_tree

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from ._call import (
+from ._core.call import (
     CallPlan,
     Program,
     RankResult,
@@ -32,10 +32,12 @@ from ._call import (
     slice_inputs,
     storage_pointers,
 )
-from ._comm import Comm, Region, bind, mark_arguments, refuse_tracing
-from ._compare import Tolerance, check_replicas, check_same_arguments, replica_errors
-from ._ops import make_functions
-from ._typecheck import Checker, Rank, same_numbers
+from ._core.compare import Tolerance, check_replicas, check_same_arguments, replica_errors
+from ._core.ops import make_functions
+from ._core.protocol import Comm
+from ._core.region import Region, bind, mark_arguments
+from ._core.transfers import refuse_tracing
+from ._core.typecheck import Checker, Rank, same_numbers
 from .errors import api_boundary, checked, fail, raise_all
 from .mesh import Mesh
 from .sharded import Sharded, abstract_sharded, local_parts

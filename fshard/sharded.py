@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from . import tree
-from ._comm import is_view, memory_device, to_spec_memory
+from ._core.host_memory import memory_device, to_spec_memory
+from ._core.torch import is_view
 from .errors import ShardingError, a_type, api_boundary, call_of, checked, fail, raise_all, shown
 from .init import Deferred
 from .mesh import Mesh

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from . import tree as _tree
-from ._display import View, page, picture, table
+from ._core.display import View, page, picture, table
 from .errors import ShardingError, checked, fail, must_be, raise_all, shown
 
 Axis = str | tuple[str, ...] | None

@@ -19,8 +19,8 @@ from typing_extensions import TypeAliasType  # what a `type` statement of Python
 
 import fshard as fs
 from fshard import P
-from fshard._comm import Axis
 from fshard.errors import api_boundary, checked, fail, raise_all
+from fshard.spec import Axis
 from tests.lib.assertions import error_text
 
 T = TypeVar("T")
@@ -355,7 +355,7 @@ def test_error_of_a_tensor_says_where_a_placed_or_described_leaf_is_one():
 @pytest.mark.slow
 def test_error_of_a_class_of_the_same_name_says_of_which_module_each_is():
     assert error_text(fs.lora.specs, fs.ia3.Config(["q"]), {}, {}) == (
-        "specs: cfg must be a Config of fshard.lora, got one of fshard.ia3\n  fix: call fshard.ia3.specs"
+        "specs: cfg must be a Config of fshard.lora, got one of fshard.lora.ia3\n  fix: call fshard.lora.ia3.specs"
     )
     assert error_text(fs.ia3.apply, fs.lora.Config(["q"]), {}, {}).endswith("fix: call fshard.lora.apply")
     assert error_text(fs.models.t5.init, fs.models.llama.Config()) == (

@@ -21,7 +21,7 @@ from torch.distributed import fsdp
 import fshard as fs
 from fshard import P
 from fshard.cli import main
-from fshard.interop.defer import Apply
+from fshard.defer import Apply
 from fshard.interop.hf import FileTensor, write
 from fshard.models import gpt2
 from tests.lib.assertions import assert_same

@@ -15,7 +15,8 @@ import torch
 
 import fshard as fs
 from fshard import P
-from fshard._comm import recording, region
+from fshard._core.region import region
+from fshard._core.transfers import recording
 from tests.lib.assertions import error_text
 from tests.lib.operations import Operations
 

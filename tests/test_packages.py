@@ -9,7 +9,7 @@ import ast
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -22,13 +22,14 @@ ROOT = Path(fs.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
 IDEA = ("spec", "mesh", "collectives", "sharded", "shard_map")  # the five files a newcomer reads first
+CORE = (*IDEA, "grad", "reshard", "tree", "errors", "_core", "init", "random")  # one room, with a picture of its own
 COMMS = ("AbstractComm", "PlannedComm", "ProcessComm", "SimulatedComm")
 EXTRAS = ("transformers", "peft", "accelerate", "datasets", "nbformat", "nbclient")
-MAY_IMPORT_EXTRAS = ("interop", "hf", "models", "recipes", "cli")
+MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library
 
 # Modules whose names have docstrings; those in the namespaces of `fs.` have examples too (tests/e2e/test_docs.py).
-NAMESPACES = ["weight", "interop.defer", "interop.hf"]
+NAMESPACES = ["_core.weight", "defer", "interop.hf"]
 
 
 def test_completion_of_the_library_shows_public_names_alone() -> None:
@@ -84,22 +85,53 @@ def imports(name: str) -> tuple[tuple[int, str, str], ...]:
 
 @cache
 def face_names(name: str) -> set[str]:
-    """The names that a package's `__init__` imports: `_comm.region` is the function, not its file."""
+    """The names that a package's `__init__` imports: `law.check` is the function, not its file."""
     nodes = [node for node in parsed(name).body if isinstance(node, ast.ImportFrom) and node.module]
     return {alias.asname or alias.name for node in nodes for alias in node.names}
 
 
-def package_of(name: str) -> str:
-    """The node of the graph: a folder of `fshard/`, or a file at its top."""
-    return name.split(".")[0]
+def room_of(name: str) -> str:
+    """The room of a file: a package at the top, or `core`."""
+    first = name.split(".")[0]
+    return "core" if first in CORE else first
+
+
+def part_of(name: str) -> str:
+    """The part of the core that a file is in: a file at the top, a file or a package of `_core`, `init` or `random`."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "_core" else parts[0]
 
 
 @cache
-def graph() -> dict[str, set[str]]:
-    """The packages that each package imports."""
-    out: dict[str, set[str]] = {package_of(name): set() for name in FILES}
-    for name in FILES:
-        out[package_of(name)] |= {package_of(other) for _, other, _ in imports(name)} - {package_of(name)}
+def rooms() -> dict[str, set[str]]:
+    """The rooms that each room imports."""
+    return grouped(list(FILES), room_of)
+
+
+@cache
+def core() -> dict[str, set[str]]:
+    """The parts of the core that each of them imports."""
+    return grouped([name for name in FILES if room_of(name) == "core" and name != "_core"], part_of)
+
+
+@cache
+def files() -> dict[str, set[str]]:
+    """The files that each file imports."""
+    return grouped(list(FILES), str)
+
+
+def grouped(names: list[str], group_of: Callable[[str], str]) -> dict[str, set[str]]:
+    out: dict[str, set[str]] = {group_of(name): set() for name in names}
+    for name in names:
+        out[group_of(name)] |= {group_of(other) for _, other, _ in imports(name)} - {group_of(name)}
+    return out
+
+
+def floors(edges: dict[str, set[str]]) -> dict[str, int]:
+    """The floor of each room: 1 for one that imports nothing, else one above the highest that it imports."""
+    out: dict[str, int] = {}
+    for room in in_order(edges):
+        out[room] = 1 + max((out[other] for other in edges[room]), default=0)
     return out
 
 
@@ -121,33 +153,48 @@ def in_order(edges: dict[str, set[str]]) -> list[str]:
     return done
 
 
-@cache
-def reachable(package: str) -> set[str]:
-    return set().union(*({other} | reachable(other) for other in graph()[package]))
-
-
-def drawing() -> str:
-    """Every package with those it imports, less those that these import themselves; each line imports from above."""
-    edges, lines = graph(), []
-    for package in in_order(edges):
-        direct = edges[package]
-        needed = sorted(o for o in direct if not any(o in reachable(other) for other in direct - {o}))
-        lines.append(f"{package:16}{', '.join(needed)}".rstrip())
+def drawing(edges: dict[str, set[str]]) -> str:
+    """Every node with those it imports, less those that these import themselves; each line imports from above."""
+    below: dict[str, set[str]] = {}
+    lines = []
+    for node in in_order(edges):
+        direct = edges[node]
+        below[node] = direct.union(*(below[other] for other in direct))
+        needed = sorted(o for o in direct if not any(o in below[other] for other in direct))
+        lines.append(f"{node:20}{', '.join(needed)}".rstrip())
     return "\n".join(lines)
 
 
-def test_packages_import_one_way() -> None:
-    in_order(graph())
+def test_at_the_top_are_nine_files_and_sixteen_packages() -> None:
+    top = {name.split(".")[0] for name in FILES} - {FACADE, "__main__"}
+    packages = {name for name in top if (ROOT / name).is_dir()}
+    assert len(top - packages) <= 9
+    assert len(packages) <= 16
+
+
+def test_rooms_are_on_at_most_eight_floors() -> None:
+    assert max(floors(rooms()).values()) <= 8, floors(rooms())
+
+
+@pytest.mark.parametrize("edges", [rooms, core, files])
+def test_imports_make_no_circle(edges: Callable[[], dict[str, set[str]]]) -> None:
+    in_order(edges())
+
+
+def test_comm_has_a_small_face() -> None:
+    assert len(face_names("_core.comm")) <= 25
 
 
 def test_a_circle_of_packages_is_found() -> None:
     with pytest.raises(AssertionError, match="import each other: a -> b -> a"):
         in_order({"a": {"b"}, "b": {"a"}})
+    assert floors({"a": set(), "b": {"a"}, "c": {"a", "b"}}) == {"a": 1, "b": 2, "c": 3}
 
 
-def test_drawing_in_contributing_is_that_of_the_imports() -> None:
+@pytest.mark.parametrize("edges", [rooms, core])
+def test_drawings_in_contributing_match_the_imports(edges: Callable[[], dict[str, set[str]]]) -> None:
     text = CONTRIBUTING.read_text()
-    assert drawing() in text, "the drawing is out of date: python -m tests.test_packages writes it anew"
+    assert drawing(edges()) in text, "the drawing is out of date: python -m tests.test_packages writes it anew"
 
 
 def test_imports_are_found_at_every_depth_of_a_file() -> None:
@@ -158,7 +205,7 @@ def test_imports_are_found_at_every_depth_of_a_file() -> None:
 @pytest.mark.parametrize("name", IDEA)
 def test_the_five_files_import_only_each_other_and_faces(name: str) -> None:
     faces = {package for package in FILES if FILES[package].name == "__init__.py"}
-    allowed = {*IDEA, "tree", "errors", *faces}
+    allowed = {*CORE, *faces, *(n for n in FILES if n.count(".") == 1 and n.startswith("_core."))}
     wrong = [f"line {line}: {other}" for line, other, _ in imports(name) if other not in allowed]
     assert not wrong, f"{name}.py imports more than the idea: {wrong}"
 
@@ -168,7 +215,7 @@ def test_private_packages_are_imported_by_their_face() -> None:
         f"{name}, line {line}: {other}"
         for name in FILES
         for line, other, _ in imports(name)
-        if other.startswith("_") and "." in other and package_of(other) != package_of(name)
+        if other.startswith("_core.") and other.count(".") > 1 and part_of(other) not in (part_of(name), "_core.files")
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -177,7 +224,7 @@ def test_only_comm_and_mesh_know_the_kinds_of_comm() -> None:
     wrong = [
         f"{name}, line {line}: {item}"
         for name in FILES
-        if package_of(name) not in ("_comm", "mesh")
+        if part_of(name) not in ("_core.comm", "mesh")
         for line, _, item in imports(name)
         if item in COMMS
     ]
@@ -202,7 +249,7 @@ def test_extras_are_imported_only_where_they_may_be() -> None:
     wrong = [
         f"{name}, line {line}: {what}"
         for name in FILES
-        if package_of(name) not in MAY_IMPORT_EXTRAS
+        if room_of(name) not in MAY_IMPORT_EXTRAS
         for line, what in external(name)
         if what.split(".")[0] in EXTRAS
     ]
@@ -220,7 +267,7 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
     wrong = [
         f"{name}, line {line}: {what}"
         for name in FILES
-        if name != "_torch_compat"
+        if name != "_core.torch"
         for line, what in external(name)
         if PRIVATE.match(what) or what.split(".")[-1] in ATTRIBUTES
     ]
@@ -287,5 +334,7 @@ def test_every_public_name_has_a_docstring(name: str) -> None:
 
 if __name__ == "__main__":
     text = CONTRIBUTING.read_text()
-    start = text.index("```text\n", text.index("<!-- package graph -->")) + len("```text\n")
-    CONTRIBUTING.write_text(text[:start] + drawing() + text[text.index("\n```", start - 1) :])
+    for name, edges in (("rooms", rooms()), ("core", core())):
+        start = text.index("```text\n", text.index(f"<!-- {name} -->")) + len("```text\n")
+        text = text[:start] + drawing(edges) + text[text.index("\n```", start - 1) :]
+    CONTRIBUTING.write_text(text)

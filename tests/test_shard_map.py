@@ -13,8 +13,8 @@ import torch
 
 import fshard as fs
 from fshard import P, Sharded, ShardingError
-from fshard._comm import checker
-from fshard._torch_compat import FakeTensorMode
+from fshard._core.region import checker
+from fshard._core.torch import FakeTensorMode
 from tests.lib.assertions import error_text
 
 TWO = fs.make_mesh(a=2)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P, Sharded
-from fshard._comm import fake_tensors
+from fshard._core.comm import fake_tensors
 from fshard.spec import box_shape, local_box
 from tests.lib.assertions import error_text
 from tests.lib.operations import Operations

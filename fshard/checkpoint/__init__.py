@@ -34,8 +34,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from fshard._io import StrPath
-from fshard._url import as_path
+from fshard._core.files.io import StrPath
+from fshard._core.files.url import as_path
 from fshard.errors import checked, raise_all
 
 from . import commit

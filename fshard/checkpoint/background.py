@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fshard._comm import HOST, call_distributed
-from fshard._url import AnyPath
+from fshard._core.comm import call_distributed
+from fshard._core.files.url import AnyPath
+from fshard._core.host_memory import HOST
 from fshard.errors import ShardingError, checked, fail
 
 

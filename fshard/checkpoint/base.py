@@ -10,7 +10,7 @@ Then c[i], the sum of D[j] * b[j], is 2^k times a number that is random mod 2^(6
 random multiple of the largest power of two in c[i]: it is 0 with a probability of (64 - k) * 2^(k - 65) and less.
 Another dim adds a factor of about the number of bits that are left, which is below 2^6.
 
-Source: as `_compare.digest`, which is faster, and compares parts that are split alike.
+Source: as `_core.compare.digest`, which is faster, and compares parts that are split alike.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._io import Ranks, assign_writers, local_part, writable
-from fshard._url import AnyPath
+from fshard._core.files.io import Ranks, assign_writers, local_part, writable
+from fshard._core.files.url import AnyPath
 from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
 from fshard.spec import Box, describe
 

@@ -30,8 +30,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fshard._io import StrPath, locked, sync, write_errors
-from fshard._url import AnyPath, UrlPath, as_path, exists, is_file
+from fshard._core.files.io import StrPath, locked, sync, write_errors
+from fshard._core.files.url import AnyPath, UrlPath, as_path, exists, is_file
 from fshard.errors import ShardingError, fail
 
 from .manifest import MANIFEST, Manifest, read_manifest

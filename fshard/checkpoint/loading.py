@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import HOST, empty_part
-from fshard._io import Ranks, StrPath, open_file
-from fshard._url import AnyPath
+from fshard._core.files.io import Ranks, StrPath, open_file
+from fshard._core.files.url import AnyPath
+from fshard._core.host_memory import HOST, empty_part
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.init import Deferred
 from fshard.mesh import Mesh

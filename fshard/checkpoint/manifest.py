@@ -34,9 +34,9 @@ from typing import Any
 
 import torch
 
-from fshard._io import open_file, write_errors, write_file
-from fshard._safetensors import MAX_ELEMENTS, is_shape
-from fshard._url import AnyPath
+from fshard._core.files.io import open_file, write_errors, write_file
+from fshard._core.files.safetensors import MAX_ELEMENTS, is_shape
+from fshard._core.files.url import AnyPath
 from fshard.errors import fail
 from fshard.spec import describe
 

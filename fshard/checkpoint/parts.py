@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard import _safetensors
-from fshard._io import bytes_of, file_state, open_file, write_errors, write_file
-from fshard._url import AnyPath
+from fshard._core.files import safetensors
+from fshard._core.files.io import bytes_of, file_state, open_file, write_errors, write_file
+from fshard._core.files.url import AnyPath
 from fshard.errors import ShardingError, fail
 from fshard.spec import Box, box_shape, overlap, relative_box
 
@@ -31,7 +31,7 @@ UNCHANGED = "the last complete checkpoint is unchanged"
 
 _COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in {**dict.fromkeys(_safetensors.DTYPES.values()), **_COMPLEX}
+    str(dtype).removeprefix("torch."): dtype for dtype in {**dict.fromkeys(safetensors.DTYPES.values()), **_COMPLEX}
 }
 
 
@@ -118,7 +118,7 @@ def write_part(path: AnyPath, pieces: Sequence[Piece], digest: str = "") -> tupl
     for p in pieces:
         dtype, shape = p.values.dtype, box_shape(p.box)
         table[str(p)] = (_COMPLEX[dtype], (*shape, 2)) if dtype in _COMPLEX else (dtype, shape)
-    header = _safetensors.encode_header(table, {"leaves_blake2b": digest})
+    header = safetensors.encode_header(table, {"leaves_blake2b": digest})
     chunks: list[tuple[str, Chunk]] = []
     size = len(header)
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._io import Ranks, StrPath, assign_writers, local_part, summary, sync, writable, write_errors
-from fshard._url import AnyPath
+from fshard._core.files.io import Ranks, StrPath, assign_writers, local_part, summary, sync, writable, write_errors
+from fshard._core.files.url import AnyPath
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.sharded import Sharded
 

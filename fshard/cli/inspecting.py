@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from fshard import checkpoint, models, tree
-from fshard._url import AnyPath, as_path, exists
+from fshard._core.files.url import AnyPath, as_path, exists
 from fshard.checkpoint.commit import is_complete
+from fshard.defer import defer
 from fshard.errors import ShardingError, fail, join_limited, raise_all
-from fshard.hf import model_of
 from fshard.init import Deferred
-from fshard.interop.defer import defer
 from fshard.interop.hf import CONFIG, INDEX, PICKLES, SINGLE, read_json, tensors
-from fshard.show.table import show
+from fshard.models.hf import model_of
+from fshard.planning.show import show
 from fshard.spec import P, column, fully_shard, replicated, row, rules
 
 _MAX_DEVICES = 1 << 20

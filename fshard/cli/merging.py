@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard import checkpoint, hf, tree
-from fshard._io import bytes_of, sync, write_errors
-from fshard._safetensors import BLOCK_BYTES, DTYPES, checksums_of, encode_header
-from fshard._url import AnyPath, as_path
+from fshard import checkpoint, tree
+from fshard._core.files.io import bytes_of, sync, write_errors
+from fshard._core.files.safetensors import BLOCK_BYTES, DTYPES, checksums_of, encode_header
+from fshard._core.files.url import AnyPath, as_path
 from fshard.checkpoint.commit import directory_of, is_complete, read
 from fshard.checkpoint.parts import check_part, stream
 from fshard.errors import fail, join_limited, number_of, raise_all
 from fshard.interop.hf import INDEX, SINGLE, config_of
+from fshard.models import hf
 
 _DCP = ".metadata"  # of torch.distributed.checkpoint
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from fshard import devices, models, tree
+from fshard import models, tree
 from fshard.errors import ShardingError, fail, raise_all
-from fshard.planning import PlanTable, divisions, plan_table, search
+from fshard.planning import PlanTable, devices, divisions, plan_table, search
 
 from .train_step import AXES, Job, read_job, train_step
 

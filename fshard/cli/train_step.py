@@ -23,9 +23,9 @@ from fshard import models, optim
 from fshard.errors import fail
 from fshard.grad import accumulate as accumulated
 from fshard.grad import value_and_grad
-from fshard.hf import model_of
 from fshard.interop.hf import CONFIG, read_json
 from fshard.mesh import make_mesh
+from fshard.models.hf import model_of
 from fshard.models.transformer import Layout
 from fshard.shard_map import ShardMapped, shard_map
 from fshard.spec import P, fully_shard

@@ -11,7 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from fshard.errors import checked, fail, join_limited, raise_all
-from fshard.random import Integers, Rows, fold_in, integers, permute
+from fshard.random import fold_in
+from fshard.random.permutation import Integers, Rows, integers, permute
 
 from .order import counted, epoch_order, position_in_epoch
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import memory_device
+from fshard._core.host_memory import memory_device
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.mesh import Mesh
-from fshard.random import Integers, Rows, integers
+from fshard.random.permutation import Integers, Rows, integers
 from fshard.sharded import Sharded, array_dtype, as_tensor, from_callback
 from fshard.spec import Box, P, describe, format_tensor, is_spec, local_box, spec_errors
 

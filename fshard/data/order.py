@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fshard.errors import checked, fail
-from fshard.random import fold_in, permute
+from fshard.random import fold_in
+from fshard.random.permutation import permute
 
 
 @checked

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from fshard._display import page, table
+from fshard._core.display import page, table
 from fshard.errors import checked, fail
 from fshard.spec import Box, describe, size
 

@@ -22,17 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from fshard import tree
-from fshard._io import Ranks, StrPath, locked, sync, write_errors, write_file
-from fshard._torch_file import Archive
-from fshard._url import as_path
+from fshard._core.files.io import Ranks, StrPath, locked, sync, write_errors, write_file
+from fshard._core.files.torch_file import Archive
+from fshard._core.files.url import as_path
+from fshard.defer import Apply
 from fshard.errors import ShardingError, checked, fail, raise_all
-from fshard.interop.defer import Apply
-from fshard.interop.hf.export import overwrite, summaries, write_parts
-from fshard.interop.hf.folder import SUFFIX, WeightHeaders
-from fshard.interop.hf.layout import OutputFile, OutputTorchFile, output_files, output_tensors
-from fshard.interop.hf.module import Names, name_of, read_leaves
-from fshard.interop.hf.weights import FileTensor, file_tensor
-from fshard.interop.hf.weights import read as read_tree
+
+from .hf.export import overwrite, summaries, write_parts
+from .hf.folder import SUFFIX, WeightHeaders
+from .hf.layout import OutputFile, OutputTorchFile, output_files, output_tensors
+from .hf.module import Names, name_of, read_leaves
+from .hf.weights import FileTensor, file_tensor
+from .hf.weights import read as read_tree
 
 Theirs = Callable[[tree.Path], FileTensor]
 

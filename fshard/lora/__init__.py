@@ -11,7 +11,7 @@ inside shard_map, differentiating `adapters` alone:
 Source: Hu et al., 2021, "LoRA"; names, defaults and arithmetic are those of Hugging Face PEFT.
 """
 
-from fshard.weight import Leaf
+from fshard._core.weight import Leaf
 
 from .adapters import init, specs
 from .config import Config

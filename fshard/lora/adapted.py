@@ -11,9 +11,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import nn
+from fshard._core.weight import Leaf, Part, Weight
 from fshard.errors import fail
 from fshard.spec import P
-from fshard.weight import Leaf, Part, Weight
 
 
 class AdaptedWeight(Weight):

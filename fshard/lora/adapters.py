@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fshard import init as initial
+from fshard._core.weight import Leaf
 from fshard.errors import ShardingError, checked, fail, raise_all, shown
 from fshard.init import Deferred
 from fshard.sharded import key_of
 from fshard.spec import Box, full_box
-from fshard.weight import Leaf
 
 from .config import Config
 from .targets import Of, Targets, named_leaves, specs_by_name, specs_of

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from fshard import nn, tree
-from fshard._comm import in_region, to_device
+from fshard._core.host_memory import to_device
+from fshard._core.region import in_region
+from fshard._core.weight import Leaf, Part, Weight, is_weight, split_dims
 from fshard.collectives import pmax
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.init import Deferred
@@ -24,7 +26,6 @@ from fshard.schedule.unshard import placements
 from fshard.shard_map import shard_map
 from fshard.sharded import Sharded
 from fshard.spec import Box, P, box_shape
-from fshard.weight import Leaf, Part, Weight, is_weight, split_dims
 
 from .config import ALL_LINEAR, Config
 from .targets import Targets

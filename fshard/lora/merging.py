@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import in_region
+from fshard._core.region import in_region
+from fshard._core.weight import Leaf, is_weight
 from fshard.collectives import psum
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.mesh import Mesh
@@ -20,7 +21,6 @@ from fshard.reshard import reshard
 from fshard.shard_map import shard_map
 from fshard.sharded import Sharded, device_put
 from fshard.spec import P
-from fshard.weight import Leaf, is_weight
 
 from .config import Config
 from .int8 import Int8

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fshard import tree
+from fshard._core.weight import Leaf, is_weight
 from fshard.errors import ShardingError, fail, must_be, raise_all
 from fshard.spec import P, is_spec
-from fshard.weight import Leaf, is_weight
 
 from .config import ALL_LINEAR, Config, in_module, names_module
 

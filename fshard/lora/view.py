@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from fshard import nn, random, tree
-from fshard._comm import Axis, flattened_rows, known_axes, region, to_device
-from fshard._ops import global_sizes
+from fshard._core.host_memory import to_device
+from fshard._core.microbatch import flattened_rows
+from fshard._core.ops import global_sizes
+from fshard._core.region import known_axes, region
+from fshard._core.weight import Leaf, Part, Weight, is_weight
 from fshard.collectives import pslice, psum, pvary
-from fshard.decoding import global_batch
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
+from fshard.nn.decoding import global_batch
 from fshard.random import fold_in
-from fshard.spec import P, describe, is_spec, names_of, same_placement
-from fshard.weight import Leaf, Part, Weight, is_weight
+from fshard.spec import Axis, P, describe, is_spec, names_of, same_placement
 
 from .adapted import AdaptedWeight
 from .config import Config

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import nn, tree
-from fshard._torch_compat import in_transform
+from fshard._core.torch import in_transform
 from fshard.errors import ShardingError, fail
 
 

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from fshard import init as initial
 from fshard import nn, tree
-from fshard._comm import Axis
-from fshard._io import StrPath
-from fshard.decoding import check_ids
+from fshard._core.files.io import StrPath
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.interop.hf import FileTensor, WeightHeaders, read, write
-from fshard.spec import P
+from fshard.nn.decoding import check_ids
+from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import file_tensor, read_config, weight_and_bias

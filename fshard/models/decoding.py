@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fshard import nn, tree
-from fshard.decoding import check_ids
 from fshard.errors import fail
+from fshard.nn.decoding import check_ids
 
 
 class KeyValues(NamedTuple):

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from fshard import init as initial
 from fshard import nn, tree
-from fshard._comm import Axis
-from fshard._io import StrPath
+from fshard._core.files.io import StrPath
 from fshard.collectives import pvary
 from fshard.errors import checked, fail, raise_all
 from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read, write
 from fshard.nn import rope
-from fshard.spec import P
+from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens

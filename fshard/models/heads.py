@@ -18,14 +18,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import nn, tree
-from fshard._comm import Axis
-from fshard._io import StrPath
-from fshard._url import as_path
+from fshard._core.files.io import StrPath
+from fshard._core.files.url import as_path
 from fshard.collectives import psum
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.interop.hf import CONFIG, FileTensor, config_of, read, write
 from fshard.random import fold_in
-from fshard.spec import P
+from fshard.spec import Axis, P
 
 from . import bert, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3
 from .hf_files import weight_and_bias

@@ -10,8 +10,8 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from fshard import tree
-from fshard._io import StrPath
-from fshard._url import as_path
+from fshard._core.files.io import StrPath
+from fshard._core.files.url import as_path
 from fshard.errors import ShardingError, fail
 from fshard.interop.hf import CONFIG, FileTensor, config_of
 

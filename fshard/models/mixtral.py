@@ -22,15 +22,15 @@ from torch import Tensor
 
 from fshard import init as initial
 from fshard import nn, tree
-from fshard._comm import Axis, has_values
-from fshard._io import StrPath
-from fshard._ops import local_range
+from fshard._core.files.io import StrPath
+from fshard._core.ops import local_range
+from fshard._core.region import has_values
 from fshard.collectives import all_gather, psum, psum_scatter, pvary
 from fshard.errors import checked, fail, must_be
 from fshard.interop.hf import FileTensor, FileTensors, config_of, read, write
 from fshard.nn import rope
 from fshard.schedule.unshard import unshard
-from fshard.spec import P, names_of
+from fshard.spec import Axis, P, names_of
 
 from . import llama
 from .activations import ACTIVATIONS

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fshard._io import StrPath
+from fshard._core.files.io import StrPath
 from fshard.errors import checked
 from fshard.interop.hf import config_of, write
 from fshard.nn import rope

@@ -17,17 +17,17 @@ from torch import Tensor
 
 from fshard import init as initial
 from fshard import nn, tree
-from fshard._comm import Axis, region
-from fshard._io import StrPath
-from fshard._url import as_path
+from fshard._core.files.io import StrPath
+from fshard._core.files.url import as_path
+from fshard._core.region import region
 from fshard.collectives import all_gather, pvary
-from fshard.decoding import global_batch
 from fshard.errors import checked, fail, raise_all
 from fshard.interop.hf import CONFIG, FileTensor, WeightHeaders, config_of, read, write
+from fshard.nn.decoding import global_batch
 from fshard.schedule import scan
 from fshard.schedule.options import BackwardPrefetch, Release
 from fshard.schedule.unshard import make_whole
-from fshard.spec import P, describe, is_spec, names_of, part_lengths, part_range
+from fshard.spec import Axis, P, describe, is_spec, names_of, part_lengths, part_range
 
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import read_config

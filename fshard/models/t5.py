@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard import decoding, nn, tree
 from fshard import init as initial
-from fshard._comm import Axis
-from fshard._io import StrPath
+from fshard import nn, tree
+from fshard._core.files.io import StrPath
 from fshard.collectives import pvary
-from fshard.decoding import Decoder, Options, check_ids
-from fshard.decoding.options import with_tokens
 from fshard.errors import checked, fail, raise_all
 from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read, tensors, write
+from fshard.nn import decoding
+from fshard.nn.decoding import Decoder, Options, check_ids
+from fshard.nn.decoding.options import with_tokens
 from fshard.random import fold_in
-from fshard.spec import P
+from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activated, activation_errors
 from .decoding import Cache, KeyValues, Tokens, append_to_cache

@@ -15,22 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard import decoding, nn, tree
 from fshard import init as initial
-from fshard._comm import Axis, live_axes, region
-from fshard._ops import Gather, Vary
+from fshard import nn, tree
+from fshard._core.ops import Gather, Vary
+from fshard._core.region import live_axes, region
+from fshard._core.weight import Weight, is_weight
 from fshard.collectives import all_gather, pmax, pslice, psum, psum_scatter, pvary
-from fshard.decoding import Decoder, Options, global_batch
-from fshard.decoding.options import with_tokens
 from fshard.errors import checked, fail, must_be, raise_all
-from fshard.nn import rope
+from fshard.nn import decoding, rope
+from fshard.nn.decoding import Decoder, Options, global_batch
+from fshard.nn.decoding.options import with_tokens
 from fshard.random import fold_in
 from fshard.schedule.options import BackwardPrefetch, Release
 from fshard.schedule.overlap import apply_then_compute
 from fshard.schedule.scan import scan
 from fshard.schedule.unshard import make_whole, unshard
-from fshard.spec import P, any_on_host, is_spec, names_of
-from fshard.weight import Weight, is_weight
+from fshard.spec import Axis, P, any_on_host, is_spec, names_of
 
 from .decoding import Cache, KeyValues, Tokens, append_to_cache
 

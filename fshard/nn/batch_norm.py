@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._comm import Axis, axes_of_own_values, known_axes, live_axes, region
-from fshard._torch_compat import FakeTensor, in_transform, unwrapped
+from fshard._core.region import axes_of_own_values, known_axes, live_axes, region
+from fshard._core.torch import FakeTensor, in_transform, unwrapped
 from fshard.collectives import psum, pvary
 from fshard.errors import checked, fail, must_be
-from fshard.spec import describe, names_of
+from fshard.spec import Axis, describe, names_of
 
 _STATE = ("mean", "var", "count")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from fshard._comm import device_type, is_scheduled
+from fshard._core.region import device_type, is_scheduled
 
 
 def row_blocks(most: Mapping[str, int], x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -10,13 +10,14 @@ import contextlib
 import torch
 from torch import Tensor
 
-from fshard._comm import Axis, checker, has_values, user_line
-from fshard._ops import local_range, own_range
-from fshard._torch_compat import is_wrapped
+from fshard._core.ops import local_range, own_range
+from fshard._core.region import checker, has_values, user_line
+from fshard._core.torch import is_wrapped
 from fshard.collectives import all_gather
 from fshard.errors import checked, fail
-from fshard.random import check_key, permute
-from fshard.spec import describe, names_of
+from fshard.random import check_key
+from fshard.random.permutation import permute
+from fshard.spec import Axis, describe, names_of
 
 _INTEGERS = (torch.int64, torch.int32, torch.uint8)  # the dtypes of classes
 

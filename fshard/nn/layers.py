@@ -15,12 +15,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import random
-from fshard._comm import Axis, axes_of_own_values, flattened_rows
-from fshard._ops import global_shape, local_range
+from fshard._core.microbatch import flattened_rows
+from fshard._core.ops import global_shape, local_range
+from fshard._core.region import axes_of_own_values
+from fshard._core.weight import Weight
 from fshard.collectives import all_gather, psum, psum_scatter, pvary
 from fshard.errors import checked, fail
-from fshard.spec import P, describe, names_of
-from fshard.weight import Weight
+from fshard.spec import Axis, P, describe, names_of
 
 from .classes import check_range
 

@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._comm import Axis
-from fshard._ops import local_range
-from fshard._torch_compat import in_transform
+from fshard._core.ops import local_range
+from fshard._core.torch import in_transform
 from fshard.collectives import pmax, psum, pvary
 from fshard.errors import checked, fail
-from fshard.spec import describe
+from fshard.spec import Axis, describe
 
 from .blocks import row_blocks
 from .classes import check_range, checked_targets, target_columns

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._comm import Axis, axes_of_own_values, checker
-from fshard._torch_compat import in_transform
+from fshard._core.region import axes_of_own_values, checker
+from fshard._core.torch import in_transform
+from fshard._core.weight import Weight
 from fshard.errors import checked, fail
-from fshard.spec import describe, names_of
-from fshard.weight import Weight
+from fshard.spec import Axis, describe, names_of
 
 from .blocks import row_blocks
 from .classes import target_columns

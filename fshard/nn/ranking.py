@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._comm import Axis
-from fshard._ops import local_range
+from fshard._core.ops import local_range
 from fshard.collectives import all_gather, axis_size, psum
 from fshard.errors import checked, fail
-from fshard.spec import describe
+from fshard.spec import Axis, describe
 
 from .classes import checked_targets
 

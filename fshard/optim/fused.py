@@ -19,19 +19,9 @@ from torch.nn.functional import pad
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from fshard._comm import (
-    checker,
-    device_type,
-    host_device,
-    in_region,
-    is_scheduled,
-    region,
-    start_copy_to_device,
-    start_copy_to_host,
-    storage_key,
-    wait_for_copies_to_host,
-)
-from fshard._torch_compat import in_transform, is_batched
+from fshard._core.host_memory import host_device, start_copy_to_device, start_copy_to_host, wait_for_copies_to_host
+from fshard._core.region import checker, device_type, in_region, is_scheduled, region, storage_key
+from fshard._core.torch import in_transform, is_batched
 from fshard.errors import fail
 from fshard.grad import is_differentiated
 

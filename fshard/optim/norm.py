@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import common_device
+from fshard._core.host_memory import common_device
 from fshard.collectives import axis_index, psum, pvary
 from fshard.errors import checked, must_be, raise_all
 from fshard.grad import is_differentiated

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fshard import init as _init
 from fshard import tree
-from fshard._comm import to_spec_memory, wait_before_writing
+from fshard._core.host_memory import to_spec_memory, wait_before_writing
 from fshard.collectives import pvary
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.grad import is_differentiated

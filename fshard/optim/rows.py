@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import has_values, storage_key
-from fshard._torch_compat import in_transform
+from fshard._core.region import has_values, storage_key
+from fshard._core.torch import in_transform
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.grad import is_differentiated
 from fshard.spec import describe, format_tensor

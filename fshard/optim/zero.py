@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import Axis, checker, in_region, known_axes, live_axes, region
-from fshard._ops import GatherInvariant, Map, Scatter, Slice, Sum, apply_map, split_layout
+from fshard._core.ops import GatherInvariant, Map, Scatter, Slice, Sum, apply_map, split_layout
+from fshard._core.region import checker, in_region, known_axes, live_axes, region
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.grad import is_differentiated
 from fshard.reshard import reshard
 from fshard.sharded import Sharded
-from fshard.spec import P, is_spec, names_of
+from fshard.spec import Axis, P, is_spec, names_of
 
 from .fused import donation_test
 from .optimizers import Optimizer, like_params

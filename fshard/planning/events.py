@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
-from fshard._callsite import Site
-from fshard._comm import Transfer
-from fshard._torch_compat import in_backward
+from fshard._core.callsite import Site
+from fshard._core.torch import in_backward
+from fshard._core.transfers import Transfer
 
 Kind = Literal["matmul", "attention", "convolution", "linalg", "fft", "elementwise", "copy"]
 Phase = Literal["forward", "recompute", "backward", "update"]

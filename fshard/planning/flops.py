@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.export import default_decompositions
 from torch.utils.flop_counter import flop_registry
 
-from fshard._operations import tensors_in, written_arguments
-from fshard._torch_compat import schema_of
+from fshard._core.operations import tensors_in, written_arguments
+from fshard._core.torch import schema_of
 
 from .events import Kind
 

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard import _callsite
-from fshard._comm import Comm, Transfer, ranks_over
-from fshard._operations import OperationMode, tensors_in
-from fshard._torch_compat import storage_id
+from fshard._core import callsite
+from fshard._core.operations import OperationMode, tensors_in
+from fshard._core.protocol import Comm, ranks_over
+from fshard._core.torch import storage_id
+from fshard._core.transfers import Transfer
 from fshard.spec import short_dtype
 
 from .chrome import Slice, Timeline
@@ -109,7 +110,7 @@ class Recorder(OperationMode):
         self._begun: tuple[Any, Transfer | None, tuple[int, ...]] | None = None  # the transfer that is being started
         self._waits_from: Any = None
         self._number = -1
-        self._lines: dict[tuple[int, int], tuple[_callsite.Site, str]] = {}
+        self._lines: dict[tuple[int, int], tuple[callsite.Site, str]] = {}
         self._follow(arguments)
         self.first = self.live
         self.begin, self.end = clock.now(), None
@@ -143,7 +144,7 @@ class Recorder(OperationMode):
 
     def _line(self) -> str:
         """Return the user's line; its text is made once, since to find the number of a line takes long."""
-        site = _callsite.site()
+        site = callsite.site()
         if site is None:
             return ""
         key = id(site.code), site.lasti

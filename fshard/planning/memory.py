@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard._callsite import Site
-from fshard._torch_compat import storage_id
+from fshard._core.callsite import Site
+from fshard._core.torch import storage_id
 from fshard.spec import short_dtype
 
 from .events import Phase

@@ -13,21 +13,21 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fshard import tree
-from fshard._call import CallPlan
-from fshard._callsite import Site, site
-from fshard._comm import Transfer, recording, transfer_rows, transfer_table
-from fshard._display import Row, bar, page, table
-from fshard._operations import OperationMode, tensors_in
-from fshard._torch_compat import in_backward, storage_id, unwrapped
-from fshard._typecheck import leaves_of
-from fshard.devices import Device
+from fshard._core.call import CallPlan
+from fshard._core.callsite import Site, site
+from fshard._core.display import Row, bar, page, table
+from fshard._core.operations import OperationMode, tensors_in
+from fshard._core.torch import in_backward, storage_id, unwrapped
+from fshard._core.transfers import Transfer, recording, transfer_rows, transfer_table
+from fshard._core.typecheck import leaves_of
 from fshard.errors import checked, number_of
 from fshard.mesh import planned_mesh
 from fshard.shard_map import ShardMapped, planned_calls
 from fshard.spec import format_axes, short_dtype, size
 
+from .devices import Device
 from .events import Event, Kind, Operation, Phase, Start, Wait, phase_now
-from .flops import (
+from .flops import (  # fmt: skip
     bytes_of,
     dtype_of,
     flops_of,
@@ -39,7 +39,7 @@ from .flops import (
     name_of,
     weight_arguments,
     written_by,
-)  # fmt: skip
+)
 from .memory import PARTS, Memory, Storage, Storages, arguments_of, assign_parts, parts_and_largest, tensors_at
 from .roofline import Roofline, roofline
 

@@ -34,13 +34,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fshard._callsite import Site
-from fshard._comm import Transfer
-from fshard._display import duration
-from fshard.devices import Device, Link
+from fshard._core.callsite import Site
+from fshard._core.display import duration
+from fshard._core.transfers import Transfer
 from fshard.errors import checked, fail
 from fshard.spec import format_axes
 
+from .devices import Device, Link
 from .events import Event, Operation, Start, Wait
 
 COMPUTE = "compute"

@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from fshard import tree
-from fshard.devices import Device
 from fshard.errors import checked, fail
 from fshard.init import Deferred
 from fshard.sharded import Sharded
 from fshard.spec import P, box_shape, is_spec, local_box, size
 
+from .devices import Device
 from .plan import unknown_operations, warnings_of
 from .repeat import Repeats
 from .table import Layout, PlanRow, PlanTable, Task, progress_bar, text

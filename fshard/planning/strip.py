@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from html import escape
 
-from fshard._display import Html, rgba
+from fshard._core.display import Html, rgba
 
 from .chrome import Slice
 

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fshard._display import Row, bars, duration, page, table, three_digits
-from fshard.devices import Device
+from fshard._core.display import Row, bars, duration, page, table, three_digits
 from fshard.errors import ShardingError, checked, fail, must_be, number_of
 from fshard.shard_map import ShardMapped
 from fshard.spec import size
 
+from .devices import Device
 from .plan import Plan, plan_ranks
 
 Layout = Mapping[str, Any]

@@ -17,16 +17,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fshard._comm import SLOW, TimedComm, Transfer, Wait, call_distributed, recording, region
-from fshard._display import duration, page
-from fshard._io import Ranks, write_errors
-from fshard.devices import Device
+from fshard._core.comm import SLOW, TimedComm, Wait, call_distributed
+from fshard._core.display import duration, page
+from fshard._core.files.io import Ranks, write_errors
+from fshard._core.region import region
+from fshard._core.transfers import Transfer, recording
 from fshard.errors import checked, fail
 from fshard.mesh import Mesh
 from fshard.shard_map import ShardMapped
 from fshard.spec import format_axes, short_dtype, size
 
 from .chrome import LEAST_EVENTS, MOST_EVENTS, Slice, Timeline, chrome_events, fitted
+from .devices import Device
 from .events import Operation, Start
 from .flops import flops_fact
 from .measure import CudaClock, HostClock, Recorder, facts_of, own_clocks, timeline

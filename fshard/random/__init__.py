@@ -13,9 +13,8 @@ from .draws import (
     uniform_box,
 )
 from .keys import check_key, fold_in, key, split
-from .permutation import Integers, Rows, integers, permute
 
 __all__ = [
-    "Integers", "Rows", "bernoulli", "bernoulli_box", "bits", "check_key", "fold_in", "integers", "key", "normal",
-    "normal_box", "permute", "randint", "split", "trunc_normal", "trunc_normal_box", "uniform", "uniform_box",
+    "bernoulli", "bernoulli_box", "bits", "check_key", "fold_in", "key", "normal", "normal_box", "randint", "split",
+    "trunc_normal", "trunc_normal_box", "uniform", "uniform_box",
 ]  # fmt: skip

@@ -34,8 +34,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard._comm import checker, in_region, microbatch
-from fshard._comm import region as current_region
+from fshard._core.microbatch import microbatch
+from fshard._core.region import checker, in_region
+from fshard._core.region import region as current_region
 from fshard.errors import checked, fail, raise_all
 from fshard.spec import Box, P, box_shape, full_box, local_box, spec_errors
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard._comm import checker
-from fshard._torch_compat import assume_constant_result
+from fshard._core.region import checker
+from fshard._core.torch import assume_constant_result
 from fshard.errors import checked, fail
 from fshard.spec import describe
 

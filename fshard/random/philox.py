@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard._comm import has_values
+from fshard._core.region import has_values
 
 M = 0xFFFFFFFF
 _MULTIPLY = (0xD2511F53, 0xCD9E8D57)

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from fshard._comm import in_region
+from fshard._core.region import in_region
 
 T = TypeVar("T")
 _LEAST_ELEMENTS = 1 << 16  # for each thread that is started, which takes 0.1 ms: fills of 1 ms

@@ -33,11 +33,12 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import fshard as fs
 from fshard import P, checkpoint, data, nn, optim
 from fshard.models import resnet
-from fshard.recipes import classify_command as command
-from fshard.recipes import glyphs, pictures
-from fshard.recipes.log import Log, printer
-from fshard.recipes.pretrain import DTYPES, learning_rate, make_optimizer
-from fshard.recipes.program import is_first
+
+from . import classify_command as command
+from . import glyphs, pictures
+from .log import Log, printer
+from .pretrain import DTYPES, learning_rate, make_optimizer
+from .program import is_first
 
 RANKS = command.AXES
 SMOOTHING = 0.1  # of labels

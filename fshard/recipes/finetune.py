@@ -32,11 +32,12 @@ from torch import Tensor
 import fshard as fs
 from fshard import P, checkpoint, data, lora, nn, optim
 from fshard.models import bert, t5
-from fshard.recipes import finetune_command as command
-from fshard.recipes import minilm, sentiment, spans
-from fshard.recipes.log import Log, printer
-from fshard.recipes.pretrain import with_second_moments
-from fshard.recipes.program import is_first
+
+from . import finetune_command as command
+from . import minilm, sentiment, spans
+from .log import Log, printer
+from .pretrain import with_second_moments
+from .program import is_first
 
 MINILM_TARGETS = ("query", "key", "value", "output.dense", "intermediate.dense")  # all but the unused pooler
 FASTER = 20.0  # times the learning rate, for a T5's embeddings: see make_adamw

@@ -31,9 +31,10 @@ from torch import Tensor
 import fshard as fs
 from fshard import P, checkpoint, data, optim
 from fshard.models import gpt2
-from fshard.recipes import command
-from fshard.recipes.log import Log, printer
-from fshard.recipes.program import is_first
+
+from . import command
+from .log import Log, printer
+from .program import is_first
 
 FILE = 256  # the token between files; 0 to 255 are bytes
 VOCAB = 257

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard._comm import PendingTransfer, Region, checker, copy_to_device, start_copy_to_device, start_copy_to_host
-from fshard._ops import Gather, Map, Precision, Slice, Vary, gather_layout, run_map
-from fshard._torch_compat import foreach_copy_
+from fshard._core.host_memory import copy_to_device, start_copy_to_device, start_copy_to_host
+from fshard._core.ops import Gather, Map, Precision, Slice, Vary, gather_layout, run_map
+from fshard._core.protocol import PendingTransfer
+from fshard._core.region import Region, checker
+from fshard._core.torch import foreach_copy_
 
 from .unshard import Route
 

@@ -22,20 +22,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fshard import tree
-from fshard._callsite import Site, site
-from fshard._comm import (
-    PendingTransfer,
-    Region,
-    checker,
-    is_observed,
-    recomputing,
-    start_copy_to_device,
-    start_copy_to_host,
-    storage_key,
-    transposing,
-    wait_for_copies_to_host,
-)
-from fshard._ops import differentiable_dtype
+from fshard._core.callsite import Site, site
+from fshard._core.host_memory import start_copy_to_device, start_copy_to_host, wait_for_copies_to_host
+from fshard._core.ops import differentiable_dtype
+from fshard._core.protocol import PendingTransfer
+from fshard._core.region import Region, checker, storage_key
+from fshard._core.transfers import is_observed, recomputing, transposing
 from fshard.errors import fail
 from fshard.grad import Rest, fill_tensors, split_tensors
 

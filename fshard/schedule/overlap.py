@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from fshard._callsite import site
-from fshard._comm import checker, is_observed, storage_key, transposing
-from fshard._ops import Map, apply_map, run_map
-from fshard._torch_compat import has_tangent, in_transform, is_legacy_batched, is_wrapped
+from fshard._core.callsite import site
+from fshard._core.ops import Map, apply_map, run_map
+from fshard._core.region import checker, storage_key
+from fshard._core.torch import has_tangent, in_transform, is_legacy_batched, is_wrapped
+from fshard._core.transfers import is_observed, transposing
 from fshard.errors import fail
 from fshard.grad import fill_tensors, split_tensors
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
-from fshard._comm import recomputing, stop_after_transfers, transfer_count
-from fshard._torch_compat import version_of
+from fshard._core.torch import version_of
+from fshard._core.transfers import recomputing, stop_after_transfers, transfer_count
 from fshard.errors import ShardingError, fail
 from fshard.spec import short_dtype
 

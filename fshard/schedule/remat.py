@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fshard import tree
-from fshard._comm import Microbatch, checker, in_microbatch, is_scheduled, microbatch, recomputing
-from fshard._ops import apply_function, differentiable_dtype
-from fshard._torch_compat import has_tangent, in_transform, is_batched, is_grad_tracking, is_wrapped, named_as
+from fshard._core.microbatch import Microbatch, in_microbatch, microbatch
+from fshard._core.ops import apply_function, differentiable_dtype
+from fshard._core.region import checker, is_scheduled
+from fshard._core.torch import has_tangent, in_transform, is_batched, is_grad_tracking, is_wrapped, named_as
+from fshard._core.transfers import recomputing
 from fshard.errors import api_boundary, checked, fail
 from fshard.grad import fill_tensors, split_tensors
 
@@ -51,7 +53,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             return results
 
         if torch.compiler.is_dynamo_compiling():
-            views = [x.view_as(x) for x in tensors]  # see _ops.apply_map
+            views = [x.view_as(x) for x in tensors]  # see apply_map
             results = _RematCompiled.apply(_Body(of_tensors), *views)  # type: ignore[no-untyped-call]
             return results[0] if len(results) == 1 else results
         if not in_transform() and any(map(has_tangent, tensors)):  # of forward_ad: nothing is kept for a backward

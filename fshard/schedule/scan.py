@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import Axis, known_axes, live_axes, region
-from fshard._torch_compat import has_tangent, in_transform
+from fshard._core.region import known_axes, live_axes, region
+from fshard._core.torch import has_tangent, in_transform
+from fshard._core.weight import is_weight
 from fshard.errors import checked, fail, must_be
 from fshard.grad import split_tensors
-from fshard.spec import P, any_on_host, is_spec
-from fshard.weight import is_weight
+from fshard.spec import Axis, P, any_on_host, is_spec
 
 from .buckets import BucketPlan, plan_buckets
 from .executor import Executor, FlatTree, Schedule, run_blocks

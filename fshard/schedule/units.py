@@ -42,18 +42,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fshard._callsite import Site, site
-from fshard._comm import (
-    PendingTransfer,
-    Region,
-    checker,
-    is_observed,
-    storage_key,
-    transfer_count,
-    transposing,
-    wait_for_copies_to_host,
-)
-from fshard._torch_compat import version_of
+from fshard._core.callsite import Site, site
+from fshard._core.host_memory import wait_for_copies_to_host
+from fshard._core.protocol import PendingTransfer
+from fshard._core.region import Region, checker, storage_key
+from fshard._core.torch import version_of
+from fshard._core.transfers import is_observed, transfer_count, transposing
 from fshard.grad import fill_tensors, split_tensors
 
 from .buckets import BucketPlan, GatherBuffer, keep_parts, plan_kept, start_copy, start_gather, start_reduce

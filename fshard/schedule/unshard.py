@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._comm import Axis, Region, copy_to_device, known_axes, live_axes, region
-from fshard._ops import CastMap, Gather, Map, Precision, Vary, apply_map, gather_layout
+from fshard._core.host_memory import copy_to_device
+from fshard._core.ops import CastMap, Gather, Map, Precision, Vary, apply_map, gather_layout
+from fshard._core.region import Region, known_axes, live_axes, region
+from fshard._core.weight import Part, Weight, is_weight
 from fshard.collectives import by_dtype
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
-from fshard.spec import P, any_on_host, is_spec, part_range, spec_errors
-from fshard.weight import Part, Weight, is_weight
+from fshard.spec import Axis, P, any_on_host, is_spec, part_range, spec_errors
 
 
 @checked

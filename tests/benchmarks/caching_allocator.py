@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from unittest import mock
 
 import fshard as fs
-from fshard.devices import Device
 from fshard.planning import Plan, Start
 from fshard.planning import memory as planned_memory
+from fshard.planning.devices import Device
 
 STEPS = 2  # the second finds the freed blocks of the first
 

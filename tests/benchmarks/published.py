@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from fshard import devices
-from fshard.devices import Device
 from fshard.planning import Event, Operation, Roofline, Start, roofline
+from fshard.planning.devices import Device
 
 from .caching_allocator import plan_with_storages, reserved
 from .torchtitan_step import LLAMA, Checkpointing, Layout, step_of

@@ -31,9 +31,9 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, devices, optim
-from fshard.devices import Device
 from fshard.models import llama
 from fshard.planning import Plan, roofline
+from fshard.planning.devices import Device
 
 from .published import fitted_efficiency
 

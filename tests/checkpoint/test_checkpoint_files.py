@@ -23,7 +23,8 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard import P, ShardingError, _io, checkpoint
+from fshard import P, ShardingError, checkpoint
+from fshard._core.files import io as file_io
 from fshard.checkpoint import commit, loading, manifest, parts
 from fshard.spec import full_box
 from tests.lib.assertions import assert_same, error_text
@@ -263,8 +264,8 @@ def test_checkpoint_removed_while_it_is_read_is_named(tmp_path: Path, monkeypatc
 def test_ranks_that_read_two_checkpoints_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save between the reads of two ranks: without a comparison each would load a part of another state."""
     at, state = small(tmp_path)
-    run = _io.Ranks.run
-    monkeypatch.setattr(_io.Ranks, "run", lambda self, job: [*run(self, job), "digest of rank 1"])
+    run = file_io.Ranks.run
+    monkeypatch.setattr(file_io.Ranks, "run", lambda self, job: [*run(self, job), "digest of rank 1"])
     assert "was replaced or removed by another program" in error_text(checkpoint.restore, at, state)
 
 
@@ -429,7 +430,7 @@ WRITERS: dict[str, tuple[str, str, Callable[[Path], object]]] = {  # lock, the f
 def test_second_program_that_saves_is_told_of_the_first(kind: str, tmp_path: Path) -> None:
     name, folder, save = WRITERS[kind]
     save(tmp_path)
-    with _io.locked("save", tmp_path, tmp_path / name):
+    with file_io.locked("save", tmp_path, tmp_path / name):
         (tmp_path / name).with_name(".step_000009.tmp-0123abcd").mkdir()  # of the first program
         assert re.fullmatch(
             rf"(save|write): another program saves into {tmp_path}{folder}\n"
@@ -447,7 +448,7 @@ def test_second_program_that_saves_is_told_of_the_first(kind: str, tmp_path: Pat
 def test_child_of_a_killed_program_does_not_lock(tmp_path: Path) -> None:
     """The kernel releases a lock when no process has its file open, and a forked child has it open, too."""
     lock = tmp_path / "lock"
-    fd = _io._acquire("save", tmp_path, lock)
+    fd = file_io._acquire("save", tmp_path, lock)
     ours, childs = socket.socketpair()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -460,9 +461,9 @@ def test_child_of_a_killed_program_does_not_lock(tmp_path: Path) -> None:
     childs.close()
     ours.recv(7)
     try:
-        _io._lock_files.discard(fd)
+        file_io._lock_files.discard(fd)
         os.close(fd)  # as the end of the process does
-        with _io.locked("save", tmp_path, lock):
+        with file_io.locked("save", tmp_path, lock):
             pass
     finally:
         ours.close()
@@ -523,7 +524,7 @@ def die_at(n: int) -> None:
 
     for name in ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink"):
         setattr(os, name, counted(getattr(os, name)))
-    _io.open = opened  # type: ignore[attr-defined]
+    file_io.open = opened  # type: ignore[attr-defined]
 
 
 def killed(n: int, job: Callable[[], object]) -> bool:
@@ -584,7 +585,7 @@ def test_kill_at_any_disk_operation_leaves_a_complete_checkpoint(ranks: Pool, tm
 
 def test_bytes_of_one_element_ignore_its_strides():
     x = torch.arange(24.0).view(4, 6)[1:2, 3:4].T
-    assert bytes(_io.bytes_of(x)) == torch.tensor([9.0]).numpy().tobytes()
+    assert bytes(file_io.bytes_of(x)) == torch.tensor([9.0]).numpy().tobytes()
 
 
 @pytest.mark.parametrize("function", [checkpoint.inspect, lambda path: checkpoint.restore(path, {}, step=1)])

@@ -16,7 +16,8 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations
 
 import fshard as fs
-from fshard import P, ShardingError, _url, checkpoint
+from fshard import P, ShardingError, checkpoint
+from fshard._core.files import url
 from fshard.checkpoint import commit
 from fshard.interop.hf.export import write
 from fshard.interop.hf.folder import INDEX, SINGLE
@@ -67,7 +68,7 @@ def state(n: float = 0.0, mesh: fs.Mesh | None = None) -> dict[str, Any]:
 
 
 def names(folder: Any) -> list[str]:
-    return sorted(f.name for f in _url.as_path(folder).iterdir())
+    return sorted(f.name for f in url.as_path(folder).iterdir())
 
 
 def check(got: dict[str, Any], want: dict[str, Any]) -> None:
@@ -95,7 +96,7 @@ def test_steps_keep_and_overwrite_in_a_storage(root: str) -> None:
         checkpoint.save(root, state(step), step=step, keep=2)
     assert checkpoint.steps(root) == [2, 3]
     assert [n for n in names(root) if n.startswith("step_") and names(f"{root}/{n}")] == ["step_000002", "step_000003"]
-    _url.UrlPath(f"{root}/step_000003/manifest.json").write([b"damaged"])
+    url.UrlPath(f"{root}/step_000003/manifest.json").write([b"damaged"])
     text = f"save: {root}/step_000003 exists\n  fix: overwrite=True, another step, or another directory"
     assert error_text(checkpoint.save, root, state(), step=3) == text
     parts = names(f"{root}/step_000003")[1:]
@@ -105,7 +106,7 @@ def test_steps_keep_and_overwrite_in_a_storage(root: str) -> None:
     left = [name for name in names(f"{root}/step_000003") if name in parts]
     assert len(names(f"{root}/step_000003")) == 4 + len(left)  # a manifest, and the files of three ranks
     assert left == parts  # of the damaged one, for a day
-    _url.UrlPath(f"{root}/other/notes").write([b"mine"])
+    url.UrlPath(f"{root}/other/notes").write([b"mine"])
     text = f"save: {root}/other exists, and is not a checkpoint\n  fix: another directory, or step= for one inside it"
     assert error_text(checkpoint.save, f"{root}/other", state(), overwrite=True) == text
     assert names(f"{root}/other") == ["notes"]
@@ -122,7 +123,7 @@ def test_kill_at_any_operation_of_a_storage_leaves_a_complete_checkpoint(
         calls = iter([False] * k + [True])
         with monkeypatch.context() as m:
             for name in ("write", "unlink"):
-                m.setattr(_url.UrlPath, name, dying(getattr(_url.UrlPath, name), calls))
+                m.setattr(url.UrlPath, name, dying(getattr(url.UrlPath, name), calls))
             m.setattr(commit, "_remove_objects", lambda *_: None)
             try:
                 checkpoint.save(out, state(2), **options)
@@ -145,7 +146,7 @@ def test_parts_of_a_killed_save_are_removed_a_day_later(root: str, monkeypatch: 
     day = 86_400 * 10**9
     old, young = time.time_ns() - day - 10**9, time.time_ns() - day + 600 * 10**9
     for generation in (old, young):
-        (_url.UrlPath(root) / f"part-00000.{generation}.safetensors").write([b"of a killed save"])
+        (url.UrlPath(root) / f"part-00000.{generation}.safetensors").write([b"of a killed save"])
     checkpoint.save(root, state(2), overwrite=True)
     check(checkpoint.restore(root, state()), state(2))
     assert not any(f".{old}." in name for name in names(root))
@@ -215,21 +216,21 @@ def test_failures_of_a_storage_name_the_url(error: Exception, text: str, monkeyp
 def test_save_that_fails_removes_its_part_files(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(root, state(1))
     before = names(root)
-    write = _url.UrlPath.write
+    write = url.UrlPath.write
 
-    def full(self: _url.UrlPath, chunks: Any) -> None:
+    def full(self: url.UrlPath, chunks: Any) -> None:
         if self.name == "manifest.json":
             raise OSError(28, "No space left on device", str(self))
         write(self, chunks)
 
-    monkeypatch.setattr(_url.UrlPath, "write", full)
+    monkeypatch.setattr(url.UrlPath, "write", full)
     assert "manifest.json\n  No space left" in error_text(checkpoint.save, root, state(2), overwrite=True)
     assert names(root) == before
 
 
 def test_what_a_storage_remembers_is_asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process may have written or removed it."""
-    path, asked = _url.UrlPath("memory://run"), []
+    path, asked = url.UrlPath("memory://run"), []
     (path / "x").write([b"x"])
     for name in ("invalidate_cache", "info", "ls", "glob"):
         method = getattr(fsspec.implementations.memory.MemoryFileSystem, name)
@@ -266,7 +267,7 @@ def test_upload_that_fails_leaves_no_object(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "open", lambda *a, **k: Upload())
     with pytest.raises(OSError, match="ConnectionError: reset"):
-        _url.UrlPath("memory://upload").write(iter([b"x"]))
+        url.UrlPath("memory://upload").write(iter([b"x"]))
     assert discarded == [True]
 
 
@@ -327,7 +328,7 @@ def test_folder_in_a_storage_has_the_old_weights_or_the_new_ones(
         calls = iter([False] * k + [True])
         with monkeypatch.context() as m:
             for name in ("write", "upload", "unlink"):
-                m.setattr(_url.UrlPath, name, dying(getattr(_url.UrlPath, name), calls))
+                m.setattr(url.UrlPath, name, dying(getattr(url.UrlPath, name), calls))
             try:
                 save(folder, new, 2.0)
                 ended = True
@@ -357,7 +358,7 @@ def test_models_are_saved_to_a_storage_and_loaded_on_a_mesh(root: str, tmp_path:
         assert_same(fs.materialize(described, P("data"), fs.make_mesh(data=3), key=fs.key(1)), params)
     fs.hf.save(f"{root}/again", cfg, params, like=root)
     assert "tokenizer.json" in names(f"{root}/again")
-    at = _url.UrlPath(f"{root}/again/{SINGLE}")
+    at = url.UrlPath(f"{root}/again/{SINGLE}")
     data = at.read(0, at.state()[0])
     assert data == (tmp_path / "disk" / SINGLE).read_bytes()  # the bytes of a disk
     at.write([data[:-1] + bytes([data[-1] ^ 1])])

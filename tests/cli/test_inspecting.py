@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 import fshard as fs
 from fshard import P, ShardingError, models
 from fshard.cli import inspect, main, nested, spec_of
-from fshard.show.table import show, size
+from fshard.planning.show import show, size
 
 gpt2 = fs.models.gpt2
 CONFIG = {"model_type": "gpt2", "vocab_size": 33, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 4}

@@ -13,7 +13,7 @@ import fshard as fs
 from fshard.cli import main
 from fshard.cli.planning import _candidates, _heavier, _slower
 from fshard.cli.train_step import Job, read_job, train_step
-from fshard.devices import H100
+from fshard.planning.devices import H100
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 4}
 DIMS = {"vocab_size": 33, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -30,9 +30,10 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, ShardingError, collectives, errors
-from fshard import _ops as linear
-from fshard._comm import Comm, Region, index_of, region, size_of
-from fshard._ops import CastMap
+from fshard._core import ops as linear
+from fshard._core.ops import CastMap
+from fshard._core.protocol import Comm, index_of, size_of
+from fshard._core.region import Region, region
 from fshard.models import gpt2
 from fshard.spec import box_shape, local_box, part_range
 

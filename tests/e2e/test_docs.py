@@ -34,7 +34,7 @@ import torch
 
 import fshard as fs
 from docs import build
-from fshard._comm import in_region, region
+from fshard._core.region import in_region, region
 from tests.lib.signals import default_signals
 
 ROOT = Path(__file__).parents[2]
@@ -345,12 +345,12 @@ SETUP = {
     "fshard.data.loading.load": IMAGES,
     "fshard.nn.loss.cross_entropy": VOCABULARY + "logits, targets = torch.zeros(2, 3, v), ids",
     "fshard.cli.inspecting.inspect": GPT2,
-    "fshard.interop.defer.generation.generate": GENERATOR,
+    "fshard.defer.generation.generate": GENERATOR,
     "fshard.interop.accelerate.settings.read": YAML,
     "fshard.interop.hf.folder.config_of": GPT2,
-    "fshard.hf.load": GPT2,
-    "fshard.hf.save": GPT2,
-    "fshard.hf.weights": GPT2,
+    "fshard.models.hf.load": GPT2,
+    "fshard.models.hf.save": GPT2,
+    "fshard.models.hf.weights": GPT2,
     "fshard.interop.hf.weights.read": GPT2,
     "fshard.interop.hf.weights.tensors": GPT2,
     "fshard.interop.peft.adapters.load": ADAPTERS,
@@ -388,7 +388,7 @@ x, params = torch.ones(2, 3, 5, 5), {"w": torch.ones(2, 3, 3, 3), "b": torch.one
     "fshard.optim.optimizers.chain": CHAIN,
     "fshard.reshard.device_get": MLP,
     "fshard.sharded.from_callback": "memory_map = np.zeros((8, 4), np.float32)",
-    "fshard.precision.Policy": LOCAL_MLP + 'apply = lambda p, x: x @ p["up"]',
+    "fshard.optim.precision.Policy": LOCAL_MLP + 'apply = lambda p, x: x @ p["up"]',
     "fshard.grad.accumulate": LOCAL_MLP + BATCH,
     "fshard.schedule.scan.scan": LOCAL_MLP + SCANNED,
     "fshard.schedule.remat.remat": LOCAL_MLP + 'h = x\nblock = lambda p, h: torch.relu(h @ p["up"]) @ p["down"]',
@@ -417,7 +417,10 @@ SETUP |= {
     "fshard.models.decoding.Cache": model("gpt2"),
     "fshard.models.resnet.config": RESNET_PLACED + 'resnet.save("my-resnet", cfg, weights)',
 }
-MESHES = {"fshard.collectives.ppermute": fs.make_mesh(stage=4), "fshard.verify.verify": fs.make_mesh(data=2, model=2)}
+MESHES = {
+    "fshard.collectives.ppermute": fs.make_mesh(stage=4),
+    "fshard.law.verify.verify": fs.make_mesh(data=2, model=2),
+}
 
 
 def public() -> dict[str, Any]:

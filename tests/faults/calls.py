@@ -246,7 +246,8 @@ def faces() -> dict[str, types.ModuleType]:
                 visit(inner.removeprefix("fshard."), value)
 
     visit("fs", fs)
-    return found
+    modules = {name: x for name in fs.__all__ if isinstance(x := getattr(fs, name), types.ModuleType)}
+    return {name: x for name, x in modules.items() if x not in found.values()} | found  # `fs.hf`, inside a package
 
 
 def public_functions() -> dict[str, Callable[..., Any]]:
@@ -263,7 +264,7 @@ def public_functions() -> dict[str, Callable[..., Any]]:
 
 
 # Made by the functions of their packages, and not by callers.
-NOT_MADE = ("interop.hf.WeightHeaders", "interop.hf.FileTensor", "interop.defer.Apply", "checkpoint.Saved")
+NOT_MADE = ("interop.hf.WeightHeaders", "interop.hf.FileTensor", "checkpoint.Saved")
 
 
 def correct_calls() -> list[Call]:
@@ -581,7 +582,7 @@ def classify(made: Made, e: BaseException) -> tuple[str, str]:
     lines = [line for _, line in traceback.walk_tb(e.__traceback__)]
     files = [frame.f_code.co_filename for frame in frames]
     # Under a checked call every operation of torch runs through frames of the checker.
-    ours = max((i for i, f in enumerate(files) if "/fshard/" in f and "/_typecheck/" not in f), default=-1)
+    ours = max((i for i, f in enumerate(files) if "/fshard/" in f and "/typecheck/" not in f), default=-1)
     passed = [getattr(x, "__code__", None) for x in made.args.values()]
     codes = USERS.union(code for code in passed if code is not None and "/tests/" in code.co_filename)
     callers = max((i for i, frame in enumerate(frames) if frame.f_code in codes), default=-1)

@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import P
-from fshard._comm.meeting import ACCEPTED, HELLO, KEY, OTHER_PORT
+from fshard._core.comm.meeting import ACCEPTED, HELLO, KEY, OTHER_PORT
 
 WAYS: dict[str, Callable[[], object]] = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL), "os._exit": lambda: os._exit(7), "raise": lambda: 1 / 0,

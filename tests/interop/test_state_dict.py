@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 import fshard as fs
-from fshard import P, _torch_file
-from fshard._torch_file import Archive, read_torch_file
+from fshard import P
+from fshard._core.files import torch_file
+from fshard._core.files.torch_file import Archive, read_torch_file
 from fshard.interop.hf import weights
 from fshard.interop.hf.weights import FileTensor
 from tests.faults.hostile import DOUBLED, archive, doubled, get, put, tensor, text
@@ -471,11 +472,11 @@ def test_pickle_with_a_large_number_of_the_memo_needs_no_memory_for_the_others(t
 
 
 def test_pickle_cannot_change_the_functions_that_read_it(tmp_path: Path) -> None:
-    before = dict(vars(_torch_file._rebuild))
+    before = dict(vars(torch_file._rebuild))
     call = b"ctorch._utils\n_rebuild_tensor_v2\n}" + text("mark") + text("theirs") + b"sb"
     (tmp_path / "a.pt").write_bytes(archive(b"](" + call + tensor() + b"e"))
     read_torch_file(tmp_path / "a.pt")
-    assert dict(vars(_torch_file._rebuild)) == before
+    assert dict(vars(torch_file._rebuild)) == before
 
 
 def test_a_changed_bit_outside_of_the_tensors_is_refused_or_changes_nothing(tmp_path: Path) -> None:

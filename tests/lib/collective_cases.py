@@ -15,7 +15,9 @@ from torch.autograd import forward_ad
 
 import fshard as fs
 from fshard import P
-from fshard._comm import index_of, recording, region
+from fshard._core.protocol import index_of
+from fshard._core.region import region
+from fshard._core.transfers import recording
 from fshard.spec import part_lengths, part_range
 from tests.lib.assertions import assert_same
 

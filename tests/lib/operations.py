@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fshard as fs
-from fshard._torch_compat import FakeTensor, TorchDispatchMode, storage_id
+from fshard._core.torch import FakeTensor, TorchDispatchMode, storage_id
 
 
 class Allocation(NamedTuple):

@@ -6,7 +6,7 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
-from fshard._comm import preemption
+from fshard._core.comm import preemption
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ import torch
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard.decoding import loop
 from fshard.models import bert, gpt2, gpt_neox, gptj, llama, t5
+from fshard.nn.decoding import loop
 from tests.lib.assertions import error_text
 from tests.lib.model_cases import close, tokens
 from tests.lib.tiers import slow_unless

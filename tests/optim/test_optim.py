@@ -9,10 +9,10 @@ from torch.optim import lr_scheduler
 import fshard as fs
 from fshard import P, ShardingError, init, optim, tree
 from fshard.optim import fused
-from tests import test_update
 from tests.lib.assertions import assert_same, error_text
 from tests.lib.compile_cases import by_backend
 from tests.nn import test_margins as sampled
+from tests.optim import test_update
 
 STEPS = 20
 

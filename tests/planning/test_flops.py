@@ -16,8 +16,8 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 import fshard as fs
 from fshard import P
-from fshard.devices import H100
 from fshard.planning import search
+from fshard.planning.devices import H100
 from fshard.planning.flops import flops_of
 
 MESH = fs.make_mesh(kind="abstract", data=1)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard._comm import Transfer
-from fshard.devices import Device, Link
+from fshard._core.transfers import Transfer
+from fshard.planning.devices import Device, Link
 from fshard.planning.events import Operation, Start, Wait
 from fshard.planning.roofline import Roofline, roofline
 

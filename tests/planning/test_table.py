@@ -17,8 +17,8 @@ import torch
 
 import fshard as fs
 from fshard import P
-from fshard.devices import H100, Device
 from fshard.planning import PlanRow, PlanTable, divisions, search
+from fshard.planning.devices import H100, Device
 from fshard.planning.plan import plan_ranks
 from fshard.planning.repeat import Repeats
 from fshard.planning.search import rank_bytes
@@ -335,7 +335,7 @@ def test_what_a_plan_passes_over_does_not_change_it(monkeypatch: pytest.MonkeyPa
     f, args = step_of(**LAYOUTS[2], blocks=2)
     fast = fs.plan(f, *args, device=SMALL)
     monkeypatch.setattr(sys.modules["fshard.planning.plan"], "is_view", lambda op: False)
-    monkeypatch.setattr("fshard._operations._DEVICE_OF", None)
+    monkeypatch.setattr("fshard._core.operations._DEVICE_OF", None)
     assert fs.plan(f, *args, device=SMALL) == fast
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from fshard._comm import TimedComm, Transfer
+from fshard._core.comm import TimedComm
+from fshard._core.transfers import Transfer
 from fshard.models import gpt2
 from fshard.planning import measure
 from fshard.planning.chrome import Slice, Timeline, chrome_events, fitted

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 import fshard as fs
 from fshard import P, ShardingError, on_host, optim
-from fshard import _comm as comm
-from fshard._ops import dim_sizes as sizes
+from fshard._core.ops import dim_sizes as sizes
+from fshard._core.region import region
 from fshard.models import gpt2
 from fshard.optim import fused
 from fshard.schedule import buckets, executor
@@ -344,7 +344,7 @@ def test_sizes_are_exchanged_by_tensors_of_the_device(monkeypatch: Any) -> None:
     p = fs.materialize([fs.init.ones((5, 3))], specs, mesh, key=fs.key(0))
 
     def f(p: Any, x: Tensor) -> Tensor:
-        monkeypatch.setattr(comm.region(), "device", torch.device("cpu", 0))
+        monkeypatch.setattr(region(), "device", torch.device("cpu", 0))
         return fs.scan(lambda w, x: x + w.sum(), p, x, specs=specs, axis="data")
 
     fs.shard_map(f, mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"), check="never")(p, torch.ones(4))

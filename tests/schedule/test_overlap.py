@@ -11,9 +11,9 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from fshard._comm import region
-from fshard._ops.autograd import apply_map
-from fshard._ops.linear_maps import Gather, Vary
+from fshard._core.ops.autograd import apply_map
+from fshard._core.ops.linear_maps import Gather, Vary
+from fshard._core.region import region
 from fshard.schedule.overlap import apply_then_compute
 
 MESHES = [{"data": 1, "model": 2}, {"data": 2, "model": 3}, {"data": 1, "model": 4}]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard._comm import recording
+from fshard._core.transfers import recording
 from fshard.schedule.recompute import DiscardedTensors
 from tests.lib.operations import Operations
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from fshard._comm import region
+from fshard._core.region import region
 from fshard.schedule.buckets import buffer_pool
 from tests.lib.assertions import assert_same
 from tests.lib.operations import Operations

@@ -13,7 +13,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 import fshard as fs
 from fshard import P
-from fshard.interop.defer.units import choose_units
+from fshard.defer.units import choose_units
 from fshard.models import gpt2
 from tests.lib.assertions import assert_same, error_text
 

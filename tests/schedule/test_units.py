@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from fshard._comm import region
+from fshard._core.region import region
 from fshard.schedule.buckets import plan_buckets
 from fshard.schedule.units import Unit, UnitCalls, UnitOptions, UnitSchedule
 from fshard.schedule.unshard import routes

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fshard._io import open_file
+from fshard._core.files.io import open_file
 from fshard.errors import ShardingError, fail, raise_all
 
 _MAX_BYTES = 1 << 15  # such a file has about 1 KB, and pyyaml reads 64 KB in a second

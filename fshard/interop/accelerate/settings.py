@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from fshard._io import StrPath
+from fshard._core.files.io import StrPath
 from fshard.errors import checked, fail
 
 from .config_file import read_entries

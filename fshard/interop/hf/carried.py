@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from fshard._io import StrPath, open_file
-from fshard._url import AnyPath, as_path
+from fshard._core.files.io import StrPath, open_file
+from fshard._core.files.url import AnyPath, as_path
 from fshard.errors import fail
 
 from .folder import config_of, read_json

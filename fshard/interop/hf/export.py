@@ -33,7 +33,7 @@ from typing import Any
 from torch import Tensor
 
 from fshard import tree
-from fshard._io import (
+from fshard._core.files.io import (  # fmt: skip
     Ranks,
     StrPath,
     assign_writers,
@@ -44,11 +44,11 @@ from fshard._io import (
     sync,
     write_errors,
     write_file,
-)  # fmt: skip
-from fshard._safetensors import BLOCK_BYTES
-from fshard._url import AnyPath, UrlPath, as_path
+)
+from fshard._core.files.safetensors import BLOCK_BYTES
+from fshard._core.files.url import AnyPath, UrlPath, as_path
+from fshard.defer import Apply
 from fshard.errors import ShardingError, checked, fail
-from fshard.interop.defer import Apply
 from fshard.spec import Box, overlap, relative_box
 
 from .carried import carried_files, complete_config

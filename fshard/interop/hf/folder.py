@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fshard._io import StrPath, open_file
-from fshard._safetensors import DTYPES, Header, HeaderEntry, read_header
-from fshard._torch_file import read_torch_file
-from fshard._url import AnyPath, as_path, exists, is_file
+from fshard._core.files.io import StrPath, open_file
+from fshard._core.files.safetensors import DTYPES, Header, HeaderEntry, read_header
+from fshard._core.files.torch_file import read_torch_file
+from fshard._core.files.url import AnyPath, as_path, exists, is_file
 from fshard.errors import ShardingError, checked, fail
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from fshard._io import StrPath
-from fshard._url import as_path
+from fshard._core.files.io import StrPath
+from fshard._core.files.url import as_path
 from fshard.errors import checked, fail, must_be, raise_all
 
 from .folder import CONFIG, config_of, read_json

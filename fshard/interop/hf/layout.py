@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._io import writable
-from fshard._safetensors import BLOCK_BYTES, DTYPES, checksums_of, encode_header
-from fshard._torch_file import Archive
+from fshard._core.files.io import writable
+from fshard._core.files.safetensors import BLOCK_BYTES, DTYPES, checksums_of, encode_header
+from fshard._core.files.torch_file import Archive
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.sharded import Sharded
 from fshard.spec import box_shape, format_tensor

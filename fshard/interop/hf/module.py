@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from fshard import tree
-from fshard._io import StrPath
+from fshard._core.files.io import StrPath
+from fshard.defer import Apply
+from fshard.defer.constructor import Recorded
+from fshard.defer.graph import draws
 from fshard.errors import ShardingError, checked, fail, join_limited, must_be, raise_all
 from fshard.init import Deferred
 from fshard.init.initializers import Full
-from fshard.interop.defer import Apply
-from fshard.interop.defer.constructor import Recorded
-from fshard.interop.defer.graph import draws
 from fshard.sharded import Sharded
 from fshard.spec import box_shape, describe, format_tensor
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._io import StrPath, bytes_of, file_state, open_file, read_at
-from fshard._safetensors import BLOCK_BYTES, COPY_OR_WRITE, HeaderEntry
-from fshard._url import AnyPath
+from fshard._core.files.io import StrPath, bytes_of, file_state, open_file, read_at
+from fshard._core.files.safetensors import BLOCK_BYTES, COPY_OR_WRITE, HeaderEntry
+from fshard._core.files.url import AnyPath
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.init import Deferred
 from fshard.spec import Box, box_shape, describe, format_tensor, full_box, overlap, relative_box

@@ -14,16 +14,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fshard import ia3, lora, tree
-from fshard._io import StrPath
+from fshard import lora, tree
+from fshard._core.files.io import StrPath
+from fshard._core.weight import Leaf
 from fshard.errors import checked, fail, raise_all
 from fshard.init import Deferred, zeros
 from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read
 from fshard.interop.hf.layout import OutputTensor, check_described, output_tensors
 from fshard.interop.hf.weights import with_dot
+from fshard.lora import ia3
 from fshard.lora.config import in_module, names_module, value_for
 from fshard.lora.targets import Of, Targets, leaf_of, named_leaves
-from fshard.weight import Leaf
 
 from .config import KEPT, config_fields, only, saves, selects
 from .files import CONFIG, WEIGHTS, check_folder, write_folder

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
-from fshard._url import AnyPath
+from fshard._core.files.url import AnyPath
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.lora.config import ending
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fshard._io import StrPath
-from fshard._url import AnyPath, as_path
+from fshard._core.files.io import StrPath
+from fshard._core.files.url import AnyPath, as_path
 from fshard.errors import fail
 from fshard.interop.hf import PICKLES
 from fshard.interop.hf.carried import carried_files

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from fshard import tree
-from fshard._io import StrPath
+from fshard._core.files.io import StrPath
+from fshard.defer import Apply
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.init import Deferred
-from fshard.interop.defer import Apply
 from fshard.interop.hf import FileTensor, config_of, name_of, tensors
 from fshard.interop.hf.layout import OutputTensor, output_tensors
 from fshard.spec import describe

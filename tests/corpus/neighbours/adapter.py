@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 import fshard as fs
-from fshard import _ops, _torch_compat, tree
-from fshard._call import broadcast_out_specs, make_plan
-from fshard._comm import Region, bind, known_axes, region
-from fshard._ops import Map
+from fshard import tree
+from fshard._core import ops
+from fshard._core import torch as compat
+from fshard._core.call import broadcast_out_specs, make_plan
+from fshard._core.ops import Map
+from fshard._core.region import Region, bind, known_axes, region
 from fshard.grad import is_differentiated
 from fshard.random import draws
 from fshard.schedule.remat import remat
@@ -115,7 +117,7 @@ def replaced(system: System) -> Iterator[None]:
         out = []
         for i, x in enumerate(xs):
             own = m.only([i])
-            if isinstance(own, _ops.CastMap):
+            if isinstance(own, ops.CastMap):
                 y = system.collective(own.inner, x.to(own.before))
                 out.append(y.to(own.after))
             else:
@@ -153,10 +155,10 @@ def replaced(system: System) -> Iterator[None]:
         (torch.func.vjp, system.vjp), (torch.func.jvp, system.jvp),
         (torch.func.jacrev, system.jacobian), (torch.func.jacfwd, system.jacobian),
         (torch.func.hessian, system.hessian), (torch.vmap, system.vmap),
-        (_ops.apply_map, apply_map), (_ops.minmax, minmax), (fs.axis_index, axis_index),
-        (_ops.local_range, local_range), (draws._draw_local, draw_local),
+        (ops.apply_map, apply_map), (ops.minmax, minmax), (fs.axis_index, axis_index),
+        (ops.local_range, local_range), (draws._draw_local, draw_local),
         (fs.value_and_grad, system.value_and_grad), (is_differentiated, lambda x: True),
-        (_torch_compat.in_transform, lambda: True), (remat, lambda f, *_, **__: f),
+        (compat.in_transform, lambda: True), (remat, lambda f, *_, **__: f),
     ]  # fmt: skip
     changed = []
     for name, module in list(sys.modules.items()):

@@ -28,8 +28,9 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 
 import fshard as fs
-from fshard import _ops, tree
-from fshard._ops import Map
+from fshard import tree
+from fshard._core import ops
+from fshard._core.ops import Map
 from fshard.grad import fill_tensors, split_tensors
 from fshard.spec import P
 from tests.corpus.neighbours.adapter import Call, MissingError
@@ -143,25 +144,25 @@ class Jax:
 
     def _map(self, m: Map, x: Any) -> Any:
         match m:
-            case _ops.Sum():
+            case ops.Sum():
                 return lax.psum(x, m.axes) if m.divisor == 1 else lax.pmean(x, m.axes)
-            case _ops.Vary():
+            case ops.Vary():
                 return lax.pcast(x, m.axes, to="varying")
-            case _ops.GatherInvariant():
+            case ops.GatherInvariant():
                 return lax.all_gather(x, m.axes, axis=m.layout[0][0], tiled=True, to="invarying")
-            case _ops.Gather():
+            case ops.Gather():
                 return lax.all_gather(x, m.axes, axis=m.layout[0][0], tiled=True)
-            case _ops.Scatter():
+            case ops.Scatter():
                 return lax.psum_scatter(x, m.axes, scatter_dimension=m.layout[0][0], tiled=True)
-            case _ops.Slice():
+            case ops.Slice():
                 dim, size = m.layout[0]
                 _even(size, m.n)
                 return lax.dynamic_slice_in_dim(x, lax.axis_index(m.axes) * (size // m.n), size // m.n, dim)
-            case _ops.AllToAll():
+            case ops.AllToAll():
                 split, concat = m.split[0], m.concat[0]
                 _even(split[1], m.n)
                 return lax.all_to_all(x, m.axes, split[0], concat[0], tiled=True)
-            case _ops.Permute():
+            case ops.Permute():
                 return lax.ppermute(x, m.axes, m.pairs)
         raise MissingError(f"{m.verb} has no counterpart")
 

@@ -25,8 +25,9 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, _Local
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fshard import _ops, tree
-from fshard._ops import Map
+from fshard import tree
+from fshard._core import ops
+from fshard._core.ops import Map
 from fshard.spec import P, box_shape, local_box
 from tests.corpus.neighbours.adapter import Call, MissingError
 from tests.corpus.neighbours.verdicts import RefusedError, write
@@ -60,11 +61,11 @@ class SpmdTypes:
         back = {"backward_options": wide} if wide and x.requires_grad else {}
         axes = [self.groups[a] for a in m.axes]
         match m:
-            case _ops.Sum():
+            case ops.Sum():
                 for axis in axes:
                     x = spmd.all_reduce(_contiguous(x), axis, src=PARTIAL, dst=I, **wide)
                 return x if m.divisor == 1 else x / m.divisor
-            case _ops.Vary():
+            case ops.Vary():
                 differentiated = x.requires_grad and torch.is_grad_enabled()
                 for axis in axes:
                     if differentiated:
@@ -74,8 +75,8 @@ class SpmdTypes:
                 if differentiated:
                     x.register_hook(no_typecheck(_contiguous))
                 return x if m.divisor == 1 else x / m.divisor
-            case _ops.Gather():
-                dst = I if isinstance(m, _ops.GatherInvariant) else R
+            case ops.Gather():
+                dst = I if isinstance(m, ops.GatherInvariant) else R
                 for axis in reversed(axes):
                     x = spmd.all_gather(
                         _contiguous(x), axis, src=spmd.S(m.layout[0][0]), dst=dst, **(back if dst is R else {})
@@ -83,26 +84,26 @@ class SpmdTypes:
                     if dst is R and not x.requires_grad:
                         x = spmd.reinterpret(x, axis, src=R, dst=V, expert_mode=True)
                 return x
-            case _ops.Scatter():
+            case ops.Scatter():
                 for axis in axes:
                     x = spmd.reduce_scatter(_contiguous(x), axis, src=PARTIAL, dst=spmd.S(m.layout[0][0]), **wide)
                 return x
-            case _ops.Slice():
+            case ops.Slice():
                 _even(m.layout[0][1], m.n)
                 for axis in axes:
                     x = spmd.convert(x, axis, src=I, dst=spmd.S(m.layout[0][0]))
                 return x
-            case _ops.AllToAll():
+            case ops.AllToAll():
                 if len(axes) > 1:
                     raise MissingError("all_to_all over two axes")
                 (split, size), (concat, _) = m.split[0], m.concat[0]
                 _even(size, m.n)
                 return spmd.all_to_all(_contiguous(x), axes[0], src=spmd.S(concat), dst=spmd.S(split))
-            case _ops.Permute():
+            case ops.Permute():
                 return self._permute(m, x)
         raise MissingError(f"{m.verb} has no counterpart")
 
-    def _permute(self, m: _ops.Permute, x: Tensor) -> Tensor:
+    def _permute(self, m: ops.Permute, x: Tensor) -> Tensor:
         """Send along pairs: gather all parts, of which each rank takes that of its source, V -> R -> V."""
         if len(m.axes) > 1:
             raise MissingError("ppermute over two axes")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard._safetensors import DTYPES
+from fshard._core.files.safetensors import DTYPES
 from fshard.interop.hf import export
 from fshard.interop.hf.folder import INDEX, SINGLE, config_of
 from fshard.interop.hf.weights import FileTensor, read, tensors

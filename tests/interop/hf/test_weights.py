@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import fshard as fs
 from fshard import P
-from fshard._safetensors import DTYPES, read_header
+from fshard._core.files.safetensors import DTYPES, read_header
 from fshard.interop.hf import export, weights
 from fshard.interop.hf.folder import config_of
 from fshard.interop.hf.weights import FileTensor, read, tensors

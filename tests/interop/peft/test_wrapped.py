@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import fshard as fs
 from fshard import P
-from tests.interop.defer.test_defer_peft import gpt2, llama, peft, tuned
+from tests.defer.test_defer_peft import gpt2, llama, peft, tuned
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

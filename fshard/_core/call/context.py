@@ -1,0 +1,174 @@
+"""Contexts in which the ranks of a call run: eagerly while it is checked, and with more to say about their errors."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import logging
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fshard._core import callsite
+from fshard._core.torch import FakeTensor
+from fshard.errors import ShardingError, fail
+from fshard.mesh import Mesh
+from fshard.spec import box_shape, format_tensor, local_box
+
+from .arguments import CallPlan
+
+
+class _ForceEager:
+    """A context that any thread may enter: `torch.compile` does nothing while at least one thread is inside.
+
+    The compiler's stance belongs to the whole process, and leaving it restores the stance found on entering it. Calls
+    that overlap would restore each other's, so the first to enter sets the stance and the last to leave restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._stance is None and "torch._dynamo" in sys.modules:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._calls += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._calls -= 1
+            if self._calls == 0 and self._stance is not None:
+                stance, self._stance = self._stance, None
+                stance.__exit__(None, None, None)
+
+
+force_eager = _ForceEager()
+
+_log_of_fake_tensors = logging.getLogger(FakeTensor.__module__)
+
+
+def _is_no_failure(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("failed while attempting to run meta")
+
+
+_NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+@contextlib.contextmanager
+def explain_missing_values() -> Iterator[None]:
+    """Replace the error of an operation that needs values, on a fake tensor, by one that names the user's line.
+
+    Torch logs the traceback of each failed operation, too, before the error that says the same: that log is left out.
+    """
+    _log_of_fake_tensors.addFilter(_is_no_failure)
+    try:
+        yield
+    except RuntimeError as e:
+        tags = getattr(getattr(e, "func", None), "tags", ())  # of the operation that a fake tensor refused
+        if _NEEDS_VALUES.isdisjoint(tags):
+            raise
+        site = _user_site(e)
+        line = f"{site}: " if site is not None else ""
+        raise fail(f"{line}an abstract mesh has no data, and this operation needs the value of a tensor: {e}",
+                   fix="keep it a tensor (torch.where, indexing by tensors); or check with data, by "
+                       'fs.shard_map(..., check="always")') from e  # fmt: skip
+    finally:
+        _log_of_fake_tensors.removeFilter(_is_no_failure)
+
+
+_ABOUT_SHAPES = re.compile(r"shape|size|dim|broadcast|element|\dd\b|index out of range in self", re.IGNORECASE)
+_MOST_LEAVES = 6
+
+
+@contextlib.contextmanager
+def explain_shapes(name: str, plan: CallPlan, mesh: Mesh) -> Iterator[None]:
+    """Add to an error about shapes the arguments that may be involved: their global shapes, specs and local shapes.
+
+    The error stays what it is, with its type and traceback; the note comes after its text. Without an argument that is
+    split there is none: the error is that of the function on one device.
+    """
+    try:
+        yield
+    except (RuntimeError, IndexError, TypeError, ValueError) as e:
+        rows = [] if isinstance(e, ShardingError) or not _ABOUT_SHAPES.search(str(e)) else _arguments(plan, mesh)
+        if any(row.is_split for row in rows):
+            e.add_note(_shapes_note(name, mesh, e, rows))
+        raise
+
+
+class _Argument(NamedTuple):
+    """An argument that is a tensor: its name, its type and spec, and its different local shapes."""
+
+    name: str
+    text: str
+    local: list[tuple[int, ...]]
+    is_split: bool
+
+
+def _arguments(plan: CallPlan, mesh: Mesh) -> list[_Argument]:
+    rows = []
+    for name, spec, kind in zip(plan.names, plan.specs, plan.signature, strict=True):
+        if isinstance(kind, tuple) and len(kind) > 1 and isinstance(kind[1], torch.dtype):
+            shape, dtype = kind[:2]
+            boxes = (local_box(shape, spec, mesh.axes, mesh.coords(rank)) for rank in range(mesh.size))
+            local = list(dict.fromkeys(map(box_shape, boxes)))
+            rows.append(_Argument(name, format_tensor(dtype, shape, spec), local, local != [shape]))
+    return rows
+
+
+def _shapes_note(name: str, mesh: Mesh, e: Exception, rows: Sequence[_Argument]) -> str:
+    """Return the note, with those arguments first whose local shape, or a size of it, occurs in the error."""
+    numbers = {int(n) for n in re.findall(r"\d+", str(e))}
+    shapes = {tuple(map(int, re.findall(r"\d+", t))) for t in re.findall(r"\[[\d, ]+\]|\d+(?:x\d+)+", str(e))}
+
+    def order(row: _Argument) -> tuple[bool, bool, bool]:
+        sizes = {n for shape in row.local for n in shape}
+        return shapes.isdisjoint(row.local), numbers.isdisjoint(sizes), not row.is_split
+
+    chosen = sorted(rows, key=order)
+    widths = [max(len(getattr(row, column)) for row in chosen[:_MOST_LEAVES]) for column in ("name", "text")]
+    lines = [f"  {row.name:{widths[0]}}  {row.text:{widths[1]}}  here {' or '.join(str(list(s)) for s in row.local)}"
+             for row in chosen[:_MOST_LEAVES]]  # fmt: skip
+    if len(chosen) > _MOST_LEAVES:
+        lines.append(f"  and {len(chosen) - _MOST_LEAVES} more")
+    site = _user_site(e)
+    where = [f"{site}:", *(f"    {line}" for line in callsite.quote(site).splitlines())] if site is not None else []
+    return "\n".join([*where, f"in {name}, each rank of {mesh!r} has a part of the arguments:", *lines])
+
+
+def _user_site(e: BaseException) -> callsite.Site | None:
+    """Return the innermost line of the user's code in the traceback of an error."""
+    site, at = None, e.__traceback__
+    while at is not None:
+        if callsite.user_frame(at.tb_frame) is at.tb_frame:
+            site = callsite.Site(at.tb_frame.f_code, at.tb_lasti)
+        at = at.tb_next
+    return site
+
+
+# The error that dynamo makes of one that it meets in a program: its cause has the first one as a text.
+_REFUSAL = re.compile(r"raised exception ShardingError\(('.*'|\".*\")\)", re.DOTALL)
+
+
+def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function. A ShardingError that ends the compilation is raised as one, from dynamo's own error."""
+    body = torch.compile(f, fullgraph=True)
+
+    @functools.wraps(f)
+    def run(*inputs: Any) -> Any:
+        try:
+            return body(*inputs)
+        except RuntimeError as e:
+            found = _REFUSAL.fullmatch(str(e.__cause__))
+            if found is None:
+                raise
+            raise ShardingError(ast.literal_eval(found[1])) from e
+
+    return run

@@ -1,0 +1,301 @@
+"""Second half of a `shard_map` call: the ranks' results, compared and joined.
+
+The first results of a call are checked leaf by leaf, and the outcome is kept as an `OutputPlan`. Later results with the
+same structure, dtypes and local shapes are joined by that plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard._core.host_memory import memory_device, to_spec_memory
+from fshard._core.region import storage_key
+from fshard._core.torch import FakeTensor
+from fshard.errors import ShardingError, fail, raise_all
+from fshard.mesh import Mesh
+from fshard.sharded import Placement, arrays_as_tensors, make_sharded, no_parts_errors
+from fshard.spec import P, describe, is_spec, local_box, part_lengths, short_dtype, spec_errors
+
+
+class ResultTypes(NamedTuple):
+    """Structure and types of one rank's results, which ranks that are processes exchange."""
+
+    structure: str
+    leaves: list[tuple[str, tuple[int, ...]]]  # dtype and local shape, or a Python value and ()
+    digest: str  # of what the checker compares between ranks
+
+
+class RankResult(NamedTuple):
+    """Results of one rank: as a tree, and flat."""
+
+    out: Any
+    leaves: list[Any]
+    treedef: Any
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """Placements of results of these types. Nothing in a plan depends on a value."""
+
+    treedef: Any
+    types: list[list[Any]]  # by rank of this process: `_leaf_types`
+    placements: list[Placement | None]  # of each leaf; None for a leaf that is not a tensor
+    tensors: list[int]  # positions of the leaves that are tensors
+    plain: bool  # all tensors can be kept as they are: none is of a subclass or requires grad
+
+    def fits(self, results: Sequence[RankResult]) -> bool:
+        """Return whether all ranks returned the structure and types of this plan."""
+        return all(result.treedef == self.treedef and _leaf_types(result.leaves) == types
+                   for result, types in zip(results, self.types, strict=True))  # fmt: skip
+
+
+def _leaf_types(leaves: list[Any]) -> list[Any]:
+    return [(type(x), x.dtype, x.shape, x.requires_grad) if isinstance(x, Tensor) else type(x) for x in leaves]
+
+
+def flatten_result(out: Any) -> RankResult:
+    """Return the results of one rank, its numpy arrays as tensors."""
+    found, treedef = tree.flatten(out)
+    leaves = arrays_as_tensors(found)
+    return RankResult(out if leaves is found else tree.unflatten(treedef, leaves), leaves, treedef)
+
+
+def refuse_valueless(name: str, mesh: Mesh, result: RankResult) -> None:
+    """Raise ShardingError for tensors without values (fake, or on meta) in the result of ranks that compute values."""
+    if mesh.kind != "abstract" and any(map(_is_valueless, result.leaves)):
+        raise_all([fail(f"{name}: {tree.show('result', path)} has a shape and no values: {describe(x)}",
+                        "it was computed from a tensor without values (fake, or on meta), which the function captured",
+                        fix="pass tensors as arguments")
+                   for path, x in tree.leaves_with_path(result.out) if _is_valueless(x)])  # fmt: skip
+
+
+def _is_valueless(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_meta or isinstance(x, FakeTensor))
+
+
+def storage_pointers(xs: list[Tensor], mesh: Mesh) -> list[int]:
+    """Return an integer for the storage of each tensor; 0 for an empty storage."""
+    if mesh.kind == "abstract":
+        return [storage_key(x) for x in xs]
+    return [x.untyped_storage().data_ptr() for x in xs]
+
+
+def exchange_result_types(
+    name: str, mesh: Mesh, known: list[ResultTypes] | None, result: RankResult, digest: str
+) -> list[ResultTypes] | None:
+    """Return the result types of every rank of a process mesh; None on a mesh that this process runs alone.
+
+    The ranks exchange and compare them at the first call of a signature; `known` are those of an earlier call.
+
+    Raises ShardingError for ranks that return different trees or dtypes, and for results that change shape later.
+    """
+    if mesh.kind != "process" or mesh.size == 1:
+        return None
+    if known is not None:
+        before = known[mesh.ranks[0]]
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in result.leaves]
+        if shapes != [shape for _, shape in before.leaves]:
+            now = result_types(result, digest)
+            raise fail(f"{name}: the results changed shape between calls with the same argument shapes",
+                       f"before  {_format_types(before)}", f"now     {_format_types(now)}")  # fmt: skip
+        return known
+    everyone = mesh.gather_objects(result_types(result, digest))
+    compare_result_types(name, dict(enumerate(everyone)))
+    return everyone
+
+
+def result_types(result: RankResult, digest: str = "") -> ResultTypes:
+    """Return the structure and types of one rank's results."""
+    return ResultTypes(str(result.treedef), [_type_of(x) for x in result.leaves], digest)
+
+
+def compare_result_types(name: str, by_rank: Mapping[int, ResultTypes]) -> None:
+    """Raise ShardingError for a rank that returned another tree, dtype or Python value than the first of them."""
+    first = min(by_rank)
+    for rank, other in by_rank.items():
+        if _without_sizes(other) != _without_sizes(by_rank[first]):
+            raise fail(f"{name}: rank {rank} returned something else than rank {first}",
+                       f"rank {first}  {_format_types(by_rank[first])}", f"rank {rank}  {_format_types(other)}",
+                       fix="return the same tree, dtypes and Python values on every rank")  # fmt: skip
+
+
+def _type_of(x: Any) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype and local shape of a tensor; the text of a Python value, and ()."""
+    return (short_dtype(x.dtype), tuple(x.shape)) if isinstance(x, Tensor) else (f"{type(x).__name__} {x!r}", ())
+
+
+def _without_sizes(types: ResultTypes) -> Any:
+    """Return the part that must be equal on every rank: all but the sizes of the dims."""
+    return types.structure, [(text, len(shape)) for text, shape in types.leaves]
+
+
+def _format_types(types: ResultTypes) -> str:
+    leaves = ", ".join(text if " " in text else f"{text}{list(shape)}" for text, shape in types.leaves)
+    return f"{leaves} in {types.structure}"
+
+
+def broadcast_out_specs(name: str, out: Any, out_specs: Any) -> list[P]:
+    """Return the out spec of each leaf."""
+    return tree.broadcast(out_specs, out, name=f"{name}: out_specs", leaf=is_spec)
+
+
+def join_results(
+    name: str, mesh: Mesh, out_specs: Any, results: Sequence[RankResult], rank_types: list[ResultTypes] | None,
+    used: set[int], plan: OutputPlan | None,
+) -> tuple[Any, OutputPlan]:  # fmt: skip
+    """Join the results of this process's ranks by `out_specs`, and return the plan for results of the same types.
+
+    `rank_types` are those of all ranks (see `exchange_result_types`), `plan` is that of the call before. `used` has the
+    storages of the arguments that were not donated. A result in one of them, or in the storage of another result, is
+    copied, since a later call may overwrite either of the two.
+    """
+    if plan is None or not plan.fits(results):
+        plan = _plan_outputs(name, mesh, out_specs, results, rank_types)
+    elif len(results) > 1 and len(plan.tensors) < len(plan.placements):
+        errors: list[ShardingError] = []
+        for path, placement, parts in zip(plan.treedef.paths(), plan.placements, _by_leaf(results), strict=True):
+            if placement is None:
+                errors += _value_errors(f"{name}: {tree.show('result', path)}", parts)
+        raise_all(errors)
+    columns = [_copy_shared(result.leaves, plan, mesh, used) for result in results]
+    each = zip(plan.placements, zip(*columns, strict=True), strict=True)
+    joined = [parts[0] if p is None else make_sharded(p, parts) for p, parts in each]
+    return tree.unflatten(plan.treedef, joined), plan
+
+
+def _copy_shared(leaves: list[Any], plan: OutputPlan, mesh: Mesh, used: set[int]) -> list[Any]:
+    """Return one rank's leaves, each tensor in a storage of its own, and add these storages to `used`."""
+    if mesh.kind == "abstract":
+        return [torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x for x in leaves]
+    leaves = list(leaves) if plan.plain else [x.detach() if isinstance(x, Tensor) else x for x in leaves]
+    for i, storage in zip(plan.tensors, storage_pointers([leaves[i] for i in plan.tensors], mesh), strict=True):
+        if storage in used:
+            leaves[i] = leaves[i].clone()
+        elif storage:
+            used.add(storage)
+    if mesh.device.type != "cpu":  # elsewhere a result may be in another memory than its spec says
+        for i, p in enumerate(plan.placements):
+            if p is not None and leaves[i].device != memory_device(p.spec, mesh.device):
+                leaves[i] = to_spec_memory(leaves[i], p.spec, mesh.device)
+    return leaves
+
+
+def _plan_outputs(
+    name: str, mesh: Mesh, out_specs: Any, results: Sequence[RankResult], rank_types: list[ResultTypes] | None
+) -> OutputPlan:
+    """Check results leaf by leaf. Raises ShardingError listing every leaf that does not fit."""
+    first = results[0]
+    specs = broadcast_out_specs(name, first.out, out_specs)
+    for rank, result in zip(mesh.ranks, results, strict=True):
+        if result.treedef != first.treedef:
+            raise fail(f"{name}: rank {rank} returned another tree than rank 0", rank_0=first.treedef,
+                       other=result.treedef)  # fmt: skip
+    for result in results:
+        refuse_valueless(name, mesh, result)
+    errors: list[ShardingError] = []
+    placements: list[Placement | None] = []
+    known: dict[Any, Placement] = {}  # of the leaves before: many have the same shapes, dtype and spec
+    named = tree.leaves_with_path(first.out)
+    for i, ((path, leaf), spec, parts) in enumerate(zip(named, specs, _by_leaf(results), strict=True)):
+        dtypes = [p.dtype if isinstance(p, Tensor) else None for p in parts]
+        shapes: list[tuple[int, ...]] = []
+        if None not in dtypes:
+            shapes = [tuple(p.shape) for p in parts] if rank_types is None else [t.leaves[i][1] for t in rank_types]
+        kind = (*shapes, *dtypes, spec)
+        if kind in known:
+            placements.append(known[kind])
+            continue
+        label = f"{name}: {tree.show('result', path)}"
+        if len(set(dtypes)) > 1:
+            texts = [str(dtype or type(p).__name__) for p, dtype in zip(parts, dtypes, strict=True)]
+            errors.append(fail(f"{label}: the ranks returned different types", f"{texts}"))
+            continue
+        if not isinstance(leaf, Tensor):
+            errors += no_parts_errors(label, leaf, spec) or _value_errors(label, parts)
+            placements.append(None)
+            continue
+        wrong = spec_errors(label, tuple(leaf.shape), spec, mesh.axes)
+        if wrong:
+            errors += wrong
+            continue
+        shape, wrong = _global_shape(label, mesh, shapes, spec)
+        errors += wrong
+        placements.append(placement := Placement(shape, leaf.dtype, spec, mesh))
+        if not wrong:
+            known[kind] = placement
+    raise_all(errors)
+    tensors = [i for i, p in enumerate(placements) if p is not None]
+    plain = all(type(r.leaves[i]) is Tensor and not r.leaves[i].requires_grad for r in results for i in tensors)
+    return OutputPlan(first.treedef, [_leaf_types(r.leaves) for r in results], placements, tensors, plain)
+
+
+def _by_leaf(results: Sequence[RankResult]) -> list[list[Any]]:
+    """Return, for each leaf, its parts on all ranks of this process."""
+    return [list(parts) for parts in zip(*(result.leaves for result in results), strict=True)]
+
+
+def _global_shape(
+    label: str, mesh: Mesh, shapes: Sequence[tuple[int, ...]], spec: P
+) -> tuple[tuple[int, ...], list[ShardingError]]:
+    """Return the shape whose parts by `spec` have these shapes, rank by rank, or errors.
+
+    On an abstract mesh all parts are taken to be as large as the first.
+    """
+    ndim = len(shapes[0])
+    if any(len(s) != ndim for s in shapes):
+        return (), [fail(f"{label}: the ranks returned {sorted(set(map(len, shapes)))} dims")]
+    if mesh.kind == "abstract":
+        ranks = [math.prod(mesh.axes[a] for a in axes) for axes in spec.parts(ndim)]
+        return tuple(n * k for n, k in zip(shapes[0], ranks, strict=True)), []
+    shape = []
+    for dim, axes in enumerate(spec.parts(ndim)):
+        sizes = _sizes_along(mesh, axes, shapes, dim)
+        total = sum(sizes)
+        expected = part_lengths(total, [mesh.axes[a] for a in axes])
+        if expected != sizes:
+            fix = "return equal parts, or parts of ceil(n / ranks) with the short ones last"
+            return (), [fail(f"{label}: the parts do not make up dim {dim} split by {axes}",
+                             f"the ranks hold {sizes}", f"a dim of {total} splits into {expected}",
+                             fix=fix)]  # fmt: skip
+        shape.append(total)
+    for rank, returned in enumerate(shapes):
+        part = tuple(s.stop - s.start for s in local_box(shape, spec, mesh.axes, mesh.coords(rank)))
+        if returned != part:
+            return (), [fail(f"{label}: rank {rank} returned {list(returned)}, its part of {shape} is {list(part)}",
+                             spec=spec)]  # fmt: skip
+    return tuple(shape), []
+
+
+def _sizes_along(mesh: Mesh, axes: Sequence[str], shapes: Sequence[tuple[int, ...]], dim: int) -> list[int]:
+    """Return the local sizes of a dim over the flattened axes, on the ranks at the origin of all other axes."""
+    strides = {}
+    stride = mesh.size
+    for a, n in mesh.axes.items():
+        stride //= n
+        strides[a] = stride
+    ranks = [0]
+    for a in axes:
+        ranks = [r + i * strides[a] for r in ranks for i in range(mesh.axes[a])]
+    return [shapes[r][dim] for r in ranks]
+
+
+def _value_errors(label: str, parts: Sequence[Any]) -> list[ShardingError]:
+    """Return the error of a result that is not a tensor and differs between ranks of this process."""
+    try:
+        equal = all(bool(p == parts[0]) or (p != p and parts[0] != parts[0]) for p in parts)
+    except (TypeError, ValueError, RuntimeError):
+        equal = all(p is parts[0] for p in parts)
+    if equal:
+        return []
+    shown = f"{parts[:4]}"
+    if len(shown) > 200:  # an object that is not a pytree, such as the output of a model
+        shown = f"a {type(parts[0]).__name__} on each"
+    return [fail(f"{label}: is not a tensor and differs between ranks", shown,
+                 fix="return a tensor with a spec, or a pytree of them")]  # fmt: skip

@@ -1,0 +1,155 @@
+"""The line of the user's code that is executing: its place and its source.
+
+A check deep inside torch finds the frame of the user's code, and the columns of the expression that the frame executes.
+Source is read only when it is shown; the text is empty if it is not found.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import linecache
+import os
+import re
+import sys
+import sysconfig
+import unicodedata
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+PACKAGE = __name__.partition(".")[0]
+HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+MODELS = os.path.join(HERE, "models", "")
+FOLDERS = os.path.join(MODELS, "hf.py")  # `fs.hf`, which finds the model file of a folder, is not an example
+EXAMPLES = (MODELS, os.path.join(HERE, "recipes", ""))  # files to copy: a user's code
+TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+STANDARD_LIBRARY = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib"))
+INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/](\w+)")
+SKIPPED_PACKAGES = ("IPython", "einops", "functorch", "ipykernel", "numpy", "opt_einsum", "optree", "torch", "torchgen",
+                    "typing_extensions")  # fmt: skip
+GENERATED = ("<frozen ", "<eval_with_key", "<__array_function__", "<@", "<attrs generated")  # files of generated code
+
+
+def user_frame(start: FrameType | None = None) -> FrameType | None:
+    """Return the innermost frame of the user's code: not of torch, optree, this library or the standard library.
+
+    The search begins at `start`, by default the caller, and goes outwards. A backward pass on CUDA runs on autograd's
+    threads, which have no frame of the user: then begin at `sys._current_frames()[ident]` of the thread that called it.
+    """
+    frame: FrameType | None = sys._getframe(1) if start is None else start
+    is_users = _is_users_file
+    while frame is not None and not is_users[frame.f_code.co_filename]:
+        frame = frame.f_back
+    return frame
+
+
+def is_users_frame(frame: FrameType) -> bool:
+    """Return whether a frame is of the user's code, as `user_frame` finds it."""
+    return _is_users_file[frame.f_code.co_filename]
+
+
+def caller_of_models(frame: FrameType | None) -> FrameType | None:
+    """Return the frame that called into fshard.models, if `frame` is one of theirs: a mistake is in its arguments."""
+    caller = frame
+    while caller is not None and caller.f_code.co_filename.startswith(MODELS):
+        caller = user_frame(caller.f_back)
+    return caller or frame
+
+
+class _IsUsersFile(dict[str, bool]):
+    """Cache, by file name, of whether a file is the user's code: a dict, since a search of the stack must be fast."""
+
+    def __missing__(self, file: str) -> bool:
+        if file.startswith((HERE, TORCH, *GENERATED)):
+            return self.setdefault(file, file.startswith(EXAMPLES) and file != FOLDERS)
+        package = INSTALLED.search(file)
+        if package:
+            return self.setdefault(file, package[1] not in SKIPPED_PACKAGES)
+        return self.setdefault(file, not file.startswith(STANDARD_LIBRARY))
+
+
+_is_users_file = _IsUsersFile()
+
+
+@functools.cache
+def is_own_file(file: str) -> bool:
+    """Return whether a file is the user's own: not of torch, fshard, the standard library or an installed package."""
+    return not (file.startswith((HERE, TORCH, *STANDARD_LIBRARY, *GENERATED)) or INSTALLED.search(file))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Site:
+    """One instruction of a code object. Its `str` is `train.py:14 in loss_fn`."""
+
+    code: CodeType
+    lasti: int
+
+    @property
+    def columns(self) -> tuple[int | None, int | None, int | None, int | None]:
+        """First and last line, from 1, and first and last column, in bytes, of the expression that executes."""
+        unknown = (None, None, None, None)
+        instruction = self.lasti // 2  # of 2 bytes each
+        return next(itertools.islice(self.code.co_positions(), instruction, None), unknown)
+
+    @property
+    def file(self) -> str:
+        """Full name of the file."""
+        return self.code.co_filename
+
+    @property
+    def line(self) -> int:
+        """Line number, from 1."""
+        return self.columns[0] or self.code.co_firstlineno
+
+    @property
+    def function(self) -> str:
+        """Name of the function; of a comprehension, that of the function around it."""
+        parts = [p for p in self.code.co_qualname.split(".") if p == "<lambda>" or not p.startswith("<")]
+        return parts[-1] if parts else "<module>"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        name = self.file if self.file.startswith("<") else os.path.basename(self.file)
+        get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+        if "ipykernel" in self.file and get_ipython and (shell := get_ipython()):  # a cell has a number
+            name = (shell.compile.format_code_name(self.file) or ("", name))[1]
+        return f"{name}:{self.line}" + (f" in {self.function}" if self.function != "<module>" else "")
+
+
+def site(frame: FrameType | None = None) -> Site | None:
+    """Return the place that a frame executes; by default that of the user's code."""
+    frame = user_frame(sys._getframe(1)) if frame is None else frame
+    return None if frame is None else Site(frame.f_code, frame.f_lasti)
+
+
+def quote(site: Site) -> str:
+    """Return the line of the executing expression, unindented, and ^^^^ under the expression's part of the line."""
+    first, last, start, end = site.columns
+    text = "".join(text_of(site.file).split("\n")[site.line - 1 : site.line]).rstrip()
+    shown = text.lstrip()
+    if not shown or start is None:
+        return shown
+    before = text.encode()[:start].decode(errors="ignore")  # columns count bytes
+    marked = text.encode()[start : end if first == last else None].decode(errors="ignore")
+    return f"{shown}\n{_fill(' ', before[len(text) - len(shown) :])}{_fill('^', marked)}"
+
+
+def place_and_source(site: Site | None) -> tuple[str, ...]:
+    """Return the lines of an error that name a place and quote its source."""
+    return () if site is None else (str(site), *(f"  {text}" for text in quote(site).splitlines()))
+
+
+def _fill(mark: str, text: str) -> str:
+    """Return as many marks as the text is wide on a terminal."""
+    return "".join(c if c == "\t" else mark * (1 + (unicodedata.east_asian_width(c) in "WF")) for c in text)
+
+
+def text_of(file: str, module_globals: dict[str, Any] | None = None) -> str:
+    """Return the source of a file, of a notebook cell, or of a module whose loader has it; else ""."""
+    linecache.checkcache(file)
+    return "".join(linecache.getlines(file, module_globals)).replace("\r\n", "\n")

@@ -1,0 +1,22 @@
+"""Communication over one or more mesh axes: the comms of processes, of threads and of shapes, and what they stand on.
+
+`fshard._core.protocol` is their interface. `process` implements it over torch.distributed, `simulated` with threads,
+and `abstract` with shapes alone. Nothing outside this package, but `mesh`, depends on which of the three a mesh uses.
+"""
+
+from .abstract import AbstractComm, fake_tensors, run_on_meta
+from .functional import call_distributed
+from .gloo import GlooConnections
+from .meeting import OTHER_PORT
+from .planned import PlannedComm
+from .preemption import handle_signals, stop_agreement, take_signal
+from .process import ProcessComm
+from .simulated import simulate
+from .timed import TimedComm, Watch
+from .watchdog import SLOW, Wait, Watchdog, call_at_exit, start_watchdog
+
+__all__ = [
+    "OTHER_PORT", "SLOW", "AbstractComm", "GlooConnections", "PlannedComm", "ProcessComm", "TimedComm", "Wait", "Watch",
+    "Watchdog", "call_at_exit", "call_distributed", "fake_tensors", "handle_signals", "run_on_meta", "simulate",
+    "start_watchdog", "stop_agreement", "take_signal",
+]  # fmt: skip

@@ -1,0 +1,138 @@
+"""The functional collectives of torch.distributed: for CUDA, and for programs that `torch.compile` traces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fshard._core.packing import column_counts, flatten, match_rows, pack, pad, part_shape, unpack
+from fshard._core.protocol import PendingTransfer, coords_of
+from fshard._core.torch import foreach_copy_, functional_collectives
+from fshard.errors import fail
+
+_ops = functional_collectives
+
+
+class FunctionalGroup:
+    """The ranks over axes of these `sizes`, with this one at position `me`; the verbs are those of `Comm`.
+
+    `name` is that of the process group, whose ranks count the axes in the order `order`. No operation is called for
+    each rank, so the work of the host is the same for thousands of ranks as for two.
+    """
+
+    def __init__(self, name: str, sizes: Sequence[int], me: int, order: list[int]) -> None:
+        self.name, self.sizes, self.me, self.order = name, sizes, me, order
+        self.n = math.prod(sizes)
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        return self._wait(self._start(_ops.all_reduce, x.contiguous(), op, self.name))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        started = self._start(_ops.all_gather_into_tensor, x.contiguous().view(-1), self.n, self.name)
+        return self._by_position(self._wait(started).view(self.n, *x.shape)).reshape(self.n, *x.shape)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        flat = self._by_group_rank(x).reshape(-1)
+        return self._wait(self._start(_ops.reduce_scatter_tensor, flat, "sum", self.n, self.name)).view(x.shape[1:])
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        if x.is_complex():
+            return torch.view_as_complex(self.all_to_all(torch.view_as_real(x)))
+        flat, sizes = self._by_group_rank(x).reshape(-1), [x[0].numel()] * self.n
+        out = self._wait(self._start(_ops.all_to_all_single, flat, sizes, sizes, self.name)).view(x.shape)
+        return self._by_position(out).reshape(x.shape)
+
+    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
+        if x.is_complex():
+            return torch.view_as_complex(self.permute(torch.view_as_real(x), pairs))
+        sent, received = [0] * self.n, [0] * self.n
+        for source, target in pairs:
+            if source == self.me:
+                sent[self._group_rank(target)] = x.numel()
+            if target == self.me:
+                received[self._group_rank(source)] = x.numel()
+        flat = x.reshape(-1)[: sum(sent)]
+        out = self._wait(self._start(_ops.all_to_all_single, flat, received, sent, self.name))
+        return out.view(x.shape) if sum(received) == x.numel() else torch.zeros_like(x)
+
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int]) -> PendingTransfer:
+        widths = column_counts(into, dims, self.sizes)
+        row = flatten([pad(x.reshape(-1), 0, width) for x, width in zip(xs, widths, strict=True)])
+        started = self._start(_ops.all_gather_into_tensor, row, self.n, self.name)
+
+        def wait() -> list[Tensor]:
+            rows = self._by_position(self._wait(started).view(self.n, len(row)))
+            foreach_copy_(*match_rows(rows, into, dims, self.sizes))
+            return []
+
+        return wait
+
+    def scatter(self, xs: Sequence[Tensor], dims: Sequence[int]) -> PendingTransfer:
+        widths, coords = column_counts(xs, dims, self.sizes), coords_of(self.me, self.sizes)
+        even = sum(widths) * self.n == sum(x.numel() for x in xs)
+        rows = (torch.empty if even else torch.zeros)((self.n, sum(widths)), dtype=xs[0].dtype, device=xs[0].device)
+        parts, places = match_rows(self._by_position(rows), xs, dims, self.sizes)
+        foreach_copy_(places, parts)
+        started = self._start(_ops.reduce_scatter_tensor, rows.view(-1), "sum", self.n, self.name)
+        shapes = [part_shape(x, dim, self.sizes, coords) for x, dim in zip(xs, dims, strict=True)]
+        out = [torch.empty(shape, dtype=x.dtype, device=x.device) for x, shape in zip(xs, shapes, strict=True)]
+
+        def wait() -> list[Tensor]:
+            row = self._wait(started).split_with_sizes(widths)
+            foreach_copy_(out, [part[: x.numel()].view(x.shape) for part, x in zip(row, out, strict=True)])
+            return out
+
+        return wait
+
+    def reduce(self, xs: Sequence[Tensor], *, fresh: bool = False) -> PendingTransfer:
+        started = self._start(_ops.all_reduce, pack(xs), "sum", self.name)
+
+        def wait() -> list[Tensor]:
+            reduced = unpack(self._wait(started), xs)
+            if fresh:
+                return reduced
+            foreach_copy_(list(xs), reduced)
+            return list(xs)
+
+        return wait
+
+    def _start(self, op: Callable[..., Tensor], *args: Any) -> Tensor:
+        started: Tensor = call_distributed(op, *args)
+        return started
+
+    def _wait(self, started: Tensor) -> Tensor:
+        out: Tensor = call_distributed(_ops.wait_tensor, started)
+        return out
+
+    def _by_position(self, x: Tensor) -> Tensor:
+        """Return a view by position on each axis of a tensor by rank of the group: [n, *S] -> [*sizes, *S]."""
+        split = x.view(*[self.sizes[i] for i in self.order], *x.shape[1:])
+        return split.movedim(list(range(len(self.order))), self.order)
+
+    def _by_group_rank(self, x: Tensor) -> Tensor:
+        """Undo `_by_position`, but for its split of the first dim: [n, *S] -> [*sizes in the group's order, *S]."""
+        split = x.reshape(*self.sizes, *x.shape[1:])
+        return split.movedim(self.order, list(range(len(self.order))))
+
+    def _group_rank(self, position: int) -> int:
+        """Return the rank in the group of a position over the flattened axes."""
+        coords, rank = coords_of(position, self.sizes), 0
+        for i in self.order:
+            rank = rank * self.sizes[i] + coords[i]
+        return rank
+
+
+def call_distributed(f: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of torch.distributed. Raises ShardingError if another rank has not taken part."""
+    if torch.compiler.is_dynamo_compiling():
+        return f(*args)
+    try:
+        return f(*args)
+    except RuntimeError as e:
+        raise fail(f"rank {dist.get_rank()}: a collective failed: another rank has failed, or has left the program",
+                   str(e).splitlines()[0], fix="see the first traceback of the other ranks") from e  # fmt: skip

@@ -1,0 +1,196 @@
+"""Messages between the ranks of a mesh, by the point-to-point send and receive of gloo.
+
+A large contiguous tensor is sent without a copy, and the small ones of a transfer share one message to each rank.
+Every transfer begins with a header of a fixed size from each rank to each other one, which describes it. The headers
+of two ranks match in the order of their sends, so two ranks that start different transfers find out. The tag of the
+other messages is computed from the description and a number, so messages of different transfers never match, and the
+order of the waits may differ from that of the starts.
+"""
+
+from __future__ import annotations
+
+import datetime
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard._core.packing import pack, unpack
+from fshard._core.torch import foreach_copy_
+
+from .description import Description, disagreement
+from .functional import call_distributed
+from .watchdog import SLOW, Wait
+
+_LARGE = 1 << 16  # bytes from which a message of its own costs less than two copies
+HEADER_TAG = 1 << 20
+_FIRST_TAG = 1 << 30
+_NUMBERS = 1 << 13  # more than there are pending transfers
+
+
+class Work(NamedTuple):
+    """A message that is being sent to a rank or received from it, and the tensor that it reads or writes."""
+
+    work: Any
+    rank: int
+    tensor: Tensor
+
+
+@dataclass(eq=False)
+class GlooConnections:
+    """The connections of this rank to all others of the mesh, and their state from one transfer to the next."""
+
+    existing: ClassVar[weakref.WeakSet[GlooConnections]] = weakref.WeakSet()
+
+    backend: Any
+    rank: int
+    size: int
+    timeout: datetime.timedelta
+    started: list[int] = field(init=False)  # number of transfers with each rank
+    abandoned: list[PendingMessages] = field(default_factory=list)  # dropped before they were waited for
+
+    def __post_init__(self) -> None:
+        self.started = [0] * self.size
+        self.existing.add(self)
+
+    @classmethod
+    def close_all(cls) -> None:
+        """Close the sockets of this process at its end. Gloo does so only when nothing refers to a backend."""
+        for connections in list(cls.existing):
+            connections.backend = None
+            connections.abandoned.clear()
+
+
+class PendingMessages:
+    """The messages of one transfer: `outgoing[r]` is being sent to rank r, and `incoming[r]` received from it.
+
+    The sizes of `incoming[r]` are those that rank r sends. All `ranks` must start the same transfers with one another,
+    in the same order. A transfer may have a second round of messages, which is a `PendingMessages` of its own:
+    `second_round_of` is the first.
+
+    Attributes: `description`, and `works`: the messages that are not known to have ended.
+    """
+
+    def __init__(
+        self, connections: GlooConnections, ranks: Sequence[int], description: Description,
+        outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]],
+        second_round_of: PendingMessages | None = None,
+    ) -> None:  # fmt: skip
+        self.description = description
+        self.works: list[Work] = []
+        self._connections, self._ranks = connections, ranks
+        self._headers: list[Work] = []
+        self._received: dict[int, Tensor] = {}  # the header from each rank
+        self._awaited = connections.rank  # the rank that is waited for
+        self._packed: list[tuple[Tensor, list[Tensor]]] = []  # received buffers, and the tensors packed in each
+        if second_round_of is not None:
+            self._tags: dict[int, int] = {r: tag + _NUMBERS for r, tag in second_round_of._tags.items()}
+        else:
+            while connections.abandoned:
+                connections.abandoned.pop()._wait_for_works()
+            self._tags = self._exchange_headers()
+        n, me = connections.size, connections.rank
+        for r in sorted(incoming, key=lambda r: (me - r) % n):  # each rank starts with another peer
+            self._receive(r, incoming[r])
+        messages: dict[int, list[Tensor]] = {}  # a list for several ranks is packed once
+        for r in sorted(outgoing, key=lambda r: (r - me) % n):
+            xs = outgoing[r]
+            if id(xs) not in messages:
+                messages[id(xs)] = pack_messages(xs)
+            for x in messages[id(xs)]:
+                self.works.append(self._start(connections.backend.send, x, r, self._tags[r]))
+
+    def _exchange_headers(self) -> dict[int, int]:
+        """Start to exchange headers, and return the tag of the other messages to and from each rank."""
+        connections, message = self._connections, self.description.message
+        tags = {}
+        for r in self._ranks:
+            if r == connections.rank:
+                continue
+            self._received[r] = torch.empty(message.shape, dtype=torch.uint8, device="cpu")
+            self._headers.append(self._start(connections.backend.recv, self._received[r], r, HEADER_TAG))
+            self.works.append(self._start(connections.backend.send, message, r, HEADER_TAG))
+            tags[r] = _FIRST_TAG + (self.description.number << 14) + connections.started[r] % _NUMBERS
+            connections.started[r] += 1
+        return tags
+
+    def _receive(self, rank: int, xs: Sequence[Tensor]) -> None:
+        for indices in _messages(xs):
+            targets = [xs[i] for i in indices]
+            x = targets[0]
+            if len(targets) > 1 or not x.is_contiguous():
+                x = x.new_empty(sum(t.numel() for t in targets))
+                self._packed.append((x, targets))
+            self.works.append(self._start(self._connections.backend.recv, x, rank, self._tags[rank]))
+
+    def _start(self, send_or_receive: Any, x: Tensor, rank: int, tag: int) -> Work:
+        return Work(call_distributed(send_or_receive, [x], rank, tag), rank, x)
+
+    def wait(self) -> None:
+        """Wait until all is sent and received. Raises ShardingError if a rank has failed, left, or sends another."""
+        self._wait_for_works()
+        for x, targets in self._packed:
+            foreach_copy_(targets, unpack(x, targets))
+
+    def _wait_for_works(self) -> None:
+        if not self._headers and not self.works:
+            return
+        with Wait(self._describe_wait):
+            self._compare_headers()
+            while self.works:
+                self._wait_for(self.works[-1])
+                self.works.pop()
+
+    def _compare_headers(self) -> None:
+        while self._headers:
+            self._wait_for(self._headers[-1])
+            self._headers.pop()  # a message must not be waited for twice
+        received, self._received = {r: x.numpy().tobytes() for r, x in self._received.items()}, {}
+        different = {r for r, header in received.items() if self.description.differs(header)}
+        if different:
+            mine = self.description.message  # sent; the other messages to and from these ranks will never match
+            self.works = [work for work in self.works if work.tensor is mine or work.rank not in different]
+            raise disagreement(self.description, [received.get(r) for r in self._ranks])
+
+    def _wait_for(self, work: Work) -> None:
+        self._awaited = work.rank
+        call_distributed(work.work.wait, self._connections.timeout)
+
+    def _describe_wait(self) -> tuple[str, str]:
+        """Return the words for a report of a long wait, which another thread writes."""
+        rank, seconds = self._awaited, self._connections.timeout.total_seconds()
+        return f"for rank {rank} in {self.description.text}", f"rank {rank} {SLOW}; the timeout is {seconds:.0f} s"
+
+    def __del__(self) -> None:
+        # After an error a transfer may be dropped before the wait. Its messages must still be received, or they block
+        # all later ones on the connection: at the next start, because ranks delete objects at different times.
+        if self.works or self._headers:
+            self._connections.abandoned.append(self)
+
+
+def _messages(xs: Sequence[Tensor]) -> list[list[int]]:
+    """Return the indices of the tensors of each message, large ones alone; the sizes decide, equal on all ranks."""
+    large = [[i] for i, x in enumerate(xs) if x.nbytes >= _LARGE]
+    small = [i for i, x in enumerate(xs) if 0 < x.nbytes < _LARGE]
+    return [*large, small] if small else large
+
+
+def pack_messages(xs: Sequence[Tensor], *, contiguous: bool = True) -> list[Tensor]:
+    """Return the messages for some tensors: each large tensor itself, and the small ones end to end."""
+    out = []
+    for indices in _messages(xs):
+        x = pack([xs[i] for i in indices])
+        out.append(x.resolve_conj().resolve_neg().contiguous() if contiguous else x)
+    return out
+
+
+def unpack_messages(messages: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Undo `pack_messages`: views of the shapes of `like`."""
+    out = [x.new_empty(x.shape) if x.nbytes == 0 else x for x in like]
+    for indices, message in zip(_messages(like), messages, strict=True):
+        for i, x in zip(indices, unpack(message, [like[i] for i in indices]), strict=True):
+            out[i] = x
+    return out

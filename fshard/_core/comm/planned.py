@@ -1,0 +1,117 @@
+"""A rank of a mesh that does not exist, whose transfers allocate the buffers that real ones do.
+
+The groups are those of real meshes, on fake tensors and without messages: pairs of ranks on CPUs, and collectives of
+torch elsewhere. So the packing of a transfer, its buffers and their lifetimes need no second description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard._core.protocol import Axes, index_of, size_of
+from fshard._core.torch import functional_collectives
+
+from .description import Description
+from .functional import FunctionalGroup
+from .gloo import PendingMessages, Work
+from .p2p import PeerGroup
+from .process import GroupComm
+
+_MOST_PEERS = 64  # ranks beyond which no mesh exchanges messages between pairs: it is planned with collectives
+
+
+class PlannedComm(GroupComm):
+    """One rank of a mesh of any size, which runs what a real rank runs, on fake tensors.
+
+    `peers`: messages between pairs of ranks, as on CPUs; else collectives of torch.
+    """
+
+    has_values = False
+    is_scheduled = True
+    direct = True
+    static_sizes = True
+
+    def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int], *, peers: bool) -> None:
+        self.sizes: Mapping[str, int] = dict(sizes)
+        self.coords: Mapping[str, int] = dict(coords)
+        self._peers = peers
+
+    def _group(self, axes: Axes, x: Tensor) -> PeerGroup | FunctionalGroup:
+        sizes, me = [self.sizes[a] for a in axes], index_of(axes, self.sizes, self.coords)
+        n = size_of(axes, self.sizes)
+        if self._peers and n <= _MOST_PEERS:
+            return _UnsentPeers(None, axes, range(n), me, sizes)  # type: ignore[arg-type]
+        order = sorted(range(len(axes)), key=lambda i: list(self.sizes).index(axes[i]))
+        return _UnsentCollectives("", sizes, me, order)
+
+    def agree(self, what: str, axes: Axes, device: torch.device) -> None:
+        pass  # there is one rank
+
+    def with_all_texts(
+        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
+    ) -> None:  # fmt: skip
+        pass  # a plan runs the program several times, and prints nothing
+
+
+class _UnsentMessages(PendingMessages):
+    """Messages whose buffers exist until the wait, and that are not sent."""
+
+    def __init__(
+        self, ranks: Sequence[int], me: int, outgoing: Mapping[int, Sequence[Tensor]],
+        incoming: Mapping[int, Sequence[Tensor]],
+    ) -> None:  # fmt: skip
+        super().__init__(_NoConnections(len(ranks), me), ranks, None, outgoing, incoming)  # type: ignore[arg-type]
+
+    def _exchange_headers(self) -> dict[int, int]:
+        return dict.fromkeys(self._ranks, 0)
+
+    def _start(self, send_or_receive: Any, x: Tensor, rank: int, tag: int) -> Work:
+        return Work(None, rank, x)
+
+    def _wait_for_works(self) -> None:
+        self.works.clear()
+
+
+class _NoConnections:
+    """The place of this rank among others that it has no connection to."""
+
+    class backend:  # noqa: N801
+        send = recv = None
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = size, rank
+        self.abandoned: list[PendingMessages] = []
+
+
+class _UnsentPeers(PeerGroup):
+    """Pairs of ranks that exchange no messages."""
+
+    def _exchange(
+        self, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
+        incoming: Mapping[int, Sequence[Tensor]], second_round_of: PendingMessages | None = None,
+    ) -> PendingMessages:  # fmt: skip
+        return _UnsentMessages(self.ranks, self.me, outgoing, incoming)
+
+    def _describe(self, op: str, xs: Sequence[Tensor], details: Sequence[Any] = ()) -> Description:
+        return None  # type: ignore[return-value]
+
+
+class _UnsentCollectives(FunctionalGroup):
+    """Collectives of torch that return the shapes of their results."""
+
+    def _start(self, op: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+        ops = functional_collectives
+        if op is ops.all_gather_into_tensor:
+            return x.new_empty(x.shape[0] * self.n)
+        if op is ops.reduce_scatter_tensor:
+            return x.new_empty(x.shape[0] // self.n)
+        if op is ops.all_to_all_single:
+            return x.new_empty(sum(args[0]))
+        return x.new_empty(x.shape)
+
+    def _wait(self, started: Tensor) -> Tensor:
+        return started

@@ -1,0 +1,353 @@
+"""Ranks as threads of one process, which take turns: the last one to enter a collective computes it for all."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import itertools
+import math
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fshard._core.callsite import Site, site, user_frame
+from fshard._core.packing import flatten, pack, parts_by_rank, reduce_in_order, unpack
+from fshard._core.protocol import Axes, Comm, PendingTransfer, index_of, ranks_over
+from fshard._core.torch import foreach_copy_
+from fshard._core.transfers import call_site, note, reduction
+from fshard.errors import fail
+
+from .rank_states import RankStates, torch_for_ranks
+from .rank_threads import Abandoned, RankThread, dismiss, give_back, take_threads
+
+T = TypeVar("T")
+
+_MOST_COMPUTE_THREADS = 256  # of all ranks together: torch keeps a team for each thread that computes
+
+
+@dataclass
+class _Collective:
+    """A collective that some ranks have entered: `signature` is (op, axes, shape, dtype, ...), of rank `first`."""
+
+    signature: tuple[Any, ...]
+    first: int
+    where: Site | None  # the line of that rank
+    arguments: dict[int, Any] = field(default_factory=dict)
+    results: dict[int, Any] = field(default_factory=dict)
+
+
+class _End:
+    """The end of a run. A signal may interrupt the wait at any place: a threading.Event may then keep its lock."""
+
+    def __init__(self) -> None:
+        self._is_set, self._lock = False, threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Let the caller go on; once."""
+        self._is_set = True
+        self._lock.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end, and return whether it has come."""
+        return self._is_set or self._lock.acquire(timeout=seconds) or self._is_set
+
+
+class _Run:
+    """One run of all ranks, which take turns: one runs until it waits in a collective or ends, then the next one.
+
+    Only the rank whose turn it is uses the fields, so there is no lock, and a program does the same at every run. A run
+    ends at the first failure, and at the first deadlock: some ranks wait, and no rank can run.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.wake: list[Callable[[], None]] = []  # starts a turn of each rank
+        self.ready = deque(range(n))
+        self.running: int | None = None
+        self.entered: dict[tuple[int, ...], _Collective] = {}
+        self.waiting: dict[int, tuple[tuple[Any, ...], Site | None]] = {}  # the signature, and the line
+        self.returned: list[int] = []
+        self.over: list[int] = []  # ranks that have returned or raised
+        self.interrupted = False
+        self.ended = _End()
+        self.failure: BaseException | None = None
+        self.states = RankStates(n)
+        self.process = os.getpid()
+
+    def exchange(self, rank: int, group: tuple[int, ...], x: Any, signature: tuple[Any, ...], combine: Any) -> Any:
+        """Wait for all ranks of the group, and return this rank's result of `combine`, which takes all their `x`."""
+        self.stop_if_failed()
+        if os.getpid() != self.process:
+            raise fail(f"{_describe(signature)}: called in a fork of the process, which has no other rank",
+                       fix="fork outside of shard_map, or call no collective in the fork")  # fmt: skip
+        where = call_site()
+        current = self.entered.setdefault(group, _Collective(signature, rank, where))
+        if current.signature != signature:
+            raise fail("the ranks disagree on a collective",
+                       f"rank {current.first}  {_describe(current.signature, current.where)}",
+                       f"rank {rank}  {_describe(signature, where)}",
+                       fix="every rank must call the same collectives in the same order, on equal shapes; for a "
+                           "dim that the axis does not divide, pass its global size=")  # fmt: skip
+        current.arguments[rank] = x
+        if len(current.arguments) < len(group):
+            self.waiting[rank] = signature, where
+            turn = threading.Lock()
+            turn.acquire()
+            self.wake[rank] = turn.release
+            self.end_turn(rank)
+            turn.acquire()
+            self.begin_turn(rank)
+        else:
+            del self.entered[group]
+            results = combine([current.arguments[r] for r in group])
+            current.results = dict(zip(group, results, strict=True))
+            self.ready.extend(r for r in group if self.waiting.pop(r, None))
+        return current.results.pop(rank)
+
+    def begin_turn(self, rank: int) -> None:
+        self.running = rank
+        self.states.load(rank)
+        self.stop_if_failed()
+
+    def end_turn(self, rank: int) -> None:
+        self.states.save(rank)
+        self.running = None
+        self.start_next()
+
+    def start_next(self) -> None:
+        """Start the turn of the next rank, if any is left."""
+        if not self.ready and self.waiting and self.failure is None:
+            lines = [f"rank {r}  waits in {_describe(*call)}" for r, call in sorted(self.waiting.items())]
+            lines += [f"rank {r}  has returned" for r in sorted(self.returned)]
+            self.failure = fail("deadlock: every rank that has not returned waits for another one", *lines,
+                                fix="every rank must call the same collectives in the same order")  # fmt: skip
+        if self.failure is not None:
+            self.ready.extend(self.waiting)
+            self.waiting.clear()
+        if self.ready:
+            self.wake[self.ready.popleft()]()
+
+    def stop_if_failed(self) -> None:
+        if self.failure is not None:
+            raise Abandoned
+
+
+def _describe(signature: tuple[Any, ...], where: Site | None = None) -> str:
+    op, axes, shape, dtype, *_ = signature
+    of = "" if shape is None else f" of {str(dtype).removeprefix('torch.')}{list(shape)}"
+    return f"{op} over {', '.join(map(repr, axes))}{of}{f', at {where}' if where else ''}"
+
+
+class SimulatedComm:
+    """One thread as a rank."""
+
+    has_values = True
+    is_scheduled = True
+    direct = True
+    static_sizes = False
+
+    def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int], run: _Run) -> None:
+        self.sizes, self.coords, self._run = sizes, coords, run
+        self._rank = index_of(tuple(sizes), sizes, coords)
+
+    def _collective(
+        self, op: str, x: Tensor, axes: Axes, combine: Callable[[list[Tensor]], Any],
+        pairs: Sequence[tuple[int, int]] = (),
+    ) -> Tensor:  # fmt: skip
+        note(self, op, [x], axes, pairs)
+        out: Tensor = self._exchange((op, axes, tuple(x.shape), x.dtype, tuple(pairs)), x, combine)
+        return out
+
+    def _exchange(self, signature: tuple[Any, ...], x: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        group = tuple(ranks_over(signature[1], self.sizes, self.coords))
+        return self._run.exchange(self._rank, group, x, signature, combine)
+
+    def agree(self, what: str, axes: Axes, device: torch.device) -> None:
+        pass  # every exchange compares what its ranks call
+
+    def with_all_texts(
+        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
+    ) -> None:  # fmt: skip
+        def call(texts: list[str]) -> list[None]:  # on the last rank to enter, while the others wait
+            f(dict(enumerate(texts)))
+            return [None] * len(texts)
+
+        self._exchange((verb, tuple(self.sizes), None, None), text, call)
+
+    def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
+        def combine(xs: list[Tensor]) -> list[Tensor]:
+            total = reduce_in_order(xs, op)
+            return [total, *(total.clone() for _ in xs[1:])]
+
+        return self._collective(reduction(op), x, axes, combine)
+
+    def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
+        return self._collective("all_gather", x, axes, lambda xs: [torch.stack(xs) for _ in xs])
+
+    def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
+        def combine(xs: list[Tensor]) -> list[Tensor]:
+            return [reduce_in_order(row, "sum") for row in zip(*xs, strict=True)]
+
+        return self._collective("reduce_scatter", x, axes, combine)
+
+    def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
+        return self._collective("all_to_all", x, axes, lambda xs: [torch.stack(r) for r in zip(*xs, strict=True)])
+
+    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
+        def combine(xs: list[Tensor]) -> list[Tensor]:
+            source = {target: xs[source] for source, target in pairs}
+            return [source[i].clone() if i in source else torch.zeros_like(x) for i, x in enumerate(xs)]
+
+        return self._collective("permute", x, axes, combine, pairs)
+
+    # All tensors are copied at the start, so that a rank that has waited may write to its arguments.
+
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
+        note(self, "all_gather", xs, axes)
+        rows = parts_by_rank(into, dims, [self.sizes[a] for a in axes])
+        shape = tuple(rows[0][0].shape) if len(xs) == 1 else (sum(part.numel() for part in rows[0]),)
+        mine = flatten(xs)
+        signature = ("all_gather", axes, shape, mine.dtype, _joined(into, dims))
+        flats = self._exchange(signature, mine, lambda flats: [flats] * len(flats))
+        for parts, flat in zip(rows, flats, strict=True):
+            foreach_copy_(list(parts), unpack(flat, parts))
+        return list
+
+    def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
+        note(self, "reduce_scatter", xs, axes, dims)
+        rows = parts_by_rank(xs, dims, [self.sizes[a] for a in axes])
+        flats = [flatten(parts) for parts in rows]
+        signature = ("reduce_scatter", axes, (len(flats), len(flats[0])), flats[0].dtype, _joined(xs, dims))
+        combine = lambda rows: [reduce_in_order(row, "sum") for row in zip(*rows, strict=True)]  # noqa: E731
+        total = self._exchange(signature, flats, combine)
+        mine = unpack(total, rows[index_of(axes, self.sizes, self.coords)])
+        return lambda: mine
+
+    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
+        reduced = unpack(self.all_reduce(pack(xs), "sum", axes), xs)
+        if not fresh:
+            foreach_copy_(list(xs), reduced)
+        return lambda: reduced if fresh else list(xs)
+
+
+def _joined(xs: Sequence[Tensor], dims: Sequence[int]) -> list[tuple[Any, ...]]:
+    """Shapes and joined dims: ranks that differ in one would cut their flat tensors in other places."""
+    return [(tuple(x.shape), dim) for x, dim in zip(xs, dims, strict=True)]
+
+
+def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
+    """Run `f(comm, rank)` on one thread per rank, and return the results in rank order.
+
+    The first rank that raises ends the others, and its exception, with its own traceback, is the one raised here. An
+    interrupt of the caller is raised in the ranks too; a rank that does not end is left to end on its own.
+    """
+    n = math.prod(sizes.values())
+    run = _Run(n)
+    modes = _modes_of_this_thread()
+    compute_threads = torch.get_num_threads()
+    of_rank = max(1, min(compute_threads, _MOST_COMPUTE_THREADS // n))
+    results: list[Any] = [None] * n
+
+    def rank_main(rank: int, coords: Mapping[str, int]) -> None:
+        try:
+            run.begin_turn(rank)
+            if torch.get_num_threads() != of_rank:
+                torch.set_num_threads(of_rank)
+            with run.states.on_thread(rank), contextlib.ExitStack() as stack:
+                for mode in modes():
+                    stack.enter_context(mode)
+                results[rank] = f(SimulatedComm(sizes, coords, run), rank)
+            run.returned.append(rank)
+        except Abandoned:
+            pass
+        except BaseException as e:
+            run.failure = run.failure or e
+        run.over.append(rank)
+        is_last = len(run.over) == n  # asked in this rank's turn: after it, other ranks end, too
+        run.end_turn(rank)
+        if run.interrupted:
+            dismiss(threads[rank])
+        if is_last:
+            run.ended.set()
+
+    grid = itertools.product(*(range(k) for k in sizes.values()))
+    with torch_for_ranks:
+        threads = take_threads(n)
+        try:
+            for rank, at in enumerate(grid):
+                job = functools.partial(rank_main, rank, dict(zip(sizes, at, strict=True)))
+                job = functools.partial(contextvars.copy_context().run, job)
+                run.wake.append(functools.partial(threads[rank].jobs.put, job))
+            run.start_next()
+            while not run.ended.wait(_PATIENCE):
+                pass  # Python misses a signal that arrives just before a wait begins
+        except BaseException as e:  # an interrupt of the caller
+            _interrupt(run, threads, e)
+            raise
+        give_back(threads)
+        run.states.end()
+        if of_rank != compute_threads:
+            torch.set_num_threads(compute_threads)  # of threads to come: a rank has set that, too
+    if run.failure is not None:
+        raise run.failure
+    return results
+
+
+_PATIENCE = 0.1  # seconds: of a wait of the caller, and after each attempt to end the ranks of an interrupted run
+_ATTEMPTS = 10
+
+
+def _interrupt(run: _Run, threads: Sequence[RankThread], e: BaseException) -> None:
+    """End the ranks, and add to the interrupt `e` a note of each rank's position.
+
+    A rank that is in a call into C, such as a sleep, ends after it, and other runs do not wait for it.
+    """
+    positions = [f"rank {rank}  {_position(run, rank, thread)}" for rank, thread in enumerate(threads)]
+    e.add_note("\n  ".join(["simulated ranks at the interrupt:", *positions]))
+    run.failure, run.interrupted = run.failure or e, True
+    try:
+        for _ in range(_ATTEMPTS):  # the user's code may catch one
+            if run.running is not None:  # else the next rank finds the failure at its turn
+                threads[run.running].interrupt()
+            if run.ended.wait(_PATIENCE):
+                return
+        e.add_note(f"rank {run.running} has not ended yet; its thread ends after the call that it is in")
+    finally:
+        for rank in list(run.over):
+            dismiss(threads[rank])
+        run.states.abandon()
+
+
+def _position(run: _Run, rank: int, thread: RankThread) -> str:
+    if rank in run.waiting:
+        return f"waits in {_describe(*run.waiting[rank])}"
+    if rank in run.returned:
+        return "has returned"
+    frame = user_frame(sys._current_frames().get(thread.ident or 0)) if rank == run.running else None
+    return f"runs {site(frame)}" if frame is not None else "waits for its turn"
+
+
+def _modes_of_this_thread() -> Callable[[], list[contextlib.AbstractContextManager[Any]]]:
+    """Return a function that makes the modes of torch on this thread again, for each rank to enter on its own."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    casts = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    cache = torch.is_autocast_cache_enabled()
+    device = torch.get_default_device()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    return lambda: [
+        # Ranks differentiate on their own thread: all would share the engine's device threads.
+        torch.autograd.set_multithreading_enabled(False),
+        torch.inference_mode(inference),
+        torch.set_grad_enabled(grad),
+        *(torch.autocast(device, dtype, cache_enabled=cache) for device, dtype in casts),
+        *([torch.cuda.stream(stream)] if stream is not None else []),  # and the current device
+        *([device] if device != torch.get_default_device() else []),
+    ]

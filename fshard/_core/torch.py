@@ -1,0 +1,241 @@
+"""Every private or semi-private API of torch that fshard uses, each under a public name of our own.
+
+Nothing else in fshard uses a name of torch that begins with an underscore, or that stands in such a module. Each entry
+says why there is no public way; `tests/_core/test_torch.py` tests each on its own, on torch 2.13 to 2.15.
+"""
+
+from __future__ import annotations
+
+import fshard._core.torch_version  # noqa: F401  first: where a name below is missing, its warning says why
+
+# isort: split
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
+    is_legacy_batchedtensor,
+    maybe_get_level,
+    peek_interpreter_stack,
+)
+from torch._functorch import eager_transforms
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+# --- transforms of torch.func -----------------------------------------------------------------------------------------
+
+# torch.func does not say publicly if a tensor is wrapped by a transform, by which, or what is inside.
+is_wrapped = is_functorch_wrapped_tensor
+is_batched = is_batchedtensor
+is_grad_tracking = is_gradtrackingtensor
+
+# Tensors made inside a transform are wrapped, and a collective cannot send those.
+without_functorch = torch._C._DisableFuncTorch
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """Return the plain tensor inside the wrappers of torch.func."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
+
+
+unwrapped_once = get_unwrapped
+
+
+def level_of(x: Tensor) -> int:
+    """Return the level of the transform of torch.func that wrapped a tensor; 0 for a plain one, -2 after its end."""
+    return maybe_get_level(x) if is_functorch_wrapped_tensor(x) else 0
+
+
+def transform_level() -> int:
+    """Return the number of transforms of torch.func that are running on this thread, one inside the other."""
+    innermost = peek_interpreter_stack()
+    return 0 if innermost is None else innermost.level()
+
+
+def in_transform() -> bool:
+    """Return whether a transform of torch.func is running on this thread."""
+    return peek_interpreter_stack() is not None
+
+
+def set_jvp_nesting(depth: int) -> int:
+    """Set the number of calls of torch.func.jvp that the process takes to be running; return the number before.
+
+    torch counts them for the process and not for each thread, so ranks that are threads need the count to be above 0.
+    """
+    before, eager_transforms.JVP_NESTING = eager_transforms.JVP_NESTING, depth
+    return before
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Return whether a tensor has a tangent of torch.autograd.forward_ad.
+
+    An open level proves nothing: a simulated mesh opens one.
+    """
+    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+
+
+# torch turns tangents off inside the jvp of an autograd.Function, also for outer levels.
+with_tangents = functools.partial(forward_ad._set_fwd_grad_enabled, True)
+
+
+def replace_dual_levels(enter: Callable[..., Any], leave: Callable[..., Any]) -> tuple[Any, Any]:
+    """Replace the functions that `torch.autograd.forward_ad.dual_level` calls; return the former ones.
+
+    torch has one level for the process and not one for each thread, so ranks that are threads share one.
+    """
+    former = forward_ad.enter_dual_level, forward_ad.exit_dual_level
+    forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter, leave
+    return former
+
+
+# The vmap of `is_grads_batched=True` and `vectorize=True` is older than torch.func's. It has other batched tensors,
+# which an autograd.Function takes for tensors without a gradient.
+is_legacy_batched = is_legacy_batchedtensor
+
+
+def without_legacy_batch(x: Tensor) -> Tensor:
+    """Return the plain tensor in a batched one of level 1, with the batch as its dim 0."""
+    return torch._remove_batch_dim(x, 1, 1, 0)
+
+
+def with_legacy_batch(x: Tensor) -> Tensor:
+    """Return a tensor whose dim 0 is the batch of level 1."""
+    return torch._add_batch_dim(x, 0, 1)
+
+
+def is_traced() -> bool:
+    """Return whether operations are recorded, to be repeated later: by make_fx, torch.export, linearize, jit.trace."""
+    return get_proxy_mode() is not None or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+
+
+def replace_reparametrize_module(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the context manager with which torch.func.functional_call swaps parameters; return the former one.
+
+    It writes to the module, which ranks that are threads share, and no mode or hook sees that.
+    """
+    stateless = torch.nn.utils.stateless
+    former: Callable[..., Any] = stateless._reparametrize_module
+    stateless._reparametrize_module = f
+    return former
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass of autograd is running on this thread."""
+    return torch._C._current_autograd_node() is not None
+
+
+# Autograd numbers the nodes of a graph in the order of the forward pass. The public way to the line of a node, anomaly
+# mode, makes the text of a traceback for each of them.
+def backward_number() -> int | None:
+    """Return the number of the node that a backward pass on this thread runs; None outside a backward pass."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def next_number() -> int:
+    """Return the number that the next node gets which an operation makes on this thread."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+# A dispatch mode that reads a size of a tensor would call the modes above torch.func, if these were not off.
+without_torch_function = torch._C.DisableTorchFunction
+
+# The functions of torch.distributed write to their arguments; torch.compile traces these, which return new tensors.
+functional_collectives = torch.ops._c10d_functional
+
+# `Tensor.copy_` of each pair starts a kernel for each; there is no public form of this one for a list.
+foreach_copy_ = torch._foreach_copy_
+
+
+def schema_of(op: Any) -> Any:
+    """Return the schema of an operation (an OpOverload): its arguments and results, and which of them it writes."""
+    return op._schema
+
+
+def assume_constant_result(f: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let dynamo call `f` while it traces and take the result for a constant.
+
+    This is torch.compiler.assume_constant_result without its import of torch._dynamo, which takes 5 seconds.
+    """
+    f._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return f
+
+
+def named_as(f: Callable[..., Any]) -> Callable[[_F], _F]:
+    """Give a function the name of `f`: functools.wraps without the docstring, for functions that dynamo traces.
+
+    In Python 3.14 and later dynamo takes the first constant of a function for its docstring, even if it is a slice.
+    """
+    return functools.wraps(f, assigned=("__module__", "__name__", "__qualname__"))  # type: ignore[return-value]
+
+
+def replace_trunc_normal(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Replace the function behind `torch.nn.init.trunc_normal_`, which no mode can intercept; return the former one."""
+    former: Callable[..., Tensor] = torch.nn.init._no_grad_trunc_normal_
+    torch.nn.init._no_grad_trunc_normal_ = f
+    return former
+
+
+# --- tensors and storages ---------------------------------------------------------------------------------------------
+
+
+def storage_id(x: Tensor) -> int:
+    """Return an integer that tells one storage from another while both live, empty and fake ones too."""
+    return int(x.untyped_storage()._cdata)
+
+
+def version_of(x: Tensor) -> int:
+    """Return the number of in-place changes of a tensor; -1 for one of inference mode, which does not count them."""
+    return -1 if x.is_inference() else x._version
+
+
+def is_view(x: Tensor) -> bool:
+    """Return whether a tensor is a view of another one."""
+    return x._is_view()
+
+
+# --- torch.distributed ------------------------------------------------------------------------------------------------
+
+
+def backend_of(group: dist.ProcessGroup, device: str) -> Any:
+    """Return the backend of a group for a kind of device. Raises RuntimeError if the group has none for it."""
+    return group._get_backend(torch.device(device))
+
+
+def timeout_of(backend: Any) -> Any:
+    """Return the timeout that a backend was started with: groups made later do not inherit it."""
+    return backend.options._timeout
+
+
+def default_store() -> Any:
+    """Return the store of the group of all ranks, also if another program initialized torch.distributed."""
+    return dist.distributed_c10d._get_default_store()
+
+
+__all__ = [
+    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of", "backward_number",
+    "default_store", "foreach_copy_", "functional_collectives", "has_tangent", "in_backward", "in_transform",
+    "is_batched", "is_grad_tracking", "is_legacy_batched", "is_traced", "is_view", "is_wrapped", "level_of",
+    "named_as", "next_number", "replace_dual_levels", "replace_reparametrize_module", "replace_trunc_normal",
+    "schema_of", "set_jvp_nesting", "storage_id", "timeout_of", "transform_level", "unwrapped", "unwrapped_once",
+    "version_of", "with_legacy_batch", "with_tangents", "without_functorch", "without_legacy_batch",
+    "without_modes", "without_torch_function",
+]  # fmt: skip

@@ -1,0 +1,652 @@
+"""The checker of varying axes: it types every tensor of a region, and raises where a program mixes types.
+
+The checker is a dispatch mode below torch.func, so it sees plain tensors: forward, backward and optimizer. It changes
+no result. Over each axis of more than one rank a tensor is one of
+
+    V   varying: each rank has its own value
+    I   invariant: one logical value, the same on every rank of the axis
+    -   free: made in the region from nothing (zeros, arange), or from Python numbers; mixes with either
+
+A tensor from outside the region that is no argument (captured: a closure, a global, an attribute of a module) is I, and
+an error where an operation or a backward pass writes to it. A free tensor is I from where something differentiates it,
+or has the type of the tensor that it was made like (zeros_like).
+
+The result of an operation is V if any operand is, else I if any operand is. Where one operand is I and another V, and a
+gradient can flow to the first, that gradient needs a sum over ranks, which only `pvary` takes: without `pvary` that is
+an error. Where nothing is differentiated (an optimizer, evaluation, a frozen or detached operand) the result varies,
+and the checker remembers the line: an error at the results names it. Random draws do not mix: a mask must vary over
+exactly the axes of the tensor that it is applied to.
+
+Source: the per-axis types are those of JAX's shard_map (varying manual axes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from fshard._core import callsite
+from fshard._core.operations import OperationMode
+from fshard._core.ops import differentiable_dtype
+from fshard._core.torch import in_backward, storage_id, unwrapped, without_torch_function
+from fshard.errors import ShardingError
+from fshard.mesh import Mesh
+from fshard.spec import P
+
+from . import messages
+from .differentiated import Differentiated, leaves_of
+from .op_schema import Operation, operation
+from .type_table import TypeTable
+from .types import (
+    NO_HISTORY,
+    NONE,
+    GlobalShape,
+    History,
+    Mixture,
+    Operand,
+    Partial,
+    Reduction,
+    TensorInfo,
+    Type,
+    history_like,
+    join,
+)
+
+
+class Rank(NamedTuple):
+    """One rank of a call, in this process."""
+
+    coords: Mapping[str, int]
+    table: TypeTable
+
+
+_M = TypeVar("_M", bound=Callable[..., Any])
+
+
+def _without_torch_function(method: _M) -> _M:
+    """Decorate a method whose reads of a tensor's attributes no mode of torch functions needs to see."""
+
+    @functools.wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with without_torch_function():
+            return method(*args, **kwargs)
+
+    return cast(_M, wrapper)
+
+
+# Values of one rank that another one read, with the coordinates of the first: a cache has them at the next call too.
+_refused: WeakKeyDictionary[UntypedStorage, tuple[Mapping[str, int], TensorInfo]] = WeakKeyDictionary()
+
+
+class Checker(OperationMode):
+    """The types of one rank's tensors during one call. `axes` are those of more than one rank."""
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, axes: Sequence[str], sizes: Mapping[str, int], coords: Mapping[str, int] | None = None,
+        ranks: list[Rank] | None = None,
+    ) -> None:  # fmt: skip
+        """Make the checker of the rank at `coords`, and add it to the `ranks` of the call in this process, if any."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.axes, self.sizes = frozenset(axes), sizes
+        self.arguments: list[TensorInfo] = []
+        self.mixtures: dict[tuple[callsite.Site, str], Mixture] = {}  # the first of each line and axis
+        self.mixtures_of_captured: dict[tuple[int, str], Mixture] = {}  # the first of each root and axis
+        self.differentiated = Differentiated(weakref.proxy(self))  # a cycle would keep the checker after its call
+        self.pvaried: set[callsite.Site | None] = set()  # lines
+        self.asked: set[str] = set()  # axes on which the program asked for the rank's place: a number may depend on it
+        # (collective, (dim, size) of each tensor, axes, line) that splits a dim into parts of different sizes
+        self.uneven_splits: dict[tuple[str, tuple[tuple[int, int], ...], tuple[str, ...], Any], None] = {}
+        self._argument_storages: set[int] = set()
+        self._table = TypeTable()
+        self._coords, self._ranks = coords or {}, [] if ranks is None else ranks
+        self._ranks.append(Rank(self._coords, self._table))  # and not the checker: a cycle
+        self._roots = 0
+        self._paused = False
+        # (operation, line, axes of the invariant result, run) -> its Python numbers. Runs are counted for each set of
+        # axes: where a leaf is split unevenly, ranks may run a line a different number of times for results that vary.
+        self.numbers: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._runs: Counter[tuple[Any, ...]] = Counter()
+
+    def __enter__(self) -> Checker:
+        self.differentiated.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self.differentiated.__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    # --- types of tensors that no operation made ---
+
+    def is_differentiated(self, x: Tensor) -> bool:
+        """Return whether a gradient can flow to a tensor."""
+        return self.differentiated(x)
+
+    def info(self, x: Tensor) -> TensorInfo:
+        """Return the type and origin of a tensor."""
+        return self._info_of_plain(unwrapped(x))
+
+    def _info_of_plain(self, x: Tensor) -> TensorInfo:
+        info = self._table.get(x) or self._info_of_unknown(x)
+        if info.type.differentiable:  # the usual case, made fast
+            return info
+        starts = (x.requires_grad and x.is_leaf) or self.differentiated.is_inside(x)
+        return self._differentiated_info(x, info) if starts and not in_backward() else info
+
+    def _info_of_unknown(self, x: Tensor) -> TensorInfo:
+        """Return, and keep, the facts of a tensor that this region did not make: it is captured, or another rank's."""
+        storage = x.untyped_storage()
+        known = ((rank.coords, rank.table.get(x)) for rank in self._ranks)
+        made = _refused.get(storage) or next(((c, i) for c, i in known if i and not i.is_captured), None)
+        if made is None:
+            type = Type(NONE, self.axes if differentiable_dtype(x) else NONE, x.requires_grad)
+            info = TensorInfo(type, 0, start=int(x.storage_offset()), origin="captured")
+        else:
+            coords, info = made
+            apart = [a for a in sorted(info.type.varying & self.axes) if coords[a] != self._coords[a]]
+            if apart:
+                _refused[storage] = made
+                raise messages.made_by_another_rank(Operand(x, info), coords, apart)
+        self._roots += 1
+        info = info._replace(root=self._roots)
+        self._table.set_storage(x, info)
+        return info
+
+    def _differentiated_info(self, x: Tensor, info: TensorInfo) -> TensorInfo:
+        """Return, and keep, the facts of a tensor that is differentiated from here: one value where it was free."""
+        varying = info.type.varying | info.history.like
+        type = info.type._replace(varying=varying, invariant=self.axes - varying, differentiable=True)
+        made = type.invariant - info.type.invariant
+        info = info._replace(type=type, origin="made" if made and not info.origin else info.origin)
+        self._table.set(x, info, alias=True)
+        return info
+
+    def _set_info(
+        self, x: Tensor, type: Type, *, name: str | None = None, op: str = "", site: callsite.Site | None = None,
+        alias: bool = False, history: History = NO_HISTORY, spec: P | None = None,
+    ) -> None:  # fmt: skip
+        """Type a tensor as a new root; an `alias` shares memory with a tensor of another type."""
+        self._roots += 1
+        x, site = unwrapped(x), None if name else site or callsite.site()
+        info = TensorInfo(type, self._roots, name, op, site, int(x.storage_offset()), history, spec)
+        self._table.set(x, info, alias=alias)
+
+    @_without_torch_function
+    def set_argument_type(self, x: Tensor, spec: P, name: str) -> None:
+        """Type an argument of the region, which varies over the axes that its spec names."""
+        varying = frozenset(spec.axes)
+        type_ = Type(varying & self.axes, self.axes - varying, differentiable_dtype(x))
+        self._set_info(x, type_, name=name, spec=spec)
+        self.arguments.append(self.info(x))
+        self._argument_storages.add(storage_id(x))
+
+    def set_integer_type(self, x: Tensor, op: str, *, of: Sequence[Any] = (), varies: Sequence[str] = ()) -> None:
+        """Type an integer computed outside of torch, from the tensors `of`, or from the rank's index on some axes."""
+        operands = [self.info(t).type for t in of if isinstance(t, Tensor)]
+        self.asked.update(varies)
+        self._set_info(x, join([Type(frozenset(varies) & self.axes), *operands], x), op=op)
+
+    def set_draw_type(
+        self, x: Tensor, op: str, key: Tensor, spec_axes: Sequence[str], shared: Sequence[str] = ()
+    ) -> None:
+        """Type a random draw, which varies over the axes of its spec and those of its key.
+
+        Over the axes of its spec, ranks have parts of one draw. Over other axes its numbers are the same on each rank,
+        or by a key that varies they have nothing to do with each other. Over the `shared` ones of these it mixes with
+        anything: one device too would use the same numbers for the parts of all ranks.
+        """
+        varying = (frozenset(spec_axes) & self.axes) | self.info(key).type.varying
+        drawn = (self.axes - set(spec_axes)) | self.info(key).type.varying
+        drawn -= set(shared) - self.info(key).type.varying
+        invariant = self.axes - varying - set(shared)
+        self._set_info(x, Type(varying, invariant, drawn=drawn), op=op)
+
+    def record_number(self, verb: str, number: Any, axes: Sequence[str]) -> None:
+        """Record a Python number that a collective takes as the same on every rank of these axes."""
+        self._record_numbers(verb, (number,), frozenset(axes) & self.axes)
+
+    def record_shape(self, verb: str, shape: Sequence[int], axes: Iterable[str]) -> None:
+        """Record a global shape that ranks of these axes take parts of: it must be the same on each."""
+        self._record_numbers(verb, (GlobalShape(shape),), frozenset(axes) & self.axes)
+
+    def record_split(self, verb: str, layout: tuple[tuple[int, int], ...], axes: tuple[str, ...]) -> None:
+        """Record a collective that splits dims which its axes do not divide."""
+        self.uneven_splits[verb, layout, axes, callsite.site()] = None
+
+    def group_by_type(self, xs: Sequence[Tensor]) -> list[list[int]]:
+        """Return the positions of tensors, those of one type together."""
+        groups: dict[Type, list[int]] = {}
+        for i, x in enumerate(xs):
+            groups.setdefault(self.info(x).type, []).append(i)
+        return list(groups.values())
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Ignore operations: the caller types their result as a whole."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    # --- collectives ---
+
+    @_without_torch_function
+    def run_collective(
+        self, m: Any, xs: Sequence[Tensor], run: Callable[[Any], Sequence[Tensor]]
+    ) -> tuple[Tensor, ...]:
+        """Run a linear map, after a check of its operands' types, and type its results."""
+        axes, site = frozenset(m.axes), m.origin or callsite.site()
+        infos = [self.info(x) for x in xs]
+        for x, info in zip(xs, infos, strict=True):
+            wrong = info.type.invariant & axes if m.takes == "V" else info.type.varying & axes
+            if wrong and (m.verb != "pvary" or m.origin is not None):
+                raise messages.collective_of_wrong_type(self, m, Operand(x, info), sorted(wrong))
+            if m.takes == "I" and info.type.differentiable:  # the ranks may have picked different parts by a number
+                self._record_numbers(m.verb, (x.storage_offset() - info.start,), info.type.invariant)
+        with self.paused():
+            out = tuple(run(xs))
+        op = m.verb if m.origin is None else f"{m.verb}, the transpose of the {m.transpose.verb}"
+        known: dict[tuple[Type, int], tuple[Type, History]] = {}  # most tensors of a tree have one type
+        for y, info in zip(out, infos, strict=True):
+            if (key := (info.type, id(info.history))) not in known:
+                known[key] = self._collective_type(m, info.type, info.history, site)
+            new, history = known[key]
+            self._set_info(y, new, op=op, site=site, alias=not m.moves, history=history)
+        return out
+
+    def _collective_type(self, m: Any, t: Type, before: History, site: callsite.Site | None) -> tuple[Type, History]:
+        """Return the type and the history of a result of a linear map from those of its operand."""
+        axes = frozenset(m.axes)
+        varying = t.varying | axes if m.gives == "V" else t.varying - axes
+        invariant = t.invariant - axes if m.gives == "V" else t.invariant | axes
+        reductions = tuple(x for x in before.reductions if x.axis in invariant)
+        if m.gives == "I" and m.origin is None:
+            reductions += tuple(Reduction(axis, m.verb, site) for axis in m.axes)
+        mixtures = tuple(x for x in before.mixtures if x.axis in varying)
+        copies = before.copies | axes - t.varying if m.verb == "pvary" else before.copies - axes
+        gathers = tuple(x for x in before.gathers if x.axis in varying - axes)
+        if m.verb == "all_gather" and m.gives == "V" and m.origin is None:
+            gathers += tuple(Reduction(axis, m.verb, site) for axis in m.axes)
+        history = History(mixtures, reductions, before.partials if varying else (), copies, gathers)
+        return Type(varying, invariant, t.differentiable), history
+
+    @_without_torch_function
+    def check_pvary(self, m: Any, xs: Sequence[Tensor]) -> None:
+        """Raise for a pvary of tensors that vary already, if their gradients would be summed.
+
+        For a frozen tensor it does nothing, so that one function can serve a trained model and a frozen one.
+        """
+        for x in xs:
+            info = self.info(x)
+            wrong = info.type.varying & frozenset(m.axes)
+            if wrong and self.differentiated(x):
+                raise messages.collective_of_wrong_type(self, m, Operand(unwrapped(x), info), sorted(wrong))
+        self.pvaried.add(callsite.site())
+
+    # --- operations ---
+
+    def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation after a check of its operands' types, and type its results."""
+        if self._paused or (op := operation(func)).namespace == "prim":
+            return func(*args, **kwargs)
+        with without_torch_function():
+            if op.namespace == "higher_order":
+                return self._run_higher_order(op, args, kwargs)
+            return (self._run_on_lists if op.on_lists else self._run_on_tensors)(op, args, kwargs)
+
+    def _run_on_tensors(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operands = [Operand(x, self._info_of_plain(x)) for x in op.read(args, kwargs)]
+        if op.uses_torch_generator is not None and op.uses_torch_generator(args, kwargs):
+            raise messages.draw_from_torch_generator(op.name)
+        if op.lacks_a_value(args, kwargs):
+            raise messages.reduction_of_no_value(op.name, args[0])
+        new, history = self._result_type(op, operands, args, kwargs)
+        written: Sequence[Operand] = ()
+        to_write = op.written(args, kwargs)
+        if to_write:
+            written = [Operand(x, self._info_of_plain(x)) for x in to_write]
+            self._check_written(op, new, history, written, operands)
+        out = op.func(*args, **kwargs)
+        invariant_part = join([new, *(o.info.type for o in written)]) if written else new
+        self._record_numbers_of_call(op, invariant_part, args, kwargs)
+        for o in written:
+            self._set_written_info(op, o, new, history)
+        self._set_result_info(op, new, history, operands, out, {id(x) for x in to_write} if to_write else ())
+        return out
+
+    def _run_higher_order(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that takes functions (torch.cond, flex_attention), typed by its operands alone."""
+        operands = [Operand(x, self.info(x)) for x in op.read(args, kwargs)]
+        new, history = self._result_type(op, operands, args, kwargs)
+        with self.paused():
+            out = op.func(*args, **kwargs)
+        self._set_result_info(op, new, history, operands, out, ())
+        return out
+
+    def _run_on_lists(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on lists: a tensor mixes only with those at its position in the other lists."""
+        rows = []
+        for row in op.rows(args, kwargs):
+            read = [Operand(x, self.info(x)) for x in (row[op.lists_written :] if op.overwrites else row)]
+            new, history = self._result_type(op, read, args, kwargs)
+            written = [Operand(x, self.info(x)) for x in row[: op.lists_written]]
+            self._check_written(op, new, history, written, read)
+            rows.append((written, new, history))
+        out = op.func(*args, **kwargs)
+        self._record_numbers_of_call(op, join([new for _, new, _ in rows]), args, kwargs)
+        for i, (written, new, history) in enumerate(rows):
+            for o in written:
+                self._set_written_info(op, o, new, history)
+            if isinstance(out, (list, tuple)) and i < len(out):
+                self._set_result_info(op, new, history, [], out[i], ())
+        return out
+
+    def _result_type(
+        self, op: Operation, operands: Sequence[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Type, History]:
+        """Return the type of an operation's results, and the lines that explain it.
+
+        Raises ShardingError where an operand that is invariant must not meet a varying one.
+        """
+        if op.constant:
+            axes = NONE.union(*(o.info.type.varying | o.info.history.like for o in operands)) if op.like else NONE
+            return Type(), history_like(axes)
+        if op.completed_by is None and operands:  # the usual case, made fast
+            (_, first), *others = operands
+            if not others or all(o.info.type == first.type and o.info.history is first.history for o in others):
+                return first.type if first.type.varying or first.type.invariant else Type(), first.history
+        types = [o.info.type for o in operands]
+        mixtures = {m.axis: m for o in reversed(operands) for m in o.info.history.mixtures}
+        for axis in sorted(NONE.union(*(t.varying for t in types))):
+            invariant = [o for o in operands if axis in o.info.type.invariant]
+            if invariant:
+                varying = [o for o in operands if axis in o.info.type.varying]
+                mixture = self._mix(op, axis, invariant, varying, operands, mixtures.get(axis))
+                if mixture is not None and (axis not in mixtures or mixture.is_update):
+                    mixtures[axis] = mixture
+        new = join(types)
+        reductions = {r.axis: r for o in operands for r in o.info.history.reductions if r.axis in new.invariant}
+        partials = self._partials(op, operands, args, kwargs) if new.varying and not in_backward() else ()
+        copies = frozenset(a for a in new.varying if all(a in o.info.history.copies for o in operands
+                                                         if a in o.info.type.varying))  # fmt: skip
+        gathers = {r.axis: r for o in operands for r in o.info.history.gathers}
+        for axis in list(gathers):
+            histories = [o.info.history for o in operands if axis in o.info.type.varying]
+            if not all(axis in h.copies or axis in {r.axis for r in h.gathers} for h in histories):
+                del gathers[axis]
+        if not (mixtures or reductions or partials or copies or gathers):
+            is_free = not (new.varying or new.invariant)
+            return new, history_like(NONE.union(*(o.info.history.like for o in operands)) if is_free else NONE)
+        return new, History(tuple(mixtures.values()), tuple(reductions.values()), partials, copies,
+                            tuple(gathers.values()))  # fmt: skip
+
+    def _partials(
+        self, op: Operation, operands: Sequence[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Partial, ...]:
+        """Return the last two reductions of a dim on the way to the result of an operation, the last one first."""
+        known: tuple[Partial, ...] = ()
+        for o in operands:
+            partials = o.info.history.partials
+            if partials and known and partials != known:
+                known = self._joined_partials(op, operands)
+                break
+            known = partials or known
+        firsts = [(o.info.site, p) for o in operands for p in o.info.history.partials[:1]]
+        is_product_of_sums = len(firsts) == len(operands) > 1 and all(p.axes and p.site == site for site, p in firsts)
+        if op.completed_by and not is_product_of_sums:
+            dim, ndim = op.reduced_dim(args, kwargs), operands[0].tensor.ndim
+            to_scalar = ndim > 0 and (dim is None or ndim == 1) and op.name != "matmul"
+            reduced = operands[-2:] if op.name == "matmul" else operands[:1]  # before them, a matrix to add
+            axes = frozenset[str].intersection(*(o.info.type.varying - o.info.history.copies for o in reduced))
+            return Partial(op.name, op.completed_by, callsite.site(), axes, dim, to_scalar), *known[:1]
+        return known
+
+    def _joined_partials(self, op: Operation, operands: Sequence[Operand]) -> tuple[Partial, ...]:
+        """Return the partial results that a value was computed from: their sum, which is one, or each of the first."""
+        found = {o.info.history.partials[0]: o for o in operands if o.info.history.partials}
+        site, verbs = callsite.site(), {p.verb for p in found}
+        direct = all(o.info.site in (p.site, site) for p, o in found.items())  # sum() begins with 0 + x
+        if direct and len(verbs) == 1 and len(found) == len(operands) and op.name in _LINEAR:
+            axes = frozenset[str].intersection(*(p.axes for p in found))
+            return (Partial(op.name, verbs.pop(), site, axes, None, True),)
+        return tuple(found)[:2]
+
+    def _mix(
+        self, op: Operation, axis: str, invariant: Sequence[Operand], varying: Sequence[Operand],
+        operands: Sequence[Operand], earlier: Mixture | None,
+    ) -> Mixture | None:  # fmt: skip
+        """Return the mixture of operands that are invariant over an axis with some that vary; raise if it is wrong."""
+        differentiated = [] if op.compares else [
+            o for o in invariant if differentiable_dtype(o.tensor) and self.differentiated(o.tensor)
+            and not self._reaches_captured_alone(o.tensor)
+        ]  # fmt: skip
+        drawn = [o for o in varying if _is_draw(op, o, axis)]
+        strict = [*differentiated]
+        if not all(_is_copy(o, axis) for o in varying):  # the same numbers for copies of one value are right
+            strict += [o for o in invariant if _is_draw(op, o, axis)]
+        if not strict and drawn and not op.compares:
+            strict = [o for o in invariant if o.info.type.differentiable]
+        others = drawn or [o for o in varying if differentiable_dtype(o.tensor)]
+        if strict and others:
+            raise messages.invariant_mixed_with_varying(self, op.name, axis, strict[0], others[0], operands)
+        site = callsite.site()
+        if site is None:
+            return None
+        o, other = (differentiated or invariant)[0], varying[0]
+        known = self.mixtures.get((site, axis))
+        text = known.text if known else messages.mixture_text(self, op.name, operands, o, other)
+        is_update = op.pointwise and bool(o.info.name) and all(y.tensor.numel() <= o.tensor.numel() for y in operands)
+        roots = frozenset(x.info.root for x in invariant)
+        mixture = Mixture(axis, op.name, site, o.info, tuple(o.tensor.shape), other.info, text, bool(differentiated),
+                          is_update, roots, earlier)  # fmt: skip
+        for x in invariant:
+            if x.info.is_captured:
+                self.mixtures_of_captured.setdefault((x.info.root, axis), mixture)
+        if known is None or (mixture.differentiated and not known.differentiated):
+            self.mixtures[site, axis] = mixture
+        return mixture
+
+    def _reaches_captured_alone(self, x: Tensor) -> bool:
+        """Return whether a gradient to a plain tensor reaches captured leaves alone.
+
+        Such a leaf requires a gradient as every nn.Parameter does: only a backward pass shows if it is to have one.
+        """
+        if self.differentiated.is_inside(x):
+            return False
+        leaves = leaves_of(x)
+        return bool(leaves) and all(self.info(leaf).origin == "captured" for leaf in leaves)
+
+    def _check_written(
+        self, op: Operation, new: Type, history: History, written: Sequence[Operand], operands: Sequence[Operand]
+    ) -> None:
+        """Raise where an operation writes to a captured tensor, or values that vary into an argument that does not."""
+        for o in written:
+            if o.info.is_captured:
+                raise messages.captured_written(self, op.name, o, operands)
+            axes = o.info.type.invariant & new.varying
+            if axes and storage_id(o.tensor) in self._argument_storages:
+                varying = next(x for x in operands if axes & x.info.type.varying)
+                raise messages.argument_overwritten(self, op.name, o, varying, operands, history, sorted(axes))
+
+    def _set_written_info(self, op: Operation, o: Operand, new: Type, history: History) -> None:
+        info = TensorInfo(new, o.info.root, op=op.name, site=callsite.site(), history=history)
+        self._table.write(o.tensor, info, overwrites=op.overwrites)
+
+    def _set_result_info(
+        self, op: Operation, new: Type, history: History, operands: Sequence[Operand], out: Any,
+        written: Collection[int],
+    ) -> None:  # fmt: skip
+        if isinstance(out, (list, tuple)):
+            for x in out:
+                self._set_result_info(op, new, history, operands, x, written)
+        if not isinstance(out, Tensor) or id(out) in written:
+            return
+        if not op.constant:
+            self.differentiated.follow(operands, out)
+        differentiable = new.differentiable and differentiable_dtype(out)
+        # A value computed from a draw stays drawn until it has a gradient; an integer is a number like any other.
+        is_draw = bool(new.drawn) and not differentiable and (differentiable_dtype(out) or out.dtype == torch.bool)
+        drawn = new.drawn if is_draw else NONE
+        same = differentiable == new.differentiable and drawn == new.drawn  # the usual case, made fast
+        type = new if same else Type(new.varying, new.invariant, differentiable, drawn)
+        if op.view and operands:
+            _, root, name, made_by, site, start, views, _, origin = operands[0].info
+            if op.copies:
+                start, origin = int(out.storage_offset()), ""
+            elif origin == "captured":
+                origin = "view of captured"
+            info = TensorInfo(type, root, name, made_by, site, start, views, None, origin)
+            self._table.set(out, info, alias=not op.copies)
+        else:
+            self._set_info(out, type, op=op.name, history=history)
+
+    def _record_numbers_of_call(self, op: Operation, new: Type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the Python numbers of an invariant result: they must be the same on every rank."""
+        if new.invariant and new.differentiable:
+            numbers = op.numbers(args, kwargs)
+            if numbers:
+                self._record_numbers(op.name, numbers, new.invariant)
+
+    def _record_numbers(self, op: str, numbers: tuple[Any, ...], invariant: frozenset[str]) -> None:
+        place = (op, callsite.site(), tuple(sorted(invariant)))
+        self._runs[place] += 1
+        self.numbers[*place, self._runs[place]] = numbers
+
+    def numbers_to_compare(self) -> dict[Any, Any]:
+        """Return the recorded numbers as plain data that can be sent to other processes."""
+        return {
+            (op, str(site), site.lasti if site else 0, invariant, run): numbers
+            for (op, site, invariant, run), numbers in self.numbers.items()
+        }
+
+    def digest(self) -> str:
+        """Return a hash of the recorded numbers."""
+        return hashlib.blake2b(repr(sorted(self.numbers_to_compare().items(), key=repr)).encode()).hexdigest()
+
+    # --- losses, gradients, results ---
+
+    def check_loss(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor] | None) -> None:
+        """Raise if a loss varies over an axis over which a tensor that it is differentiated by is invariant."""
+        if in_backward():  # a recomputation there differentiates a product with its gradient, and no loss
+            return
+        for x in outputs:
+            loss = Operand(unwrapped(x), self.info(x))
+            for leaf in (leaves_of(x) if inputs is None else inputs) if loss.info.type.varying else ():
+                parameter = Operand(unwrapped(leaf), self.info(leaf))
+                axes = loss.info.type.varying & parameter.info.type.invariant
+                if axes:
+                    raise messages.loss_varies(self, x, loss, parameter, sorted(axes))
+
+    @_without_torch_function
+    def check_gradients(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> None:
+        """Raise for gradients that vary where parameters do not, or are reduced where these vary; type the others."""
+        reductions = tuple(r for x in outputs for r in self.info(x).history.reductions)
+        for x, grad in zip(inputs, grads, strict=True):
+            if grad is None:
+                continue
+            parameter, gradient = Operand(unwrapped(x), self.info(x)), Operand(unwrapped(grad), self.info(grad))
+            want, have = parameter.info.type, gradient.info.type
+            # Constants alone make a gradient invariant too, such as a frozen layer's gradient by its input.
+            reduced = {r.axis for r in gradient.info.history.reductions}
+            wrong = (have.varying & want.invariant) | (have.invariant & want.varying & reduced)
+            if wrong:
+                raise messages.gradient_has_wrong_type(self, parameter, gradient, sorted(wrong))
+            history = gradient.info.history._replace(reductions=reductions)
+            self._table.set(gradient.tensor, gradient.info._replace(type=want, history=history), alias=True)
+
+    def check_accumulated(self, leaves: Sequence[Tensor]) -> None:
+        """Raise for captured leaves among those into whose `.grad` a backward pass, or an assignment, writes."""
+        operands = {id(x): Operand(unwrapped(x), self.info(x)) for x in leaves if x.is_leaf}
+        captured = [o for o in operands.values() if o.info.origin == "captured"]
+        if captured:
+            raise messages.gradient_accumulated(captured)
+
+    def set_data(self, x: Tensor, data: Tensor) -> None:
+        """Type a tensor whose `.data` is set, which no operation shows. Raise for a captured one."""
+        x, info = unwrapped(x), self.info(x)
+        if info.is_captured:
+            raise messages.captured_written(self, "an assignment to .data", Operand(x, info), ())
+        self._table.set(x, self.info(data)._replace(name=info.name, origin=""), alias=True)
+
+    @_without_torch_function
+    def wrong_results(self, leaves: Sequence[Any], specs: Sequence[P]) -> list[tuple[int, Tensor, P]]:
+        """Return the results whose types their specs do not allow, with their positions."""
+        axes = {spec: frozenset(spec.axes) for spec in set(specs)}
+        wrong = []
+        for i, (x, spec) in enumerate(zip(leaves, specs, strict=True)):
+            if isinstance(x, Tensor):
+                type_ = self.info(x).type
+                if type_.varying - axes[spec] or type_.invariant & axes[spec]:
+                    wrong.append((i, x, spec))
+        return wrong
+
+    @_without_torch_function
+    def result_errors(self, name: str, rows: Sequence[tuple[str, Tensor, P]]) -> list[ShardingError]:
+        """Return the errors of results, each with its path, that do not fit their specs: one for each line and axes."""
+        groups: dict[Any, list[tuple[str, Operand, P]]] = {}
+        for path, x, spec in rows:
+            info, axes = self.info(x), set(spec.axes)
+            extra, missing = tuple(sorted(info.type.varying - axes)), tuple(sorted(info.type.invariant & axes))
+            if extra or missing:
+                result = Operand(unwrapped(x), info)
+                update = messages.update_of(result, extra)
+                key = (update.site if update else info.site, extra, () if extra else missing)
+                groups.setdefault(key, []).append((path, result, spec))
+        return [messages.results_have_wrong_type(self, name, group, *key[1:]) for key, group in groups.items()]
+
+
+def same_numbers(mesh: Mesh, checkers: Mapping[int, Checker]) -> None:
+    """Raise where a Python number that an invariant value was computed from differs between ranks of its axes.
+
+    `checkers` are those of this process's ranks; on a process mesh the numbers are gathered. An abstract mesh may have
+    run a few of its ranks.
+    """
+    by_rank: dict[int, Any] = {rank: c.numbers for rank, c in checkers.items()}
+    if mesh.kind == "process":
+        (mine,) = checkers.values()
+        by_rank = dict(enumerate(mesh.gather_objects(mine.numbers_to_compare())))
+    coords = {rank: mesh.coords(rank) for rank in by_rank}
+    runs = {rank: Counter(place[:-1] for place in numbers) for rank, numbers in by_rank.items()}
+    for axis, n in mesh.axes.items():
+        for first, coord in coords.items():
+            if coord[axis] or n == 1:
+                continue
+            group = [rank for rank, c in coords.items() if {**c, axis: 0} == coord]
+            for place, numbers in by_rank[first].items():
+                op, site, *_, invariant, _ = place
+                # Ranks that ran a line a different number of times cannot be matched run by run.
+                if axis not in invariant or len({runs[rank][place[:-1]] for rank in group}) > 1:
+                    continue
+                values = [by_rank[rank][place] for rank in group]
+                if any(repr(value) != repr(numbers) for value in values):
+                    rows = [(f"{axis}={coords[rank][axis]}", by_rank[rank][place]) for rank in group]
+                    raise messages.number_differs(op, site, axis, rows)
+
+
+_LINEAR = ("add", "sub", "stack", "cat")  # of parts of sums they are a part of a sum
+
+
+def _is_copy(o: Operand, axis: str) -> bool:
+    """Return whether an operand that varies over an axis has the same value on each rank of it."""
+    return axis in o.info.history.copies or any(g.axis == axis for g in o.info.history.gathers)
+
+
+def _is_draw(op: Operation, o: Operand, axis: str) -> bool:
+    """Return whether an operand is a random draw that an operation applies to the elements of the others."""
+    # A drawn integer used as an index (a sampled token) may pick from any operand, and a matrix may be random.
+    applies = (differentiable_dtype(o.tensor) or o.tensor.dtype == torch.bool) and op.name != "matmul"
+    return axis in o.info.type.drawn and (applies or op.pointwise)

@@ -1,0 +1,241 @@
+"""Fixes that errors suggest: lines of the user's code, rewritten; and the line that is executing, with its operands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fshard._core import callsite
+from fshard._core.torch import unwrapped
+
+from .suggestion import called_at, executing, qualified_name, rewritten, with_first_operand
+from .types import Facts, Operand, Partial, Reduction, TensorInfo, show_type
+
+CAPTURED = "a captured tensor"
+IS_SUM = "each rank has a part of a sum"
+IS_MEAN = "each rank has the mean over an equal count"
+_WHOLE = {
+    "pmean": IS_MEAN,
+    "psum": IS_SUM,
+    "pmax": "the result is the largest value of all ranks",
+    "pmin": "the result is the smallest value of all ranks",
+}
+# Functions that end in the operation that reduces; the sum of Python ends in the addition of two parts.
+_REDUCES = ("linear", "einsum", "cross_entropy", "nll_loss", "sum")
+
+
+class Scene:
+    """The user's line that is executing, and the names that it has for operands; these are in the operator's order."""
+
+    def __init__(
+        self, checker: Facts, operands: Sequence[Operand] = (), op: str = "", frame: FrameType | None = None
+    ) -> None:
+        self.checker, self._op = checker, op
+        self.frame = callsite.caller_of_models(frame or callsite.user_frame())
+        self.site, self.expression = callsite.site(self.frame), executing(self.frame)
+        self._positions = {id(o.tensor): i for i, o in reversed(list(enumerate(operands)))}
+
+    @property
+    def line(self) -> int:
+        """Line number, from 1; 0 if there is none."""
+        return self.site.line if self.site else 0
+
+    def call(self, verb: str, *args: str) -> str:
+        """Return the source of a call, as the user's imports spell it: `fs.pvary(x, "data")`."""
+        return f"{qualified_name(self.frame, verb)}({', '.join(args)})"
+
+    def node(self, o: Operand) -> Any:
+        """Return the part of the executing expression that is an operand, or a view of it; `None` if unknown."""
+
+        def is_operand(x: object) -> bool:
+            return isinstance(x, Tensor) and (unwrapped(x) is o.tensor or self.checker.info(x).root == o.info.root > 0)
+
+        return self.expression and self.expression.find(is_operand, self._positions.get(id(o.tensor), -1), self._op)
+
+    def known_name(self, o: Operand) -> str | None:
+        """Return the source text of an operand, or its path among the arguments."""
+        node = self.node(o)
+        return self.expression.source(node) if self.expression and node else o.info.name
+
+    def name(self, o: Operand) -> str:
+        """Return the source text of an operand, else its path, else the operation that made it."""
+        made = f"a result of {o.info.op}" if o.info.op else CAPTURED if o.info.is_captured else "a tensor"
+        return self.known_name(o) or made
+
+    def row(self, o: Operand, name: str = "") -> tuple[str, str]:
+        """Return an operand's name, and its type, with the shape that the user's tensor has, and path."""
+        name, path, node = name or self.name(o), o.info.name, self.node(o)
+        if o.info.is_captured and name != CAPTURED:
+            path = "captured"
+        tensor = self.expression.value(node) if self.expression and node else None
+        text = show_type(o, tensor.shape if isinstance(tensor, Tensor) else None)
+        return name, text if path is None or path.replace("'", '"') == name.replace("'", '"') else f"{text}    {path}"
+
+    def is_batched(self, o: Operand, other: Operand) -> bool:
+        """Return whether an operand has a dim in front that the user's code does not see, and another has none."""
+        nodes = self.node(o), self.node(other)
+        values = [self.expression.value(node) if self.expression and node else None for node in nodes]
+        hidden = [x.tensor.ndim - value.ndim if isinstance(value, Tensor) else 0
+                  for x, value in zip((o, other), values, strict=True)]  # fmt: skip
+        return hidden[0] == 0 < hidden[1]
+
+    def without_pvary(self, o: Operand) -> str | None:
+        """Return the line without the pvary that made an operand; `None` if it stands elsewhere."""
+        node = self.node(o) if o.info.op == "pvary" else None
+        return self.expression.unwrapped(node) if self.expression and node else None
+
+    def line_with(self, verb: str, *operands: tuple[Operand, str]) -> str:
+        """Return the line with a call around each operand, over its axes; else the calls, to make before the line."""
+        nodes = [self.node(o) for o, _ in operands]
+        if self.expression and all(nodes):
+            changes = [(node, self.call(verb, self.expression.source(node), axes))
+                       for node, (_, axes) in zip(nodes, operands, strict=True)]  # fmt: skip
+            line = self.expression.replaced(*changes)
+            if line:
+                return line
+        return ", and ".join(self.call_before(verb, o, axes) for o, axes in operands)
+
+    def call_before(self, verb: str, o: Operand, axes: str) -> str:
+        """Return the advice to call a function on an operand before the line."""
+        which = "invariant operand" if verb == "pvary" else "varying operand"
+        return f"apply {self.call(verb, self.known_name(o) or '...', axes)} to the {which} before this line"
+
+
+class Fix(NamedTuple):
+    """A line of code that makes a program right, or an advice."""
+
+    text: str
+    condition: str = ""  # if there are several, the one under which it is right
+    site: callsite.Site | None = None  # if it is not that of the error
+
+
+def fix_lines(fixes: Sequence[Fix]) -> str:
+    """Return the fixes of an error, one on each line."""
+    lines = []
+    for x in fixes:
+        place, condition = (
+            f"at {str(x.site).partition(' in ')[0]}" if x.site else "",
+            f"if {x.condition}" if x.condition else "",
+        )
+        when = ", ".join(filter(None, (place, condition)))
+        lines.append(f"{when}:  {x.text}" if when else x.text)
+    return "\n  or, ".join(lines)
+
+
+# --- fixes of an operand --------------------------------------------------------------------------------------
+
+
+def fix_of_whole_tree(scene: Scene, axes: Sequence[str], leaf: Operand) -> str:
+    """Return the fix of all leaves of an argument, if the operand is one of them."""
+    root, (tree, is_item, _) = (leaf.info.name or "").partition("[")[0], scene.name(leaf).partition("[")
+    leaves = [info for info in scene.checker.arguments if (info.name or "").startswith(f"{root}[")]
+    if not is_item or len(leaves) < 2:
+        return ""
+    if all(info.type.invariant.issuperset(axes) for info in leaves):
+        return (
+            f"\n  or, for all of {tree}:  {tree} = {scene.call('pvary', tree, axes_source(axes))}, before its first use"
+        )
+    return f"\n  or, for all of {tree}:  {tree} = {scene.call('unshard', tree, 'its specs', axes_source(axes))}"
+
+
+def fix_before_vmap(checker: Facts, leaf: Operand, axes: str) -> str:
+    """Return the fix of per-example gradients of a leaf: a pvary in the arguments of the call of torch.func.vmap."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith("_functorch/vmap.py"):
+        frame = frame.f_back
+    frame = frame and callsite.user_frame(frame)
+    scene = Scene(checker, frame=frame)
+    node = scene.node(leaf)
+    line = scene.expression and node and scene.expression.replaced(
+        (node, scene.call("pvary", scene.expression.source(node), axes))
+    )  # fmt: skip
+    advice = f"{scene.call('pvary', leaf.info.name or '...', axes)} before torch.func.vmap, and not inside it"
+    return fix_lines([Fix(line, "", scene.site) if line else Fix(advice)])
+
+
+def reduced_over_another_axis(r: Reduction, axes: Sequence[str]) -> Fix:
+    """Return the fix of an earlier reduction that was meant to be over other axes."""
+    line = rewritten(r.site, lambda source: source.replace(axes_source([r.axis]), axes_source(axes), 1))
+    return Fix(line or f"name {axes_text(axes)} there", f"the {r.verb} there is to be over {axes_text(axes)}", r.site)
+
+
+# --- fixes of a value that varies -----------------------------------------------------------------------------
+
+
+def fix_of_partial(x: Operand, axes: Sequence[str]) -> str:
+    """Return the fixes of a value that varies over `axes` and must not."""
+    here = x.info.site
+    if gather := fix_of_gather(x.info, axes, here.line if here else 0):
+        return fix_lines([gather])
+    fixes = fixes_of_partials(x.info, axes, here.line if here else 0)
+    if not fixes:
+        fixes = [Fix(call_at(here, verb, axes), _WHOLE[verb]) for verb in ("pmean", "psum")]
+    if x.tensor.ndim:
+        fixes += [Fix(f"name {axes_text(axes)} in its out spec", "each rank is to return its part"),
+                  Fix(call_at(here, "all_gather", axes, 'to="invariant"'), "each rank has some rows")]  # fmt: skip
+    return fix_lines(fixes)
+
+
+def fix_of_gather(x: TensorInfo, axes: Sequence[str], line: int) -> Fix | None:
+    """Return the fix of a value that varies over the axes by an all_gather alone, and must not: at the all_gather."""
+    sites = {r.site for r in x.history.gathers if r.axis in axes}
+    if len(sites) != 1 or not set(axes) <= {r.axis for r in x.history.gathers}:
+        return None
+    (site,) = sites
+    called = called_at(site)
+    if called is not None and called.rpartition(".")[2] != "all_gather":  # of unshard, which gathers on the way
+        return None
+    text = rewritten(site, lambda source: f'{source.removesuffix(")")}, to="invariant")')
+    return Fix(text or 'fs.all_gather(..., to="invariant")', "", site if site and site.line != line else None)
+
+
+def fixes_of_partials(x: TensorInfo, axes: Sequence[str], line: int) -> list[Fix]:
+    """Return the fixes of operations that reduced a dim on the way to a value, if the axes may split it."""
+    partials = [p for p in x.history.partials if p.axes & set(axes)]
+    fixes = [_fix_of_reduction(p, axes, p.site if p.site and p.site.line != line else None) for p in partials]
+    return list(dict.fromkeys(fixes))
+
+
+def _fix_of_reduction(p: Partial, axes: Sequence[str], site: callsite.Site | None) -> Fix:
+    """Return the fix of an operation that reduced a dim of which each rank has a part."""
+    called = called_at(p.site)
+    name = called.rpartition(".")[2] if called else p.op
+    if not (name in p.op or p.op in name or name in _REDUCES):  # a function that also does other things
+        return Fix(f"pass {called} the axes, or the specs, that split its arguments", _WHOLE.get(p.verb, ""), site)
+    if p.verb != "all_gather":
+        return Fix(call_at(p.site, p.verb, axes), _WHOLE[p.verb], site)
+    name = qualified_name(callsite.user_frame(), "all_gather")
+    arguments = f'{axes_source(axes)}, {-1 if p.dim is None else p.dim}, to="invariant"'
+    line = rewritten(p.site, lambda source: with_first_operand(source, lambda x: f"{name}({x}, {arguments})"))
+    return Fix(
+        line or f"{name}(..., {arguments}) before this line", f"{axes_text(axes)} splits what {p.op} reduces", site
+    )
+
+
+# --- axes, and parts of a line ---------------------------------------------------------------------------------
+
+
+def call_at(site: callsite.Site | None, verb: str, axes: Sequence[str], *more: str) -> str:
+    """Return a line with a call around the expression that is at a place."""
+    name = qualified_name(callsite.user_frame(), verb)
+    arguments = ", ".join((axes_source(axes), *more))
+    return rewritten(site, lambda source: f"{name}({source}, {arguments})") or f"{name}(..., {arguments})"
+
+
+def mixed_axes(invariant: TensorInfo, varying: TensorInfo) -> list[str]:
+    """Return the axes over which one operand is invariant and the other varies."""
+    return sorted(invariant.type.invariant & varying.type.varying)
+
+
+def axes_source(axes: Sequence[str]) -> str:
+    """Return axes as an argument: `"data"`, `("data", "model")`."""
+    return f'"{axes[0]}"' if len(axes) == 1 else "(" + ", ".join(f'"{a}"' for a in axes) + ")"
+
+
+def axes_text(axes: Sequence[str]) -> str:
+    """Return axes in a sentence: `'data' and 'model'`."""
+    return " and ".join(map(repr, axes))

@@ -1,0 +1,183 @@
+"""Facts about operations of torch, read from their schemas: which tensors one reads and writes, and if it is random."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard._core.operations import tensors_in, written_arguments
+from fshard._core.torch import schema_of
+
+# The result has the shape or dtype of an argument, and none of its values.
+_CONSTANT = {
+    "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
+    "new_empty_strided", "_efficientzerotensor", "_new_zeros_with_same_feature_meta",
+}  # fmt: skip
+_LIKE = {"zeros_like", "ones_like", "empty_like", "full_like"}  # it also has a value for each of the argument's
+_COMPARES = {  # the result has no gradient
+    "eq", "ne", "lt", "le", "gt", "ge", "isclose", "equal", "isin", "bucketize", "searchsorted", "logical_and",
+    "logical_or", "logical_xor", "is_same_size", "_has_same_storage_numel",
+}  # fmt: skip
+_OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}
+_SAME_VALUES = {"_to_copy", "clone", "contiguous", "detach", "alias"}  # in the same storage or in another
+_USER_NAMES = {
+    "mm": "matmul", "bmm": "matmul", "addmm": "matmul", "baddbmm": "matmul", "t": "transpose",
+    "native_layer_norm": "layer_norm",
+}  # fmt: skip
+_COMPLETED_BY = {  # the collective that completes a result where an axis splits a dim that the operation reduces
+    **dict.fromkeys(("sum", "matmul", "dot", "vdot", "mv", "count_nonzero"), "psum"),
+    "mean": "pmean", "mse_loss": "pmean", "nll_loss_forward": "pmean",
+    "amax": "pmax", "max": "pmax", "amin": "pmin", "min": "pmin",
+    **dict.fromkeys(("argmax", "argmin", "logsumexp", "softmax", "log_softmax", "topk", "sort", "argsort", "median",
+                     "var", "var_mean", "std", "linalg_vector_norm", "cumsum", "prod", "all", "any"), "all_gather"),
+}  # fmt: skip
+_OF_SOME_VALUE = {"amax", "amin", "aminmax", "argmax", "argmin", "max", "min"}  # have no result without a value
+_SHAPES = {"size", "stride", "shape", "split_sizes"}
+_SHARED_SCALARS = {"lr", "state_steps", "grad_scale", "found_inf"}  # of a fused step: no gradients, used by every row
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One overload of one operation."""
+
+    func: Any
+    name: str  # as a user calls it
+    namespace: str = "aten"
+    constant: bool = False  # the result has no values of the arguments
+    like: bool = False  # a `constant` that has a value for each of the argument's
+    fresh: bool = False  # the argument was made just now, by no operation: torch.tensor, torch.from_numpy
+    compares: bool = False
+    pointwise: bool = False
+    completed_by: str | None = None  # the collective that completes a result computed from a part of a dim
+    view: bool = False  # the result has the values of the first argument, or some of them
+    copies: bool = False  # a `view` in memory of its own
+    overwrites: bool = False  # does not read the arguments that it writes
+    writes: tuple[tuple[int, str], ...] = ()  # positions and names of the arguments that are written
+    on_lists: bool = False  # computes row i of its results from row i of each list of tensors
+    lists_written: int = 0
+    uses_torch_generator: Callable[[Args, Kwargs], bool] | None = None  # asked for each call; None: never
+    # Name and default of each argument; whether it is a shape.
+    arguments: tuple[tuple[str, Any, bool], ...] = ()
+
+    def written(self, args: Args, kwargs: Kwargs) -> list[Tensor]:
+        """Return the tensors that a call writes in place."""
+        batch_norm = self.name.endswith("batch_norm")
+        if not (self.writes or batch_norm):  # the usual case, made fast
+            return []
+        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in self.writes]
+        if batch_norm and len(args) > 5 and args[5] is True:  # its schema does not mark them
+            written += args[3:5]
+        return tensors_in(written)
+
+    def lacks_a_value(self, args: Args, kwargs: Kwargs) -> bool:
+        """Return whether a call has no value to choose; torch's fake tensors do not refuse a `max` or `min` of none."""
+        if self.name not in _OF_SOME_VALUE or args[0].numel():
+            return False
+        dim = self._values(args, kwargs).get("dim")
+        dims = [dim] if isinstance(dim, int) else dim
+        return not dims or any(args[0].shape[d] == 0 for d in dims)
+
+    def reduced_dim(self, args: Args, kwargs: Kwargs) -> int | None:
+        """Return the dim that a call reduces; `None` for all or several."""
+        dim = self._values(args, kwargs).get("dim")
+        dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+        return dim if isinstance(dim, int) else None
+
+    def numbers(self, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
+        """Return the Python numbers of a call, defaults included, but not the sizes of the result."""
+        numbers: list[Any] = []
+        given = len(args)
+        for i, (name, default, is_shape) in enumerate(self.arguments):
+            x = args[i] if i < given else kwargs.get(name, default)
+            if x is None or type(x) is Tensor:  # the usual case, made fast
+                continue
+            if isinstance(x, (list, tuple)) and not is_shape:
+                numbers += [y for y in x if isinstance(y, (bool, int, float, complex))]
+            elif isinstance(x, (bool, int, float, complex)):
+                numbers.append(x)
+        return tuple(numbers)
+
+    def _values(self, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+        """Return the arguments of a call by name."""
+        return {**dict(zip((name for name, _, _ in self.arguments), args, strict=False)), **kwargs}
+
+    def read(self, args: Args, kwargs: Kwargs) -> list[Tensor]:
+        """Return the tensors that a call reads."""
+        if self.fresh:
+            return []
+        if not self.overwrites:
+            return tensors_in(args, kwargs)
+        positions, names = {i for i, _ in self.writes}, {name for _, name in self.writes}
+        positional = [x for i, x in enumerate(args) if i not in positions]
+        return tensors_in(positional, {name: x for name, x in kwargs.items() if name not in names})
+
+    def rows(self, args: Args, kwargs: Kwargs) -> list[list[Tensor]]:
+        """Return the tensors of each row of the lists, those that are written first."""
+        values = [x for name, x in self._values(args, kwargs).items() if name not in _SHARED_SCALARS]
+        lists = [x for x in values if isinstance(x, (list, tuple)) and x and isinstance(x[0], Tensor)]
+        n = len(lists[0]) if lists else 0
+        in_every_row = [x for x in values if isinstance(x, Tensor)]
+        return [[*(x[i] for x in lists if len(x) == n), *in_every_row] for i in range(n)]
+
+
+@functools.cache
+def operation(func: Any) -> Operation:
+    """Return the facts about `func`, an OpOverload; of an operator that takes functions only its name is known."""
+    if func.namespace == "higher_order":
+        return Operation(func, str(func), func.namespace)
+    schema = schema_of(func)
+    name = schema.name.split("::")[-1]
+    arguments = schema.arguments
+    writes = written_arguments(func)
+    out_variant = bool(writes) and all(a.kwarg_only for _, a in writes)
+    aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]
+    on_lists = name.startswith(("_foreach_", "_fused_")) and "List[Tensor]" in str(arguments[0].type)
+    lists_written = [a for _, a in writes if "List[Tensor]" in str(a.type) and a.name not in _SHARED_SCALARS]
+    return Operation(
+        func,
+        _user_name(name),
+        func.namespace,
+        constant=name in _CONSTANT,
+        like=name in _LIKE,
+        fresh=name == "lift_fresh",
+        compares=name in _COMPARES,
+        completed_by=_COMPLETED_BY.get(_user_name(name)),
+        pointwise=torch.Tag.pointwise in func.tags,
+        copies=name in ("clone", "_to_copy", "contiguous"),
+        view=name in _SAME_VALUES or any(not a.is_write for a in aliases),
+        overwrites=name in _OVERWRITES or out_variant,
+        writes=tuple((i, a.name) for i, a in writes),
+        on_lists=on_lists,
+        lists_written=len(lists_written) if on_lists else 0,
+        uses_torch_generator=_generator_use(name, schema) if torch.Tag.nondeterministic_seeded in func.tags else None,
+        arguments=tuple((a.name, a.default_value, a.name in _SHAPES) for a in arguments),
+    )
+
+
+def _user_name(name: str) -> str:
+    if "scaled_dot_product" in name:
+        return "attention" if "backward" not in name else "the backward of attention"
+    return _USER_NAMES.get(name, name.strip("_"))
+
+
+def _generator_use(name: str, schema: Any) -> Callable[[Args, Kwargs], bool]:
+    names = [a.name for a in schema.arguments]
+    rate = next((n for n in ("dropout_p", "dropout") if n in names), "p" if "dropout" in name else None)
+
+    def uses_torch_generator(args: Args, kwargs: Kwargs) -> bool:
+        values = {**dict(zip(names, args, strict=False)), **kwargs}
+        if values.get("generator") is not None or values.get("training") is False:
+            return False
+        if any(x.is_meta for x in args if isinstance(x, Tensor)):  # nothing is drawn on meta
+            return False
+        return rate is None or (values.get(rate, 0.0) > 0 and values.get("train", True) is not False)
+
+    return uses_torch_generator

@@ -1,0 +1,290 @@
+"""The expression that the user's code is executing: the source text of a tensor in it, and its line rewritten.
+
+Only the expression is parsed, never the statement around it. None of the user's code is run: only names, plain
+attributes and entries of dicts, lists and tuples are looked up.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dis
+import inspect
+import re
+import sys
+import threading
+import tokenize
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from types import FrameType, MemberDescriptorType
+from typing import Any
+
+import torch
+
+from fshard._core.callsite import PACKAGE, Site, text_of
+
+_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)  # bind names of their own
+_ATOMS = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.Constant)  # need no parentheses anywhere
+TORCH_MODULES = ("torch", "F", "nn.functional", "torch.nn.functional", "torch.linalg")  # as people import them
+_FIELDS = (MemberDescriptorType, type(vars(namedtuple("_", "x"))["x"]))  # of __slots__ and namedtuples
+_parsing = threading.Lock()  # the parser of Python 3.11 counts its depth for all threads together
+
+
+class Expression:
+    """The expression or augmented assignment that a frame executes. Raises LookupError where its source is missing."""
+
+    def __init__(self, frame: FrameType) -> None:
+        site = Site(frame.f_code, frame.f_lasti)
+        first, last, start, end = site.columns
+        lines = text_of(site.file, frame.f_globals).encode().splitlines()
+        if first is None or last is None or start is None or end is None or last > len(lines):
+            raise LookupError
+        code = b"\n".join([*lines[first - 1 : last - 1], lines[last - 1][:end]])[start:].decode()
+        self._frame, (self._code, self.node) = frame, _parse(code)
+        self._preceding = b"\n".join([*lines[: first - 1], lines[first - 1][:start]]).decode()
+        # Neither several lines nor an assignment to x[0], which must not become one to pvary(x)[0], can be rewritten.
+        stores = dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("STORE", "DELETE"))
+        self._line = _without_comment(lines[first - 1]) if first == last and not stores else None
+        self._start = start - (len(self._code) - len(code)) // 2  # column of the parsed code
+
+    def find(self, is_it: Callable[[object], bool], position: int = -1, op: str = "") -> Any:
+        """Return the node of a tensor, or `None` where its source is unknown or takes several lines.
+
+        `position` is that of the tensor among the operands of the operation `op`; -1 if it is unknown.
+        """
+        node = next((part for part in _parts(self.node) if is_it(self.value(part))), None)
+        if node is None and position >= 0:
+            node = next(iter(self._operands(op)[position:]), None)
+        return node if node is not None and node.lineno == node.end_lineno else None
+
+    def _operands(self, op: str) -> list[Any]:
+        """Return the nodes of the operands of an operator, or of a call of the method or the function `op`."""
+        match self.node:
+            case ast.BinOp(left=left, right=right):
+                return [left, right]
+            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=args) if name.strip("_") == op:
+                return args if ast.unparse(owner) in TORCH_MODULES else [owner, *args]
+            case ast.Call(func=ast.Name(id=name), args=args) if name.strip("_") == op:
+                return args
+        return []
+
+    def source(self, node: Any) -> str:
+        """Return the source text of a node."""
+        return ast.get_source_segment(self._code, node) or ""
+
+    def value(self, node: Any) -> Any:
+        """Return the object that a node names; `None` for other expressions, which would have to run."""
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(n))):
+                return -n
+            case ast.Name():
+                return self._frame.f_locals.get(node.id, self._frame.f_globals.get(node.id))
+            case ast.Attribute():
+                return _attribute(self.value(node.value), node.attr)
+            case ast.Subscript():
+                container, key = self.value(node.value), self.value(node.slice)
+                if isinstance(container, dict) and isinstance(key, (int, str)):
+                    return dict.get(container, key)
+                if isinstance(container, (list, tuple)) and isinstance(key, int):
+                    return next(iter(container[key:][:1]), None)
+        return None
+
+    def replaced(self, *changes: tuple[Any, str]) -> str | None:
+        """Return the line with new text for each node; `None` where the line cannot be rewritten."""
+        target = getattr(self.node, "target", None)  # x += y assigns to x as well
+        if self._line is None or any(node is target for node, _ in changes):
+            return None
+        line = self._line
+        for node, new in sorted(changes, key=lambda change: change[0].col_offset, reverse=True):
+            before, after = self._around(line, node)
+            if re.search(r"(?<![\w)\]])\($", before) and after.startswith(")"):  # parentheses that only group the node
+                before, after = before[:-1], after[1:]
+            line = f"{before}{new}{after}".encode()
+        return line.decode().strip()
+
+    def without_call(self, rebuild: Callable[[list[str]], str]) -> str | None:
+        """Return the line with `rebuild(source of each positional argument)` for the call that is executing."""
+        if not isinstance(self.node, ast.Call) or not self.node.args:
+            return None
+        new = rebuild([self.source(arg) for arg in self.node.args])
+        return self.replaced((self.node, new if isinstance(_parse(new)[1], _ATOMS) else f"({new})"))
+
+    def with_text(self, old: str, new: str) -> str | None:
+        """Return the line with `new` for the only `old` in the expression."""
+        source = self.source(self.node)
+        return self.replaced((self.node, source.replace(old, new))) if source.count(old) == 1 else None
+
+    def unwrapped(self, node: Any) -> str | None:
+        """Return the line with the first argument of a call in place of the call."""
+        if not isinstance(node, ast.Call) or not node.args:
+            return None
+        return self.replaced((node, self.source(node.args[0])))
+
+    def called(self) -> str | None:
+        """Return the name of the function that the expression calls; `None` if it is no call."""
+        func = getattr(self.node, "func", None)
+        return getattr(func, "id", None) or getattr(func, "attr", None)
+
+    def reduced_by(self) -> str:
+        """Return the collective that the expression is the first argument of: "psum"; `""` if there is none."""
+        found = re.search(r"\b(psum_scatter|psum|pmean)[\s(]*$", self._preceding)
+        return found[1] if found else ""
+
+    def moved_out_of_sum(self, term: Any) -> str | None:
+        """Return the line `psum(x + term, axis)` as `psum(x, axis) + term`; `None` where it is not that simple."""
+        node, rest, sign = self.node, None, "+"
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
+            sign = "-" if isinstance(node.op, ast.Sub) else "+"
+            rest = self.source(node.left) if term is node.right else None
+            if term is node.left and sign == "+":
+                rest = self.source(node.right)
+        elif isinstance(node, ast.Call) and len(node.args) > 1 and term is node.args[-1] and not node.keywords:
+            text = self._code.encode()[node.col_offset : node.args[-2].end_col_offset].decode()
+            rest = self.source(node.args[0]) if self.called() in ("add", "sub") else f"{text})"
+            sign = "-" if self.called() == "sub" else "+"
+        if self._line is None or rest is None or self.reduced_by() == "psum_scatter":  # which changes the shape
+            return None
+        before, after = self._around(self._line, node)
+        call = re.search(r"(^|=|:|\+|\breturn)\s*[\w.]+\($", before)
+        if call is None or re.match(r"\s*,[^()]*(\([^()]*\))?[^()]*\)$", after) is None:
+            return None
+        text = self.source(term)
+        return f"{before}{rest}{after} {sign} {text if isinstance(term, _ATOMS) else f'({text})'}".strip()
+
+    def _around(self, line: bytes, node: Any) -> tuple[str, str]:
+        return line[: self._start + node.col_offset].decode(), line[self._start + node.end_col_offset :].decode()
+
+
+def executing(frame: FrameType | None) -> Expression | None:
+    """Return the expression that a frame executes; `None` where its source is missing or was edited."""
+    try:
+        return None if frame is None else Expression(frame)
+    except (LookupError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def rewritten(site: Site | None, rebuild: Callable[[str], str | None]) -> str | None:
+    """Return the line of an expression with `rebuild(its source)` in its place; `None` where that cannot be written."""
+    if site is None:
+        return None
+    first, last, start, end = site.columns
+    lines = text_of(site.file).encode().splitlines()
+    if first is None or first != last or start is None or end is None or first > len(lines):
+        return None
+    line = _without_comment(lines[first - 1])
+    before, source, after = line[:start].decode(), line[start:end].decode(), line[end:].decode()
+    try:
+        _parse_expression(source)
+    except SyntaxError:  # an augmented assignment
+        return None
+    if re.search(r"(?<![\w)\]])\($", before) and after.startswith(")"):
+        before, after = before[:-1], after[1:]
+    new = rebuild(source)
+    return None if new is None else f"{before}{new}{after}".strip()
+
+
+def with_first_operand(source: str, rebuild: Callable[[str], str]) -> str | None:
+    """Return a call with `rebuild(its first operand)`: `x` in `x.sum(0)` and in `torch.sum(x, 0)`."""
+    node = _parse_expression(source)
+    if not isinstance(node, ast.Call):
+        return None
+    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+    is_function = owner is None or ast.unparse(owner) in TORCH_MODULES
+    operand = (node.args[0] if node.args else None) if is_function else owner
+    if operand is None:
+        return None
+    text = f"({source})".encode()  # columns count bytes of the text that was parsed
+    start, end = operand.col_offset, operand.end_col_offset
+    return (text[1:start] + rebuild(text[start:end].decode()).encode() + text[end:-1]).decode()
+
+
+def sliced_operand(source: str, dim: int) -> str | None:
+    """Return `x` of `x[a:b]`, or of `x[:, a:b]` for `dim` 1; `None` for another expression."""
+    node = _parse_expression(source)
+    if not isinstance(node, ast.Subscript):
+        return None
+    entries = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    if [i for i, x in enumerate(entries) if ast.unparse(x) != ":"] != [dim] or not isinstance(entries[dim], ast.Slice):
+        return None
+    return _split_subscript(source, node)[0]
+
+
+def with_picked_operand(source: str, rebuild: Callable[[str], str]) -> str | None:
+    """Return `x[a:b]`, or a call of narrow or select, with `rebuild(x)`; `None` for others, and for constants."""
+    node = _parse_expression(source)
+    index = node.slice if isinstance(node, ast.Subscript) else ast.Tuple(getattr(node, "args", []))
+    if not any(isinstance(part, ast.Name) for part in ast.walk(index)):
+        return None
+    if not isinstance(node, ast.Subscript):
+        func = getattr(node, "func", None)
+        name = getattr(func, "attr", getattr(func, "id", ""))
+        return with_first_operand(source, rebuild) if name in ("narrow", "select") else None
+    value, index_text = _split_subscript(source, node)
+    return rebuild(value) + index_text
+
+
+def _split_subscript(source: str, node: ast.Subscript) -> tuple[str, str]:
+    text = source.encode()  # columns count bytes, from the parenthesis before it
+    bracket = text.index(b"[", (node.value.end_col_offset or 1) - 1)
+    return text[:bracket].decode(), text[bracket:].decode()
+
+
+def called_at(site: Site | None) -> str | None:
+    """Return the function that the expression at a place calls, as its source has it; `None` if it is no call."""
+    names: list[str] = []
+
+    def note(source: str) -> None:
+        if func := getattr(_parse_expression(source), "func", None):
+            names.append(ast.unparse(func))
+
+    rewritten(site, note)
+    return names[0] if names else None
+
+
+def _parse_expression(source: str) -> Any:
+    with _parsing:
+        return ast.parse(f"({source})", mode="eval").body
+
+
+def _parse(text: str) -> tuple[str, Any]:
+    """Return a text, in parentheses unless it is an assignment, and its node."""
+    with _parsing:
+        try:
+            return f"({text})", ast.parse(f"({text})", mode="eval").body
+        except SyntaxError:
+            return text, ast.parse(text, mode="single").body[0]
+
+
+def _without_comment(line: bytes) -> bytes:
+    with contextlib.suppress(tokenize.TokenError, SyntaxError):  # the statement may continue on the next line
+        for token in tokenize.generate_tokens(iter([line.decode()]).__next__):
+            if token.type == tokenize.COMMENT:
+                return line.decode()[: token.start[1]].rstrip().encode()
+    return line
+
+
+def _parts(node: Any) -> Iterator[Any]:
+    """Yield a node and all in it that use the names of the frame, outer ones first."""
+    queue = [node]
+    for node in queue:
+        yield node
+        queue += [] if isinstance(node, _SCOPES) else ast.iter_child_nodes(node)
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    static = inspect.getattr_static(owner, name, None)
+    if isinstance(owner, torch.nn.Module):
+        parts = (owner.named_parameters(recurse=False), owner.named_buffers(recurse=False), owner.named_children())
+        return dict(x for part in parts for x in part).get(name, static)
+    return getattr(owner, name) if isinstance(static, _FIELDS) else static
+
+
+def qualified_name(frame: FrameType | None, verb: str) -> str:
+    """Return the name by which a frame's code calls a function of the library: `fs.pvary`, by its imports."""
+    names = {**frame.f_globals, **frame.f_locals} if frame is not None else {}
+    library = sys.modules[PACKAGE]
+    by_object = {id(x): name for name, x in names.items() if not name.startswith("_")}
+    imported = by_object.get(id(getattr(library, verb)))
+    return imported or f"{by_object.get(id(library), 'fs')}.{verb}"

@@ -1,0 +1,274 @@
+"""Rules for aten operations: the values of tensors that they allocate, overwrite or draw."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard._core.torch import schema_of, without_modes
+
+from .distributions import MAX_RANDINT_RANGE
+from .graph import Call, Draw, Full, InputSlot, Node, Op, Uninitialized, cast, tensors_in, view, write
+from .replay import is_pointwise
+from .strided_view import Shape, broadcast_view, row_major_strides, strided_view
+
+
+class AtenCall:
+    """One call of an aten operation, before it is known to be a node."""
+
+    def __init__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node_of: Callable[[Tensor], Node]
+    ) -> None:
+        self.generator = explicit_generator(kwargs.get("generator"))
+        self.func, self.args, self.node_of = func, args, node_of
+        self.kwargs = {k: None if k == "generator" else x for k, x in kwargs.items()}
+        self.full_name = schema_of(func).name.split("::")[-1]
+        self.name = self.full_name.rstrip("_") if self.full_name[0] != "_" else self.full_name
+        self.inplace = self.full_name.endswith("_") and not self.full_name.endswith("__")
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by their names in the schema, with defaults."""
+        return {
+            a.name: self.args[i] if i < len(self.args) else self.kwargs.get(a.name, a.default_value)
+            for i, a in enumerate(schema_of(self.func).arguments)
+        }
+
+    def call(self) -> Call:
+        """Return the call with nodes in place of tensors."""
+        slots: dict[int, InputSlot] = {}
+        inputs: list[Node] = []
+
+        def replace(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            if id(x) not in slots:
+                slots[id(x)] = InputSlot(len(inputs))
+                inputs.append(self.node_of(x))
+            return slots[id(x)]
+
+        args, kwargs = tree.map(replace, self.args), tree.map(replace, self.kwargs)
+        kwargs.pop("pin_memory", None)
+        return Call(self.full_name, self.func, args, kwargs, tuple(inputs))
+
+
+def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation writes to, by its schema."""
+    if schema_of(func).name == "aten::native_batch_norm":  # the running statistics are not in its schema
+        return [x for x in args[3:5] if isinstance(x, Tensor) and args[5]]
+    targets: list[Tensor] = []
+    for i, a in enumerate(schema_of(func).arguments):
+        if a.alias_info is not None and a.alias_info.is_write:
+            targets += tensors_in(args[i] if i < len(args) else kwargs.get(a.name))
+    return targets
+
+
+# --- tensors that an operation allocates or overwrites --------------------------------------------------------
+
+_EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+_FULL = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
+_VALUE = {"full": "fill_value", "full_like": "fill_value", "new_full": "fill_value", "scalar_tensor": "s"}
+_COPY = ("clone", "_to_copy", "lift_fresh", "lift", "lift_fresh_copy", "contiguous", "detach_copy", "alias_copy")
+
+
+def new_value(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node:
+    """Return the value of the one new tensor that an operation returns."""
+    if op.name in _EMPTY:
+        return Uninitialized(shape, dtype)
+    if op.name in _FULL:
+        return _full(shape, dtype, _FULL[op.name])
+    if op.name in _VALUE:
+        return _full(shape, dtype, op.arguments[_VALUE[op.name]])
+    if op.name in _COPY or (op.name == "constant_pad_nd" and not any(op.args[1])):
+        return cast(op.node_of(op.args[0]), dtype)
+    if op.name in ("cat", "stack"):
+        return _concatenated(op, shape, dtype)
+    return fold_constant(Op(shape, dtype, op.call(), 0))
+
+
+def _full(shape: Shape, dtype: torch.dtype, value: Any) -> Full:
+    return Full(shape, dtype, torch.tensor(value, dtype=dtype).item() if not dtype.is_complex else value)
+
+
+def _concatenated(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node:
+    """Return `cat` or `stack` as writes to slices, so that a box needs only the parts that overlap it."""
+    dim, start, stacked = op.arguments["dim"] % len(shape), 0, op.name == "stack"
+    out: Node = Full(shape, dtype, 0)
+    strides = row_major_strides(shape)
+    for x in op.arguments["tensors"]:
+        if 0 in x.shape:  # torch also takes an empty tensor of another number of dims
+            continue
+        along = [s for d, s in enumerate(strides) if d != dim or not stacked]
+        region = strided_view(shape, strides, tuple(x.shape), along, start * strides[dim])
+        assert region is not None
+        out = write(out, region, cast(op.node_of(x), dtype))
+        start += 1 if stacked else x.shape[dim]
+    return out
+
+
+def overwriting_value(op: AtenCall, target: Tensor) -> Node | None:
+    """Return the new value of an operation's target. None: it depends on the old value."""
+    shape, dtype = tuple(target.shape), target.dtype
+    if op.name == "zero":
+        return _full(shape, dtype, 0)
+    if op.name == "eye":  # eye(n, out=target)
+        return Op(shape, dtype, Call("eye", torch.eye, shape, {"dtype": dtype}, ()), 0)
+    if op.name in ("fill", "copy"):
+        value = op.args[1]
+        if not isinstance(value, Tensor):
+            return _full(shape, dtype, value)
+        node = cast(op.node_of(value), dtype)
+        return view(node, broadcast_view(node.shape, shape))
+    return None
+
+
+def fold_constant(node: Op) -> Node:
+    """Return a `Full` for an elementwise operation on `Full` inputs; else the node itself."""
+    call = node.call
+    numbers = [n for n in call.inputs if isinstance(n, Full)]
+    if not numbers or len(numbers) < len(call.inputs) or not is_pointwise(node) or node.dtype.is_complex:
+        return node
+    with without_modes(), torch.no_grad():
+        # One element with the same number of dims: dtypes are promoted differently for tensors without dims.
+        out = call.run([torch.full((1,) * len(n.shape), n.value, dtype=n.dtype) for n in numbers])[node.output]
+    return Full(node.shape, node.dtype, out.to(node.dtype).item())
+
+
+# --- draws ----------------------------------------------------------------------------------------------------
+
+_UNIFORM = ("uniform", "rand", "rand_like")
+_NORMAL = ("normal", "randn", "randn_like", "normal_functional")
+_RANDINT = ("random", "randint", "randint_like")
+_PARAMETERS = {"exponential": ("lambd",), "log_normal": ("mean", "std"), "cauchy": ("median", "sigma"),
+               "geometric": ("p",), "randperm": ()}  # fmt: skip
+
+
+def drawn_value(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
+    """Return the value of the tensor that an operation draws by a key. None: it cannot be drawn."""
+    value = _drawn_by_position(op, shape, dtype)
+    return generated_value(op, shape, dtype, Draw((), torch.int64, "randint", _SEEDS)) if value is None else value
+
+
+def _drawn_by_position(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
+    """Return the value of which each element is drawn by its position. None: no distribution is known for it."""
+    args = op.arguments
+    if op.name in _RANDINT:
+        return _integers(op, shape, dtype)
+    if op.name == "bernoulli":
+        p = args["self"] if args.get("p") is None else args["p"]
+        return _bernoulli(op.node_of(p) if isinstance(p, Tensor) else float(p), shape, dtype)
+    if dtype.is_complex and op.name in (*_UNIFORM, *_NORMAL):
+        return _complex(op, shape, dtype)
+    if not dtype.is_floating_point and op.name not in ("geometric", "randperm"):
+        return None
+    if op.name in _UNIFORM:
+        low, high = (args["from"], args["to"]) if op.name == "uniform" else (0.0, 1.0)
+        return Draw(shape, dtype, "uniform", (low, high)) if low < high else _full(shape, dtype, low)
+    if op.name in _NORMAL:
+        return _normal(op, shape, dtype)
+    if op.name in _PARAMETERS:
+        return Draw(shape, dtype, op.name, tuple(args[p] for p in _PARAMETERS[op.name]))
+    return None
+
+
+def _complex(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
+    """Return real and imaginary parts that are uniform, or normal with half of the variance each."""
+    mean, std = op.arguments.get("mean", 0.0), op.arguments.get("std", 1.0)
+    if isinstance(mean, Tensor) or isinstance(std, Tensor) or mean or op.name == "uniform":
+        return None
+    args = (0.0, 1.0) if op.name in _UNIFORM else (0.0, std / math.sqrt(2))
+    return Draw(shape, dtype, "uniform" if op.name in _UNIFORM else "normal", args)
+
+
+def _normal(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node:
+    mean, std = op.arguments.get("mean", 0.0), op.arguments.get("std", 1.0)
+    if not isinstance(mean, Tensor) and not isinstance(std, Tensor):
+        return Draw(shape, dtype, "normal", (mean, std)) if std else _full(shape, dtype, mean)
+    node: Node = Draw(shape, dtype, "normal", (0.0, 1.0))
+    for func, other in ((torch.ops.aten.mul, std), (torch.ops.aten.add, mean)):
+        if isinstance(other, Tensor):
+            node = _binary(func.Tensor, node, cast(op.node_of(other), dtype), shape, dtype)
+        else:
+            node = Op(shape, dtype, Call(func.__name__, func.Scalar, (InputSlot(0), other), {}, (node,)), 0)
+    return node
+
+
+def _bernoulli(p: Node | float, shape: Shape, dtype: torch.dtype) -> Node:
+    if isinstance(p, float):
+        return Draw(shape, dtype, "bernoulli", (p,))
+    u = Draw(shape, torch.float64, "uniform", (0.0, 1.0))
+    return cast(_binary(torch.ops.aten.lt.Tensor, u, p, shape, torch.bool), dtype)
+
+
+def _binary(func: Any, a: Node, b: Node, shape: Shape, dtype: torch.dtype) -> Op:
+    name = schema_of(func).name.split("::")[-1]
+    return Op(shape, dtype, Call(name, func, (InputSlot(0), InputSlot(1)), {}, (a, b)), 0)
+
+
+def _integers(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
+    """Return randint(low, high), random_(from, to), random_(to) or random_(), up to the dtype's largest integer."""
+    args = op.arguments
+    low = args.get("low", args.get("from", 0)) or 0
+    high = args.get("high", args.get("to"))
+    if high is None and dtype.is_floating_point:
+        # The integers below it are all values of the dtype.
+        high = 2 ** (1 - round(math.log2(torch.finfo(dtype).eps))) + 1
+    elif high is None:
+        high = 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
+    return Draw(shape, dtype, "randint", (low, high)) if 0 < high - low <= MAX_RANDINT_RANGE else None
+
+
+# --- draws of a torch.Generator -------------------------------------------------------------------------------
+
+_SEEDS = (0, 1 << 32)
+
+
+def explicit_generator(generator: torch.Generator | None) -> torch.Generator | None:
+    """Return a generator whose numbers a constructor asks for; None for torch's own and those of other devices."""
+    if generator is None or generator is torch.default_generator:
+        return None
+    return generator if generator.device.type == "cpu" else None
+
+
+def generated(
+    name: str, draw: Callable[..., Tensor], shape: Shape, dtype: torch.dtype, inputs: tuple[Node, ...], seed: Node
+) -> Op:
+    """Return the value of `draw(generator, *inputs)`, computed in full. Output 1 is the generator's state after it.
+
+    seed: the state of the generator (uint8), or a number to seed it with
+    """
+
+    def run(seed: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator()
+        if seed.ndim:
+            generator.set_state(seed)
+        else:
+            generator.manual_seed(int(seed))
+        return draw(generator, *tensors), generator.get_state()
+
+    slots = tuple(map(InputSlot, range(len(inputs) + 1)))
+    return Op(shape, dtype, Call(name, run, slots, {}, (seed, *inputs)), 0)
+
+
+def generated_value(op: AtenCall, shape: Shape, dtype: torch.dtype, seed: Node) -> Op | None:
+    """Return the value that an operation draws from a generator. None: it takes no generator."""
+    if "generator" not in op.arguments:
+        return None
+    # The order of the numbers depends on the strides of a tensor that is overwritten, and not on its old value.
+    strides = op.args[0].stride() if op.inplace else ()
+    func, inplace = op.func, op.inplace
+    kwargs = {k: x for k, x in op.kwargs.items() if k != "generator"}
+    call = AtenCall(func, op.args[inplace:], kwargs, op.node_of).call()
+
+    def draw(generator: torch.Generator, *tensors: Tensor) -> Tensor:
+        target = [torch.empty_strided(shape, strides, dtype=dtype)] if inplace else []
+        return replace(call, func=functools.partial(func, *target, generator=generator)).run(tensors)[0]
+
+    return generated(op.name, draw, shape, dtype, call.inputs, seed)

@@ -1,0 +1,144 @@
+"""Operations of a forward that compute with all rows of its batch, where a mesh axis splits the batch.
+
+Norms in train mode take the statistics of all examples, and embeddings with `scale_grad_by_freq` count all ids. Both
+are found at the operation, whichever class or function calls it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fshard._core.callsite import is_users_frame, place_and_source, site, user_frame
+from fshard._core.region import axes_of_own_values, checker
+from fshard._core.torch import in_transform
+from fshard.collectives import psum
+from fshard.errors import fail
+from fshard.spec import Axis
+
+from .batch_norm import LEAVES, UNSET, axes_of_channels, check_leaves, normalize, one_rank_error, state_of
+from .stand_ins import StandIn
+
+_NORM = "input weight bias running_mean running_var training momentum eps"
+_PYTHON: tuple[Any, ...] = (F.batch_norm, F.instance_norm, F.embedding, F.embedding_bag)
+_NAMES: dict[Any, tuple[str, ...]] = {  # the names of each operation's arguments
+    **{f: tuple(inspect.signature(f).parameters) for f in _PYTHON},
+    **{f: tuple(_NORM.split()) for f in (torch.batch_norm, torch.native_batch_norm, torch.cudnn_batch_norm)},
+    torch.instance_norm: tuple(_NORM.replace("training", "use_input_stats").split()),
+    torch.batch_norm_stats: ("input",),  # of torch's SyncBatchNorm, as the next
+    torch.batch_norm_update_stats: ("input",),
+    torch.embedding: ("weight", "input", "padding_idx", "scale_grad_by_freq", "sparse"),
+    torch.embedding_bag: ("weight", "input", "offsets", "scale_grad_by_freq", "mode", "sparse"),
+}
+
+
+class BatchStatistics(TorchFunctionMode):
+    """Takes the statistics of norms over all ranks of an axis; refuses statistics of one rank's examples.
+
+    Types decide what to refuse, so checked calls alone do.
+    """
+
+    def __init__(self, name: str, module: nn.Module, over: Axis) -> None:
+        super().__init__()
+        self.name, self.module, self.over = name, module, over
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (names := _NAMES.get(func)) is None:
+            return func(*args, **kwargs)
+        given, op = {**dict(zip(names, args, strict=False)), **kwargs}, func.__name__
+        if "embedding" in op:
+            self._check_embedding(op, given)
+        elif self.over is not None and _takes_statistics(op, given):
+            if self.over is UNSET or func not in (F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm):
+                self._refuse(op, given)
+            else:
+                return self._over_all_ranks(op, given)
+        return func(*args, **kwargs)
+
+    def _over_all_ranks(self, op: str, given: Mapping[str, Any]) -> Tensor:
+        (what, _), x = self._caller(op), given["input"]
+        leaves = {name: leaf for name in LEAVES if (leaf := given.get(name)) is not None}
+        check_leaves(what, self.over, x, leaves)
+        options = {"momentum": 0.1, "eps": 1e-5} | {k: given[k] for k in ("momentum", "eps") if k in given}
+        w, b = leaves.get("weight"), leaves.get("bias")
+        if "batch" in op:
+            y, *new = normalize(what, x, w, b, eps=options["eps"], over=self.over)
+        else:  # the statistics of each example; running ones are their mean
+            y, n = F.instance_norm(x, None, None, w, b, eps=options["eps"]), len(x)
+            own = [torch.zeros_like(leaves[name]) for name in LEAVES[2:]]
+            if n:
+                F.instance_norm(x.detach(), own[0], own[1], momentum=1.0)
+            *totals, count = psum((*(n * s for s in own), torch.tensor(float(n), device=x.device)), self.over)
+            new = [total / count for total in totals]
+        with torch.no_grad():
+            for name, statistic in zip(LEAVES[2:], new, strict=True):
+                if (running := leaves.get(name)) is not None:
+                    running.add_((options["momentum"] * (statistic - running)).to(running.dtype))
+        return y
+
+    def _refuse(self, op: str, given: Mapping[str, Any]) -> None:
+        leaves = {name: leaf for name in LEAVES if (leaf := given.get(name)) is not None}
+        if axes := axes_of_own_values(given["input"]) - axes_of_channels(leaves.values()):
+            what, line = self._caller(op)
+            if self.over is not UNSET:
+                raise fail(what, *line, f"batch_norm_over({self.over!r}) computes F.batch_norm and F.instance_norm",
+                           fix="one of these")  # fmt: skip
+            raise one_rank_error(what, *line, f"its input varies over {' and '.join(map(repr, sorted(axes)))}: the "
+                                 "statistics of each rank's own examples change with the mesh", axes=axes)  # fmt: skip
+
+    def _check_embedding(self, op: str, given: Mapping[str, Any]) -> None:
+        """Raise ShardingError for a table whose gradient no sum over ranks makes right."""
+        table, ids = given["weight"], given["input"]
+        if isinstance(table, StandIn) or not torch.is_grad_enabled():
+            return
+        if given.get("scale_grad_by_freq") and (axes := axes_of_own_values(ids) - axes_of_own_values(table)):
+            what, line = self._caller(op)
+            over = repr(min(axes) if len(axes) == 1 else tuple(sorted(axes)))
+            raise fail(f"{what} with scale_grad_by_freq=True", *line,
+                       f"its ids vary over {over}: it divides the gradients of each rank's own ids by their number on "
+                       "that rank, which changes with the mesh",
+                       fix="scale_grad_by_freq=False; and if nothing else uses the table, divide row i of its gradient "
+                       "by the number of ids i:\n"
+                       f"       fs.psum(torch.bincount(ids.flatten(), minlength={len(table)}), {over}).clamp(min=1)"
+                       )  # fmt: skip
+        if given.get("sparse") and (table.requires_grad or in_transform()):
+            what, line = self._caller(op)
+            raise fail(f"{what} with sparse=True", *line, "collectives and optimizers take dense gradients",
+                       fix="sparse=False: the gradient has the same numbers")  # fmt: skip
+
+    def _caller(self, op: str) -> tuple[str, tuple[str, ...]]:
+        """Return the submodule that calls an operation, as the subject of an error, and the user's line."""
+        names = {id(m): name for name, m in self.module.named_modules()}
+        frame: FrameType | None = sys._getframe(1)
+        line = () if checker() is None else place_and_source(site(user_frame(frame)))
+        while frame is not None and id(m := frame.f_locals.get("self")) not in names:
+            frame = frame.f_back
+        if frame is None:
+            return f"{self.name}: a {op}", line
+        label = f"{self.name}: {repr(names[id(m)]) if names[id(m)] else 'it'} is a {type(m).__name__}"
+        if state := state_of(m):
+            return f"{label} {state}", line
+        return (label if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) else f"{label} that calls {op}"), line
+
+
+def _takes_statistics(op: str, given: Mapping[str, Any]) -> bool:
+    """Return whether a norm takes statistics of its batch, and is not one of fshard, which has an `over=` itself."""
+    if not given.get("training", given.get("use_input_stats", True)):
+        return False
+    if "instance" in op and given.get("running_mean") is None:  # each example is normalized without the others
+        return False
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not is_users_frame(frame):
+        if frame.f_globals.get("__name__") == "fshard.nn.batch_norm":
+            return False
+        frame = frame.f_back
+    return True

@@ -1,0 +1,395 @@
+"""`defer`: any `nn.Module` constructor as a pure function and a tree of described leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CellType, FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from fshard import tree as trees
+from fshard._core.callsite import user_frame
+from fshard._core.region import in_region
+from fshard._core.torch import FakeTensor, storage_id
+from fshard.errors import ShardingError, checked, fail, raise_all
+from fshard.init import (
+    Arange,
+    Deferred,
+    Eye,
+    Full,
+    Initializer,
+    Normal,
+    Scope,
+    TruncNormal,
+    Uniform,
+    describe_initializer,
+)
+from fshard.nn import Replacement
+from fshard.random import fold_in
+from fshard.spec import Box, describe
+
+from . import graph
+from .functional_module import Apply
+from .graph import Draw, Node, draws, step_name, tensors_in, topological_order
+from .module_leaves import Leaves, Place, leaves_at, places_of
+from .recorder import EAGER, GradientHooks, Recorder, recording, recording_error, why_valueless
+from .references import Outside, Slot, items, reachable
+from .replay import Replay, bytes_in_full, is_local
+from .units import Units, choose_units
+
+Tree = dict[str, dict[str, Deferred]]
+Source = tuple[int, int]  # (index of the owner whose key a draw uses, number of the draw among the owner's)
+
+
+@checked
+def defer(
+    constructor: Callable[[], nn.Module], *, units: Units = None, replace: Mapping[str, Replacement] | None = None,
+    budget: int = 1 << 30, reference: int | None = None,
+) -> tuple[Apply, Tree]:  # fmt: skip
+    """Run a constructor without allocating its parameters: return a pure function and a tree of their descriptions.
+
+    All operations on parameters and buffers are recorded. `materialize` replays them for each device's own part, and
+    draws from the constructor's distributions by its own key: the values are the same on every mesh, and not those of
+    `torch.manual_seed`. An operation that needs a whole tensor (a QR) computes it in full, one leaf at a time, and
+    keeps the part: `apply.whole` has the bytes of each such leaf.
+
+    The tree is `{"params": {name: Deferred}, "buffers": {name: Deferred}}`. A tied leaf is in it once, by its first
+    name. Any part of the tree, materialized alone, has the same values. Copies of a drawn leaf
+    (`nn.TransformerEncoder` copies its layer) are equal.
+
+    Other generators draw the same numbers in every process: those of Python and numpy, which are seeded with 0 (or with
+    `reference=`) during the call and restored, and a `torch.Generator` that the constructor passes: a leaf drawn by one
+    has exactly its numbers, and is computed in full. `numpy.random.default_rng()` without a seed is an error. Numbers
+    of other sources (`os.urandom`, the clock) are not seen: make them the same on every rank.
+
+    Args:
+        units: the submodules that `apply.unshard` gathers one by one: the name of a class ("T5Block"), a glob of paths
+            ("encoder.block.*"; `**` is any number of parts) or several of both; a function (path, module) -> bool; or a
+            number: the innermost submodules with at least so many parameters. `apply.units` has their leaves.
+        replace: globs of paths of submodules, and the pure functions that compute them on shards:
+            `{"fc": fs.nn.column_linear("model"), "**.embed": fs.nn.row_embedding("model")}`. `apply.specs` has the
+            specs of all leaves. The first glob that matches a submodule counts; one that matches none is an error.
+        budget: the most bytes that may be computed in full for one leaf.
+        reference: a seed. The module is built eagerly under `torch.manual_seed(reference)`, and its leaves are
+            sliced: they are bitwise those of the constructor, on every mesh, and take as much memory.
+
+    >>> apply, tree = defer(lambda: torch.nn.Embedding(1000, 64, padding_idx=0))
+    >>> tree
+    {'params': {'weight': f32[1000, 64] = recorded(normal, write)}, 'buffers': {}}
+    >>> materialize(tree["params"], row("model"), make_mesh(model=4), key=key(0))
+    {'weight': f32[1000@model, 64]}
+
+    Raises ShardingError for an operation that cannot be recorded, naming the line of the constructor, and for leaves
+    that need more than `budget`, listing all.
+    """
+    if in_region():
+        raise fail("defer: called inside shard_map, where leaves are local parts", fix="call it outside")
+    if reference is not None:
+        return _eager(constructor, reference, units, replace)
+    with _seeded(0), recording(budget) as recorder:
+        module = _construct(constructor)
+        places = places_of(module)
+        leaves = leaves_at(places)
+        _check_leaves(leaves, recorder.why_unrecorded)
+        nodes = {name: recorder.node(x) for named in leaves.values() for name, x in named.items()}
+        outside = Outside(constructor, module)
+        _release(module, places, recorder, outside)
+    tree, whole = _describe(leaves, nodes, budget)
+    chosen = choose_units(module, units)
+    return Apply(module, whole=whole, units=chosen, replace=replace, outside=outside), tree
+
+
+_PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+
+
+def _construct(constructor: Callable[[], nn.Module]) -> nn.Module:
+    hooks: Any = GradientHooks()
+    try:
+        with hooks:
+            module = constructor()
+    except Exception as e:
+        if not isinstance(e, RuntimeError) or "FakeTensor" not in str(e):
+            if not isinstance(e, ShardingError):
+                e.add_note(f"while fs.defer ran the constructor; if it runs alone: {EAGER}")
+            raise
+        # of torch: an operation that fake tensors do not support
+        lazy = "Uninitialized" in str(e)
+        what = "the shape of a lazy layer is decided by its first call" if lazy else \
+            "this operation needs a tensor that has memory"  # fmt: skip
+        frames = [frame for frame, _ in traceback.walk_tb(e.__traceback__)]
+        fix = "give the constructor the sizes: Linear for LazyLinear" if lazy else EAGER
+        raise recording_error(what, fix=fix, frame=user_frame(frames[-1])) from e
+    if not isinstance(module, nn.Module):
+        raise fail(f"defer: the constructor returned {module!r}", fix="return the nn.Module")
+    for name, m in module.named_modules():
+        if isinstance(m, torch.jit.ScriptModule):
+            raise fail(f"defer: {repr(name) if name else 'the module'} is compiled by torch.jit",
+                       "its parameters are in C++, where no pure function can replace them",
+                       fix="construct the plain module")  # fmt: skip
+        if kind := next((c.__name__ for c in type(m).__mro__ if c.__name__ in _PARALLEL), None):
+            raise fail(f"defer: {repr(name) if name else 'the module'} is a {kind}",
+                       "it moves parameters and gradients between devices by itself, whatever the mesh",
+                       fix="construct the plain module; specs and fs.unshard do the same on every mesh")  # fmt: skip
+    return module
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of Python, numpy and torch, so that they draw the same in every process; restore them.
+
+    Torch's has the draws that are not recorded: those in a thread of the constructor.
+    """
+    python, numbers, state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)  # noqa: NPY002
+        torch.set_rng_state(state)
+
+
+def _check_leaves(leaves: Leaves, why: Callable[[Tensor], tuple[str, str] | None]) -> None:
+    """Raise ShardingError for the leaves that have no value, with the reasons that `why` returns, and the fixes."""
+    found = [(name, why(x)) for named in leaves.values() for name, x in named.items()]
+    raise_all([fail(f"defer: {name}: {reason[0]}", fix=reason[1]) for name, reason in found if reason])
+
+
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | None, outside: Outside) -> None:
+    """Replace the leaves by tensors on meta, and recorded tensors in attributes and closures by real ones."""
+    on_meta: dict[int, Tensor] = {}
+    kept: list[Tensor] = []  # so that no id is used again
+
+    def release(x: Tensor) -> None:
+        if id(x) not in on_meta:
+            y: Tensor = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            on_meta[id(x)] = nn.Parameter(y, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else y
+            kept.append(x)
+
+    for place in places:
+        release(place.holder[place.key])
+    for part in module.modules():
+        for name in _computed_by_hooks(part):
+            if isinstance(x := vars(part).get(name), Tensor):
+                release(x)
+    errors: list[ShardingError] = []
+
+    storages = {storage_id(x): place.leaf for place in places if (x := place.holder[place.key]).layout is torch.strided}
+
+    def leaf_of(x: Tensor) -> str | None:
+        return storages.get(storage_id(x)) if x.layout is torch.strided else None
+
+    def is_replaced(x: Tensor) -> bool:
+        return (id(x) in on_meta or isinstance(x, FakeTensor) or leaf_of(x) is not None
+                or (recorder is not None and recorder.is_recorded(x)))  # fmt: skip
+
+    def replace(name: str, path: trees.Path, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not is_replaced(x) or id(x) in on_meta:
+            return on_meta.get(id(x), x)
+        label = trees.show(name, path)
+        if leaf := leaf_of(x):
+            errors.append(fail(f"defer: {label}: is a view of {leaf!r}, and each call has another tensor for that leaf",
+                               fix="make the view in forward"))  # fmt: skip
+            return x
+        if recorder is None:
+            return x
+        if reason := recorder.why_unrecorded(x):
+            errors.append(fail(f"defer: {label}: {reason[0]}", fix=reason[1]))
+            return x
+        if not draws(recorder.node(x)):
+            return recorder.value(x, label)
+        errors.append(fail(f"defer: {label}: is drawn, and neither a parameter nor a buffer",
+                           fix=f"make it a buffer, with persistent=False; or {EAGER}"))  # fmt: skip
+        return x
+
+    parts: list[tuple[str, Any]] = list(module.named_modules())
+    found = list(reachable(module, outside.objects))
+    variables = {id(c): f"{name} of {f.__qualname__}" for f in found if isinstance(f, FunctionType)
+                 for name, c in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)}  # fmt: skip
+    parts += [(type(x).__name__, x) for x in found
+              if hasattr(x, "__dict__") and not isinstance(x, (nn.Module, Tensor))]  # fmt: skip
+    for prefix, part in parts:
+        for key, x in list(vars(part).items()):
+            if key not in _MODULE_ATTRIBUTES and any(map(is_replaced, tensors_in(x))):  # others keep their containers
+                name = f"{prefix}.{key}" if prefix else key
+                part.__dict__[key] = _in_place(x, trees.map_with_path(functools.partial(replace, name), x))
+    for x in found:
+        if isinstance(x, (FunctionType, CellType, functools.partial)):
+            named = x.keywords if isinstance(x, functools.partial) else getattr(x, "__kwdefaults__", None) or {}
+            for slot, y in [(Slot(h, key), y) for h in (x, named) for key, y in items(h)]:
+                if any(map(is_replaced, tensors_in(y))):
+                    name = variables.get(id(x)) or f"an argument of {getattr(x, '__qualname__', type(x).__name__)}"
+                    slot[None] = _in_place(y, trees.map_with_path(functools.partial(replace, name), y))
+    raise_all(errors)
+    for place in places:
+        place.holder[place.key] = on_meta[id(place.holder[place.key])]
+
+
+def _in_place(x: Any, new: Any) -> Any:
+    """Give a list or a dict the contents of another one: others may refer to it."""
+    if isinstance(x, list):
+        x[:] = new
+    elif isinstance(x, dict):
+        x.update(new)
+    return x if isinstance(x, (list, dict)) else new
+
+
+def _computed_by_hooks(part: nn.Module) -> Iterator[str]:
+    """Yield the names of plain attributes that torch's older hooks compute from parameters before each forward."""
+    for hook in part._forward_pre_hooks.values():
+        if isinstance(hook, (WeightNorm, SpectralNorm)):
+            yield hook.name
+        elif isinstance(hook, BasePruningMethod):
+            yield hook._tensor_name
+
+
+# --- descriptions ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """Initializer that replays a recorded value on any box."""
+
+    node: Node
+    sources: Mapping[int, Source]  # by the id of a draw
+    owners: tuple[str, ...] = ()  # the leaves whose keys the draws use; empty if it is this leaf alone
+    name: str = ""
+
+    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+        keys = key if self.owners else key[None]
+
+        def key_of(draw: Draw) -> Tensor:
+            owner, number = self.sources[id(draw)]
+            return fold_in(keys[owner], number) if number else keys[owner]
+
+        try:
+            return Replay(self.node, key_of, device).fill(box, dtype)
+        except ShardingError as e:
+            raise ShardingError(f"{self.name}: {e}") from None
+
+    def describe(self) -> str:
+        """Return each kind of step once, the owners of its draws, and the bytes computed in full."""
+        plain = _plain_initializer(self.node)
+        if plain is not None:
+            text = describe_initializer(plain)
+        else:
+            nodes = [n for n in topological_order(self.node) if not isinstance(n, (graph.Full, graph.View))]
+            text = f"recorded({', '.join(dict.fromkeys(map(step_name, nodes))) or 'full'})"
+        others = [o for o in self.owners if o != self.name]
+        size = _bytes_in_full(self.node)
+        return text + (f" of {', '.join(others)}" if others else "") + (f", {size:,} bytes in full" if size else "")
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """Initializer that slices a tensor made eagerly under a seed."""
+
+    tensor: Tensor
+    seed: int
+
+    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.tensor[box].to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def describe(self) -> str:
+        return f"reference(seed={self.seed})"
+
+
+def _describe(leaves: Leaves, nodes: Mapping[str, Node], budget: int) -> tuple[Tree, dict[str, int]]:
+    owners: dict[int, tuple[str, int]] = {}  # id of a draw -> (the first leaf computed from it, its number there)
+    tree: Tree = {"params": {}, "buffers": {}}
+    whole: dict[str, int] = {}
+    errors: list[ShardingError] = []
+    for kind, names in leaves.items():
+        for name in names:
+            node, count = nodes[name], 0
+            for draw in draws(node):
+                if id(draw) not in owners:
+                    owners[id(draw)] = (f"{kind}.{name}", count)
+                    count += 1
+            tree[kind][name] = _describe_leaf(kind, name, node, owners)
+            if size := _bytes_in_full(node):
+                whole[name] = size
+            if size > budget:
+                ops = sorted({step_name(n) for n in topological_order(node) if not is_local(n)})
+                what = f"defer: {name}: {describe(node)} is computed in full, beyond budget="
+                errors.append(fail(what,
+                                   f"{size:,} bytes > {budget:,}", operations=", ".join(ops),
+                                   fix=f"budget={size}, of each device; or {EAGER}"))  # fmt: skip
+    raise_all(errors)
+    return tree, whole
+
+
+def _describe_leaf(kind: str, name: str, node: Node, owners: Mapping[int, tuple[str, int]]) -> Deferred:
+    own, drawn = f"{kind}.{name}", draws(node)
+    names = tuple(dict.fromkeys(owners[id(d)][0] for d in drawn))
+    shared = any(o != own for o in names)
+    plain = None if shared else _plain_initializer(node)
+    if plain is not None:
+        return Deferred(node.shape, node.dtype, plain, Scope(own))
+    sources = {id(d): (names.index(owners[id(d)][0]), owners[id(d)][1]) for d in drawn}
+    if not shared:
+        return Deferred(node.shape, node.dtype, Recorded(node, sources, (), name), Scope(own))
+    shown = tuple(o.partition(".")[2] for o in names)
+    return Deferred(node.shape, node.dtype, Recorded(node, sources, shown, name), Scope(own, names))
+
+
+def _bytes_in_full(node: Node) -> int:
+    return 0 if _plain_initializer(node) is not None else bytes_in_full(node)
+
+
+_INITIALIZERS: dict[str, Callable[..., Initializer]] = {
+    "normal": Normal, "uniform": Uniform, "trunc_normal": TruncNormal,
+}  # fmt: skip
+
+
+def _plain_initializer(node: Node) -> Initializer | None:
+    """Return the initializer of `fs.init` with the values of a node, or None."""
+    match node:
+        case graph.Full() if not node.dtype.is_complex:
+            return Full(node.value)
+        case Draw() if node.distribution in _INITIALIZERS and not node.dtype.is_complex:
+            return _INITIALIZERS[node.distribution](*node.args)
+        case graph.Cast() if isinstance(node.source, Draw) and node.source.distribution == "normal":
+            # A draw is rounded to float32, then to its dtype: that is this cast.
+            return Normal(*node.source.args) if node.source.dtype == torch.float32 and node.dtype.itemsize < 4 else None
+        case graph.Op() if node.call.name == "eye" and node.dtype.is_floating_point:
+            return Eye()
+        case graph.Op() if node.call.name == "arange" and node.dtype == torch.int64:
+            start, end, step = (*node.call.args, 1)[:3] if len(node.call.args) > 1 else (0, node.call.args[0], 1)
+            return Arange(start, step) if all(isinstance(n, int) for n in (start, end, step)) else None
+    return None
+
+
+def _eager(
+    constructor: Callable[[], nn.Module], seed: int, units: Units, replace: Mapping[str, Replacement] | None
+) -> tuple[Apply, Tree]:
+    with torch.random.fork_rng(), _seeded(seed):
+        torch.manual_seed(seed)
+        module = _construct(constructor)
+    places = places_of(module)
+    _check_leaves(leaves_at(places), why_valueless)
+    tree = {
+        kind: {name: Deferred(tuple(x.shape), x.dtype, Reference(x.detach(), seed)) for name, x in named.items()}
+        for kind, named in leaves_at(places).items()
+    }
+    outside = Outside(constructor, module)
+    outside.made = {name: weakref.ref(x) for named in leaves_at(places).values() for name, x in named.items()}
+    _release(module, places, None, outside)
+    return Apply(module, units=choose_units(module, units), replace=replace, outside=outside), tree

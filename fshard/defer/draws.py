@@ -1,0 +1,468 @@
+"""Random numbers of a module that draws from torch's generator, by a key and the global index instead.
+
+Draw number j of a call is a draw of `fs.random` under fold_in(key, j), so element i of the global tensor has the same
+number on every mesh. `Draws` is the mode that makes the numbers. It sees the operations below autograd and torch.func,
+where dropout of every kind ends in a few of them: bernoulli_, uniform_, rand.
+
+Inside a region a module sees a part of the batch. `probe` finds which dim of each draw has the examples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fshard._core.callsite import place_and_source, site
+from fshard._core.operations import tensors_in
+from fshard._core.region import checker
+from fshard._core.torch import TorchDispatchMode, schema_of
+from fshard.errors import ShardingError, fail
+from fshard.random import bernoulli_box, fold_in
+from fshard.spec import Box, full_box, part_range
+
+from .distributions import MAX_RANDINT_RANGE, draw_box
+
+Values = dict[str, Any]  # argument name -> value, of one call of an operation
+Read = tuple[int, Any]  # a Python number computed from draws alone, and the number of draws before
+
+
+def draw_error(what: str, *notes: str, fix: str, **facts: object) -> ShardingError:
+    """Return an error that names the line of the module's code."""
+    return fail(what, *place_and_source(site()), *notes, fix=fix, **facts)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The dim of a drawn tensor that has the examples, `each` entries for one."""
+
+    dim: int
+    each: int
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One draw of a probe: its shape, with a prime number of examples, and the dim of these; None if no dim has."""
+
+    op: str
+    shape: tuple[int, ...]
+    examples: Examples | None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The draws of forward, found on fake tensors."""
+
+    draws: Sequence[Drawn]
+    read: Sequence[Read]  # the drawn numbers that forward read, to skip a layer or not
+    failure: ShardingError | None  # of a run that could not go on; only a draw needs to know
+
+    def read_until(self, number: int) -> list[Read]:
+        """Return what forward read before draw `number`."""
+        return [r for r in self.read if r[0] <= number]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's part of the examples of a batch: `count` from `start` on, of `total`, over mesh `axes`.
+
+    `dim` has the examples in every draw, if no probe says in which.
+    """
+
+    axes: tuple[str, ...]
+    start: int
+    count: int
+    total: int
+    dim: int | None = None
+
+
+@dataclass(frozen=True)
+class Features:
+    """Mesh axes over which replaced modules leave features split: their sizes, and this rank's coordinates."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    coords: tuple[int, ...]
+    numbers: frozenset[int]  # of the features, of each dim of a parameter that the axes split
+
+    def split(self, dim: int, ndim: int, whole: int, part: int) -> bool:
+        """Return whether `part` is this rank's size of a dim with features, or with heads of them.
+
+        A dim where they are flattened with others may have that size too, but a rank's part of it is no range: dim 0 of
+        several is [B*heads], and another product divides no number of features, as a rule.
+        """
+        is_features = (dim > 0 or ndim == 1) and any(n % max(1, whole) == 0 for n in self.numbers)
+        return is_features and self.part(whole)[1] == part
+
+    def part(self, n: int) -> tuple[int, int]:
+        """Return (start, length) of this rank's part of n features."""
+        return part_range(n, self.sizes, self.coords)
+
+
+# --- the mode ---------------------------------------------------------------------------------------------------
+
+
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The draws of one call of a module: draw number j is under fold_in(key, j).
+
+    `number` counts the draws. A caller that runs a part of forward again, to recompute it in backward, reads `number`
+    before the part runs first, and later enters a `resumed` copy: the same part then draws the same numbers.
+
+        start = draws.number
+        y = block(x)                                # in the call
+        with draws.resumed(start): y = block(x)     # in backward
+
+    Args:
+        name: of the function, for errors.
+        batch: this rank's part of the batch; None where nothing is split.
+        probes: the draws that may be expected, of a split batch; they differ in the numbers that forward reads.
+        find: makes another probe, by the key of this call, and adds it to those.
+        features: the axes that may split other dims than those of the examples, of which the probes know the sizes.
+    """
+
+    def __init__(
+        self, name: str, key: Tensor, batch: Batch | None = None, probes: Sequence[Probe] | None = None,
+        find: Callable[[], Probe] | None = None, features: Sequence[Features] = (),
+    ) -> None:  # fmt: skip
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name, self.key, self.batch, self.probes, self.find = name, key, batch, probes, find
+        self.features = features
+        self.number = 0
+        self.read: list[Read] = []
+        self._scalars: Any = WeakTensorKeyDictionary()  # tensors of one number, made of draws alone
+
+    def resumed(self, number: int) -> Draws:
+        """Return a mode that goes on from draw `number`."""
+        other = Draws(self.name, self.key, self.batch, self.probes, self.find, self.features)
+        other.number, other.read = number, [r for r in self.read if r[0] <= number]
+        return other
+
+    def check_number(self) -> None:
+        """Raise ShardingError after a call that drew fewer times than expected."""
+        if self.probes is None or self.batch is None or not self.batch.count:
+            return
+        found = self._probe()
+        if found.failure is None and self.number < len(found.draws):
+            raise self._unexpected(f"{self.number} draws were made", f"{len(found.draws)}")
+
+    def _probe(self) -> Probe:
+        """Return a probe that read what this call has read, and so makes the same draws so far."""
+        assert self.probes is not None
+        assert self.find is not None
+        known = (probe for probe in self.probes if probe.read_until(self.number) == self.read)
+        return next(known, None) or self.find()
+
+    def _unexpected(self, here: str, there: str) -> ShardingError:
+        axes = " or ".join(str(f.axes) for f in self.features)
+        split = [f"or {why}: replace= is to leave them whole" for why in (
+            f"this rank has no part of the features that {axes} splits, and torch draws nothing for it",
+            "they are flattened with another dim, and a rank's part is no range of it",
+            *["axes whose parts have one size cannot be told apart"] * (len(self.features) > 1)) if axes]  # fmt: skip
+        return draw_error(f"{self.name}: {here}, and {there} in a run with another number of examples",
+                          "the draws of forward depend on that number, or on values, and may differ between ranks",
+                          *split, fix="draw as often, and in the same shapes, for any batch: for all examples at once"
+                          )  # fmt: skip
+
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        rule, kwargs = rule_of(func), kwargs or {}
+        if rule is not None:
+            parts = self._decomposed(func, args, kwargs)
+            return self._run(rule, func, args, kwargs) if parts is NotImplemented else parts
+        out = func(*args, **kwargs)
+        if len(self._scalars):
+            self._follow(func, tensors_in(args, kwargs), out)
+        return out
+
+    def _decomposed(self, func: Any, args: tuple[Any, ...], kwargs: Values) -> Any:
+        """Run an operation as those that it is made of; NotImplemented if it is not, or only for its gradient.
+
+        In inference mode, and inside another operation, torch has not decomposed dropout, attention or lstm before.
+        """
+        if func.namespace == "prim":  # an attribute of a tensor, no operation
+            return NotImplemented
+        with self:
+            return func.decompose(*args, **kwargs)
+
+    def _follow(self, func: Any, operands: Sequence[Tensor], out: Any) -> None:
+        """Record the numbers that are read of tensors made of draws alone."""
+        if operands and all(x in self._scalars for x in operands):
+            if func.overloadpacket.__name__ == "_local_scalar_dense":
+                self.read.append((self.number, out))
+            for y in tensors_in(out):
+                self._scalars[y] = None
+
+    def _run(self, rule: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: Values) -> Any:
+        """Run a random operation by its rule, unless it draws nothing or by a generator of its own."""
+        values = values_of(func, args, kwargs)
+        name = func.overloadpacket.__name__
+        rate = values.get("dropout_p", values.get("dropout", values.get("p") if "dropout" in name else None))
+        off = rate == 0 or values.get("train") is False or values.get("training") is False
+        if off or any(x.is_meta for x in tensors_in(*args)):
+            return func(*args, **kwargs)
+        if values.get("generator") is not None:
+            raise draw_error(f"{self.name}: {name} draws from a generator of its own, and key= cannot replace it",
+                             "its numbers depend on the process and on earlier draws",
+                             fix="leave generator= out: the numbers are then drawn by key")  # fmt: skip
+        return rule(self, name, values)
+
+    def numbers(
+        self, op: str, shape: Sequence[int], distribution: str, *args: float, dtype: torch.dtype, device: Any,
+        like: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Draw this rank's part of the next draw, of local `shape`. A probe asks how the examples of `like` lie."""
+        whole, box, axes = self._part(op, tuple(shape))
+        key = fold_in(self.key, self.number)
+        self.number += 1
+        types = checker()
+        with contextlib.nullcontext() if types is None else types.paused():
+            if distribution == "bernoulli":
+                out = bernoulli_box(key, whole, box, p=args[0], device=device).to(dtype)
+            else:
+                out = draw_box(distribution, args, key, whole, box, dtype, device)
+        if types is not None and self.batch is not None:
+            types.set_draw_type(out, op, self.key, axes, shared=self.batch.axes)
+        elif types is not None:
+            types.set_draw_type(out, op, self.key, ())
+        if self.probes is not None and not axes and out.numel() == 1:
+            self._scalars[out] = None
+        return out
+
+    def _part(self, op: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Box, tuple[str, ...]]:
+        """Return the global shape of a draw, this rank's box of it, and the axes that split it."""
+        if self.batch is None:
+            return shape, full_box(shape), ()
+        whole, box = list(shape), list(full_box(shape))
+        axes: tuple[str, ...] = ()
+        if self.probes is None:
+            examples = self._stated(op, shape, self.batch)
+        else:
+            examples, split = self._found(op, shape)
+            for dim, (n, over) in split.items():
+                start, length = over.part(n)
+                whole[dim], box[dim], axes = n, slice(start, start + length), (*axes, *over.axes)
+        if examples is not None:
+            n = examples.each
+            whole[examples.dim] = n * self.batch.total
+            box[examples.dim] = slice(n * self.batch.start, n * (self.batch.start + self.batch.count))
+            axes = (*self.batch.axes, *axes)
+        return tuple(whole), tuple(box), axes
+
+    def _found(self, op: str, shape: tuple[int, ...]) -> tuple[Examples | None, dict[int, tuple[int, Features]]]:
+        """Return the dim of the examples that the probe found, and the (size, axes) of each dim of split features.
+
+        Raises ShardingError for another draw than the probe's.
+        """
+        assert self.batch is not None
+        probe = self._probe()
+        if probe.failure is not None:
+            raise probe.failure
+        last = len(probe.draws) if not self.batch.count else self.number + 1  # torch may draw nothing for no examples
+        for number, drawn in enumerate(probe.draws[self.number : last], self.number):
+            expected = list(drawn.shape)
+            if drawn.examples:
+                expected[drawn.examples.dim] = drawn.examples.each * self.batch.count
+            split = self._split(op, shape, expected, drawn.examples)
+            if op == drawn.op and split is not None:
+                self.number = number
+                return drawn.examples, split
+        found = [f"{drawn.op} of {list(drawn.shape)}" for drawn in probe.draws[self.number : self.number + 1]]
+        raise self._unexpected(f"draw {self.number} is {op} of {list(shape)}", found[0] if found else "there is none")
+
+    def _split(
+        self, op: str, shape: tuple[int, ...], expected: Sequence[int], examples: Examples | None
+    ) -> dict[int, tuple[int, Features]] | None:
+        """Return the (size, axes) of each dim of which `shape` is this rank's part; None if it is another shape."""
+        out: dict[int, tuple[int, Features]] = {}
+        if len(shape) != len(expected):
+            return None
+        for dim, (n, whole) in enumerate(zip(shape, expected, strict=True)):
+            over = [f for f in self.features if n != whole and f.split(dim, len(shape), whole, n)]
+            if n != whole and (len(over) != 1 or op == "randperm" or (examples and dim == examples.dim)):
+                return None
+            if n != whole:
+                out[dim] = whole, over[0]
+        return out
+
+    def _stated(self, op: str, shape: tuple[int, ...], batch: Batch) -> Examples | None:
+        """Return the dim that is said to have the examples."""
+        dim = batch.dim or 0
+        if not shape:
+            return None
+        n = shape[dim] if -len(shape) <= dim < len(shape) else None
+        if n is None or (n % batch.count if batch.count else n):
+            what = "no such dim" if n is None else f"{n} entries, of {batch.count} examples"
+            raise draw_error(f"{self.name}: draw {self.number} is {op} of {list(shape)}, whose dim {dim} has {what}",
+                             "a draw for some of the examples at a time is not the same on every mesh",
+                             fix="draws_over(axis), without probe=False, finds the dim of each draw; or a rate of 0"
+                             )  # fmt: skip
+        return Examples(dim % len(shape), n // max(1, batch.count))
+
+
+# A __torch_dispatch__ in the class body would be wrapped by torch: the first operation would import dynamo for seconds.
+Draws.__torch_dispatch__ = Draws._dispatch  # type: ignore[assignment]
+
+
+def values_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
+    """Return the arguments of a call by name, defaults included."""
+    arguments = schema_of(func).arguments
+    values = {a.name: None if a.name == "dtype" else a.default_value for a in arguments}
+    return {**values, **dict(zip(values, args, strict=False)), **kwargs}
+
+
+# --- the operations ---------------------------------------------------------------------------------------------
+
+Rule = Callable[[Draws, str, Values], Any]
+_RULES: dict[str, Rule] = {}
+
+
+def _rule_for(*names: str) -> Callable[[Rule], Rule]:
+    def add(rule: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(names, rule))
+        return rule
+
+    return add
+
+
+@functools.cache
+def rule_of(func: Any) -> Rule | None:
+    """Return the rule of a random operation (an OpOverload); None for the others."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    schema = schema_of(func)
+    out_variant = any(a.kwarg_only and a.alias_info is not None for a in schema.arguments)
+    return _refuse if out_variant else _RULES.get(schema.name.split("::")[-1], _refuse)
+
+
+def _refuse(draws: Draws, name: str, values: Values) -> Any:
+    if "attention" in name:
+        raise draw_error(f"{draws.name}: {name} draws its dropout inside a fused kernel, where key= cannot reach it",
+                         fix="with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): around the call; or, for models of "
+                         'Hugging Face, attn_implementation="eager"')  # fmt: skip
+    if "rnn" in name:
+        raise draw_error(f"{draws.name}: {name} draws its dropout inside a kernel, where key= cannot reach it",
+                         fix="with torch.backends.cudnn.flags(enabled=False): around the call")  # fmt: skip
+    raise draw_error(f"{draws.name}: {name} draws in a way that key= cannot replace",
+                     fix="draw by torch.rand, torch.randn, torch.randint, torch.bernoulli or dropout; "
+                     "apply.eval() draws nothing")  # fmt: skip
+
+
+@_rule_for("bernoulli_", "bernoulli")
+def _bernoulli(draws: Draws, name: str, v: Values) -> Tensor:
+    x, p = v["self"], v.get("p")
+    if p is None or isinstance(p, Tensor):  # probabilities
+        wide = torch.promote_types((x if p is None else p).dtype, torch.float32)
+        drawn = draws.numbers(name, x.shape, "uniform", 0.0, 1.0, dtype=wide, device=x.device, like=x)
+        drawn = drawn < (x if p is None else p)
+    else:
+        if not 0 <= p <= 1:
+            raise draw_error(f"{draws.name}: {name}: p={p} is not a probability", fix="0 <= p <= 1")
+        drawn = draws.numbers(name, x.shape, "bernoulli", p, dtype=torch.bool, device=x.device, like=x)
+    return (x if name.endswith("_") else torch.empty_like(x)).copy_(drawn)
+
+
+@_rule_for("native_dropout")
+def _native_dropout(draws: Draws, name: str, v: Values) -> tuple[Tensor, Tensor]:
+    """Draw as the dropout of CPUs does, with the same numbers."""
+    x, p = v["input"], v["p"]
+    keep = torch.empty_like(x, dtype=torch.bool)
+    keep.copy_(draws.numbers("bernoulli_", x.shape, "bernoulli", 1 - p, dtype=torch.bool, device=x.device, like=x))
+    return x * keep * (0.0 if p == 1 else 1 / (1 - p)), keep
+
+
+_IN_PLACE = {  # operation -> (distribution, names of its arguments)
+    "uniform_": ("uniform", "from", "to"), "normal_": ("normal", "mean", "std"), "geometric_": ("geometric", "p"),
+    "exponential_": ("exponential", "lambd"), "log_normal_": ("log_normal", "mean", "std"),
+    "cauchy_": ("cauchy", "median", "sigma"),
+}  # fmt: skip
+
+
+@_rule_for(*_IN_PLACE)
+def _in_place(draws: Draws, name: str, v: Values) -> Tensor:
+    x, (distribution, *names) = v["self"], _IN_PLACE[name]
+    args = [v[n] for n in names]
+    drawn = draws.numbers(name, x.shape, distribution, *args, dtype=x.dtype, device=x.device, like=x)
+    return x.copy_(drawn)  # type: ignore[no-any-return]
+
+
+@_rule_for("randperm")
+def _permutation(draws: Draws, name: str, v: Values) -> Tensor:
+    return draws.numbers(name, (v["n"],), name, dtype=v["dtype"] or torch.int64, device=_device(v))
+
+
+@_rule_for("random_", "randint", "randint_like")
+def _integers(draws: Draws, name: str, v: Values) -> Tensor:
+    x = v.get("self")
+    low: int = v.get("from", v.get("low")) or 0
+    high: Any = v.get("to", v.get("high"))
+    if high is None and x is not None:  # random_(): all integers that the dtype has without gaps
+        info = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype)
+        high = round(2 / info.eps) + 1 if isinstance(info, torch.finfo) else info.max + 1
+        high = 2 if x.dtype is torch.bool else high
+    if not 0 < high - low <= MAX_RANDINT_RANGE:
+        raise draw_error(f"{draws.name}: {name} of range({low}, {high})", fix="0 < high - low <= 2^32")
+    if name == "randint":
+        dtype = v["dtype"] or torch.int64
+        return draws.numbers(name, v["size"], name, low, high, dtype=dtype, device=_device(v))
+    assert x is not None
+    drawn = draws.numbers(name, x.shape, "randint", low, high, dtype=v.get("dtype") or x.dtype, device=x.device, like=x)
+    return x.copy_(drawn) if name == "random_" else torch.empty_like(x, dtype=drawn.dtype).copy_(drawn)
+
+
+@_rule_for("rand", "randn", "rand_like", "randn_like")
+def _floats(draws: Draws, name: str, v: Values) -> Tensor:
+    args = ("normal", 0.0, 1.0) if name.startswith("randn") else ("uniform", 0.0, 1.0)
+    x = v.get("self")
+    if x is None:
+        dtype = v["dtype"] or torch.get_default_dtype()
+        return draws.numbers(name, v["size"], *args, dtype=dtype, device=_device(v))
+    drawn = draws.numbers(name, x.shape, *args, dtype=v["dtype"] or x.dtype, device=v["device"] or x.device, like=x)
+    return torch.empty_like(x, dtype=drawn.dtype, device=drawn.device).copy_(drawn)
+
+
+@_rule_for("normal")
+def _normal(draws: Draws, name: str, v: Values) -> Tensor:
+    mean, std = v["mean"], v["std"]
+    given = [x for x in (mean, std) if isinstance(x, Tensor)]
+    if not given:
+        dtype = v["dtype"] or torch.get_default_dtype()
+        return draws.numbers(name, v["size"], name, mean, std, dtype=dtype, device=_device(v))
+    like = max(given, key=lambda x: x.ndim)
+    shape = (mean + std).shape
+    drawn = draws.numbers(name, shape, name, 0.0, 1.0, dtype=like.dtype, device=like.device, like=like)
+    out: Tensor = mean + std * drawn
+    return out
+
+
+@_rule_for("rrelu_with_noise", "rrelu_with_noise_")
+def _rrelu(draws: Draws, name: str, v: Values) -> Tensor:
+    x, noise, low, high = v["self"], v["noise"], v["lower"], v["upper"]
+    slope = draws.numbers("rrelu", x.shape, "uniform", 0.0, 1.0, dtype=x.dtype, device=x.device, like=x)
+    noise.copy_(torch.where(x <= 0, low + (high - low) * slope, 1.0))
+    out: Tensor = x.mul_(noise) if name.endswith("_") else x * noise
+    return out
+
+
+@_rule_for("multinomial")
+def _multinomial(draws: Draws, name: str, v: Values) -> Tensor:
+    """Choose by exponential clocks; with replacement by the inverse of the cumulative distribution."""
+    p, n = v["self"], v["num_samples"]
+    wide = p.double()
+    if n == 1 or not v["replacement"]:
+        clock = draws.numbers(name, p.shape, "exponential", 1.0, dtype=torch.float64, device=p.device, like=p)
+        first: Tensor = (wide / clock).topk(n, -1).indices
+        return first
+    shape = (*p.shape[:-1], n)
+    u = draws.numbers(name, shape, "uniform", 0.0, 1.0, dtype=torch.float64, device=p.device, like=p)
+    cumulative = wide.cumsum(-1)
+    chosen = torch.searchsorted(cumulative, u * cumulative[..., -1:], right=True)
+    return chosen.clamp_(max=p.shape[-1] - 1)
+
+
+def _device(v: Values) -> torch.device:
+    return v["device"] or torch.get_default_device()

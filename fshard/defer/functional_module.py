@@ -1,0 +1,605 @@
+"""Any `nn.Module` as a pure function of its parameters and buffers: `Apply`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import re
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fshard import tree
+from fshard._core.ops import differentiable_dtype
+from fshard._core.region import checker, has_values, in_region
+from fshard._core.torch import in_transform
+from fshard._core.weight import Leaf, Weight, is_weight
+from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
+from fshard.random import check_key
+from fshard.schedule.options import BackwardPrefetch, Release
+from fshard.schedule.units import UnitOptions
+from fshard.spec import Axis, describe, format_tensor
+
+from .batch_draws import SplitBatch, draws_of
+from .batch_norm import UNSET, batch_norm_over, batch_norms, sync_batch_norm
+from .batch_statistics import BatchStatistics
+from .draws import Draws
+from .module_copy import ModuleCopy, copy_module
+from .module_leaves import Named, leaves_at, places_of
+from .probe import Fake
+from .recomputation import AGAIN, RefuseCheckpoint, recomputed, refused_by_torch_func
+from .references import Outside, Seen, reachable
+from .replaced import Replace, Replaced
+from .stand_ins import BetweenCalls, adapted_as, detached, in_module, tensors_of
+from .units import Fill, UnshardedByUnit, as_they_are, leaves_of_units, shapes_of, unwatched
+from .values import first_valueless, is_valueless, not_of_the_call
+from .writes import ParameterWrites, equal_values, version
+
+_ASSIGNED = re.compile(r"cannot assign '.*' as parameter '(\w+)'")  # torch's error
+
+
+class Apply:
+    """A module's forward as a pure function: `apply(params, buffers, *args, **kwargs)`.
+
+        params, buffers: {dotted name: tensor}, whole leaves; a tied leaf once, by the name that comes first
+
+    The module is a skeleton: its own parameters and buffers are never read and may be on meta. All changes that
+    `forward` makes to the module (an attribute, an entry of a list or dict, a hook) are undone after each call. Calls
+    that run at the same time, as those of simulated ranks do, each use a copy of the module, which shares its tensors.
+    Functions that the module has (a lambda, a hook, a replaced forward) are copied with it, and read the leaves of the
+    call. One that reads the module by a global name, or that stores a tensor outside of the module, is an error.
+
+    A float buffer is invariant over the mesh, like a parameter, and needs `unshard` (or `pvary`) too:
+
+        apply(fs.unshard(params, specs, "data"), fs.unshard(buffers, P(), "data"), x)
+
+    A buffer that `forward` updates is returned by `with_buffers`; a plain call, which would lose it, is an error. A
+    buffer that is not persistent is a cache (the frequencies of dynamic rope) and no state: a plain call may lose it.
+
+    A forward that writes to a parameter (`self.weight.data.clamp_(...)`, `nn.Embedding(max_norm=)`, RWKV in eval mode)
+    is an error in the first call.
+
+    Dropout and other draws are by a key, `apply(params, buffers, x, key=key)`: see `with_key`. Without a key they are
+    from torch's generator, which is an error in a region; `.eval()` has none. An autograd.Function in the module needs
+    a `setup_context`, or torch.func refuses it (as Bloom's GeLU).
+
+    The module has the leaves of a call while `forward` runs, and no longer. `torch.utils.checkpoint` in `forward`, as
+    by Hugging Face's `gradient_checkpointing`, would run parts of it again in backward: an error in a call that is
+    differentiated. Use `fs.remat` around the call, or `unshard(remat=True)`. So is a hook that reads a leaf in
+    backward.
+
+    Args:
+        ties: tied name -> the name of the leaf it uses, beyond the ties of `module` itself.
+        whole: leaves whose initial values are computed in full, and their bytes; for information.
+        transient: names of buffers that are not persistent, beyond those of `module` itself.
+        units: names of the submodules that `unshard` gathers one by one.
+        replace: the submodules that are pure functions on shards, as for `fs.defer`.
+        outside: the objects that functions of the module capture and that are not of the module.
+
+    >>> apply = Apply(torch.nn.Linear(2, 3, device="meta"))
+    >>> apply({"weight": torch.ones(3, 2), "bias": torch.zeros(3)}, {}, torch.ones(1, 2))
+    tensor([[2., 2., 2.]])
+
+    `frozen` has the names of the parameters with `requires_grad=False`: differentiate the others. `specs` has the spec
+    of each leaf, `{"params": {name: P}, "buffers": {name: P}}`: that of its replacement, and P() of the others.
+
+    Raises ShardingError listing every name that is missing or unexpected and every leaf with a wrong number of dims.
+    """
+
+    def __init__(
+        self, module: nn.Module, ties: Mapping[str, str] | None = None, whole: Mapping[str, int] | None = None,
+        transient: frozenset[str] = frozenset(), units: Sequence[str] = (), replace: Replace = None,
+        outside: Outside | None = None,
+    ) -> None:  # fmt: skip
+        self.module, self.ties, self.whole = module, dict(ties or {}), dict(whole or {})
+        self._outside = Outside(module, module) if outside is None else outside
+        self._places = places_of(module, self.ties)
+        self.ties.update((name, p.leaf) for p in self._places for name in p.names if name != p.leaf)
+        self.transient = transient | {p.leaf for p in self._places if p.transient}
+        self._leaves = leaves_at(self._places)  # of the skeleton, for their shapes
+        self.shapes = shapes_of(self._leaves["params"])
+        self.frozen = frozenset(k for k, x in self._leaves["params"].items() if not x.requires_grad)
+        self.units = leaves_of_units(module, units, self._places)
+        self._replaced = Replaced.of(module, replace, self._places)
+        self.specs = self._replaced.specs
+        self._free_copies: dict[int, list[ModuleCopy]] = {}  # by thread: see `_take_copy`
+        self._done: set[str] = set()  # the checks that only the first call makes; shared with copies, as the others are
+        self._key: Tensor | None = None
+        self._split_batch = SplitBatch(None, 0, True, is_stated=False)
+        self._norms_over: Axis = UNSET
+        self._is_sparse = any(getattr(m, "sparse", False) is True for m in module.modules())
+        self._forward_has_key = "key" in inspect.signature(module.forward).parameters
+
+    def __call__(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of `forward`. Raises ShardingError if it changed a buffer, which would be lost."""
+        apply, kwargs = self.split_key(kwargs)
+        if apply is not self:
+            return apply(params, buffers, *args, **kwargs)
+        self.check_names(params, buffers)
+        out, _, changed = self.run(params, buffers, args, kwargs)
+        self.refuse_changed(changed)
+        return out
+
+    def module_leaf(self, path: tree.Path, ndim: int) -> Leaf:
+        """Describe a parameter for `fs.lora`, which is passed this function as `of`: its module, and its layout."""
+        name = tree.dotted(path)
+        if name not in self._adapted_as:
+            raise fail(f"{self!r}: {name!r} is no parameter of the module", fix='pass tree["params"] of fs.defer')
+        return self._adapted_as[name]
+
+    @functools.cached_property
+    def _adapted_as(self) -> dict[str, Leaf]:
+        return adapted_as(self.module, self._places)
+
+    def refuse_changed(self, changed: Sequence[str]) -> None:
+        """Raise ShardingError if `forward` has changed these buffers."""
+        if changed:
+            raise fail(f"{self!r}: forward changed buffers, and a plain call returns none: {join_limited(changed, 3)}",
+                       fix="out, buffers = apply.with_buffers(params, buffers, ...), or apply.eval()")  # fmt: skip
+
+    def with_buffers(
+        self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Return the result of `forward` and the buffers after it; the arguments are not changed.
+
+        On a mesh each rank updates the buffers by its own batch, so they vary: see `batch_norm_over` for batch norms.
+        To have one value on all ranks, take the mean, and for counters, which are equal on every rank, the maximum:
+
+            fs.tree.map(lambda b: fs.pmean(b, "data") if b.is_floating_point() else fs.pmax(b, "data"), new)
+
+        >>> norm = torch.nn.BatchNorm1d(1, affine=False, momentum=0.5)
+        >>> before = dict(norm.named_buffers())
+        >>> _, after = Apply(norm).with_buffers({}, before, torch.tensor([[1.0], [3.0]]))
+        >>> after["running_mean"], before["running_mean"]
+        (tensor([1.]), tensor([0.]))
+        """
+        apply, kwargs = self.split_key(kwargs)
+        if apply is not self:
+            return apply.with_buffers(params, buffers, *args, **kwargs)
+        self.check_names(params, buffers)
+        out, after, _ = self.run(params, buffers, args, kwargs)
+        return out, after
+
+    def eval(self) -> Apply:
+        """Return the function in evaluation mode: no dropout, batch norms by their running statistics."""
+        return self.train(False)
+
+    def train(self, mode: bool = True) -> Apply:
+        """Return the function in training mode, as constructors leave modules."""
+        return self._with(copy_module(self.module, self._outside).train(mode))
+
+    @checked
+    def batch_norm_over(self, axis: Axis) -> Apply:
+        """Return the function whose batch norms take the statistics of the examples on all ranks of `axis`.
+
+            in train mode: x [B@axis, C, *] -> [B@axis, C, *]     cost: two psum of C numbers each
+
+        It applies to `F.batch_norm` in any code of forward, of a subclass as of a function, and to the running
+        statistics of instance norms. Without it a batch norm in train mode is an error where its input varies, since
+        statistics of each rank's own examples would change with the mesh. `None` takes those all the same, as torch's
+        DistributedDataParallel does: for ranks that train models of their own. The running statistics are those of all
+        ranks too.
+
+        An axis that splits the channels, and so the norm's leaves, needs nothing: each rank has all examples of its
+        channels. To name it here is an error when the norm runs, as is an input that torch refuses: one with other dims
+        or channels than the norm's, or in train mode with one value of each channel on all ranks together.
+
+        >>> apply = Apply(torch.nn.BatchNorm1d(3, device="meta")).batch_norm_over("data")
+        """
+        module = copy_module(self.module, self._outside)
+        for name, m in batch_norms(module):
+            if name in self._replaced.by:
+                continue
+            m.forward = functools.partial(batch_norm_over, axis, f"{self!r}: {repr(name) if name else 'it'}", m)
+        other = self._with(module)
+        other._norms_over = axis
+        return other
+
+    @checked
+    def unshard(
+        self, specs: Any, axis: Axis, *, remat: bool = False, release: Release = True, prefetch: int = 1,
+        backward_prefetch: BackwardPrefetch = None, dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None, shapes: Any = None,
+    ) -> UnshardedByUnit:  # fmt: skip
+        """Return the function of shards, which gathers the leaves of each unit just before its forward and frees them.
+
+            f(params {by specs}, buffers {I}, *args, **kwargs)      buffers are replicated
+
+        Its numbers are those of this definition, `how` being `dtype`, `reduce_dtype` and `shapes`:
+
+            apply(fs.unshard(params, specs, axis, **how), fs.unshard(buffers, P(), axis), *args, **kwargs)
+
+        `fs.defer(constructor, units=...)` chooses the units. `prefetch` of them are gathered while one computes, in
+        forward those defined next, in backward those called before; gradients are summed over the ranks while the
+        units before compute theirs. A leaf that several units use (a tied embedding and head) is gathered by each.
+        Leaves that are not only in units are gathered once and kept: without units, all leaves. A leaf that is used
+        outside of its unit's forward is an error that names both.
+
+        All ranks must call the same units in the same order, and differentiate the same of them. In a compiled program,
+        and under a transform of torch.func, it is the definition: same numbers, without release. So is a unit with a
+        leaf that is gathered along two dims.
+
+        Args:
+            specs: of the params, or a prefix.
+            release: free gathered leaves after use and gather them again in backward; if False, keep them. An axis, or
+                axes, of `axis`: keep the part that a split over these alone gives, and gather it in backward.
+            remat: keep only the arguments of each unit (of the outermost, if units are nested), and recompute it in
+                backward, with the attributes that its modules had at the call. An object that the module changes as it
+                runs, as a cache, would be changed twice: switch it off (`use_cache=False`).
+            prefetch: number of units to gather ahead; 0 gathers when needed.
+            backward_prefetch: the same in backward, by default as many; "post" gathers one unit ahead after the
+                gradients of a unit are computed, while they are summed.
+            dtype, reduce_dtype: as for `fs.unshard`.
+            shapes: as for `fs.unshard`; by default the shapes of the module's own parameters.
+
+        Transfers, for each dtype of a unit and each of its calls: a gather in forward, one in backward if a gradient
+        needs its leaves, and one sum. Frozen leaves have no gradient: no buffer and no sum. A unit that is called again
+        and again, as ALBERT's, is gathered for the first two calls and once in backward.
+
+        >>> apply, tree = defer(lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), units="*")
+        >>> apply.units
+        {'0': ('0.weight', '0.bias'), '1': ('1.weight', '1.bias')}
+        >>> mesh = make_mesh(data=2)
+        >>> specs = fully_shard(P(), tree["params"], axis="data")
+        >>> f = shard_map(lambda p, x: apply.unshard(specs, "data")(p, {}, x), mesh=mesh,
+        ...               in_specs=(specs, P("data")), out_specs=P("data"))
+        >>> f(materialize(tree["params"], specs, mesh, key=key(0)), torch.zeros(4, 8))
+        f32[4@data, 8]
+
+        Warns where there are no units and `release` is not False: one gather of all leaves, which are kept.
+        Raises ShardingError, when the result is called, for the errors of `fs.unshard`, and inside
+        torch.utils.checkpoint, which does not know that leaves are freed.
+        """
+        options = UnitOptions(release, prefetch, backward_prefetch, remat)
+        options.check("apply.unshard", axis)
+        if remat and not self.units:
+            raise fail("apply.unshard: remat=True recomputes each unit, and there are none",
+                       fix="fs.defer(constructor, units=...); or fs.remat around the call")  # fmt: skip
+        if release and not self.units:
+            warnings.warn("apply.unshard: no units: all leaves are gathered at once, and kept until backward; choose "
+                          "some, fs.defer(constructor, units=...), or say release=False", stacklevel=3)  # fmt: skip
+        return UnshardedByUnit(self, specs, axis, options, dtype, reduce_dtype, shapes)
+
+    @checked
+    def with_key(self, key: Tensor | None) -> Apply:
+        """Return the function whose dropout, and every other draw, is by a key, the same on every mesh.
+
+            apply.with_key(key)(params, buffers, x)     is      apply(params, buffers, x, key=key)
+
+        Draw number j of a call, from 0, is `fs.random` under `fold_in(key, j)`, of the shape of the global tensor: the
+        mask of an nn.Dropout is `fs.random.bernoulli(fs.fold_in(key, j), x.shape, p=1 - rate)`. Two calls by one key
+        draw the same numbers, so fold in the step, and the name of each model. In a region say by `draws_over` which
+        axis splits the batch. `None` draws from torch's generator.
+
+        Only the first form is available for a module whose forward has an argument `key`, as nn.MultiheadAttention's.
+        An operation that draws in a way that a key cannot replace (a generator of its own, a fused kernel) is an error.
+        On a CPU it costs 8 microseconds for each operation of forward and half a millisecond for each draw, beyond the
+        numbers themselves. Not for compiled programs.
+
+        >>> apply = Apply(torch.nn.Dropout(0.5))
+        >>> apply({}, {}, torch.ones(8), key=fs.key(0))
+        tensor([2., 2., 0., 0., 2., 0., 2., 0.])
+        """
+        if key is not None:
+            check_key(f"{self!r}: key=", key)
+        other = copy.copy(self)
+        other._key = key
+        return other
+
+    def split_key(self, kwargs: dict[str, Any]) -> tuple[Apply, dict[str, Any]]:
+        """Return the function by the key in `kwargs`, and the others; itself, if forward has an argument `key`."""
+        if "key" not in kwargs:
+            return self, kwargs
+        x = kwargs["key"]
+        if not self._forward_has_key:
+            return self.with_key(x), {name: arg for name, arg in kwargs.items() if name != "key"}
+        if isinstance(x, Tensor) and x.dtype == torch.int64 and tuple(x.shape) == (2,):
+            raise fail(f"{self!r}: forward has an argument 'key' of its own, and got a key of fs.random",
+                       fix="apply.with_key(key)(params, buffers, ...)")  # fmt: skip
+        return self, kwargs
+
+    @checked
+    def draws_over(self, axis: Axis, *, dim: int = 0, probe: bool = True) -> Apply:
+        """Return the function for calls in a region, in which `axis` splits the examples of a batch.
+
+            arguments that vary over axis: [B@axis, ...] or [T, B@axis, ...]; a draw: one for all B examples
+
+        Each rank draws the numbers of its own examples, which may be fewer than those of other ranks, or none. Draws
+        without a dim of examples (the skip of a whole layer) are the same on all ranks. `None` is for arguments that
+        are the same on all ranks. The spec of an argument tells the dim of its examples; `dim` is that of arguments
+        that were computed in the region. Of features that replaced modules leave split, each rank draws its own part.
+        In `fs.accumulate` a row of the batch has the same numbers in any number of microbatches.
+
+        The dims that have the examples are found: the first call for arguments of new shapes, which must be a checked
+        one, runs forward on fake tensors with a prime number of examples. An error names the line that flattens [T, B]
+        as [T*B], of which no rank has a range of rows, or draws from `random` or `numpy.random`. With `probe=False`
+        nothing is run: each draw that has dims is taken to have the examples in dim `dim`, one after the other. That is
+        for a forward that reads values of tensors, which a fake tensor has not; `fs.verify` then shows if it is so.
+
+        >>> apply = Apply(torch.nn.Dropout(0.5)).draws_over("data")
+        """
+        other = copy.copy(self)
+        other._split_batch = SplitBatch(axis, dim, probe)
+        return other
+
+    def _with(self, module: nn.Module) -> Apply:
+        """Return the function of a changed copy of the module."""
+        other = Apply(module, self.ties, self.whole, self.transient, tuple(self.units), self._replaced.by,
+                      self._outside)  # fmt: skip
+        other._key, other._norms_over = self._key, self._norms_over
+        other._split_batch = replace(self._split_batch, probed={})  # in another mode forward makes other draws
+        return other
+
+    def __repr__(self) -> str:
+        return f"Apply({type(self.module).__name__})"
+
+    def run(
+        self, params: Named, buffers: Named, args: tuple[Any, ...], kwargs: dict[str, Any], calls: Any = None,
+        in_units: Named | None = None, fill: Fill = as_they_are,
+    ) -> tuple[Any, dict[str, Tensor], list[str]]:  # fmt: skip
+        """Return the result of forward, the buffers after it, and the names of the buffers that it changed.
+
+        With `calls` (`UnitCalls`) the units run by it, `in_units` has placeholders for their leaves, and `fill` makes
+        the leaves of their tensors.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            what = "replaced modules" if self._replaced.by else \
+                "statistics over an axis" if self._has_norms_over and self.module.training else ""  # fmt: skip
+            if what:
+                raise fail(f"{self!r}: {what} cannot be compiled", fix="call it outside torch.compile")
+        draws, named = None, in_module({**params, **(in_units or {})}, self._replaced.splits)
+        if self._key is not None:
+            run_on_fakes = functools.partial(self._run_on_fakes, named, buffers)
+            leaves_in_all = [*named.values(), *buffers.values()]
+            draws = draws_of(repr(self), self._key, self._split_batch, leaves_in_all, args, kwargs, run_on_fakes,
+                             self._replaced.features)  # fmt: skip
+        copies = {name: x.clone() for name, x in buffers.items()}  # forward may overwrite them
+        leaves: dict[str, Named] = {"params": named, "buffers": copies}
+        if torch.compiler.is_dynamo_compiling():  # dynamo traces one thread, and supports functional_call
+            if any(map(is_weight, params.values())):
+                raise fail(f"{self!r}: adapted parameters cannot be compiled", fix="call it outside torch.compile")
+            named = {p.name: leaves[p.kind][p.leaf] for p in self._places}
+            out = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
+            return out, {**copies, **{p.leaf: named[p.name] for p in self._places if p.kind == "buffers"}}, []
+        versions = {name: version(x) for name, x in copies.items()}
+        mine = self._take_copy()
+        for p in (*mine.places, *mine.references):
+            p.holder[p.key] = leaves[p.kind][p.leaf]
+        mine.units.calls, mine.units.keep = calls, functools.partial(self._keep_unit, mine, draws)
+        mine.units.fill = fill
+        guard: Any = None if "writes" in self._done else ParameterWrites(repr(self), params)
+        stored_before = [seen.tensors() for seen in self._seen]
+
+        def has_all_values() -> bool:
+            return has_values() and not any(map(is_valueless, tree.leaves((params, buffers, args, kwargs))))
+
+        if guard is not None and has_all_values():
+            made = {name: x for name, ref in self._outside.made.items() if (x := ref()) is not None}
+            guard.refuse_reads([*self._leaves.values(), made], {**params, **buffers})
+        if guard is not None:
+            mine.units.watch = guard.watch
+        refusal: Any = (
+            RefuseCheckpoint(repr(self)) if self._is_first_differentiated(calls, params, args, kwargs) else None
+        )
+        nothing = contextlib.nullcontext()
+        try:
+            with refusal or nothing, guard or nothing, draws or nothing, self._statistics(mine):
+                out = mine.module(*args, **kwargs)
+            if draws is not None:
+                draws.check_number()
+            if guard is not None:
+                guard.check_storages()
+        except Exception as e:  # the state of the copy is unknown, so the copy is not used again
+            if guard is not None and guard.read not in (None, e):
+                raise guard.read from e
+            self._explain(e, params, buffers, (args, kwargs))
+            raise
+        self._done |= {"writes"} if refusal is None else {"writes", "checkpoint"}
+        for seen, before in zip(self._seen, stored_before, strict=True):
+            if any(all(x is not y for y in before) for x in seen.tensors()):
+                raise seen.stored(repr(self))
+        after, replaced = dict(copies), list(mine.units.replaced)
+        for p in mine.places:
+            x = p.holder.get(p.key)
+            if p.kind == "buffers" and x is not None and x is not copies[p.leaf]:
+                after[p.leaf] = x
+            if p.kind == "params" and isinstance(x, nn.Parameter) and x is not leaves["params"][p.leaf]:
+                replaced.append(p.leaf)
+        if replaced and torch.is_grad_enabled():
+            raise fail(f"{self!r}: forward replaced parameters: {', '.join(replaced)}",
+                       "no gradient reaches those of the call, and the new ones are lost after it",
+                       fix="do it in the constructor; or compute a tensor and leave the parameter")  # fmt: skip
+        mine.contents.restore()
+        self._give_back(mine)
+        if (valueless := first_valueless(out, after)) and has_all_values():
+            raise not_of_the_call(f"{self!r}: {valueless} has no values: it was computed from tensors of the module "
+                                  "that the constructor made")  # fmt: skip
+        state = {name: x for name, x in after.items() if name not in self.transient}
+        changed = [name for name, x in state.items() if x is not copies[name] or version(x) != versions[name]]
+        if not changed and "values" not in self._done:  # torch's batch_norm does not count all its writes as versions
+            changed = [name for name, x in state.items() if not equal_values(x, buffers[name])]
+            if not changed:
+                self._done.add("values")
+        return out, after, changed
+
+    @property
+    def _has_norms_over(self) -> bool:
+        return self._norms_over is not UNSET and self._norms_over is not None
+
+    def _statistics(self, mine: ModuleCopy) -> contextlib.AbstractContextManager[Any]:
+        """Return the mode for operations that compute with all rows of a batch, if this call is to have it."""
+        if in_region() and (checker() is not None or self._has_norms_over or self._is_sparse):
+            return BatchStatistics(repr(self), mine.module, self._norms_over)
+        return contextlib.nullcontext()
+
+    def _is_first_differentiated(self, calls: Any, *arguments: Any) -> bool:
+        """Return whether a call may have a backward, and no call before had one."""
+        if "checkpoint" in self._done or not torch.is_grad_enabled():
+            return False
+        if in_transform() or (calls is not None and any(any(u.differentiated) for u in calls.units.values())):
+            return True
+        return any(x.requires_grad for x in tree.leaves(arguments) if isinstance(x, Tensor))
+
+    def _run_on_fakes(self, params: Named, buffers: Named, fake: Fake, args: Any, kwargs: Any) -> None:
+        """Run forward on fake tensors with the shapes of these leaves, of the whole ones where they are split."""
+        mine = self._take_copy()
+        self._replaced.remove(mine.module)
+        norm: Any
+        for name, _ in batch_norms(self.module):
+            norm = mine.module.get_submodule(name)
+            norm.forward = functools.partial(nn.BatchNorm1d.forward, norm)  # without a collective
+        for p in (*mine.places, *mine.references):
+            x, split = (params if p.kind == "params" else buffers)[p.leaf], self._replaced.splits.get(p.leaf)
+            p.holder[p.key] = fake(x, x.shape if split is None else split.shape)
+        mine.module(*args, **kwargs)
+        mine.contents.restore()
+        self._give_back(mine)
+
+    def check_names(self, params: Named, buffers: Named) -> None:
+        """Raise ShardingError listing every name that is missing or unexpected, and every wrong number of dims."""
+        errors: list[ShardingError] = []
+        for kind, named in (("params", params), ("buffers", buffers)):
+            expected = self._leaves[kind]
+            for name in expected.keys() - named.keys():
+                errors.append(fail(f"{self!r}: {kind}[{name!r}] is missing"))
+            for name in named.keys() - expected.keys():
+                other = "buffers" if kind == "params" else "params"
+                fix = f"leave it out: it is tied to {self.ties[name]!r}" if name in self.ties else \
+                    f"pass it in {other}" if name in self._leaves[other] else "leave it out"  # fmt: skip
+                errors.append(fail(f"{self!r}: {kind}[{name!r}] is not a leaf of the module", fix=fix))
+            for name, x in named.items():
+                if not isinstance(x, (Tensor, Weight) if kind == "params" else Tensor):
+                    fix = "names are flat: 'a.b', not ['a']['b']" if isinstance(x, Mapping) else \
+                        "call it inside shard_map, where leaves are tensors"  # fmt: skip
+                    errors.append(fail(f"{self!r}: {kind}[{name!r}] is a {type(x).__name__}, not a tensor", fix=fix))
+                elif name in expected and x.ndim != expected[name].ndim:
+                    what = f"{self!r}: {kind}[{name!r}] has {x.ndim} dims, not {expected[name].ndim}"
+                    errors.append(fail(what, argument=describe(x),
+                                       module=format_tensor(x.dtype, expected[name].shape)))  # fmt: skip
+        raise_all(sorted(errors, key=str))
+
+    def _explain(self, e: Exception, params: Named, buffers: Named, arguments: Any) -> None:
+        """Add to an error of forward its cause: a tie, or the names of the leaves that were not unsharded."""
+        if (refused := refused_by_torch_func(repr(self), e)) is not None:
+            raise refused from e
+        if isinstance(e, TypeError) and (assigned := _ASSIGNED.search(str(e))):
+            raise fail(f"{self!r}: forward assigns a tensor to the parameter {assigned[1]!r}",
+                       "parameters are plain tensors in a pure call, which torch does not register",
+                       fix="assign it in the constructor (self.head.weight = self.embedding.weight ties them there), "
+                       "not in forward") from e  # fmt: skip
+        for name, x in params.items():
+            expected = self._leaves["params"][name].shape
+            if x.shape != expected and name not in self._replaced.splits:
+                shapes = f"params[{name!r}] is {list(x.shape)}, and {list(expected)} in the module"
+                e.add_note(f"{shapes}: fs.unshard gathers whole leaves")
+        types = checker()
+        if types is None or not isinstance(e, ShardingError):
+            return
+        if self._key is not None and "random draw" in str(e):
+            stated = self._split_batch.axis
+            what = f"{self!r}.draws_over({stated!r}) is to name the axes that split the examples of the arguments"
+            fix = "name those that split the examples; no draw of a module can be split in another dim"
+            if self._replaced.by:
+                fix += ",\n       but those of features that replaced modules leave split, without probe=False"
+            e.args = (f"{str(e).partition('  fix: ')[0]}  {what}\n  fix: {fix}",)
+        if "invariant" not in str(e):
+            return
+        tensors = [x for x in tree.leaves((params, buffers, arguments)) if isinstance(x, Tensor)]
+        floats = {name: types.info(x).type for name, x in tensors_of(params).items() if differentiable_dtype(x)}
+        for axis in sorted(set[str]().union(*(types.info(x).type.varying for x in tensors))):
+            names = [name for name, type_ in floats.items() if axis in type_.invariant]
+            if names:
+                rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                what = f"in {self!r}, params[{names[0]!r}]{rest} of its params are invariant over {axis!r}"
+                e.args = (f'{e}\n  {what}\n  fix: params = fs.unshard(params, its specs, "{axis}")',)
+
+    def _take_copy(self) -> ModuleCopy:
+        """Return a copy of the module that no other call is using, and that no other thread has used.
+
+        Other threads may be in backward: an operation that they do again, on a copy that a call uses, would be on the
+        leaves of this call. On a copy that no call uses it is an error (`BetweenCalls`).
+        """
+        try:
+            return self._copies_of_thread.pop()
+        except IndexError:
+            for name, m in self.module.named_modules():
+                if m.training and getattr(m, "gradient_checkpointing", False) is True:
+                    raise recomputed(f"{self!r}: gradient checkpointing is on in {name or type(m).__name__!r}",
+                                     AGAIN.format("torch.utils.checkpoint")) from None  # fmt: skip
+            module = copy_module(self.module, self._outside)
+            for name, norm in batch_norms(module):
+                if isinstance(norm, nn.SyncBatchNorm) and "forward" not in vars(norm):  # set by `batch_norm_over`
+                    label = f"{self!r}: {repr(name) if name else 'it'}"
+                    norm.forward = functools.partial(sync_batch_norm, label, norm)  # type: ignore[method-assign]
+            self._replaced.install(repr(self), module)
+            places = places_of(module, self.ties)
+            return ModuleCopy(module, places, self.units, self._replaced.splits, self._between_calls, self._shared)
+
+    @property
+    def _copies_of_thread(self) -> list[ModuleCopy]:
+        return self._free_copies.setdefault(threading.get_ident(), [])
+
+    @functools.cached_property
+    def _shared(self) -> dict[int, Any]:
+        return {id(x): x for x in (*reachable(self.module), *self._outside.objects.values())}
+
+    @functools.cached_property
+    def _seen(self) -> list[Seen]:
+        return list(self._outside.seen_by(self.module))
+
+    @functools.cached_property
+    def _between_calls(self) -> dict[str, Tensor]:
+        return {name: BetweenCalls.of(repr(self), name, x) for named in self._leaves.values()
+                for name, x in named.items()}  # fmt: skip
+
+    def _give_back(self, mine: ModuleCopy) -> None:
+        mine.units.calls, mine.units.keep, mine.units.watch, mine.units.replaced = None, str, unwatched, []
+        mine.units.fill = as_they_are
+        for p in mine.references:
+            p.holder[p.key] = self._between_calls[p.leaf]
+        self._copies_of_thread.append(mine)
+
+    def _keep_unit(
+        self, mine: ModuleCopy, draws: Draws | None, name: str
+    ) -> Callable[[Sequence[Tensor], Any, Any, Any], None]:
+        """Return a function that repeats a call of a unit, once, with the present values of the other leaves in it."""
+        modules = dict(mine.module.get_submodule(name).named_modules())
+        holders = {id(holder) for m in modules.values() for holder in (m._parameters, m._buffers)}
+        # What this call has changed before: attributes are arguments too.
+        changed = {key: new for key, m in modules.items() if (new := mine.contents.changed_attributes(m))}
+        changed = tree.map(lambda x: detached(x) if isinstance(x, Tensor) else x, changed)
+        own = set(self.units[name])
+        now: dict[str, Tensor] = {}
+        number, fill = 0 if draws is None else draws.number, mine.units.fill
+        for p in (*mine.places, *mine.references):
+            if (id(p.holder) in holders or p in mine.references) and not (p.kind == "params" and p.leaf in own):
+                x = p.holder[p.key]
+                if p.kind == "buffers":
+                    now[p.name] = x.clone()  # forward may update it
+                else:
+                    now[p.name] = detached(x)
+
+        def repeat(leaves: Sequence[Tensor], args: Any, kwargs: Any, calls: Any) -> None:
+            copy = self._take_copy()
+            before = copy.unit_contents(name)
+            for p in (*copy.places, *copy.references):
+                if p.name in now:
+                    p.holder[p.key] = now[p.name]
+            for key, new in changed.items():
+                vars(copy.module.get_submodule(f"{name}.{key}" if key else name)).update(new)
+            copy.units.calls, copy.units.fill = calls, fill
+            try:
+                with contextlib.nullcontext() if draws is None else draws.resumed(number), self._statistics(copy):
+                    copy.units.run(name, leaves, args, kwargs)
+            finally:
+                before.restore()
+                self._give_back(copy)
+
+        return repeat

@@ -1,0 +1,247 @@
+"""Submodules whose forward is a pure function on the parts of their parameters: the `replace=` of `defer`."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from fshard import tree
+from fshard._core.region import axes_of_own_values, checker, region
+from fshard.errors import ShardingError, fail, must_be, raise_all
+from fshard.nn import Replacement
+from fshard.spec import P, describe, format_axes, matches, part_range, same_placement
+
+from .module_leaves import Leaves, Place, leaves_at, named_modules
+from .stand_ins import Split, SplitParameter, StandIn
+
+Replace = Mapping[str, Replacement] | None
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """The submodules that are replaced, by their first names, and their parameters that are split."""
+
+    by: Mapping[str, Replacement]
+    own: Mapping[str, Mapping[str, P]]  # of each, the specs of its parameters, by their names in it
+    splits: Mapping[str, Split]
+    specs: Mapping[str, Mapping[str, P]]  # of all leaves, by kind and name
+
+    @staticmethod
+    def of(module: nn.Module, replace: Replace, places: Sequence[Place]) -> Replaced:
+        """Choose the submodules that the globs match; the first of several globs that match one counts.
+
+        Raises ShardingError listing every glob that matches none, and every submodule that cannot be replaced.
+        """
+        named = {id(m): name for name, m in module.named_modules()}  # the first names
+        chosen, errors = _matched(module, {} if replace is None else replace, named)
+        by = {named[key]: replacement for key, replacement in chosen.items()}
+        own: dict[str, dict[str, P]] = {}
+        for name, replacement in by.items():
+            m = module.get_submodule(name)
+            try:
+                _check_module(m, replacement)
+                own[name] = _own_specs(m, replacement)
+            except ShardingError as e:
+                errors.append(ShardingError(f"defer: replace: {name!r} is a {type(m).__name__}: {e}"))
+            errors += [fail(f"defer: replace: {name!r} is in {outer!r}, which is replaced too",
+                            f"{by[outer]} computes all of {outer!r}", fix="replace one of them")
+                       for outer in by if name.startswith(f"{outer}.")]  # fmt: skip
+        raise_all(errors)
+        specs, users = _specs_of_leaves(module, by, own, places)
+        leaves = leaves_at(places)
+        splits = {
+            leaf: Split(tuple(leaves["params"][leaf].shape), spec, *_users(leaf, users[leaf], by, places))
+            for leaf, spec in specs.items() if spec.axes
+        }  # fmt: skip
+        return Replaced(by, own, splits, _of_all_leaves(leaves, specs))
+
+    @property
+    def features(self) -> dict[tuple[str, ...], set[int]]:
+        """The axes of the dims that are split, and the global sizes of these dims."""
+        out: dict[tuple[str, ...], set[int]] = {}
+        for x in self.splits.values():
+            for n, over in zip(x.shape, x.spec.parts(len(x.shape)), strict=True):
+                if over:
+                    out.setdefault(over, set()).add(n)
+        return out
+
+    def install(self, label: str, module: nn.Module) -> None:
+        """Give the submodules of a copy of the module their functions."""
+        for name, replacement in self.by.items():
+            m = module.get_submodule(name)
+            axes = {axis for spec in self.own[name].values() for axis in spec.axes}
+            m.forward = functools.partial(_run, f"{label}: {name!r}: {replacement}", replacement, axes, m)
+
+    def remove(self, module: nn.Module) -> None:
+        """Give the submodules of a copy of the module their own forwards."""
+        for name in self.by:
+            m: Any = module.get_submodule(name)
+            m.forward = functools.partial(type(m).forward, m)
+
+
+def _matched(
+    module: nn.Module, replace: Mapping[str, Replacement], named: Mapping[int, str]
+) -> tuple[dict[int, Replacement], list[ShardingError]]:
+    """Return the replacement of each submodule, by id, and the errors of the globs."""
+    if not isinstance(replace, Mapping):
+        raise must_be("defer: replace", "a dict of globs and replacements", replace,
+                      '{"fc": fs.nn.column_linear("model")}')  # fmt: skip
+    raise_all([must_be(f"defer: replace[{glob!r}]", "a Replacement", x, "fs.nn.column_linear(axis), or one of your own")
+               for glob, x in replace.items() if not isinstance(x, Replacement)])  # fmt: skip
+    chosen: dict[int, Replacement] = {}
+    used: set[str] = set()
+    names = [prefix[:-1] for prefix, _ in named_modules(module) if prefix]
+    for name in names:
+        glob = next((glob for glob in replace if matches(name.split("."), glob.split("."))), None)
+        if glob is None:
+            continue
+        used.add(glob)
+        key = id(module.get_submodule(name))
+        if chosen.setdefault(key, replace[glob]) is not replace[glob]:
+            raise fail(f"defer: replace: {named[key]!r} and {name!r} are one module, and globs replace it by "
+                       f"{chosen[key]} and by {replace[glob]}", fix="one replacement for all names of a module"
+                       )  # fmt: skip
+    errors = []
+    for glob in replace:
+        if glob not in used:
+            fix = ("a glob of paths, as '**.embed'; an earlier glob may match all of its submodules" if names else
+                   "torch.nn.Sequential(module) has one, '0'")  # fmt: skip
+            errors.append(fail(f"defer: replace: {glob!r} matches no submodule", fix=fix,
+                               near=_near(glob, names) or f"{type(module).__name__} has none"))  # fmt: skip
+    return chosen, errors
+
+
+def _near(glob: str, names: Sequence[str]) -> str:
+    """Return the names of submodules most like a glob, by their last parts, one for each of these."""
+    by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
+    close = difflib.get_close_matches(glob.rpartition(".")[2], list(by_last), 3, 0.0)
+    return ", ".join(by_last[last] for last in close)
+
+
+def _check_module(m: nn.Module, replacement: Replacement) -> None:
+    """Raise ShardingError, without the module's name, for a module that a replacement does not take."""
+    classes = type(m).__mro__
+    kinds: list[Any] = [
+        c for t in replacement.takes for c in classes if (c.__name__ == t if isinstance(t, str) else c is t)
+    ]
+    if not kinds:
+        taken = " and ".join(t if isinstance(t, str) else t.__name__ for t in replacement.takes)
+        raise fail(f"{replacement} takes {taken}", fix="a narrower glob, or an fs.nn.Replacement of your own")
+    if all(type(m).forward is not kind.forward for kind in kinds) or "forward" in vars(m):
+        raise fail(f"{replacement} computes the forward of {kinds[0].__name__}, and this one has its own",
+                   fix="an fs.nn.Replacement of your own, for this class")  # fmt: skip
+    for part in m.modules():
+        if parametrize.is_parametrized(part):
+            raise fail("it has parametrizations, which compute its parameters",
+                       fix="leave it as it is, or torch.nn.utils.parametrize.remove_parametrizations")  # fmt: skip
+        if any(getattr(part, hooks) for hooks in _HOOKS):
+            raise fail("it has hooks, which see, or compute, whole tensors", fix="remove them in the constructor")
+
+
+def _own_specs(m: nn.Module, replacement: Replacement) -> dict[str, P]:
+    """Return the specs of a module's parameters by their names in it. Raises ShardingError without its name."""
+    specs, own = replacement.specs(m), _parameters(m)
+    if not isinstance(specs, Mapping):
+        raise must_be(f"{replacement}: specs", "a function that returns a dict of parameters' names and specs", specs)
+    for key, spec in specs.items():
+        if key not in own:
+            raise fail(f"{replacement} has a spec for {key!r}, and it has no such parameter", has=", ".join(own),
+                       fix="specs of parameters, by their names in the module")  # fmt: skip
+        if not isinstance(spec, P):
+            raise must_be(f"{replacement}: the spec of {key!r}", "a P", spec)
+        try:
+            spec.parts(own[key].ndim)
+        except ShardingError as e:
+            raise ShardingError(f"{replacement}: {key!r}: {e}") from None
+    return {key: specs.get(key, P()) for key in own}
+
+
+def _parameters(m: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a module by all their names in it, as it has them now."""
+    return {f"{prefix}{key}": x for prefix, part in named_modules(m) for key, x in part._parameters.items()
+            if x is not None}  # fmt: skip
+
+
+def _specs_of_leaves(
+    module: nn.Module, by: Mapping[str, Replacement], own: Mapping[str, Mapping[str, P]], places: Sequence[Place]
+) -> tuple[dict[str, P], dict[str, list[str]]]:
+    """Return the spec of each leaf of a replaced module, and the names of the modules. Raises for ties that differ."""
+    leaf_of = {(id(p.holder), p.key): p.leaf for p in places}
+    specs: dict[str, P] = {}
+    users: dict[str, list[str]] = {}
+    errors = []
+    for name, of_module in own.items():
+        for key, spec in of_module.items():
+            path, _, last = key.rpartition(".")
+            holder = module.get_submodule(f"{name}.{path}" if path else name)._parameters
+            leaf = leaf_of[id(holder), last]
+            users.setdefault(leaf, []).append(name)
+            if not same_placement(specs.setdefault(leaf, spec), spec, len(holder[last].shape)):  # type: ignore[union-attr]
+                first = users[leaf][0]
+                errors.append(fail(f"defer: replace: {leaf!r} is one tensor of {first!r} and {name!r}, placed in two "
+                                   "ways", **{first: f"{specs[leaf]}, by {by[first]}", name: f"{spec}, by {by[name]}"},
+                                   fix="replacements that place it in the same way: row_embedding and column_linear do"
+                                   ))  # fmt: skip
+    raise_all(errors)
+    return specs, users
+
+
+def _users(
+    leaf: str, users: Sequence[str], by: Mapping[str, Replacement], places: Sequence[Place]
+) -> tuple[str, str]:  # fmt: skip
+    """Return the replaced modules that have a leaf, and its names in others, as texts."""
+    others = [name for p in places if p.leaf == leaf for name in p.names[:1]
+              if not any(name.startswith(f"{user}.") for user in users)]  # fmt: skip
+    return ", ".join(f"{user}: {by[user]}" for user in dict.fromkeys(users)), ", ".join(others)
+
+
+def _of_all_leaves(leaves: Leaves, specs: Mapping[str, P]) -> dict[str, dict[str, P]]:
+    return {kind: {name: specs.get(name, P()) if kind == "params" else P() for name in named}
+            for kind, named in leaves.items()}  # fmt: skip
+
+
+def _run(label: str, replacement: Replacement, axes: set[str], m: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the function of a replaced module on this rank's parts of its parameters, which `axes` split."""
+    here = region(label)
+    for x in tree.leaves((args, kwargs)):
+        if isinstance(x, Tensor) and replacement.input == "whole" and (split := axes_of_own_values(x) & axes):
+            raise fail(f"{label}: its input varies over {' and '.join(map(repr, sorted(split)))}, which split its "
+                       "parameters: each rank has another part of it", input=describe(x),
+                       fix="split the batch over other axes; after a module with out='split', input='split'"
+                       )  # fmt: skip
+    leaves = _parameters(m)
+    for key, part in leaves.items():
+        if isinstance(part, SplitParameter):
+            _check_part(label, part, here.sizes, here.coords)
+            leaves[key] = part.part
+    try:
+        return replacement.forward(leaves, *args, of=m, **kwargs)
+    except ShardingError as e:
+        e.args = (f"{label}: {e}",) if label not in str(e) else e.args
+        raise
+
+
+def _check_part(label: str, x: SplitParameter, sizes: Mapping[str, int], coords: Mapping[str, int]) -> None:
+    """Raise ShardingError for a leaf that is not this rank's part by the spec of the replacement."""
+    spec = x.placed.spec
+    if missing := [axis for axis in spec.axes if axis not in sizes]:
+        raise fail(f"{label}: the mesh has no axis {missing[0]!r}", mesh=format_axes(sizes),
+                   fix=f"use one of {list(sizes)}")  # fmt: skip
+    expected = [part_range(n, [sizes[a] for a in axes], [coords[a] for a in axes])[1]
+                for n, axes in zip(x.placed.shape, spec.parts(len(x.placed.shape)), strict=True)]  # fmt: skip
+    fix = 'place it by apply.specs["params"]; fs.unshard over other axes alone'
+    if list(x.part.shape) != expected:
+        raise fail(f"{label}: params[{x.leaf!r}] is {list(x.part.shape)} here, and not {expected}, this rank's part of "
+                   f"{list(x.placed.shape)}", spec=spec, mesh=format_axes(sizes), fix=fix)  # fmt: skip
+    if (types := checker()) is None or isinstance(x.part, StandIn):
+        return
+    if same := [a for a in spec.axes if sizes[a] > 1 and a not in types.info(x.part).type.varying]:
+        raise fail(f"{label}: params[{x.leaf!r}] is the same on all ranks of {same[0]!r}, which is to split it",
+                   spec=spec, mesh=format_axes(sizes), fix=fix)  # fmt: skip

@@ -1,0 +1,255 @@
+"""Tensors without values that stand in a module for its leaves: not gathered ones, a `Weight`, and parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from fshard import tree
+from fshard._core.torch import without_modes
+from fshard._core.weight import Leaf, Weight
+from fshard.errors import ShardingError, fail
+from fshard.nn import linear
+from fshard.spec import P
+
+from .module_leaves import Place
+from .recomputation import recomputed
+
+_METADATA = frozenset({
+    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.ndim.__get__, Tensor.layout.__get__,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__, Tensor.is_cuda.__get__, Tensor.is_meta.__get__, Tensor.itemsize.__get__,  # type: ignore[attr-defined]
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride,
+    Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__, Tensor.__hash__,
+    torch.is_floating_point, torch.is_complex, torch.numel,
+})  # fmt: skip
+
+
+class StandIn(Tensor):
+    """A tensor that has a shape, a dtype and a device, and no values."""
+
+    leaf: str
+    _device: torch.device
+
+    @classmethod
+    def like(cls, leaf: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Self:
+        with without_modes():  # of a dry run, whose fake tensors have no subclass
+            out = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
+        out.leaf, out._device = leaf, device
+        return out
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._device
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        x = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, StandIn))
+        return x._run(func, args, kwargs or {})
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class Placeholder(StandIn):
+    """A leaf of a unit outside of the unit's forward."""
+
+    unit: str
+
+    @staticmethod
+    def of(unit: str, leaf: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Placeholder:
+        out = Placeholder.like(leaf, shape, dtype, device)
+        out.unit = unit
+        return out
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<{self.leaf} of unit {self.unit}>"
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise fail(f"{self.leaf!r} of unit {self.unit!r} is used outside of the unit's forward, "
+                   f"by {getattr(func, '__name__', func)}", "it is gathered only while the unit runs",
+                   fix=f"leave {self.unit!r} out of units=, or choose the module that uses the leaf there")  # fmt: skip
+
+
+class BetweenCalls(StandIn):
+    """A leaf of a copy of a module that no call uses: an operation on it belongs to a call that has ended."""
+
+    apply: str
+
+    @staticmethod
+    def of(apply: str, leaf: str, x: Tensor) -> BetweenCalls:
+        out = BetweenCalls.like(leaf, x.shape, x.dtype, x.device)
+        out.apply = apply
+        return out
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<{self.leaf}, between calls>"
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise recomputed(f"{self.apply}: {self.leaf!r} is used by {getattr(func, '__name__', func)} after forward has "
+                         "ended", "a module has the leaves of a call while its forward runs; "
+                         "torch.utils.checkpoint runs a part of it again in backward")  # fmt: skip
+
+
+class AdaptedParameter(StandIn):
+    """A `Weight` in the place of a parameter, used as nn.Linear, nn.Embedding and transformers' Conv1D use theirs.
+
+    Of a table of embeddings that a head shares, the head uses the base alone, as in PEFT.
+    """
+
+    weight: Weight
+
+    @staticmethod
+    def of(leaf: str, weight: Weight) -> AdaptedParameter:
+        device = tree.leaves(weight)[0].device
+        out = AdaptedParameter.like(leaf, weight.shape, weight.dtype, device)
+        out.weight = weight
+        return out
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<{self.leaf}, adapted>"
+
+    def detached(self) -> AdaptedParameter:
+        """Return the stand-in of detached tensors, which require a gradient where these do."""
+        own = tree.map(lambda x: x.detach().requires_grad_(x.requires_grad), self.weight)
+        return AdaptedParameter.of(self.leaf, own)
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rules: dict[Any, Callable[..., Any]] = {
+            F.linear: self._linear, torch.addmm: self._addmm, torch.matmul: self._matmul, F.embedding: self._embedding
+        }  # fmt: skip
+        out = rules[func](*args, **kwargs) if func in rules else NotImplemented
+        if out is not NotImplemented:
+            return out
+        raise self._refused(getattr(func, "__name__", str(func)))
+
+    @property
+    def _layout(self) -> str | None:
+        return getattr(self.weight, "layout", None)
+
+    def _linear(self, input: Any, weight: Any, bias: Any = None) -> Any:
+        if weight is self and self._layout == "io":
+            raise fail(f"{self.leaf!r} was quantized, or adapted, as [in, out], and linear takes [out, in]",
+                       fix="pass of=, the function that fs.defer returned, to each function of fs.lora")  # fmt: skip
+        if weight is not self or self._layout not in ("oi", "table"):
+            return NotImplemented
+        if self._layout == "table":
+            return linear(input, self.weight.transpose(0, 1), bias)
+        return self.weight.linear(input, bias)
+
+    def _addmm(self, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+        if mat2 is not self or self._layout != "io" or beta != 1 or alpha != 1:
+            return NotImplemented
+        return self.weight.linear(mat1, input)
+
+    def _matmul(self, input: Any, other: Any) -> Any:
+        return self.weight.linear(input) if other is self and self._layout == "io" else NotImplemented
+
+    def _embedding(
+        self, input: Any, weight: Any, padding_idx: int | None = None, max_norm: float | None = None,
+        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+    ) -> Any:  # fmt: skip
+        if weight is not self or self._layout != "table" or max_norm is not None or scale_grad_by_freq or sparse:
+            return NotImplemented
+        return self.embed(input, padding_idx=padding_idx)
+
+    def embed(self, ids: Tensor, **options: Any) -> Tensor:
+        """Look up rows, as `nn.embedding`."""
+        if self._layout != "table":
+            raise self._refused("embedding")
+        return self.weight.embed(ids, **options)
+
+    def _refused(self, operation: str) -> ShardingError:
+        if self._layout is None:
+            return fail(f"{self.leaf!r} is of type {type(self.weight).__name__}, and used by {operation}",
+                        "in a deferred module only an adapter of a layer stands for it",
+                        fix="exclude its module from those of lora.quantize, or adapt it")  # fmt: skip
+        return fail(f"{self.leaf!r} is adapted, and used by {operation}, which adapters do not take part in",
+                    "they do in nn.Linear, nn.Embedding and transformers' Conv1D",
+                    fix="exclude its module from the adapter's targets")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Split:
+    """A parameter of replaced modules that mesh axes split: its whole shape, its spec, and the texts of errors."""
+
+    shape: tuple[int, ...]
+    spec: P
+    by: str  # "0: column_linear('model')", of each module that has it
+    others: str  # its names in modules that are not replaced
+
+
+class SplitParameter(StandIn):
+    """A parameter that is split, as a module has it: with the shape of the whole, and the rank's part in `part`."""
+
+    part: Tensor
+    placed: Split
+
+    @staticmethod
+    def of(leaf: str, part: Tensor, split: Split) -> SplitParameter:
+        out = SplitParameter.like(leaf, split.shape, part.dtype, part.device)
+        out.part, out.placed = part, split
+        return out
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<{self.leaf}, split by {self.placed.spec}>"
+
+    def detached(self) -> SplitParameter:
+        """Return the stand-in of a detached part, which requires a gradient where this one does."""
+        return SplitParameter.of(self.leaf, detached(self.part), self.placed)
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        where = f", as {self.placed.others}" if self.placed.others else ""
+        raise fail(f"{self.leaf!r} is split by replace= ({self.placed.by}), and used by "
+                   f"{getattr(func, '__name__', func)} outside of the forward of these modules{where}",
+                   "a rank has only its part of the parameter",
+                   fix="replace every module that uses it, or none of them")  # fmt: skip
+
+
+def detached(x: Tensor) -> Tensor:
+    """Return a leaf of a module, detached; it requires a gradient where it did."""
+    if isinstance(x, (AdaptedParameter, SplitParameter)):
+        return x.detached()
+    return x if isinstance(x, Placeholder) else x.detach().requires_grad_(x.requires_grad)
+
+
+def in_module(params: Mapping[str, Any], splits: Mapping[str, Split]) -> dict[str, Tensor]:
+    """Return the leaves as a module may have them: a Weight, and a part of a leaf that is split, by its stand-in."""
+    out = {name: AdaptedParameter.of(name, x) if isinstance(x, Weight) else x for name, x in params.items()}
+    for name, split in splits.items():
+        if name in out and not isinstance(out[name], Placeholder):
+            out[name] = SplitParameter.of(name, out[name], split)
+    return out
+
+
+def tensors_of(params: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return all tensors of the leaves, by names that tell those of a Weight apart."""
+    return {tree.show(name, path): x for name, leaf in params.items() for path, x in tree.leaves_with_path(leaf)}
+
+
+def adapted_as(module: nn.Module, places: Sequence[Place]) -> dict[str, Leaf]:
+    """Return how adapters see each parameter, by the module that has it under its first name."""
+    out: dict[str, Leaf] = {}
+    for p in places:
+        if p.kind != "params" or p.leaf in out:
+            continue
+        name, _, part = p.leaf.rpartition(".")
+        m = module.get_submodule(p.name.rpartition(".")[0])
+        kinds = {c.__name__ for c in type(m).__mro__}
+        if part != "weight" or p.holder[p.key].ndim != 2:
+            out[p.leaf] = Leaf(name, part, why=f"it is the {part} of a {type(m).__name__}")
+        elif isinstance(m, nn.Linear):
+            out[p.leaf] = Leaf(name, part, "oi")
+        elif isinstance(m, nn.Embedding):
+            out[p.leaf] = Leaf(name, part, "table")
+        elif "Conv1D" in kinds:  # of transformers: [in, out]
+            out[p.leaf] = Leaf(name, part, "io")
+        else:
+            out[p.leaf] = Leaf(name, part, why=f"its module is a {type(m).__name__}")
+    return out

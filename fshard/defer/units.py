@@ -1,0 +1,328 @@
+"""Units of a module: the submodules whose leaves `Apply.unshard` gathers around their forward, and in backward."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fshard import tree
+from fshard._core.region import Region, region
+from fshard._core.torch import has_tangent, in_transform
+from fshard._core.weight import is_weight
+from fshard.errors import fail, must_be, raise_all
+from fshard.schedule.buckets import plan_buckets
+from fshard.schedule.recompute import refuse_saved_tensor_hooks
+from fshard.schedule.units import Unit, UnitCalls, UnitOptions, UnitSchedule
+from fshard.schedule.unshard import Route, placements, routes, unshard
+from fshard.spec import Axis, P, is_spec, matches
+
+from .module_leaves import Named, Place
+from .stand_ins import Placeholder, Split, in_module
+
+Units = str | int | Callable[[str, nn.Module], bool] | Sequence[str] | None
+
+
+# --- the choice of units --------------------------------------------------------------------------------------
+
+
+def choose_units(module: nn.Module, units: Units) -> tuple[str, ...]:
+    """Return the names of the submodules that are units, in the order of their definition; never the module itself."""
+    if units is None:
+        return ()
+    named = {name: m for name, m in module.named_modules() if name}
+    if isinstance(units, int):
+        if units < 1 or isinstance(units, bool):
+            raise must_be("defer: units", "1 or more, the least number of parameters of a unit,", units)
+        large: set[str] = set()
+        _choose_large("", module, units, large, set())
+        return tuple(name for name in named if name in large)
+    if callable(units):
+        chosen = [name for name, m in named.items() if units(name, m)]
+        if not chosen:
+            raise fail(f"defer: units={units!r} chooses none of {len(named)} submodules", _classes(named))
+    else:
+        entries = [units] if isinstance(units, str) else list(units)
+        found = {entry: [name for name, m in named.items() if _is_matched(entry, name, m)] for entry in entries}
+        raise_all([fail(f"defer: units={entry!r} matches no submodule", _classes(named),
+                        fix="the name of a class, or a glob of paths: 'encoder.block.*'")
+                   for entry, names in found.items() if not names])  # fmt: skip
+        chosen = [name for name in named if any(name in names for names in found.values())]
+    raise_all([fail(f"defer: unit {name!r} is a {type(named[name]).__name__}, which has no forward of its own",
+                    "its leaves are used in its children's", fix=f"units='{name}.*'")
+               for name in chosen if not _has_forward(named[name])])  # fmt: skip
+    return tuple(chosen)
+
+
+def _is_matched(entry: str, name: str, m: nn.Module) -> bool:
+    return type(m).__name__ == entry or matches(name.split("."), entry.split("."))
+
+
+def _has_forward(m: nn.Module) -> bool:
+    return getattr(type(m), "forward", None) is not nn.Module.forward
+
+
+def _classes(named: Mapping[str, nn.Module]) -> str:
+    count: dict[str, int] = {}
+    for m in named.values():
+        count[type(m).__name__] = count.get(type(m).__name__, 0) + 1
+    return "classes  " + ", ".join(f"{kind} ({n})" for kind, n in sorted(count.items()))
+
+
+def _choose_large(name: str, m: nn.Module, least: int, chosen: set[str], seen: set[int]) -> int:
+    """Choose the innermost submodules with `least` parameters that no unit inside has; return the number left."""
+    if id(m) in seen:
+        return 0
+    seen.add(id(m))
+    # Attention computes with the leaves of its child, whose forward nobody calls; and its parent may, without it.
+    attention = isinstance(m, nn.MultiheadAttention)
+    own = {id(x): x.numel() for x in m.parameters(recurse=attention) if id(x) not in seen}
+    seen.update(own)
+    left = sum(own.values())
+    if attention:
+        return left
+    left += sum(_choose_large(f"{name}.{key}" if name else key, child, least, chosen, seen)
+                for key, child in m.named_children())  # fmt: skip
+    if left >= least and name and _has_forward(m):
+        chosen.add(name)
+        return 0
+    return left
+
+
+def leaves_of_units(module: nn.Module, names: Sequence[str], places: Sequence[Place]) -> dict[str, tuple[str, ...]]:
+    """Return the names of each unit's parameters: each is in the innermost unit that has all places of the leaf.
+
+    A leaf that no unit has alone is in the innermost unit of each of its places, if all are in units. A leaf of a
+    module that is in several others has a place in each.
+    """
+    units = {id(module.get_submodule(name)): name for name in names}
+
+    def around(leaf_name: str) -> list[str]:  # outermost first
+        path, m = [], module
+        for part in leaf_name.split(".")[:-1]:
+            m = m.get_submodule(part)
+            path += [units[id(m)]] if id(m) in units else []
+        return path
+
+    of_leaf: dict[str, list[list[str]]] = {}
+    for p in places:
+        if p.kind == "params":
+            of_leaf.setdefault(p.leaf, []).extend(map(around, p.names))
+    out: dict[str, list[str]] = {name: [] for name in names}
+    for leaf, paths in of_leaf.items():
+        alone = [name for name in paths[0] if all(name in path for path in paths)]
+        found = [alone] if alone else paths
+        for name in names if all(found) else ():
+            if any(name == path[-1] for path in found):
+                out[name].append(leaf)
+    return {name: tuple(leaves) for name, leaves in out.items()}
+
+
+def shapes_of(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return objects that have the shapes of these leaves, and nothing else."""
+    return {name: SimpleNamespace(shape=tuple(x.shape)) for name, x in named.items()}
+
+
+# --- the forward of units -------------------------------------------------------------------------------------
+
+
+Watch = Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[None]]
+Fill = Callable[[str, Sequence[Tensor]], Sequence[Any]]  # (unit, its gathered tensors) -> its leaves
+
+
+def as_they_are(unit: str, tensors: Sequence[Tensor]) -> Sequence[Any]:
+    """Return the tensors of a unit none of whose leaves is a `Weight`: its leaves."""
+    return tensors
+
+
+def unwatched(leaves: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Let the forward of a unit write to its leaves: an earlier call has shown that it does not."""
+    return contextlib.nullcontext()
+
+
+class UnitForwards:
+    """The forwards of the units in one copy of a module, which run by the schedule of the call that is running."""
+
+    __slots__ = ("_original", "_places", "_splits", "calls", "fill", "keep", "replaced", "watch")
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Mapping[str, Sequence[str]],
+        places: Sequence[Place],
+        splits: Mapping[str, Split],
+    ) -> None:
+        self._splits = splits
+        self.calls: Any = None  # None: a call with whole leaves
+        self.keep: Callable[[str], Any] = str
+        self.watch: Watch = unwatched
+        self.fill: Fill = as_they_are
+        self.replaced: list[str] = []  # parameters that the forward of a unit has replaced
+        self._original: dict[str, Callable[..., Any]] = {}
+        by_leaf: dict[str, list[Place]] = {}
+        for p in places:
+            if p.kind == "params":
+                by_leaf.setdefault(p.leaf, []).append(p)
+        self._places = {name: [by_leaf[leaf] for leaf in leaves] for name, leaves in units.items()}
+        for name in units:
+            m = module.get_submodule(name)
+            self._original[name] = m.forward
+            m.forward = functools.partial(self._forward, name)
+
+    def _forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self.calls is None or name not in self.calls.units:
+            return self._original[name](*args, **kwargs)
+        keep = functools.partial(self.keep, name)
+        return self.calls.run(name, functools.partial(self.run, name), args, kwargs, keep)
+
+    def run(self, name: str, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        """Run the forward of a unit with the leaves that these tensors are."""
+        places = self._places[name]
+        given = {ps[0].leaf: x for ps, x in zip(places, self.fill(name, tensors), strict=True)}
+        leaves = list(in_module(given, self._splits).values())
+        outside = [[p.holder[p.key] for p in ps] for ps in places]
+        for ps, x in zip(places, leaves, strict=True):
+            for p in ps:
+                p.holder[p.key] = x
+        try:
+            with self.watch(given):
+                return self._original[name](*args, **kwargs)
+        finally:
+            for ps, xs, own in zip(places, outside, leaves, strict=True):
+                for p, x in zip(ps, xs, strict=True):
+                    if isinstance(new := p.holder.get(p.key), nn.Parameter) and new is not own:
+                        self.replaced.append(p.leaf)
+                    p.holder[p.key] = x
+
+
+class Function(Protocol):
+    """The function of a module, as its schedule calls it: `Apply`."""
+
+    module: nn.Module
+    units: dict[str, tuple[str, ...]]  # the leaves of each unit
+    shapes: dict[str, Any]
+
+    def split_key(self, kwargs: dict[str, Any]) -> tuple[Function, dict[str, Any]]: ...
+
+    def check_names(self, params: Named, buffers: Named) -> None: ...
+
+    def refuse_changed(self, changed: Sequence[str]) -> None: ...
+
+    def run(
+        self, params: Named, buffers: Named, args: tuple[Any, ...], kwargs: dict[str, Any], calls: Any = None,
+        in_units: Named | None = None, fill: Fill = as_they_are,
+    ) -> tuple[Any, dict[str, Tensor], list[str]]: ...  # fmt: skip
+
+
+class UnshardedByUnit:
+    """The function of shards that `Apply.unshard` returns: `f(params, buffers, *args, **kwargs)`."""
+
+    def __init__(
+        self, apply: Function, specs: Any, axis: Axis, options: UnitOptions, dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None, shapes: Any,
+    ) -> None:  # fmt: skip
+        self._apply, self._specs, self._axis, self._options = apply, specs, axis, options
+        self._dtype, self._reduce_dtype = dtype, reduce_dtype
+        shapes = apply.shapes if shapes is None else shapes
+        if not isinstance(shapes, Mapping) or apply.shapes.keys() - shapes.keys():
+            raise must_be("apply.unshard: shapes", f"a dict of the {len(apply.shapes)} params", shapes,
+                          "pass the tree that params were materialized from")  # fmt: skip
+        # Shapes alone: a described tree may refer to whole tensors.
+        self._shapes = shapes if shapes is apply.shapes else shapes_of({name: shapes[name] for name in apply.shapes})
+
+        self._placeholders: dict[Any, Placeholder] = {}
+
+    @property
+    def module(self) -> nn.Module:
+        """The module whose forward the function is, without values."""
+        return self._apply.module
+
+    def __repr__(self) -> str:
+        return f"{self._apply!r}.unshard({self._axis!r})"
+
+    def __call__(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of `forward`. Raises ShardingError if it changed a buffer, which would be lost."""
+        out, _, changed = self._run(params, buffers, args, kwargs)
+        self._apply.refuse_changed(changed)
+        return out
+
+    def with_buffers(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Return the result of `forward` and the buffers after it, which vary over the axis."""
+        out, after, _ = self._run(params, buffers, args, kwargs)
+        return out, after
+
+    def _run(self, params: Named, buffers: Named, args: Any, kwargs: Any) -> tuple[Any, dict[str, Tensor], list[str]]:
+        here = region("apply.unshard")
+        apply, kwargs = self._apply.split_key(kwargs)
+        apply.check_names(params, buffers)
+        named: Any = dict(params)
+        # Neither a compiler nor a transform of torch.func can trace a schedule.
+        if (
+            not apply.units
+            or torch.compiler.is_dynamo_compiling()
+            or in_transform()
+            or any(map(has_tangent, tree.leaves(named)))
+        ):
+            return apply.run(self._whole(named, self._specs), self._whole_buffers(buffers), args, kwargs)
+        refuse_saved_tensor_hooks("apply.unshard")
+        flat = tree.broadcast(self._specs, named, name="apply.unshard: specs", leaf=is_spec, is_leaf=is_weight)
+        specs: Any = tree.unflatten(tree.flatten(named, is_weight)[1], flat)
+        units = self._units(here, params, specs)
+        in_units = {leaf for name in units for leaf in apply.units[name]}
+        in_units -= {leaf for name, leaves in apply.units.items() if name not in units for leaf in leaves}
+        root = [leaf for leaf in named if leaf not in in_units]
+        whole = self._whole({leaf: named[leaf] for leaf in root}, {leaf: specs[leaf] for leaf in root})
+        whole_buffers = self._whole_buffers(buffers)
+        placeholders = {}
+        for name, unit in units.items():
+            wholes = iter([x if part is None else part for part, x in zip(unit.plan.slices, unit.shards, strict=True)])
+            for leaf in apply.units[name]:
+                x = params[leaf]
+                whole_leaf = tree.map(lambda _, wholes=wholes: next(wholes), x) if is_weight(x) else next(wholes)
+                key = (leaf, whole_leaf.shape, whole_leaf.dtype, here.device)
+                if key not in self._placeholders:
+                    self._placeholders[key] = Placeholder.of(name, *key)
+                if leaf in in_units:
+                    placeholders[leaf] = self._placeholders[key]
+        shards = [x for name in units for leaf in apply.units[name] for x in tree.leaves(params[leaf])]
+        calls = UnitCalls(UnitSchedule(here, units, self._options), shards)
+        result = apply.run(whole, whole_buffers, args, kwargs, calls, placeholders, self._fill(units, params))
+        calls.end()
+        return result
+
+    def _fill(self, units: Mapping[str, Unit], params: Named) -> Fill:
+        """Return the function that makes the leaves of a unit of its gathered tensors."""
+        if not any(map(is_weight, params.values())):
+            return as_they_are
+        leaves: dict[str, Any] = {name: [params[leaf] for leaf in self._apply.units[name]] for name in units}
+        structures = {name: tree.structure(xs) for name, xs in leaves.items()}
+
+        return lambda name, tensors: tree.unflatten(structures[name], tensors)
+
+    def _whole(self, params: dict[str, Tensor], specs: Any) -> Any:
+        shapes = {name: self._shapes[name] for name in params}
+        return unshard(params, specs, self._axis, shapes=shapes, dtype=self._dtype, reduce_dtype=self._reduce_dtype)
+
+    def _whole_buffers(self, buffers: Named) -> Any:
+        return unshard(dict(buffers), P(), self._axis)
+
+    def _units(self, here: Region, params: Named, specs: Any) -> dict[str, Unit]:
+        """Return the leaves of each unit and their buckets, without units that have a leaf gathered along two dims."""
+        out = {}
+        for name, names in self._apply.units.items():
+            xs: list[Tensor] = []
+            found: list[Route] = []
+            for leaf in names:
+                verb, own = f"apply.unshard: params[{leaf!r}]", tree.leaves(params[leaf])
+                parts, sizes = placements(verb, params[leaf], specs[leaf], self._shapes[leaf])
+                found += routes("apply.unshard", here, {leaf: params[leaf]}, own, parts, self._axis, sizes)
+                xs += own
+            plan = plan_buckets(here, xs, found, self._dtype, self._reduce_dtype)
+            if plan is not None:
+                out[name] = Unit.of(xs, plan)
+        return out

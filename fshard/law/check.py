@@ -1,0 +1,290 @@
+"""Check the types of a program without data, on a mesh of any size."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fshard import tree
+from fshard._core.call import compare_result_types, result_types
+from fshard._core.display import page
+from fshard._core.protocol import coords_of, index_of
+from fshard._core.transfers import Transfer, transfer_rows, transfer_table
+from fshard._core.typecheck import same_numbers
+from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
+from fshard.init import Deferred
+from fshard.shard_map import DryRun, ShardMapped, dry_run
+from fshard.sharded import Sharded, abstract_sharded, array_dtype
+from fshard.spec import format_axes, part_lengths, part_range, short_dtype, size
+
+_MOST_ROWS = 6
+_MOST_RANKS = 3  # beside the first, for each set of axes
+_SAME_ORDER = "every rank must call the same collectives in the same order: do not branch on the size of a part"
+
+
+@dataclass(frozen=True)
+class UnevenDim:
+    """A dim that its axes do not divide, so that ranks have parts of different sizes, or empty ones.
+
+    `name` is the argument as the function writes it, `params['k']`, or a collective that splits the dim, and its line;
+    `lengths` are those of the parts, by rank over `axes`.
+    """
+
+    name: str
+    dim: int
+    size: int
+    axes: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+    def is_empty(self) -> bool:
+        """Return whether some rank has nothing of it."""
+        return 0 in self.lengths
+
+
+@dataclass(frozen=True, repr=False)
+class Checked:
+    """Outcome of `check`: the described result, and every collective of one rank with the line that called it.
+
+    `uneven`: the dims that ranks have different lengths of. `ranks`: those that ran the program.
+    """
+
+    mesh: dict[str, int]
+    result: Any
+    transfers: tuple[Transfer, ...]
+    uneven: tuple[UnevenDim, ...] = ()
+    ranks: tuple[int, ...] = (0,)
+
+    def __repr__(self) -> str:
+        return "\n".join([self._title(), *transfer_rows(self.transfers), *self._uneven_rows()])
+
+    def _repr_html_(self) -> str:
+        return page(self._title(), transfer_table(self.transfers), *self._uneven_rows())
+
+    def _title(self) -> str:
+        n = math.prod(self.mesh.values())
+        count = f"{len(self.transfers)} transfers" if len(self.transfers) != 1 else "1 transfer"
+        sent = size(sum(t.sent for t in self.transfers))
+        return f"checked on {n} ranks ({format_axes(self.mesh)}): {count} of each, which sends {sent}"
+
+    def _uneven_rows(self) -> list[str]:
+        return _uneven_rows(self.uneven, self.mesh, self.ranks)
+
+
+@checked
+def check(f: ShardMapped, *args: Any) -> Checked:
+    """Check over which axes every tensor of `f` varies, forward and backward, without data or devices.
+
+    The first rank of an abstract mesh runs `f` on fake tensors: the mesh of `f`, or for any other size that of
+    `f.on(make_mesh(kind="abstract", ...))`. Arguments may be `Deferred`, `Sharded` or tensors: only shapes and dtypes
+    matter.
+
+    Where axes do not divide a dim, ranks have parts of different sizes, and some may have none. That is right, but
+    wastes the time of the ranks that have less to do, so `check` lists these dims. Ranks with the smaller parts then
+    run `f` too, an axis at a time and all together, at most 3 for each set of axes: their collectives, results and
+    Python numbers must be those of the first rank, whose `transfers` are listed. A dim of the result whose parts
+    differ has the size of an argument's dim with such parts, else the largest size with such parts. A mean of each
+    rank's part is not found: of an empty part it is NaN.
+
+    >>> step = shard_map(lambda x: psum(x.sum(), "data"), mesh=make_mesh(data=4), in_specs=(P("data"),), out_specs=P())
+    >>> check(step, fs.init.zeros((8, 3)))
+    checked on 4 ranks (data=4): 1 transfer of each, which sends 6 B
+          1  all_reduce  data  forward         6 B  ...:1 in <lambda>
+    >>> check(step, fs.init.zeros((2, 3)))
+    checked on 4 ranks (data=4): 1 transfer of each, which sends 6 B
+          1  all_reduce  data  forward         6 B  ...:1 in <lambda>
+    uneven parts (checked as ranks 0 and 3) are right, but ranks with less to do wait for the others
+      2 over data=4: 2 ranks have 1, 2 have none    x dim 0
+
+    The bytes of its table are those that a rank sends by the cost formula of each collective: 2(n-1)/n b for a sum over
+    n ranks of an argument of b bytes, (n-1) b for a gather, b less the part that it keeps for the others.
+
+    Raises ShardingError at the line that breaks a rule, as `shard_map(check=...)` does, for a program that needs the
+    value of a tensor, and for ranks that disagree on a collective or a result. An error that the first rank does not
+    raise names the rank, and its parts.
+    """
+    first = dry_run(f, args)
+    uneven = _uneven_dims(first, args)
+    runs = {0: first}
+    for rank in _ranks_to_run(uneven, first.mesh.axes):
+        with _named_rank(rank, first, uneven):
+            runs[rank] = dry_run(f, args, rank)
+    _compare_transfers(runs)
+    if len(runs) > 1:
+        same_numbers(first.mesh, {rank: run.checker for rank, run in runs.items() if run.checker is not None})
+    result = _joined_result(f._name, runs, uneven)
+    return Checked(first.mesh.axes, result, tuple(first.mesh.transfers), uneven, tuple(runs))
+
+
+# --- uneven dims ----------------------------------------------------------------------------------------------
+
+
+def _uneven_dims(run: DryRun, args: tuple[Any, ...]) -> tuple[UnevenDim, ...]:
+    """Return the dims of arguments, and of tensors that collectives split, which their axes do not divide."""
+    sizes, found = run.mesh.axes, []
+    lengths = functools.cache(lambda n, ranks: tuple(part_lengths(n, ranks)))
+
+    def note(name: str, dim: int, n: int, names: Sequence[str]) -> None:
+        axes = tuple(a for a in names if sizes[a] > 1)
+        ranks = tuple(sizes[a] for a in axes)
+        if n % math.prod(ranks):
+            found.append(UnevenDim(name, dim, n, axes, lengths(n, ranks)))
+
+    for name, spec, x in zip(run.plan.names, run.plan.specs, tree.leaves(args), strict=True):
+        if isinstance(x, (Tensor, Sharded, Deferred)) or array_dtype(x) is not None:
+            for dim, axes in enumerate(spec.parts(x.ndim)):
+                note(name, dim, x.shape[dim], axes)
+    for verb, layout, axes, site in run.checker.uneven_splits if run.checker is not None else ():
+        for dim, n in dict.fromkeys(layout):
+            note(f"{verb} at {site}" if site else verb, dim, n, axes)
+    return tuple(found)
+
+
+def _uneven_rows(uneven: Sequence[UnevenDim], sizes: Mapping[str, int], ranks: Sequence[int]) -> list[str]:
+    """Return a row for each arithmetic: empty parts first, then by the share of the ranks' time that is used."""
+    names: dict[tuple[int, tuple[str, ...], tuple[int, ...]], list[str]] = {}
+    for d in uneven:
+        names.setdefault((d.size, d.axes, d.lengths), []).append(f"{d.name} dim {d.dim}")
+    order = sorted(names, key=lambda key: (0 not in key[2], key[0] / (len(key[2]) * max(key[2]))))
+    texts = [_arithmetic(*key, sizes) for key in order[:_MOST_ROWS]]
+    width = max(map(len, texts), default=0)
+    rows = [f"  {text:<{width}}    {join_limited(names[key], 1)}" for text, key in zip(texts, order, strict=False)]
+    if len(order) > _MOST_ROWS:
+        rows.append(f"  and {len(order) - _MOST_ROWS} more")
+    ran = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    head = f"uneven parts (checked as ranks {ran}) are right, but ranks with less to do wait for the others"
+    return [head, *rows] if rows else []
+
+
+def _arithmetic(n: int, axes: Sequence[str], lengths: Sequence[int], sizes: Mapping[str, int]) -> str:
+    """Return `8 over model=16: 8 ranks have 1, 8 have none`."""
+    have = [(sum(1 for x in lengths if x == length), length) for length in sorted(set(lengths), reverse=True)]
+    words = [f"{count} {'has' if count == 1 else 'have'} {length or 'none'}" for count, length in have]
+    words[0] = words[0].replace(" ha", " rank ha" if have[0][0] == 1 else " ranks ha", 1)
+    return f"{n} over {format_axes({a: sizes[a] for a in axes})}: {', '.join(words)}"
+
+
+def _ranks_to_run(uneven: Sequence[UnevenDim], sizes: Mapping[str, int]) -> list[int]:
+    """Return ranks other than the first which between them have the lengths of every uneven dim.
+
+    1. Over each set of axes: the position that has most lengths that no earlier one has, the last of several, until
+       every length is had or there are `_MOST_RANKS`. The position on other axes is 0.
+    2. The last position on all these axes together.
+    """
+    ranks = []
+    for axes in dict.fromkeys(d.axes for d in uneven):
+        rows = list({d.size: d.lengths for d in uneven if d.axes == axes}.values())
+        missing = {(i, n) for i, row in enumerate(rows) for n in row if n != row[0]}
+        for _ in range(_MOST_RANKS):
+            if missing:
+                found = [missing & {(i, row[at]) for i, row in enumerate(rows)} for at in range(len(rows[0]))]
+                at = max(range(len(found)), key=lambda at: (len(found[at]), at))
+                missing -= found[at]
+                ranks.append(_rank_at(axes, at, sizes))
+    last = {a: sizes[a] - 1 for d in uneven for a in d.axes}
+    ranks += [index_of(tuple(sizes), sizes, {**dict.fromkeys(sizes, 0), **last})] if last else []
+    return sorted(set(ranks))
+
+
+def _rank_at(axes: Sequence[str], at: int, sizes: Mapping[str, int]) -> int:
+    """Return the rank at a position over the flattened axes, and at 0 on the others."""
+    coords = dict(zip(axes, coords_of(at, [sizes[a] for a in axes]), strict=True))
+    return index_of(tuple(sizes), sizes, {**dict.fromkeys(sizes, 0), **coords})
+
+
+# --- ranks with the smaller parts -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _named_rank(rank: int, first: DryRun, uneven: Sequence[UnevenDim]) -> Iterator[None]:
+    """Add to an error the rank that raises it, and its parts."""
+    try:
+        yield
+    except Exception as e:
+        sizes, coords = first.mesh.axes, first.mesh.coords(rank)
+        lengths = [(d, d.lengths[index_of(d.axes, sizes, coords)]) for d in uneven]
+        smaller = sorted(((d, n) for d, n in lengths if n < d.lengths[0]), key=lambda pair: pair[1])
+        parts = [f"{n or 'none'} of the {d.size} of {d.name} dim {d.dim}" for d, n in smaller]
+        note = (f"on rank {rank} ({format_axes(coords)}), which has {join_limited(parts, 2)}; "
+                "rank 0 does not raise it")  # fmt: skip
+        if isinstance(e, ShardingError):
+            e.args = (f"{e}\n  {note}",)
+        else:
+            e.add_note(note)
+        raise
+
+
+def _compare_transfers(runs: Mapping[int, DryRun]) -> None:
+    """Raise unless any two ranks call the same collectives, in one order, of those that both take part in."""
+    for (a, one), (b, other) in itertools.combinations(runs.items(), 2):
+        here, there = one.mesh.coords(a), one.mesh.coords(b)
+        apart = {axis for axis in here if here[axis] != there[axis]}
+        columns = [[t for t in run.mesh.transfers if apart <= set(t.axes)] for run in (one, other)]
+        for x, y in itertools.zip_longest(*columns):
+            if x is None or y is None or (x.op, x.axes, x.dtype) != (y.op, y.axes, y.dtype):
+                width = len(f"rank {max(a, b)}")
+                rows = [f"{f'rank {rank}':<{width}}  {_describe(t)}" for rank, t in ((a, x), (b, y))]
+                raise fail("the ranks disagree on a collective", *rows, fix=_SAME_ORDER)
+
+
+def _describe(t: Transfer | None) -> str:
+    if t is None:
+        return "has returned"
+    return f"{t.op} over {', '.join(t.axes)} of {short_dtype(t.dtype)}{f' at {t.where}' if t.where else ''}"
+
+
+def _joined_result(name: str, runs: Mapping[int, DryRun], uneven: Sequence[UnevenDim]) -> Any:
+    """Return the described result. Raises ShardingError for trees that differ, and for parts that do not fit."""
+    first = runs[0]
+    if len(runs) == 1:
+        return first.joined
+    compare_result_types(name, {rank: result_types(run.result) for rank, run in runs.items()})
+    fitting = functools.cache(functools.partial(_fitting_size, runs, uneven))
+    errors: list[ShardingError] = []
+    leaves = []
+    rows = zip(tree.leaves_with_path(first.joined), *(run.result.leaves for run in runs.values()), strict=True)
+    for (path, x), *parts in rows:
+        leaves.append(x)
+        if not isinstance(x, Sharded) or len({p.shape for p in parts}) == 1:
+            continue
+        lengths = zip(*(p.shape for p in parts), strict=True)
+        shape = [fitting(axes, column) for axes, column in zip(x.spec.parts(x.ndim), lengths, strict=True)]
+        known = [n for n in shape if n is not None]
+        if len(known) == len(shape):
+            leaves[-1] = abstract_sharded(known, x.dtype, x.spec, first.mesh)
+            continue
+        dim = shape.index(None)
+        axes = x.spec.parts(x.ndim)[dim]
+        have = ", ".join(f"rank {rank} has {p.shape[dim]}" for rank, p in zip(runs, parts, strict=True))
+        what = f"{name}: {tree.show('result', path)}: the parts do not make up dim {dim}"
+        errors.append(fail(f"{what} split by {axes}" if axes else f"{what}, which its out spec does not split", have,
+                           fix="return equal parts, or parts of ceil(n / ranks) with the short ones last" if axes else
+                           "name the axis in the out spec, or return one size on every rank",
+                           spec=x.spec))  # fmt: skip
+    raise_all(errors)
+    return tree.unflatten(tree.structure(first.joined), leaves)
+
+
+def _fitting_size(
+    runs: Mapping[int, DryRun], uneven: Sequence[UnevenDim], axes: tuple[str, ...], lengths: tuple[int, ...]
+) -> int | None:
+    """Return a size of a dim which `axes` split so that each of these ranks has its length; None if there is none.
+
+    If all have the same length, all other ranks are taken to have it; else a size of an uneven argument goes first.
+    """
+    sizes = runs[0].mesh.axes
+    ranks = math.prod(sizes[a] for a in axes)
+    largest, smallest = lengths[0] * ranks, max(0, (lengths[0] - 1) * ranks + 1)  # as rank 0 has ceil(n / ranks)
+    known = [d.size for d in uneven if d.axes == tuple(a for a in axes if sizes[a] > 1)]
+    coords = [runs[rank].mesh.coords(rank) for rank in runs]
+    for n in [largest] if len(set(lengths)) == 1 else [*known, *range(largest, smallest - 1, -1)]:
+        parts = [part_range(n, [sizes[a] for a in axes], [c[a] for a in axes])[1] for c in coords]
+        if parts == list(lengths):
+            return n
+    return None

@@ -1,0 +1,257 @@
+"""Learned scales of layers, (IA)^3, as a tree beside any parameter tree: one number for each output, or each input.
+
+cfg      = fs.ia3.Config(targets=("k_proj", "v_proj", "down_proj"), feedforward=("down_proj",))
+adapters = fs.ia3.init(cfg, params, of=llama.theirs)                   # described: {"h.0.k.w": {"scale"}, ...}
+placed   = fs.ia3.specs(cfg, params, specs, of=llama.theirs)           # where the scales lie, by their layers' specs
+
+inside shard_map, differentiating `adapters` alone:
+    adapted = fs.ia3.apply(cfg, params, adapters, of=llama.theirs, specs=specs, model="model")
+    loss    = llama.loss(model, adapted, ids, targets, layout=layout, specs=specs)
+
+Source: Liu et al., 2022, "Few-Shot Parameter-Efficient Fine-Tuning is Better and Cheaper than In-Context Learning";
+names and arithmetic are those of Hugging Face PEFT.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fshard import init as initial
+from fshard import lora, tree
+from fshard._core.weight import Leaf, Part, is_weight
+from fshard.collectives import pvary
+from fshard.errors import ShardingError, checked, fail, must_be, raise_all
+from fshard.spec import Axis, P, describe, names_of
+
+from .adapted import AdaptedWeight
+from .targets import Of, Targets, named_leaves, specs_by_name
+
+
+@checked
+@dataclass(frozen=True)
+class Config:
+    """The layers that are scaled. Names are those of modules in Hugging Face's models, as in `lora.Config`.
+
+    Args:
+        targets: the layers: a list of names, of their last parts or of globs; one regular expression; "all-linear".
+        feedforward: those of them whose inputs are scaled, not their outputs: a list of ends of names, or one
+            regular expression of whole names.
+        modules_to_save: modules whose parameters train in full, as copies: a new head.
+        exclude: layers that are not scaled although they are targets, written as `targets`.
+
+    >>> Config(("k_proj", "v_proj", "down_proj"), feedforward=("down_proj",)).scales_inputs("layers.0.mlp.down_proj")
+    True
+
+    Raises ShardingError for options that name nothing, and expressions that are none.
+    """
+
+    targets: str | Sequence[str]
+    feedforward: str | Sequence[str] = ()
+    modules_to_save: Sequence[str] = ()
+    exclude: str | Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("targets", "feedforward", "modules_to_save", "exclude"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                object.__setattr__(self, name, tuple(value))
+        try:
+            re.compile(self.feedforward if isinstance(self.feedforward, str) else "")
+            _ = self.named
+        except re.error as e:
+            raise fail(f"ia3.Config: feedforward={self.feedforward!r} is no regular expression", str(e),
+                       fix="escape its special characters, or pass a list of names") from e  # fmt: skip
+        except ShardingError as e:
+            raise ShardingError(str(e).replace("lora.Config", "ia3.Config")) from e
+
+    @property
+    def named(self) -> lora.Config:
+        """The config of `fs.lora` that names the same modules."""
+        return lora.Config(self.targets, modules_to_save=self.modules_to_save, exclude=self.exclude)
+
+    def scales_inputs(self, name: str) -> bool:
+        """Return whether the inputs of a layer are scaled, and not its outputs."""
+        if isinstance(self.feedforward, str):
+            return re.fullmatch(self.feedforward, name) is not None
+        return name.endswith(tuple(self.feedforward))
+
+
+@checked
+def init(cfg: Config, params: Any, *, of: Of = None, key: Tensor | None = None) -> dict[str, dict[str, Any]]:
+    """Describe the scales of a parameter tree, ones in float32: {dotted path of a leaf: {"scale"}}.
+
+        scale [out..] of a matrix [in.., out..], or [in..] of the feed-forward; a module to save: {"value"}
+
+    The arguments are those of `lora.init`.
+
+    >>> fs.ia3.init(fs.ia3.Config(["up"]), {"up": fs.init.zeros((4, 6))})
+    {'up': {'scale': f32[6] = ones}}
+
+    Raises ShardingError listing targets that name no layer, and targets that are no layer.
+    """
+    leaves = _targets("ia3.init", cfg, named_leaves("ia3.init", params), of)
+    copies = {name: own for name, own in lora.init(cfg.named, params, of=of, key=key).items() if "value" in own}
+    scales = {name: {"scale": initial.ones(_of_side(cfg, leaf, tuple(x.shape)))}
+              for name, (leaf, x) in leaves.adapted.items()}  # fmt: skip
+    return {**scales, **copies}
+
+
+@checked
+def specs(cfg: Config, params: Any, specs: Any, *, of: Of = None) -> dict[str, dict[str, Any]]:
+    """Return the specs of the scales of `init`, by those of their layers, on the same axes.
+
+        w [in@data, out@model]  ->  scale [out@model], or that of the bias; of the feed-forward scale [in@data]
+
+    `specs` may be a prefix of `params`.
+
+    >>> fs.ia3.specs(fs.ia3.Config(["up"]), {"up": fs.init.zeros((4, 6))}, {"up": P(None, "model")})
+    {'up': {'scale': P('model')}}
+    """
+    named = named_leaves("ia3.specs", params)
+    leaves = _targets("ia3.specs", cfg, named, of)
+    by_name = specs_by_name("ia3.specs", named, params, specs)
+    out = {name: {"scale": _scale_spec(cfg, name, leaf, x.ndim, by_name)} for name, (leaf, x) in leaves.adapted.items()}
+    return {**out, **{name: {"value": by_name[name]} for name in leaves.copied}}
+
+
+@checked
+def apply(
+    cfg: Config, params: Any, adapters: Mapping[str, Any], *, of: Of = None, specs: Any = None, model: Axis = None
+) -> Any:
+    """Return the parameters with a `ScaledWeight` at each scaled layer, and the biases of scaled outputs scaled.
+
+        y = (x @ w + b) * scale, or (x * scale) @ w + b     in the wider of the dtypes, rounded to that of the layer
+
+    Differentiate with respect to `adapters`: the base then has no gradient.
+
+    Args:
+        of: as for `init`.
+        specs: of params, a prefix; needed on a mesh, where the scales are placed by `ia3.specs`.
+        model: the axes over which the base stays split inside the model.
+
+    >>> params = fs.ia3.apply(fs.ia3.Config(["up"]), {"up": torch.eye(2)}, {"up": {"scale": torch.tensor([2.0, 3.0])}})
+    >>> nn.linear(torch.tensor([[1.0, 2.0]]), params["up"])
+    tensor([[2., 6.]])
+
+    Raises ShardingError listing every scale that is missing, of no layer, or of another number of dims.
+    """
+    named = named_leaves("ia3.apply", params)
+    targets = _targets("ia3.apply", cfg, named, of)
+    if model and specs is None:
+        raise fail(f"ia3.apply: model={model!r}, and no specs", fix="specs=, those of params")
+    _check("ia3.apply", cfg, targets, adapters)
+    by_name = {} if specs is None else specs_by_name("ia3.apply", named, params, specs)
+    found: dict[str, Any] = {name: adapters[name]["value"] for name in targets.copied}
+    values = {name: x for name, (_, x) in named.items()}
+    for name, (leaf, x) in targets.adapted.items():
+        scale, base = adapters[name]["scale"], by_name.get(name, P())
+        spec = _scale_spec(cfg, name, leaf, x.ndim, by_name) if by_name else P()
+        bias = _bias_of(name, values)
+        if bias is not None and not cfg.scales_inputs(leaf.module):
+            found[bias] = (values[bias] * scale).to(values[bias].dtype)
+        missing = tuple(a for a in base.axes if a in names_of(model) and a not in spec.axes)
+        found[name] = ScaledWeight(x, pvary(scale, missing or None), leaf, leaf.inputs,
+                                   cfg.scales_inputs(leaf.module), spec)  # fmt: skip
+    return tree.unflatten(tree.flatten(params, is_weight)[1], [found.get(name, x) for name, x in values.items()])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ScaledWeight(AdaptedWeight):
+    """A matrix with a scale of its outputs, x @ base * scale, or of its inputs, (x * scale) @ base. Made by `apply`.
+
+    >>> config, params = Config("w"), {"w": torch.ones(3, 4)}
+    >>> scales = device_get(materialize(init(config, params), P(), mesh, key=key(0)))
+    >>> view = apply(config, params, scales)["w"]
+    >>> type(view).__name__, fs.nn.linear(torch.ones(2, 3), view).shape
+    ('ScaledWeight', torch.Size([2, 4]))
+    """
+
+    children = ("base", "scale")
+
+    base: Any  # [in.., out..]; flattened as its user asks
+    scale: Tensor  # [out..], or [in..]
+    leaf: Leaf
+    inputs: int  # the number of input dims of the base, as it is flattened now
+    of_inputs: bool
+    spec: P  # of the scale
+
+    def __repr__(self) -> str:
+        return f"ScaledWeight({describe(self)}, {'in' if self.of_inputs else 'out'}puts)"
+
+    def parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
+        return [
+            *self.base_parts(spec, shape),
+            (self.spec, None if shape is None else self.leaf.split(tuple(shape))[not self.of_inputs]),
+        ]
+
+    def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
+        """Compute the scaled x @ base, plus b, which `apply` has scaled: x [..., D] -> [..., F]."""
+        scale = self.scale.flatten()
+        if self.of_inputs:
+            return self.base_linear((x * scale).to(x.dtype), b)
+        y = self.base_linear(x, None)
+        y = (y * scale).to(y.dtype)
+        return y if b is None else y + b
+
+
+def _targets(verb: str, cfg: Config, named: Mapping[str, tuple[tree.Path, Any]], of: Of) -> Targets:
+    """Find the leaves. Raises ShardingError for names of no module, or of no linear layer."""
+    found = Targets.among(verb, cfg.named, named, of)
+    raise_all([fail(f"{verb}: {name!r} is a table of embeddings, which has no scale", module=leaf.module,
+                    fix="name linear layers, or exclude it")
+               for name, (leaf, _) in found.adapted.items() if leaf.layout == "table"])  # fmt: skip
+    modules = [leaf.module for leaf, _ in found.adapted.values()]
+    if isinstance(cfg.feedforward, str):
+        missing = [] if any(map(cfg.scales_inputs, modules)) else [cfg.feedforward]
+    else:
+        missing = [end for end in cfg.feedforward if not any(m.endswith(end) for m in modules)]
+    raise_all([fail(f"{verb}: feedforward: no scaled layer is named {end!r}", fix="one of targets, or leave it out")
+               for end in missing])  # fmt: skip
+    return found
+
+
+def _of_side(cfg: Config, leaf: Leaf, entries: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the entries of a layer's inputs, or of its outputs: those that are scaled."""
+    return leaf.split(entries)[not cfg.scales_inputs(leaf.module)]
+
+
+def _bias_of(name: str, values: Mapping[str, Any]) -> str | None:
+    """Return the dotted path of the bias of the layer whose matrix is at `name`."""
+    start, _, last = name.rpartition(".")
+    bias = {"w": f"{start}.b", "weight": f"{start}.bias"}.get(last, "").removeprefix(".")
+    return bias if bias in values else None
+
+
+def _scale_spec(cfg: Config, name: str, leaf: Leaf, ndim: int, by_name: Mapping[str, P]) -> P:
+    """Return the spec of a scale: that of the bias, which it multiplies, or of the dims of the matrix."""
+    bias = _bias_of(name, by_name)
+    if bias is not None and not cfg.scales_inputs(leaf.module):
+        return by_name[bias]
+    return P(*(axes or None for axes in _of_side(cfg, leaf, by_name[name].parts(ndim))))
+
+
+def _check(verb: str, cfg: Config, targets: Targets, adapters: Mapping[str, Any]) -> None:
+    """Raise ShardingError, listing every difference, unless the adapters are those of the targets."""
+    wanted = {(name, "scale"): len(_of_side(cfg, leaf, tuple(x.shape))) for name, (leaf, x) in targets.adapted.items()}
+    wanted |= {(name, "value"): x.ndim for name, x in targets.copied.items()}
+    raise_all([must_be(f"{verb}: adapters[{name!r}]", "a dict of tensors", own, fix="what ia3.init returned")
+               for name, own in adapters.items()
+               if not isinstance(own, Mapping) or not all(isinstance(x, Tensor) for x in own.values())])  # fmt: skip
+    found = {(str(name), str(part)): x for name, own in adapters.items() for part, x in own.items()}
+    errors = [fail(f"{verb}: adapters[{name!r}][{part!r}] is missing", fix="what ia3.init, or fs.peft.load, returned")
+              for name, part in wanted if (name, part) not in found]  # fmt: skip
+    for (name, part), x in found.items():
+        if (name, part) not in wanted:
+            errors.append(fail(f"{verb}: adapters[{name!r}][{part!r}] is of no layer of cfg"))
+        elif x.ndim != wanted[name, part]:
+            errors.append(fail(f"{verb}: adapters[{name!r}][{part!r}] is {list(x.shape)}",
+                               f"the layer has {wanted[name, part]} dims there"))  # fmt: skip
+    raise_all(errors)
+
+
+__all__ = ["Config", "ScaledWeight", "apply", "init", "specs"]
