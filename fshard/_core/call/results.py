@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._core.host_memory import memory_device, to_spec_memory
+from fshard._core.protocol import ranks_over
 from fshard._core.region import storage_key
 from fshard._core.torch import FakeTensor
 from fshard.errors import ShardingError, fail, raise_all
@@ -214,7 +215,7 @@ def _global_shape(
         return tuple(n * k for n, k in zip(shapes[0], ranks, strict=True)), []
     shape = []
     for dim, axes in enumerate(spec.parts(ndim)):
-        sizes = _sizes_along(mesh, axes, shapes, dim)
+        sizes = [shapes[rank][dim] for rank in ranks_over(axes, mesh.axes, mesh.coords(0))]
         total = sum(sizes)
         expected = part_lengths(total, [mesh.axes[a] for a in axes])
         if expected != sizes:
@@ -229,19 +230,6 @@ def _global_shape(
             return (), [fail(f"{label}: rank {rank} returned {list(returned)}, its part of {shape} is {list(part)}",
                              spec=spec)]  # fmt: skip
     return tuple(shape), []
-
-
-def _sizes_along(mesh: Mesh, axes: Sequence[str], shapes: Sequence[tuple[int, ...]], dim: int) -> list[int]:
-    """Return the local sizes of a dim over the flattened axes, on the ranks at the origin of all other axes."""
-    strides = {}
-    stride = mesh.size
-    for a, n in mesh.axes.items():
-        stride //= n
-        strides[a] = stride
-    ranks = [0]
-    for a in axes:
-        ranks = [r + i * strides[a] for r in ranks for i in range(mesh.axes[a])]
-    return [shapes[r][dim] for r in ranks]
 
 
 def _value_errors(label: str, parts: Sequence[Any]) -> list[ShardingError]:
