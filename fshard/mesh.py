@@ -18,7 +18,6 @@ from ._core.comm import (
     SLOW,
     AbstractComm,
     GlooConnections,
-    PlannedComm,
     ProcessComm,
     TimedComm,
     Wait,
@@ -146,7 +145,8 @@ def planned_mesh(axes: Mapping[str, int], rank: int, watch: Watch, *, accelerato
     """
     mesh = Mesh(axes, "abstract", torch.device("cpu"), rank=rank)
     mesh.host = torch.device("meta") if accelerator else HOST
-    mesh._comm = TimedComm(PlannedComm(mesh.axes, mesh.coords(rank), peers=not accelerator), watch)
+    comm = AbstractComm(mesh.axes, mesh.coords(rank), [], is_scheduled=True, peers=not accelerator)
+    mesh._comm = TimedComm(comm, watch)
     return mesh
 
 

@@ -16,7 +16,7 @@ from ._core.region import refuse_transfer
 from .errors import checked, fail
 from .mesh import Mesh
 from .sharded import Sharded, abstract_sharded, place_tree
-from .spec import Box, P, box_bounds, box_shape, local_box, relative_box
+from .spec import Box, P, box_of, box_shape, local_box, overlap, part_ranks, relative_box
 
 
 @checked
@@ -69,13 +69,9 @@ def _gather_to_host(x: Sharded, rank: int | None) -> Tensor | None:
 
 def owners(x: Sharded) -> Iterator[tuple[int, Box]]:
     """Yield each different part of a leaf once, with the first rank that has it."""
-    seen = set()
-    for rank in range(x.mesh.size):
-        box = x.box(rank)
-        bounds = box_bounds(box)
-        if bounds not in seen and 0 not in box_shape(box):
-            seen.add(bounds)
-            yield rank, box
+    for bounds, ranks in part_ranks(x.shape, x.spec, x.mesh.axes).items():
+        if all(start < stop for start, stop in bounds):
+            yield ranks[0], box_of(bounds)
 
 
 @checked
@@ -154,12 +150,8 @@ def _sources(x: Sharded, box: Box, rank: int) -> list[tuple[int, Box]]:
 
     The source is the rank itself if it has the part, else one of its replicas, a different one for each rank in turn.
     """
-    ranks_of: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for source in range(x.mesh.size):
-        ranks_of.setdefault(box_bounds(x.box(source)), []).append(source)
     out = []
-    for at, ranks in ranks_of.items():
-        common = tuple(slice(max(s.start, a), min(s.stop, b)) for s, (a, b) in zip(box, at, strict=True))
-        if all(s.start < s.stop for s in common):
+    for bounds, ranks in part_ranks(x.shape, x.spec, x.mesh.axes).items():
+        if (common := overlap(box, box_of(bounds))) is not None:
             out.append((rank if rank in ranks else ranks[rank % len(ranks)], common))
     return out

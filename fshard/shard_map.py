@@ -19,14 +19,14 @@ from ._core.call import (
     broadcast_out_specs,
     call_signature,
     compiled,
-    donated_leaves,
     exchange_result_types,
     explain_missing_values,
     explain_shapes,
+    finish,
     flatten_result,
     force_eager,
-    join_results,
     make_plan,
+    prepare,
     read_program,
     refuse_valueless,
     slice_inputs,
@@ -40,7 +40,7 @@ from ._core.transfers import refuse_tracing
 from ._core.typecheck import Checker, Rank, same_numbers
 from .errors import api_boundary, checked, fail, raise_all
 from .mesh import Mesh
-from .sharded import Sharded, abstract_sharded, local_parts
+from .sharded import Sharded, abstract_sharded
 from .spec import P, spec_errors
 
 Check = Literal["first", "always", "never", "values"]
@@ -168,18 +168,14 @@ class ShardMapped:
         if checked:  # before the plan, whose errors are the same on every rank if the arguments are
             self._compare_arguments(args)
         plan = plan or self._make_plan(leaves, args)
-        parts = local_parts(leaves, len(self.mesh.ranks))
         if checked:
-            plan.rank_types = None  # changed code may return other types
+            plan.forget_results()
         if checked and self._compiled:
             dry_run(self, args)  # in a compiled program the checker sees no operation
             plan.note_checked(facts)
             checked = False
         scratch = [{} for _ in self.mesh.ranks] if checked else self._take_scratch()
-        # Drop the references that this frame has to donated storage, so that the function can free it.
-        for x in donated_leaves(self._name, plan, args, leaves):
-            x.donate_to(self._name)
-
+        parts = prepare(plan, leaves)
         ranks: list[Rank] = []
 
         def rank_main(comm: Comm, rank: int) -> _RankRun:
@@ -189,14 +185,9 @@ class ShardMapped:
         abstract = self.mesh.kind == "abstract"
         nothing = contextlib.nullcontext()
         missing_values = explain_missing_values() if abstract else nothing
-        with force_eager if checked else nothing, missing_values, explain_shapes(self._name, plan, self.mesh):
+        with force_eager if checked else nothing, missing_values, explain_shapes(plan):
             runs = self.mesh.run(rank_main)
-        results = [run.result for run in runs]
-        used = set().union(*(run.kept for run in runs))
-        known = None if checked else plan.output
-        joined, plan.output = join_results(
-            self._name, self.mesh, self._out_specs, results, plan.rank_types, used, known
-        )
+        joined = finish(plan, [run.result for run in runs], set().union(*(run.kept for run in runs)))
         if checked and self.mesh.kind == "simulated":
             checkers = {rank: run.checker for rank, run in enumerate(runs) if run.checker is not None}
             same_numbers(self.mesh, checkers)
@@ -241,7 +232,7 @@ class ShardMapped:
     def _make_plan(self, leaves: list[Any], args: tuple[Any, ...]) -> CallPlan:
         if self._compiled:
             make_functions(max(256, 2 * len(leaves)))
-        plan = make_plan(self._name, self._f, self.mesh, self._in_specs, self._donate, args)
+        plan = make_plan(self._name, self._f, self.mesh, self._in_specs, self._out_specs, self._donate, args)
         self._plans = [plan, *self._plans[: _MOST_PLANS - 1]]
         return plan
 
@@ -262,7 +253,7 @@ class ShardMapped:
 
         A checked call has the `ranks` of this process that it has started.
         """
-        slice_inputs(plan, local, self.mesh, at)
+        slice_inputs(plan, local, at)
         donated = frozenset(storage_pointers([local[i] for i in plan.donated], self.mesh))
         kept = set(storage_pointers([local[i] for i in plan.kept], self.mesh)) - donated
         checker = None if ranks is None else Checker(self._live, self.mesh.axes, comm.coords, ranks)
@@ -284,22 +275,22 @@ class ShardMapped:
             result = flatten_result(out)  # seen by the checker: tensors made of numpy arrays are not captured
             if checker is not None:
                 with checker.paused():
-                    self._check_results(checker, result.out)
+                    self._check_results(checker, plan, result.out)
             digest = checker.digest() if checker is not None and self.mesh.kind == "process" else ""
-            plan.rank_types = exchange_result_types(self._name, self.mesh, plan.rank_types, result, digest)
+            exchange_result_types(plan, result, digest)
             if checker is not None and len({types.digest for types in plan.rank_types or ()}) > 1:
                 same_numbers(self.mesh, {rank: checker})
             # The checked results of ranks that are threads are compared when they are joined, by value and not by bit.
             compared = self._check == "values" or (checker is not None and self.mesh.kind == "process")
             if compared and self._live and comm.has_values:
                 with contextlib.nullcontext() if checker is None else checker.paused():
-                    refuse_valueless(self._name, self.mesh, result)
+                    refuse_valueless(plan, result)
                     check_replicas(self._name, result.out, self._out_specs)
             return _RankRun(result, kept, checker)
 
-    def _check_results(self, checker: Checker, out: Any) -> None:
+    def _check_results(self, checker: Checker, plan: CallPlan, out: Any) -> None:
         """Raise for results that vary over an axis which their out spec does not name."""
-        specs = broadcast_out_specs(self._name, out, self._out_specs)
+        specs = broadcast_out_specs(plan, out)
         wrong = checker.wrong_results(tree.leaves(out), specs)
         if wrong:  # a result that its spec does not fit has an error of its own
             paths = [tree.show("result", path) for path, _ in tree.leaves_with_path(out)]

@@ -251,6 +251,11 @@ def box_bounds(box: Box) -> tuple[tuple[int, int], ...]:
     return tuple((s.start, s.stop) for s in box)
 
 
+def box_of(bounds: Sequence[tuple[int, int]]) -> Box:
+    """Return the box of these `box_bounds`."""
+    return tuple(slice(start, stop) for start, stop in bounds)
+
+
 def spec_errors(label: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> list[ShardingError]:
     """Return the errors of placing a leaf of `shape` by `spec` on a mesh with these axis sizes."""
     facts: dict[str, object] = {"shape": list(shape), "spec": spec, "mesh": format_axes(sizes)}

@@ -482,10 +482,10 @@ def test_error_texts_of_wrong_donations():
         return y
 
     assert error_text(mapped(step, donate=0), {"wte": x, "head": [x]}, x) == (
-        "step: args[0]['wte'] is donated twice\n  fix: keep a tied leaf once in the tree, or do not donate it"
+        "step: p['wte'] is donated twice\n  fix: keep a tied leaf once in the tree, or do not donate it"
     )
     assert error_text(mapped(step, donate=(0, 1)), {"w": x}, x) == (
-        "step: args[1] is donated twice\n  fix: keep a tied leaf once in the tree, or do not donate it"
+        "step: y is donated twice\n  fix: keep a tied leaf once in the tree, or do not donate it"
     )
     assert error_text(mapped(step, donate=2), {"w": x}, x) == (
         "step: donate=2, and the call has 2 arguments\n  fix: count from 0"

@@ -51,16 +51,9 @@ def digest(tree_: Any) -> dict[str, str]:
 
     Raises ShardingError for leaves that a checkpoint cannot have.
     """
-    leaves = {tree.dotted(path): x for path, x in tree.leaves_with_path(tree_)}
+    leaves, errors = named_leaves("digest", tree_)
     ranks = Ranks.of("digest", leaves.values())
     tensors = {name: x for name, x in leaves.items() if type(x) not in SCALARS}
-    errors: list[ShardingError] = []
-    for path, leaf in tree.leaves_with_path(tree_):
-        try:
-            if type(leaf) not in SCALARS:
-                writable(leaf, DTYPES.values(), "a tensor, a number or a string")
-        except ShardingError as e:
-            errors.append(ShardingError(f"digest: {tree.show('tree', path)}: {e}"))
 
     def sums_of_parts() -> dict[str, list[int]]:
         raise_all(errors)
@@ -77,6 +70,23 @@ def digest(tree_: Any) -> dict[str, str]:
              for name in tensors}  # fmt: skip
     return {name: f"{describe(leaf)} {''.join(f'{n:016x}' for n in total[name])}"
             if name in total else repr(leaf) for name, leaf in leaves.items()}  # fmt: skip
+
+
+def named_leaves(verb: str, tree_: Any) -> tuple[dict[str, Any], list[ShardingError]]:
+    """Return the leaves by dotted path, and an error for each that a checkpoint cannot have."""
+    leaves: dict[str, Any] = {}
+    errors: list[ShardingError] = []
+    for path, leaf in tree.leaves_with_path(tree_):
+        label, name = f"{verb}: {tree.show('tree', path)}", tree.dotted(path)
+        if type(leaf) not in SCALARS:
+            try:
+                writable(leaf, DTYPES.values(), "a tensor, a number or a string")
+            except ShardingError as e:
+                errors.append(ShardingError(f"{label}: {e}"))
+        if name in leaves:
+            errors.append(fail(f"{label}: another leaf has the name {name!r}", fix="rename a key"))
+        leaves[name] = leaf
+    return leaves, errors
 
 
 def _digest_part(x: Tensor, box: Box) -> list[int]:

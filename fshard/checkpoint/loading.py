@@ -195,9 +195,8 @@ def _plan(targets: Mapping[str, Target], directory: AnyPath, manifest: Manifest,
             continue
         parts = target.allocate()
         for chunk in saved.chunks:
-            chunk_box = tuple(slice(a, a + n) for a, n in zip(chunk.offset, chunk.shape, strict=True))
-            wanted = [(relative_box(common, chunk_box), part[relative_box(common, box)])
-                      for box, part in parts if (common := overlap(chunk_box, box)) is not None]  # fmt: skip
+            wanted = [(relative_box(common, chunk.box), part[relative_box(common, box)])
+                      for box, part in parts if (common := overlap(chunk.box, box)) is not None]  # fmt: skip
             if wanted:
                 reads.setdefault(chunk.file, []).append((path, chunk, wanted))
     files = {*reads, *list(manifest.files)[:1]}  # one at least: its header has the digest of the Python values

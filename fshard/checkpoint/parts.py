@@ -45,6 +45,10 @@ class Chunk:
     start: int
     crc32: tuple[int, ...]
 
+    @property
+    def box(self) -> Box:
+        return tuple(slice(a, a + n) for a, n in zip(self.offset, self.shape, strict=True))
+
 
 @dataclass(frozen=True)
 class PartFile:
@@ -196,8 +200,7 @@ def stream(directory: AnyPath, leaf: str, shape: Sequence[int], dtype: torch.dty
     for box in blocks(shape, dtype.itemsize, nbytes):
         out = torch.empty(box_shape(box), dtype=dtype)
         for chunk in chunks:
-            chunk_box = tuple(slice(a, a + n) for a, n in zip(chunk.offset, chunk.shape, strict=True))
-            if (common := overlap(chunk_box, box)) is not None:
+            if (common := overlap(chunk.box, box)) is not None:
                 with open_file(directory / chunk.file, RESTORE_ANOTHER) as f:
-                    read_chunk(f, leaf, chunk, [(relative_box(common, chunk_box), out[relative_box(common, box)])])
+                    read_chunk(f, leaf, chunk, [(relative_box(common, chunk.box), out[relative_box(common, box)])])
         yield out

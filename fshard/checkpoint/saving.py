@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard import tree
-from fshard._core.files.io import Ranks, StrPath, assign_writers, local_part, summary, sync, writable, write_errors
+from fshard._core.files.io import Ranks, StrPath, assign_writers, local_part, summary, sync, write_errors
 from fshard._core.files.url import AnyPath
-from fshard.errors import ShardingError, checked, fail, raise_all
+from fshard.errors import checked, fail, raise_all
 from fshard.sharded import Sharded
 
 from . import commit
 from .background import copy_to_host, group_of_ranks, raise_failure, start
+from .base import named_leaves
 from .manifest import SCALARS, Manifest, Saved, Scalar, leaves_digest, write_manifest
-from .parts import DTYPES, UNCHANGED, Chunk, PartFile, Piece, part_name, write_part
+from .parts import UNCHANGED, Chunk, PartFile, Piece, part_name, write_part
 
 Parts = dict[str, tuple[PartFile, list[tuple[str, Chunk]]]]  # file -> the file, and (leaf, chunk) for each chunk
 
@@ -57,7 +57,7 @@ def save(
     if keep is not None and (type(keep) is not int or keep < 1 or step is None):
         raise fail(f"save: keep={keep!r} with step={step!r}", fix="keep= is 1 or more, and needs step=")
     raise_failure()
-    leaves, errors = _named_leaves(tree_)
+    leaves, errors = named_leaves("save", tree_)
     ranks = Ranks.of("save", leaves.values())
     final = commit.directory_of(path, step)
     tensors, tied = _tensors(leaves)
@@ -112,23 +112,6 @@ def save(
         held.close()
         raise
     return final
-
-
-def _named_leaves(tree_: Any) -> tuple[dict[str, Any], list[ShardingError]]:
-    """Return the leaves by dotted path, and an error for each that cannot be saved."""
-    leaves: dict[str, Any] = {}
-    errors: list[ShardingError] = []
-    for path, leaf in tree.leaves_with_path(tree_):
-        label, name = f"save: {tree.show('tree', path)}", tree.dotted(path)
-        if type(leaf) not in SCALARS:
-            try:
-                writable(leaf, DTYPES.values(), "a tensor, a number or a string")
-            except ShardingError as e:
-                errors.append(ShardingError(f"{label}: {e}"))
-        if name in leaves:
-            errors.append(fail(f"{label}: another leaf has the name {name!r}", fix="rename a key"))
-        leaves[name] = leaf
-    return leaves, errors
 
 
 def _tensors(leaves: Mapping[str, Any]) -> tuple[dict[str, Sharded | Tensor], dict[str, str]]:

@@ -10,7 +10,6 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -24,32 +23,10 @@ from fshard._core.torch import has_tangent, is_wrapped
 from fshard.errors import ShardingError, fail, number_of, raise_all
 from fshard.init import Deferred
 from fshard.mesh import Mesh
-from fshard.sharded import Sharded, array_dtype, array_part, no_parts_errors
+from fshard.sharded import Sharded, array_dtype, array_part, local_parts, no_parts_errors
 from fshard.spec import Box, P, box_shape, is_spec, local_box, same_placement, spec_errors
 
-from .results import OutputPlan, ResultTypes
-
-
-@dataclass
-class CallPlan:
-    """Properties that a signature of arguments determines, followed by findings of calls with that signature."""
-
-    treedef: Any
-    signature: list[Any]  # of each leaf
-    specs: list[P]
-    names: list[str]  # as the function would write them: `params['up']`
-    slices: list[list[tuple[int, Box | None]]]  # by rank: each leaf that is not a local shard yet, and the rank's box
-    uneven: dict[str, UnevenSize]  # axis -> the first size of a leaf that it does not divide
-    split_sizes: dict[tuple[str, ...], set[int]]  # axes of several ranks -> the sizes of dims that they split
-    donated: list[int]  # leaves of arguments that the call may overwrite
-    kept: list[int]  # all other leaves that are tensors inside
-    checked: list[tuple[Any, ...]] = field(default_factory=list)  # facts of each program that calls have checked
-    rank_types: list[ResultTypes] | None = None  # of every rank of a process mesh
-    output: OutputPlan | None = None  # of the last results
-
-    def note_checked(self, facts: tuple[Any, ...]) -> None:
-        if facts not in self.checked:
-            self.checked.append(facts)
+from .plan import CallPlan
 
 
 def call_signature(leaves: Sequence[Any]) -> list[Any]:
@@ -75,8 +52,9 @@ def _leaf_signature(leaf: Any) -> Any:
 
 
 def make_plan(
-    name: str, f: Callable[..., Any], mesh: Mesh, in_specs: Any, donate: Sequence[int], args: tuple[Any, ...]
-) -> CallPlan:
+    name: str, f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, donate: Sequence[int],
+    args: tuple[Any, ...],
+) -> CallPlan:  # fmt: skip
     """Check arguments against the specs. Raises ShardingError listing every leaf that does not fit."""
     names = argument_names(name, f, args)
     passed, treedef = tree.flatten(args)
@@ -114,7 +92,8 @@ def make_plan(
                     uneven.setdefault(a, UnevenSize(f"dim {dim} of {names[i]}", n, axes))
     donated = [i for i in _donated_positions(name, donate, args) if isinstance(leaves[i], (Sharded, Deferred))]
     kept = [i for i in tensors if i not in set(donated)]
-    return CallPlan(treedef, call_signature(passed), specs, names, slices, uneven, split_sizes, donated, kept)
+    return CallPlan(name, mesh, out_specs, treedef, call_signature(passed), specs, names, slices, uneven, split_sizes,
+                    donated, kept)  # fmt: skip
 
 
 def _described(x: Any) -> Any:
@@ -181,23 +160,30 @@ def argument_names(name: str, f: Callable[..., Any], args: tuple[Any, ...]) -> l
     ]
 
 
-def donated_leaves(name: str, plan: CallPlan, args: tuple[Any, ...], leaves: Sequence[Any]) -> list[Sharded]:
-    """Return the leaves to donate. Raises ShardingError for one that occurs twice."""
+def prepare(plan: CallPlan, leaves: list[Any]) -> list[list[Any]]:
+    """Donate leaves, and return the local leaves of each rank of this process, for `slice_inputs`.
+
+    Raises ShardingError for a leaf that an earlier call was given, or that is donated twice.
+    """
     first: dict[int, int] = {}
     for i in plan.donated:
         if first.setdefault(id(leaves[i]), i) != i:
-            path, _ = tree.leaves_with_path(args)[i]
-            raise fail(f"{name}: {tree.show('args', path)} is donated twice",
+            raise fail(f"{plan.name}: {plan.names[i]} is donated twice",
                        fix="keep a tied leaf once in the tree, or do not donate it")  # fmt: skip
-    return [x for i in plan.donated if isinstance(x := leaves[i], Sharded)]
+    parts = local_parts(leaves, len(plan.mesh.ranks))
+    for i in plan.donated:
+        if isinstance(leaves[i], Sharded):
+            leaves[i].donate_to(plan.name)
+    return parts
 
 
-def slice_inputs(plan: CallPlan, local: list[Any], mesh: Mesh, at: int) -> None:
+def slice_inputs(plan: CallPlan, local: list[Any], at: int) -> None:
     """Replace global tensors in `local`, in place, by the part of this process's rank number `at`.
 
     A part is a view; a copy where ranks are threads, which would share it. On an abstract mesh every leaf becomes a
     fake tensor of its local shape.
     """
+    mesh = plan.mesh
     for i, box in plan.slices[at]:
         x, device = local[i], mesh.host if plan.specs[i].memory == "host" else mesh.device
         if mesh.kind == "abstract":

@@ -17,10 +17,9 @@ import torch
 from fshard._core import callsite
 from fshard._core.torch import FakeTensor
 from fshard.errors import ShardingError, fail
-from fshard.mesh import Mesh
 from fshard.spec import box_shape, format_tensor, local_box
 
-from .arguments import CallPlan
+from .plan import CallPlan
 
 
 class _ForceEager:
@@ -88,7 +87,7 @@ _MOST_LEAVES = 6
 
 
 @contextlib.contextmanager
-def explain_shapes(name: str, plan: CallPlan, mesh: Mesh) -> Iterator[None]:
+def explain_shapes(plan: CallPlan) -> Iterator[None]:
     """Add to an error about shapes the arguments that may be involved: their global shapes, specs and local shapes.
 
     The error stays what it is, with its type and traceback; the note comes after its text. Without an argument that is
@@ -97,9 +96,9 @@ def explain_shapes(name: str, plan: CallPlan, mesh: Mesh) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, IndexError, TypeError, ValueError) as e:
-        rows = [] if isinstance(e, ShardingError) or not _ABOUT_SHAPES.search(str(e)) else _arguments(plan, mesh)
+        rows = [] if isinstance(e, ShardingError) or not _ABOUT_SHAPES.search(str(e)) else _arguments(plan)
         if any(row.is_split for row in rows):
-            e.add_note(_shapes_note(name, mesh, e, rows))
+            e.add_note(_shapes_note(plan, e, rows))
         raise
 
 
@@ -112,8 +111,8 @@ class _Argument(NamedTuple):
     is_split: bool
 
 
-def _arguments(plan: CallPlan, mesh: Mesh) -> list[_Argument]:
-    rows = []
+def _arguments(plan: CallPlan) -> list[_Argument]:
+    rows, mesh = [], plan.mesh
     for name, spec, kind in zip(plan.names, plan.specs, plan.signature, strict=True):
         if isinstance(kind, tuple) and len(kind) > 1 and isinstance(kind[1], torch.dtype):
             shape, dtype = kind[:2]
@@ -123,7 +122,7 @@ def _arguments(plan: CallPlan, mesh: Mesh) -> list[_Argument]:
     return rows
 
 
-def _shapes_note(name: str, mesh: Mesh, e: Exception, rows: Sequence[_Argument]) -> str:
+def _shapes_note(plan: CallPlan, e: Exception, rows: Sequence[_Argument]) -> str:
     """Return the note, with those arguments first whose local shape, or a size of it, occurs in the error."""
     numbers = {int(n) for n in re.findall(r"\d+", str(e))}
     shapes = {tuple(map(int, re.findall(r"\d+", t))) for t in re.findall(r"\[[\d, ]+\]|\d+(?:x\d+)+", str(e))}
@@ -140,7 +139,7 @@ def _shapes_note(name: str, mesh: Mesh, e: Exception, rows: Sequence[_Argument])
         lines.append(f"  and {len(chosen) - _MOST_LEAVES} more")
     site = _user_site(e)
     where = [f"{site}:", *(f"    {line}" for line in callsite.quote(site).splitlines())] if site is not None else []
-    return "\n".join([*where, f"in {name}, each rank of {mesh!r} has a part of the arguments:", *lines])
+    return "\n".join([*where, f"in {plan.name}, each rank of {plan.mesh!r} has a part of the arguments:", *lines])
 
 
 def _user_site(e: BaseException) -> callsite.Site | None:

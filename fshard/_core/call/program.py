@@ -6,12 +6,10 @@ was run again, a module was reloaded, a flag was set.
 
 from __future__ import annotations
 
-import contextlib
-import dis
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -23,16 +21,24 @@ from fshard._core.callsite import is_own_file
 _MOST_ENTRIES = 64  # of a container that is searched for functions and flags: a larger one is data
 _MOST_FACTS = 1000
 _DEEPEST = 100
-_DEFINITIONS = (FunctionType, BuiltinFunctionType, ModuleType, type)  # of a program in any case
+_PARTS: dict[type, tuple[str, ...]] = {  # attributes that may lead to code or to flags
+    FunctionType: ("__code__", "__defaults__", "__kwdefaults__", "__closure__"),
+    CellType: ("cell_contents",),
+    MethodType: ("__func__", "__self__"),
+    functools.partial: ("func", "args", "keywords"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget",),
+}
 
 
 @dataclass(frozen=True)
 class Program:
-    """Code and flags that a function may use, in the order in which they are found, and where they stand."""
+    """Code and flags that a function may use, in the order in which they are found, and the places that have them."""
 
-    facts: tuple[Any, ...]  # code objects, flags, functions not written in Python
-    places: list[Callable[[], Any]]  # each returns what stands there now
-    found: list[Any]  # what stood there
+    facts: tuple[Any, ...]  # code objects, flags, functions and classes that the user did not write
+    places: list[Callable[[], Any]]  # each returns what is there now
+    found: list[Any]  # what was there
 
     def is_current(self) -> bool:
         """Return whether every place still has the same object: some 50 ns for each."""
@@ -72,11 +78,13 @@ class _Reader:
         self._depth = 0
 
     def visit(self, x: Any, names: frozenset[str]) -> bool:
-        """Add an object's facts; return whether it is of the program. `names` stand in the code that refers to it."""
+        """Add the facts of an object, and return whether it is of the program.
+
+        `names` are those in the code that refers to it: of a module or an object only such attributes are visited.
+        """
         kind = type(x)
         if _is_flag(x):
-            if self.flags:
-                self.facts.append(x)
+            self.facts += [x] * self.flags
             return self.flags
         if len(self.facts) > _MOST_FACTS or self._depth > _DEEPEST:
             return False
@@ -89,116 +97,79 @@ class _Reader:
         return self._seen[key][1]
 
     def _visit_new(self, x: Any, kind: type, names: frozenset[str]) -> bool:
-        if kind is FunctionType:
-            self._visit_function(x)
-        elif kind is MethodType:
-            self.visit(x.__func__, names)
-            self.visit(x.__self__, names)
-        elif kind is functools.partial:
-            for part in (x.func, x.args, x.keywords):
-                self.visit(part, names)
-        elif kind in (staticmethod, classmethod):
-            self.visit(x.__func__, names)
-        elif kind is property:
-            self.visit(x.fget, names)
-        elif kind is BuiltinFunctionType:
+        if kind in (CodeType, BuiltinFunctionType) or (issubclass(kind, type) and not _own_bases(x)):
             self.facts.append(x)
-        elif issubclass(kind, ModuleType):
-            return _is_own(x) and self._visit_entries(vars(x), vars(x).get, names & vars(x).keys(), names)
-        elif issubclass(kind, type):
-            self._visit_class(x)
-        elif base := next((c for c in (dict, list, tuple) if issubclass(kind, c)), None):
-            return self._visit_container(x, base, names)
-        else:
-            return self._visit_object(x, kind, names)
-        return True
-
-    def _visit_function(self, f: FunctionType) -> None:
-        names = _names(f.__code__)
-        self.facts.append(f.__code__)
-        self._keep(f, "__code__", functools.partial(getattr, f, "__code__"))  # a reload may replace it in place
-        for default in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()):
-            self.visit(default, names)
-        for cell in f.__closure__ or ():
-            if _is_filled(cell) and self.visit(cell.cell_contents, names):
-                self._keep(cell, None, functools.partial(getattr, cell, "cell_contents"))
-        if "__wrapped__" in vars(f):
-            self.visit(vars(f)["__wrapped__"], names)
-        if is_own_file(f.__code__.co_filename):
-            self._visit_entries(
-                f.__globals__, f.__globals__.get, _global_names(f.__code__) & f.__globals__.keys(), names
-            )
-
-    def _visit_class(self, c: type) -> None:
-        """Visit the functions and flags that an own class defines, or inherits from own classes."""
-        own = _own_bases(c)
-        for base in own:
-            defined = [n for n, x in vars(base).items() if type(x) is FunctionType or not n.startswith("__")]
-            self._visit_entries(base, vars(base).get, defined, frozenset(defined))
-        if not own:
-            self.facts.append(c)
+            return True
+        if issubclass(kind, type):
+            for base in _own_bases(x):
+                defined = [n for n, y in vars(base).items() if type(y) is FunctionType or not n.startswith("__")]
+                self._visit_parts(base, vars(base).get, defined, frozenset(defined))
+            return True
+        if issubclass(kind, ModuleType):
+            return _is_own(x) and self._visit_parts(x, vars(x).get, names & vars(x).keys(), names)
+        if kind is FunctionType:
+            names = _names(x.__code__)
+            shared = names & x.__globals__.keys() if is_own_file(x.__code__.co_filename) else ()
+            self._visit_parts(x.__globals__, x.__globals__.get, shared, names)
+            self._visit_parts(x, vars(x).get, vars(x).keys() & {"__wrapped__"}, names)
+        if kind in _PARTS:
+            parts = [n for n in _PARTS[kind] if kind is not FunctionType or getattr(x, n)]
+            return self._visit_parts(x, functools.partial(getattr, x), parts, names)
+        container: Any = next((c for c in (dict, list, tuple) if issubclass(kind, c)), None)
+        if container is not None:
+            return len(x) <= _MOST_ENTRIES and self._visit_container(x, container, names) | self._visit_own(kind)
+        return self._visit_object(x, kind, names)
 
     def _visit_container(self, x: Any, base: Any, names: frozenset[str]) -> bool:
-        """Visit the entries of a small container. One that has entries, and none of the program, is data."""
-        if len(x) > _MOST_ENTRIES:
-            return False
-        get = functools.partial(dict.get if base is dict else base.__getitem__, x)
+        """Visit the entries. A container that has entries, and none of the program, is data."""
         keys = list(x) if base is dict else range(len(x))
         if base is list:  # strings and bools in a list are more often a log than flags
             keys = [i for i in keys if not _is_flag(x[i])]
-        kept = self._visit_entries(x, get, keys, names)
+        kept = self._visit_parts(x, functools.partial(dict.get if base is dict else base.__getitem__, x), keys, names)
         if kept or not len(x):
-            self._keep(x, len, functools.partial(base.__len__, x))
-        return kept | self._visit_own_kind(type(x))
+            self.places[id(x), len] = functools.partial(base.__len__, x), len(x)
+        return kept
 
     def _visit_object(self, x: Any, kind: type, names: frozenset[str]) -> bool:
         """Visit the class of an object, and those of its attributes whose names the class or the referrer uses."""
-        kept = self._visit_own_kind(kind)
+        kept, used = self._visit_own(kind), {"__wrapped__"}
         if kept:
-            functions = [m for base in kind.__mro__ for m in vars(base).values() if type(m) is FunctionType]
-            names = names.union(*(_names(m.__code__) for m in functions))
-            slots = {n: m for c in kind.__mro__ for n, m in vars(c).items() if type(m) is MemberDescriptorType}
-            for name in sorted(names & slots.keys()):
-                with contextlib.suppress(AttributeError):  # of a slot that is not assigned yet
-                    self._visit_entries(x, slots[name].__get__, [x], names)
+            members = [item for c in kind.__mro__ for item in vars(c).items()]
+            used |= names.union(*(_names(m.__code__) for _, m in members if type(m) is FunctionType))
+            for name, member in members:
+                if name in used and type(member) is MemberDescriptorType:
+                    self._visit_parts(x, member.__get__, [x], frozenset(used))
+        if issubclass(kind, torch.nn.Module):
+            self.facts.append(kind)
+            used |= {"training", "_modules"}
         try:
             attributes = object.__getattribute__(x, "__dict__")
         except AttributeError:
             return kept
-        used = set(names) if kept else {"__wrapped__"}
-        if issubclass(kind, torch.nn.Module):
-            self.facts.append(kind)
-            used |= {"training", "_modules"}
-        return self._visit_entries(x, attributes.get, used & attributes.keys(), names) | kept
+        return self._visit_parts(x, attributes.get, used & attributes.keys(), frozenset(used)) | kept
 
-    def _visit_own_kind(self, kind: type) -> bool:
+    def _visit_own(self, kind: type) -> bool:
         """Visit the class of an object if it is the user's own; return whether it is."""
         return bool(_own_bases(kind)) and self.visit(kind, frozenset())
 
-    def _visit_entries(self, owner: Any, get: Callable[[Any], Any], keys: Iterable[Any], names: frozenset[str]) -> bool:
-        """Visit what `get` returns for some keys of a namespace or a container; return if any is of the program."""
+    def _visit_parts(self, owner: Any, get: Callable[[Any], Any], keys: Iterable[Any], names: frozenset[str]) -> bool:
+        """Visit what `get` returns for the keys, where it has a value; return whether any is of the program."""
         kept = False
-        for key in sorted(keys) if isinstance(keys, Set) else list(keys):
-            if self.visit(get(key), names):
+        for key in sorted(keys) if isinstance(keys, (set, frozenset)) else keys:
+            try:
+                x = get(key)
+            except (AttributeError, ValueError):  # a slot or a variable of a closure that is not assigned yet
+                continue
+            if self.visit(x, names):
                 kept = True
-                self._keep(owner, key, functools.partial(get, key))
+                self.places[id(owner), key] = functools.partial(get, key), x
         return kept
-
-    def _keep(self, owner: Any, key: Any, place: Callable[[], Any]) -> None:
-        self.places[id(owner), key] = place, place()
 
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: CodeType) -> frozenset[str]:
     """Return the global names and attributes in a function's code, and in that of the functions inside it."""
     return frozenset(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
-
-
-@functools.lru_cache(maxsize=4096)
-def _global_names(code: CodeType) -> frozenset[str]:
-    """Return the global names alone."""
-    loaded = frozenset(i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return loaded.union(*(_global_names(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
 def _own_bases(c: type) -> list[type]:
@@ -208,14 +179,6 @@ def _own_bases(c: type) -> list[type]:
 
 def _is_flag(x: Any) -> bool:
     return x is None or type(x) in (bool, str)
-
-
-def _is_filled(cell: CellType) -> bool:
-    """Return whether the variable of a closure has been assigned."""
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
 
 
 def _is_own(module: ModuleType | None) -> bool:

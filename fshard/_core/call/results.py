@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard import tree
 from fshard._core.host_memory import memory_device, to_spec_memory
+from fshard._core.protocol import ranks_over
 from fshard._core.region import storage_key
 from fshard._core.torch import FakeTensor
 from fshard.errors import ShardingError, fail, raise_all
@@ -23,41 +23,7 @@ from fshard.mesh import Mesh
 from fshard.sharded import Placement, arrays_as_tensors, make_sharded, no_parts_errors
 from fshard.spec import P, describe, is_spec, local_box, part_lengths, short_dtype, spec_errors
 
-
-class ResultTypes(NamedTuple):
-    """Structure and types of one rank's results, which ranks that are processes exchange."""
-
-    structure: str
-    leaves: list[tuple[str, tuple[int, ...]]]  # dtype and local shape, or a Python value and ()
-    digest: str  # of what the checker compares between ranks
-
-
-class RankResult(NamedTuple):
-    """Results of one rank: as a tree, and flat."""
-
-    out: Any
-    leaves: list[Any]
-    treedef: Any
-
-
-@dataclass(frozen=True)
-class OutputPlan:
-    """Placements of results of these types. Nothing in a plan depends on a value."""
-
-    treedef: Any
-    types: list[list[Any]]  # by rank of this process: `_leaf_types`
-    placements: list[Placement | None]  # of each leaf; None for a leaf that is not a tensor
-    tensors: list[int]  # positions of the leaves that are tensors
-    plain: bool  # all tensors can be kept as they are: none is of a subclass or requires grad
-
-    def fits(self, results: Sequence[RankResult]) -> bool:
-        """Return whether all ranks returned the structure and types of this plan."""
-        return all(result.treedef == self.treedef and _leaf_types(result.leaves) == types
-                   for result, types in zip(results, self.types, strict=True))  # fmt: skip
-
-
-def _leaf_types(leaves: list[Any]) -> list[Any]:
-    return [(type(x), x.dtype, x.shape, x.requires_grad) if isinstance(x, Tensor) else type(x) for x in leaves]
+from .plan import CallPlan, OutputPlan, RankResult, ResultTypes, leaf_types
 
 
 def flatten_result(out: Any) -> RankResult:
@@ -67,10 +33,10 @@ def flatten_result(out: Any) -> RankResult:
     return RankResult(out if leaves is found else tree.unflatten(treedef, leaves), leaves, treedef)
 
 
-def refuse_valueless(name: str, mesh: Mesh, result: RankResult) -> None:
+def refuse_valueless(plan: CallPlan, result: RankResult) -> None:
     """Raise ShardingError for tensors without values (fake, or on meta) in the result of ranks that compute values."""
-    if mesh.kind != "abstract" and any(map(_is_valueless, result.leaves)):
-        raise_all([fail(f"{name}: {tree.show('result', path)} has a shape and no values: {describe(x)}",
+    if plan.mesh.kind != "abstract" and any(map(_is_valueless, result.leaves)):
+        raise_all([fail(f"{plan.name}: {tree.show('result', path)} has a shape and no values: {describe(x)}",
                         "it was computed from a tensor without values (fake, or on meta), which the function captured",
                         fix="pass tensors as arguments")
                    for path, x in tree.leaves_with_path(result.out) if _is_valueless(x)])  # fmt: skip
@@ -87,28 +53,24 @@ def storage_pointers(xs: list[Tensor], mesh: Mesh) -> list[int]:
     return [x.untyped_storage().data_ptr() for x in xs]
 
 
-def exchange_result_types(
-    name: str, mesh: Mesh, known: list[ResultTypes] | None, result: RankResult, digest: str
-) -> list[ResultTypes] | None:
-    """Return the result types of every rank of a process mesh; None on a mesh that this process runs alone.
-
-    The ranks exchange and compare them at the first call of a signature; `known` are those of an earlier call.
+def exchange_result_types(plan: CallPlan, result: RankResult, digest: str) -> None:
+    """Let the processes of a mesh exchange and compare their result types, at the first call of a signature.
 
     Raises ShardingError for ranks that return different trees or dtypes, and for results that change shape later.
     """
+    mesh = plan.mesh
     if mesh.kind != "process" or mesh.size == 1:
-        return None
-    if known is not None:
-        before = known[mesh.ranks[0]]
-        shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in result.leaves]
-        if shapes != [shape for _, shape in before.leaves]:
-            now = result_types(result, digest)
-            raise fail(f"{name}: the results changed shape between calls with the same argument shapes",
-                       f"before  {_format_types(before)}", f"now     {_format_types(now)}")  # fmt: skip
-        return known
-    everyone = mesh.gather_objects(result_types(result, digest))
-    compare_result_types(name, dict(enumerate(everyone)))
-    return everyone
+        return
+    if plan.rank_types is None:
+        plan.rank_types = mesh.gather_objects(result_types(result, digest))
+        compare_result_types(plan.name, dict(enumerate(plan.rank_types)))
+        return
+    before = plan.rank_types[mesh.ranks[0]]
+    shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in result.leaves]
+    if shapes != [shape for _, shape in before.leaves]:
+        now = result_types(result, digest)
+        raise fail(f"{plan.name}: the results changed shape between calls with the same argument shapes",
+                   f"before  {_format_types(before)}", f"now     {_format_types(now)}")  # fmt: skip
 
 
 def result_types(result: RankResult, digest: str = "") -> ResultTypes:
@@ -141,33 +103,31 @@ def _format_types(types: ResultTypes) -> str:
     return f"{leaves} in {types.structure}"
 
 
-def broadcast_out_specs(name: str, out: Any, out_specs: Any) -> list[P]:
+def broadcast_out_specs(plan: CallPlan, out: Any) -> list[P]:
     """Return the out spec of each leaf."""
-    return tree.broadcast(out_specs, out, name=f"{name}: out_specs", leaf=is_spec)
+    return tree.broadcast(plan.out_specs, out, name=f"{plan.name}: out_specs", leaf=is_spec)
 
 
-def join_results(
-    name: str, mesh: Mesh, out_specs: Any, results: Sequence[RankResult], rank_types: list[ResultTypes] | None,
-    used: set[int], plan: OutputPlan | None,
-) -> tuple[Any, OutputPlan]:  # fmt: skip
-    """Join the results of this process's ranks by `out_specs`, and return the plan for results of the same types.
+def finish(plan: CallPlan, results: Sequence[RankResult], used: set[int]) -> Any:
+    """Join the results of this process's ranks by the out specs, and plan those of later calls.
 
-    `rank_types` are those of all ranks (see `exchange_result_types`), `plan` is that of the call before. `used` has the
-    storages of the arguments that were not donated. A result in one of them, or in the storage of another result, is
-    copied, since a later call may overwrite either of the two.
+    `used` has the storages of the arguments that were not donated. A result in one of them, or in the storage of
+    another result, is copied, since a later call may overwrite either of the two.
     """
-    if plan is None or not plan.fits(results):
-        plan = _plan_outputs(name, mesh, out_specs, results, rank_types)
-    elif len(results) > 1 and len(plan.tensors) < len(plan.placements):
+    output = plan.output
+    if output is None or not output.fits(results):
+        output = _plan_outputs(plan, results)
+    elif len(results) > 1 and len(output.tensors) < len(output.placements):
         errors: list[ShardingError] = []
-        for path, placement, parts in zip(plan.treedef.paths(), plan.placements, _by_leaf(results), strict=True):
+        for path, placement, parts in zip(output.treedef.paths(), output.placements, _by_leaf(results), strict=True):
             if placement is None:
-                errors += _value_errors(f"{name}: {tree.show('result', path)}", parts)
+                errors += _value_errors(f"{plan.name}: {tree.show('result', path)}", parts)
         raise_all(errors)
-    columns = [_copy_shared(result.leaves, plan, mesh, used) for result in results]
-    each = zip(plan.placements, zip(*columns, strict=True), strict=True)
+    columns = [_copy_shared(result.leaves, output, plan.mesh, used) for result in results]
+    each = zip(output.placements, zip(*columns, strict=True), strict=True)
     joined = [parts[0] if p is None else make_sharded(p, parts) for p, parts in each]
-    return tree.unflatten(plan.treedef, joined), plan
+    plan.output = output
+    return tree.unflatten(output.treedef, joined)
 
 
 def _copy_shared(leaves: list[Any], plan: OutputPlan, mesh: Mesh, used: set[int]) -> list[Any]:
@@ -187,18 +147,17 @@ def _copy_shared(leaves: list[Any], plan: OutputPlan, mesh: Mesh, used: set[int]
     return leaves
 
 
-def _plan_outputs(
-    name: str, mesh: Mesh, out_specs: Any, results: Sequence[RankResult], rank_types: list[ResultTypes] | None
-) -> OutputPlan:
+def _plan_outputs(plan: CallPlan, results: Sequence[RankResult]) -> OutputPlan:
     """Check results leaf by leaf. Raises ShardingError listing every leaf that does not fit."""
+    name, mesh, rank_types = plan.name, plan.mesh, plan.rank_types
     first = results[0]
-    specs = broadcast_out_specs(name, first.out, out_specs)
+    specs = broadcast_out_specs(plan, first.out)
     for rank, result in zip(mesh.ranks, results, strict=True):
         if result.treedef != first.treedef:
             raise fail(f"{name}: rank {rank} returned another tree than rank 0", rank_0=first.treedef,
                        other=result.treedef)  # fmt: skip
     for result in results:
-        refuse_valueless(name, mesh, result)
+        refuse_valueless(plan, result)
     errors: list[ShardingError] = []
     placements: list[Placement | None] = []
     known: dict[Any, Placement] = {}  # of the leaves before: many have the same shapes, dtype and spec
@@ -233,7 +192,7 @@ def _plan_outputs(
     raise_all(errors)
     tensors = [i for i, p in enumerate(placements) if p is not None]
     plain = all(type(r.leaves[i]) is Tensor and not r.leaves[i].requires_grad for r in results for i in tensors)
-    return OutputPlan(first.treedef, [_leaf_types(r.leaves) for r in results], placements, tensors, plain)
+    return OutputPlan(first.treedef, [leaf_types(r.leaves) for r in results], placements, tensors, plain)
 
 
 def _by_leaf(results: Sequence[RankResult]) -> list[list[Any]]:
@@ -256,7 +215,7 @@ def _global_shape(
         return tuple(n * k for n, k in zip(shapes[0], ranks, strict=True)), []
     shape = []
     for dim, axes in enumerate(spec.parts(ndim)):
-        sizes = _sizes_along(mesh, axes, shapes, dim)
+        sizes = [shapes[rank][dim] for rank in ranks_over(axes, mesh.axes, mesh.coords(0))]
         total = sum(sizes)
         expected = part_lengths(total, [mesh.axes[a] for a in axes])
         if expected != sizes:
@@ -271,19 +230,6 @@ def _global_shape(
             return (), [fail(f"{label}: rank {rank} returned {list(returned)}, its part of {shape} is {list(part)}",
                              spec=spec)]  # fmt: skip
     return tuple(shape), []
-
-
-def _sizes_along(mesh: Mesh, axes: Sequence[str], shapes: Sequence[tuple[int, ...]], dim: int) -> list[int]:
-    """Return the local sizes of a dim over the flattened axes, on the ranks at the origin of all other axes."""
-    strides = {}
-    stride = mesh.size
-    for a, n in mesh.axes.items():
-        stride //= n
-        strides[a] = stride
-    ranks = [0]
-    for a in axes:
-        ranks = [r + i * strides[a] for r in ranks for i in range(mesh.axes[a])]
-    return [shapes[r][dim] for r in ranks]
 
 
 def _value_errors(label: str, parts: Sequence[Any]) -> list[ShardingError]:

@@ -8,7 +8,6 @@ from .abstract import AbstractComm, fake_tensors, run_on_meta
 from .functional import call_distributed
 from .gloo import GlooConnections
 from .meeting import OTHER_PORT
-from .planned import PlannedComm
 from .preemption import handle_signals, stop_agreement, take_signal
 from .process import ProcessComm
 from .simulated import simulate
@@ -16,7 +15,7 @@ from .timed import TimedComm, Watch
 from .watchdog import SLOW, Wait, Watchdog, call_at_exit, start_watchdog
 
 __all__ = [
-    "OTHER_PORT", "SLOW", "AbstractComm", "GlooConnections", "PlannedComm", "ProcessComm", "TimedComm", "Wait", "Watch",
+    "OTHER_PORT", "SLOW", "AbstractComm", "GlooConnections", "ProcessComm", "TimedComm", "Wait", "Watch",
     "Watchdog", "call_at_exit", "call_distributed", "fake_tensors", "handle_signals", "run_on_meta", "simulate",
     "start_watchdog", "stop_agreement", "take_signal",
 ]  # fmt: skip

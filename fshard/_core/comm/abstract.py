@@ -1,34 +1,61 @@
-"""A rank of a mesh that does not exist: collectives of fake tensors, with the right shapes, that transfer nothing."""
+"""A rank of a mesh that does not exist: the transfers of a real one, on tensors without values, and without messages.
+
+The groups are those of real meshes: pairs of ranks on CPUs, and collectives of torch elsewhere. So the packing of a
+transfer, its buffers and their lifetimes need no second description.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fshard._core.packing import part_shape
-from fshard._core.protocol import Axes, PendingTransfer, index_of, size_of
-from fshard._core.torch import FakeTensorMode, without_modes
-from fshard._core.transfers import Split, Transfer, note, reduction, transfer
+from fshard._core.protocol import Axes, index_of, size_of
+from fshard._core.torch import FakeTensorMode, functional_collectives, without_modes
+from fshard._core.transfers import Split, Transfer, transfer
+
+from .description import Description
+from .functional import FunctionalGroup
+from .gloo import PendingMessages, Work
+from .p2p import PeerGroup
+from .process import GroupComm
+
+_MOST_PEERS = 64  # ranks beyond which no mesh exchanges messages between pairs: it is planned with collectives
 
 
-class AbstractComm:
-    """One rank of a mesh of any size. Each transfer is added to `transfers`."""
+class AbstractComm(GroupComm):
+    """One rank of a mesh of any size. Each transfer is added to `transfers`.
+
+    With `is_scheduled` loops and buffers are those of a real rank, for a plan; without it only types are checked.
+    `peers`: messages between pairs of ranks, as on CPUs; else collectives of torch.
+    """
 
     has_values = False
-    is_scheduled = False
     direct = True
     static_sizes = True
 
-    def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int], transfers: list[Transfer]) -> None:
+    def __init__(
+        self, sizes: Mapping[str, int], coords: Mapping[str, int], transfers: list[Transfer], *,
+        is_scheduled: bool = False, peers: bool = False,
+    ) -> None:  # fmt: skip
         self.sizes: Mapping[str, int] = dict(sizes)
-        self.coords = coords
-        self._transfers = transfers
+        self.coords: Mapping[str, int] = dict(coords)
+        self.is_scheduled = is_scheduled
+        self._transfers, self._peers = transfers, peers
+
+    def _group(self, axes: Axes, x: Tensor) -> PeerGroup | FunctionalGroup:
+        sizes, me = [self.sizes[a] for a in axes], index_of(axes, self.sizes, self.coords)
+        n = size_of(axes, self.sizes)
+        if self._peers and n <= _MOST_PEERS:
+            return _UnsentPeers(None, axes, range(n), me, sizes)  # type: ignore[arg-type]
+        order = sorted(range(len(axes)), key=lambda i: list(self.sizes).index(axes[i]))
+        return _UnsentCollectives("", sizes, me, order)
 
     def _note(self, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> None:
         self._transfers.append(transfer(self, op, xs, axes, split))
-        note(self, op, xs, axes, split)
+        super()._note(op, xs, axes, split)
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         pass  # there is one rank
@@ -36,40 +63,68 @@ class AbstractComm:
     def with_all_texts(
         self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
     ) -> None:  # fmt: skip
-        f({index_of(tuple(self.sizes), self.sizes, self.coords): text})  # there is one rank
+        if not self.is_scheduled:  # a plan runs the program several times, and prints nothing
+            f({index_of(tuple(self.sizes), self.sizes, self.coords): text})
 
-    def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
-        self._note(reduction(op), [x], axes)
+
+class _UnsentMessages(PendingMessages):
+    """Messages whose buffers exist until the wait, and that are not sent."""
+
+    def __init__(
+        self, ranks: Sequence[int], me: int, outgoing: Mapping[int, Sequence[Tensor]],
+        incoming: Mapping[int, Sequence[Tensor]],
+    ) -> None:  # fmt: skip
+        super().__init__(_NoConnections(len(ranks), me), ranks, None, outgoing, incoming)  # type: ignore[arg-type]
+
+    def _exchange_headers(self) -> dict[int, int]:
+        return dict.fromkeys(self._ranks, 0)
+
+    def _start(self, send_or_receive: Any, x: Tensor, rank: int, tag: int) -> Work:
+        return Work(None, rank, x)
+
+    def _wait_for_works(self) -> None:
+        self.works.clear()
+
+
+class _NoConnections:
+    """The place of this rank among others that it has no connection to."""
+
+    class backend:  # noqa: N801
+        send = recv = None
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = size, rank
+        self.abandoned: list[PendingMessages] = []
+
+
+class _UnsentPeers(PeerGroup):
+    """Pairs of ranks that exchange no messages."""
+
+    def _exchange(
+        self, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
+        incoming: Mapping[int, Sequence[Tensor]], second_round_of: PendingMessages | None = None,
+    ) -> PendingMessages:  # fmt: skip
+        return _UnsentMessages(self.ranks, self.me, outgoing, incoming)
+
+    def _describe(self, op: str, xs: Sequence[Tensor], details: Sequence[Any] = ()) -> Description:
+        return None  # type: ignore[return-value]
+
+
+class _UnsentCollectives(FunctionalGroup):
+    """Collectives of torch that return the shapes of their results."""
+
+    def _start(self, op: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+        ops = functional_collectives
+        if op is ops.all_gather_into_tensor:
+            return x.new_empty(x.shape[0] * self.n)
+        if op is ops.reduce_scatter_tensor:
+            return x.new_empty(x.shape[0] // self.n)
+        if op is ops.all_to_all_single:
+            return x.new_empty(sum(args[0]))
         return x.new_empty(x.shape)
 
-    def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
-        self._note("all_gather", [x], axes)
-        return x.new_empty([size_of(axes, self.sizes), *x.shape])
-
-    def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
-        self._note("reduce_scatter", [x], axes)
-        return x.new_empty(x.shape[1:])
-
-    def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
-        self._note("all_to_all", [x], axes)
-        return x.new_empty(x.shape)
-
-    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
-        self._note("permute", [x], axes, pairs)
-        return x.new_empty(x.shape)
-
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        self._note("all_gather", xs, axes)
-        return list
-
-    def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        self._note("reduce_scatter", xs, axes, dims)
-        sizes, coords = [self.sizes[a] for a in axes], [self.coords[a] for a in axes]
-        return lambda: [x.new_empty(part_shape(x, dim, sizes, coords)) for x, dim in zip(xs, dims, strict=True)]
-
-    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
-        self._note("all_reduce", xs, axes)
-        return lambda: [x.new_empty(x.shape) for x in xs] if fresh else list(xs)
+    def _wait(self, started: Tensor) -> Tensor:
+        return started
 
 
 def fake_tensors() -> FakeTensorMode:

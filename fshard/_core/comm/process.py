@@ -14,7 +14,7 @@ from torch import Tensor
 from fshard._core.packing import pad
 from fshard._core.protocol import Axes, PendingTransfer, index_of, ranks_over
 from fshard._core.torch import assume_constant_result, backend_of, timeout_of
-from fshard._core.transfers import call_site, note, reduction
+from fshard._core.transfers import Split, call_site, note, reduction
 
 from .description import Description, disagreement
 from .functional import FunctionalGroup, call_distributed
@@ -31,36 +31,39 @@ class GroupComm:
     def _group(self, axes: Axes, x: Tensor) -> PeerGroup | FunctionalGroup:
         raise NotImplementedError
 
+    def _note(self, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> None:
+        note(self, op, xs, axes, split)
+
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
-        note(self, reduction(op), [x], axes)
+        self._note(reduction(op), [x], axes)
         return self._group(axes, x).all_reduce(x, op)
 
     def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
-        note(self, "all_gather", [x], axes)
+        self._note("all_gather", [x], axes)
         return self._group(axes, x).all_gather(x)
 
     def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
-        note(self, "reduce_scatter", [x], axes)
+        self._note("reduce_scatter", [x], axes)
         return self._group(axes, x).reduce_scatter(x)
 
     def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
-        note(self, "all_to_all", [x], axes)
+        self._note("all_to_all", [x], axes)
         return self._group(axes, x).all_to_all(x)
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
-        note(self, "permute", [x], axes, pairs)
+        self._note("permute", [x], axes, pairs)
         return self._group(axes, x).permute(x, pairs)
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        note(self, "all_gather", xs, axes)
+        self._note("all_gather", xs, axes)
         return self._group(axes, xs[0]).gather(xs, into, dims)
 
     def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
-        note(self, "reduce_scatter", xs, axes, dims)
+        self._note("reduce_scatter", xs, axes, dims)
         return self._group(axes, xs[0]).scatter(xs, dims)
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
-        note(self, "all_reduce", xs, axes)
+        self._note("all_reduce", xs, axes)
         return self._group(axes, xs[0]).reduce(xs, fresh=fresh)
 
 

@@ -27,7 +27,7 @@ from fshard._core.region import in_region, refuse_transfer
 from fshard.errors import ShardingError, fail
 from fshard.init import Deferred
 from fshard.sharded import Sharded
-from fshard.spec import Box, box_bounds, box_shape, describe, full_box
+from fshard.spec import Box, box_of, box_shape, describe, full_box, part_ranks
 
 from .url import AnyPath, UrlFile, UrlPath
 
@@ -318,12 +318,8 @@ def _holders(leaf: Sharded | Tensor) -> list[tuple[Box, list[int]]]:
     """Return each different box of a leaf, with the ranks that hold it."""
     if isinstance(leaf, Tensor) or not leaf.numel():
         return [(full_box(leaf.shape), [0])]
-    out: dict[Any, tuple[Box, list[int]]] = {}
-    for rank in range(leaf.mesh.size):
-        box = leaf.box(rank)
-        if 0 not in box_shape(box):
-            out.setdefault(box_bounds(box), (box, []))[1].append(rank)
-    return list(out.values())
+    parts = part_ranks(leaf.shape, leaf.spec, leaf.mesh.axes)
+    return [(box_of(bounds), ranks) for bounds, ranks in parts.items() if all(a < b for a, b in bounds)]
 
 
 def local_part(leaf: Sharded | Tensor, rank: int) -> Tensor:

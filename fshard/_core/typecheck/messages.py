@@ -167,9 +167,7 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
                 f"{known or 'the other operand'} is to stay the same on every rank"),
             Fix(scene.line_with("pvary", (other, source)), "each rank is to have its own random value"),
         ]  # fmt: skip
-    site = draw.info.site
-    drawn = [f"{name} was drawn at {site}"] if site and str(site) != str(scene.site) else []
-    return _error(scene.site, what, rows, why, *drawn, fix=fix_lines(fixes))
+    return _error(scene.site, what, rows, why, *_drawn_at(scene, draw, name), fix=fix_lines(fixes))
 
 
 def _noise_added(
@@ -199,9 +197,12 @@ def _noise_added(
         elif other.info.name:
             fixes = fixes[1:]
         fix = fix_lines(fixes if other.info.history.partials else fixes[::-1])
+    return _error(scene.site, what, rows, why, *_drawn_at(scene, draw, name), fix=fix)
+
+
+def _drawn_at(scene: Scene, draw: Operand, name: str) -> list[str]:
     site = draw.info.site
-    drawn = [f"{name} was drawn at {site}"] if site and str(site) != str(scene.site) else []
-    return _error(scene.site, what, rows, why, *drawn, fix=fix)
+    return [f"{name} was drawn at {site}"] if site and str(site) != str(scene.site) else []
 
 
 def mixture_text(

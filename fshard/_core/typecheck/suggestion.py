@@ -98,9 +98,7 @@ class Expression:
             return None
         line = self._line
         for node, new in sorted(changes, key=lambda change: change[0].col_offset, reverse=True):
-            before, after = self._around(line, node)
-            if re.search(r"(?<![\w)\]])\($", before) and after.startswith(")"):  # parentheses that only group the node
-                before, after = before[:-1], after[1:]
+            before, after = _without_group(*self._around(line, node))
             line = f"{before}{new}{after}".encode()
         return line.decode().strip()
 
@@ -174,15 +172,19 @@ def rewritten(site: Site | None, rebuild: Callable[[str], str | None]) -> str | 
     if first is None or first != last or start is None or end is None or first > len(lines):
         return None
     line = _without_comment(lines[first - 1])
-    before, source, after = line[:start].decode(), line[start:end].decode(), line[end:].decode()
+    source, (before, after) = line[start:end].decode(), _without_group(line[:start].decode(), line[end:].decode())
     try:
         _parse_expression(source)
     except SyntaxError:  # an augmented assignment
         return None
-    if re.search(r"(?<![\w)\]])\($", before) and after.startswith(")"):
-        before, after = before[:-1], after[1:]
     new = rebuild(source)
     return None if new is None else f"{before}{new}{after}".strip()
+
+
+def _without_group(before: str, after: str) -> tuple[str, str]:
+    """Return what is around an expression, without parentheses that only group it."""
+    is_group = re.search(r"(?<![\w)\]])\($", before) and after.startswith(")")
+    return (before[:-1], after[1:]) if is_group else (before, after)
 
 
 def with_first_operand(source: str, rebuild: Callable[[str], str]) -> str | None:
@@ -250,10 +252,10 @@ def _parse_expression(source: str) -> Any:
 
 def _parse(text: str) -> tuple[str, Any]:
     """Return a text, in parentheses unless it is an assignment, and its node."""
-    with _parsing:
-        try:
-            return f"({text})", ast.parse(f"({text})", mode="eval").body
-        except SyntaxError:
+    try:
+        return f"({text})", _parse_expression(text)
+    except SyntaxError:
+        with _parsing:
             return text, ast.parse(text, mode="single").body[0]
 
 

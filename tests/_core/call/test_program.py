@@ -282,10 +282,6 @@ NO_CHANGES = {
     "nothing": (HELPER, ""),
     "the same cell": (HELPER, HELPER),
     "a function that nothing refers to": (HELPER, "def other(p): return p"),
-    "a global that has the name of an attribute": (
-        f"kind = 'a'\nclass Config: pass\ncfg = Config()\ncfg.kind = 3\ndef enter(p): return {GOOD} if cfg.kind else p",
-        "kind = 'b'",
-    ),
     "a slot that is not assigned": (
         f"class Config: __slots__ = ('sums',)\ncfg = Config()\ndef enter(p): return {GOOD} if cfg else cfg.sums", "",
     ),

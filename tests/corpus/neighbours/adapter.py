@@ -95,9 +95,9 @@ class Call:
 
     @staticmethod
     def of(f: ShardMapped, args: tuple[Any, ...], expected: Any) -> Call:
-        plan = make_plan(f._name, f._f, f.mesh, f._in_specs, (), args)
+        plan = make_plan(f._name, f._f, f.mesh, f._in_specs, f._out_specs, (), args)
         leaves = [fs.device_get(x) if isinstance(x, fs.Sharded) else x for x in tree.leaves(args)]
-        return Call(f._f, plan.treedef, leaves, plan.specs, broadcast_out_specs(f._name, expected, f._out_specs),
+        return Call(f._f, plan.treedef, leaves, plan.specs, broadcast_out_specs(plan, expected),
                     tree.leaves(expected), f.mesh.axes)  # fmt: skip
 
     def run(self, system: System, local: Sequence[Any]) -> list[Any]:
