@@ -7,23 +7,23 @@ Source: Radford et al., 2019; weights as in Hugging Face `GPT2LMHeadModel`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from fshard import init as initial
-from fshard import nn, tree
-from fshard._core.files.io import StrPath
+from fshard import nn
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import FileTensor, read, write
+from fshard.interop.hf import FileTensor
 from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens
-from .hf_files import file_tensor, read_config, weight_and_bias
+from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
 from .transformer import (
     ONE_DEVICE,
     Layout,
@@ -217,67 +217,14 @@ _BLOCK = {  # the matrices in the file are [in, out], as here
     **weight_and_bias("up", "mlp.c_fc"),
     **weight_and_bias("down", "mlp.c_proj"),
 }
-_FIXED = {
-    "model_type": "gpt2", "tie_word_embeddings": True, "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
-}  # fmt: skip
-_ABSENT = {"bos_token_id": 50256, "eos_token_id": 50256}  # of a config.json without them
-_IGNORED = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
-_TIED = {"lm_head.weight": "transformer.wte.weight"}
-
-
-@checked
-def theirs(path: tree.Path) -> FileTensor:
-    """The Hugging Face file tensor of the leaf at a path.
-
-    >>> theirs(("h", 3, "up", "w"))
-    FileTensor(name='transformer.h.3.mlp.c_fc.weight', dims=None, at=None)
-    """
-    return file_tensor(path, _TOP, _BLOCK, "transformer.h")
-
-
-@checked
-def config(folder: StrPath) -> Config:
-    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
-
-    >>> config("my-gpt2") == cfg
-    True
-    """
-    return read_config(folder, Config, _FIXED, _ABSENT)
-
-
-@checked
-def load(path: StrPath) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
-
-    >>> cfg, weights = gpt2.load("my-gpt2")
-    >>> params = fs.materialize(weights, gpt2.specs(cfg, model="model"), mesh, key=fs.key(0))
-
-    Raises ShardingError listing every tensor that is missing, of another shape, or not a GPT-2's.
-    """
-    cfg = config(path)
-    return cfg, read(path, init(cfg), theirs, prefix="transformer.", ignored=_IGNORED, copies=_TIED)
-
-
-@checked
-def save(
-    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
-) -> None:
-    """Write a folder that `GPT2LMHeadModel.from_pretrained` reads; `params` may be placed on a mesh.
-
-    `like`: see `hf.save`.
-
-    >>> save("again", cfg, params)
-    >>> config("again") == cfg
-    True
-    """
-    config = file_config(cfg, "GPT2LMHeadModel")
-    write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
-
-
-def file_config(cfg: Config, kind: str) -> dict[str, Any]:
-    """The contents of config.json for a class of transformers."""
-    return {"architectures": [kind], **_FIXED, **asdict(cfg)}
+FILE = ModelFile(
+    Config, init, functools.partial(file_tensor, top=_TOP, block=_BLOCK, blocks="transformer.h"),
+    kind="GPT2", suffix="LMHeadModel", prefix="transformer.", ignored=(".attn.bias", ".attn.masked_bias"),
+    absent={"bos_token_id": 50256, "eos_token_id": 50256}, tied={"lm_head.weight": "transformer.wte.weight"},
+    fixed={"model_type": "gpt2", "tie_word_embeddings": True, "scale_attn_weights": True,
+           "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+)  # fmt: skip
+theirs, config, load, save = file_functions(FILE)
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",

@@ -7,24 +7,24 @@ Source: Wang & Komatsuzaki, 2021, "GPT-J-6B"; weights as in Hugging Face `GPTJFo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard import init as initial
-from fshard import nn, tree
-from fshard._core.files.io import StrPath
+from fshard import nn
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import FileTensor, read, write
+from fshard.interop.hf import FileTensor
 from fshard.nn import rope
 from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens
-from .hf_files import file_tensor, read_config, weight_and_bias
+from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
 from .transformer import (
     ONE_DEVICE,
     Layout,
@@ -238,64 +238,12 @@ _BLOCK = {  # the matrices in the file are [out, in]
     **weight_and_bias("up", "mlp.fc_in", "f d -> d f"),
     **weight_and_bias("down", "mlp.fc_out", "d f -> f d"),
 }
-_FIXED = {"model_type": "gptj"}
-_ABSENT = {"bos_token_id": 50256, "eos_token_id": 50256}  # of a config.json without them
-_IGNORED = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
-
-
-@checked
-def theirs(path: tree.Path) -> FileTensor:
-    """The Hugging Face file tensor of the leaf at a path.
-
-    >>> theirs(("h", 3, "q", "w"))
-    FileTensor(name='transformer.h.3.attn.q_proj.weight', dims='(h k) d -> d h k', at=None)
-    """
-    return file_tensor(path, _TOP, _BLOCK, "transformer.h")
-
-
-@checked
-def config(folder: StrPath) -> Config:
-    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
-
-    >>> config("my-gptj") == cfg
-    True
-    """
-    return read_config(folder, Config, _FIXED, _ABSENT)
-
-
-@checked
-def load(path: StrPath) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
-
-    >>> cfg, weights = gptj.load("my-gptj")
-    >>> params = fs.materialize(weights, gptj.specs(cfg, model="model"), mesh, key=fs.key(0))
-
-    Raises ShardingError listing every tensor that is missing, of another shape, or not a GPT-J's.
-    """
-    cfg = config(path)
-    tied = {"lm_head.weight": "transformer.wte.weight"} if cfg.tie_word_embeddings else {}
-    return cfg, read(path, init(cfg), theirs, prefix="transformer.", ignored=_IGNORED, copies=tied)
-
-
-@checked
-def save(
-    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
-) -> None:
-    """Write a folder that `GPTJForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
-
-    `like`: see `hf.save`.
-
-    >>> save("again", cfg, params)
-    >>> config("again") == cfg
-    True
-    """
-    config = file_config(cfg, "GPTJForCausalLM")
-    write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
-
-
-def file_config(cfg: Config, kind: str) -> dict[str, Any]:
-    """The contents of config.json for a class of transformers."""
-    return {"architectures": [kind], **_FIXED, **asdict(cfg)}
+FILE = ModelFile(
+    Config, init, functools.partial(file_tensor, top=_TOP, block=_BLOCK, blocks="transformer.h"),
+    kind="GPTJ", prefix="transformer.", fixed={"model_type": "gptj"}, ignored=(".attn.bias", ".attn.masked_bias"),
+    absent={"bos_token_id": 50256, "eos_token_id": 50256}, tied={"lm_head.weight": "transformer.wte.weight"},
+)  # fmt: skip
+theirs, config, load, save = file_functions(FILE)
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",

@@ -11,23 +11,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fshard import init as initial
-from fshard import nn, tree
-from fshard._core.files.io import StrPath
+from fshard import nn
 from fshard.collectives import pvary
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import FileTensor, config_of, read, write
+from fshard.interop.hf import FileTensor
 from fshard.nn import rope
 from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens
-from .hf_files import file_tensor, read_config, weight_and_bias
+from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
 from .transformer import (
     ONE_DEVICE,
     Layout,
@@ -348,77 +346,28 @@ _BLOCK = {
     **weight_and_bias("up", "mlp.up_proj", "f d -> d f"),
     **weight_and_bias("down", "mlp.down_proj", "d f -> f d"),
 }
-_FIXED = {"model_type": "llama"}
-_ABSENT = {"bos_token_id": 1, "eos_token_id": 2}  # of a config.json without them
-IGNORED = ("rotary_emb.inv_freq",)  # a buffer of older versions
 BLOCKS = "model.layers"
 
 
-@checked
-def theirs(path: tree.Path) -> FileTensor:
-    """The Hugging Face file tensor of the leaf at a path.
-
-    >>> theirs(("h", 3, "q", "w"))
-    FileTensor(name='model.layers.3.self_attn.q_proj.weight', dims='(g r k) d -> d g r k', at=None)
-    """
-    return file_tensor(path, TOP, _BLOCK, BLOCKS)
+def rotary(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Return the rotary positions of a config.json, which old ones have in several fields."""
+    return {"rope_parameters": rope.parameters(config, **defaults)}
 
 
-@checked
-def config(folder: StrPath) -> Config:
-    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
-
-    >>> config("my-llama") == cfg
-    True
-    """
-    return read_config(folder, Config, _FIXED, _ABSENT, rope_parameters=rope.parameters(config_of(folder)))
-
-
-@checked
-def load(path: StrPath) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
-
-    >>> cfg, weights = llama.load("my-llama")
-    >>> params = fs.materialize(weights, llama.specs(cfg, model="model"), mesh, key=fs.key(0))
-
-    Raises ShardingError listing every tensor that is missing, of another shape, or not a Llama's.
-    """
-    cfg = config(path)
-    return cfg, read_weights(path, cfg)
-
-
-def read_weights(path: StrPath, cfg: BaseConfig) -> Any:
-    """The described parameters of a folder whose config is known."""
-    return read(path, init(cfg), theirs, prefix="model.", ignored=IGNORED, copies=tied(cfg))
-
-
-def tied(cfg: BaseConfig) -> dict[str, str]:
-    """The other names of tensors in a file, by `copies` of `hf.read`."""
-    return {"lm_head.weight": "model.embed_tokens.weight"} if cfg.tie_word_embeddings else {}
-
-
-@checked
-def save(
-    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
-) -> None:
-    """Write a folder that `LlamaForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
-
-    `like`: see `hf.save`.
-
-    >>> save("again", cfg, params)
-    >>> config("again") == cfg
-    True
-    """
-    write(path, params, theirs, config=file_config(cfg, "LlamaForCausalLM"), like=like, max_shard_bytes=max_shard_bytes,
-          described=init(cfg))  # fmt: skip
-
-
-def file_config(cfg: BaseConfig, kind: str, fixed: Mapping[str, Any] = MappingProxyType(_FIXED)) -> dict[str, Any]:
-    """The contents of config.json for a class of transformers."""
+def _sizes(cfg: BaseConfig) -> dict[str, Any]:
     sizes = {**asdict(cfg), "num_key_value_heads": cfg.groups}
     if cfg.head_dim is None:  # each class has its own way to leave it out
         del sizes["head_dim"]
-    return {"architectures": [kind], **{name: x for name, x in fixed.items() if x is not None}, **sizes}
+    return sizes
+
+
+FILE = ModelFile(
+    Config, init, functools.partial(file_tensor, top=TOP, block=_BLOCK, blocks=BLOCKS),
+    kind="Llama", prefix="model.", fixed={"model_type": "llama"}, ignored=("rotary_emb.inv_freq",),
+    absent={"bos_token_id": 1, "eos_token_id": 2}, tied={"lm_head.weight": "model.embed_tokens.weight"},
+    other_fields=rotary, sizes=_sizes,
+)  # fmt: skip
+theirs, config, load, save = file_functions(FILE)
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",

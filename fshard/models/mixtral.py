@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,13 +21,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import init as initial
-from fshard import nn, tree
-from fshard._core.files.io import StrPath
+from fshard import nn
 from fshard._core.ops import local_range
 from fshard._core.region import has_values
 from fshard.collectives import all_gather, psum, psum_scatter, pvary
 from fshard.errors import checked, fail, must_be
-from fshard.interop.hf import FileTensor, FileTensors, config_of, read, write
+from fshard.interop.hf import FileTensor, FileTensors
 from fshard.nn import rope
 from fshard.schedule.unshard import unshard
 from fshard.spec import Axis, P, names_of
@@ -35,7 +34,7 @@ from fshard.spec import Axis, P, names_of
 from . import llama
 from .activations import ACTIVATIONS
 from .decoding import Cache, KeyValues
-from .hf_files import file_tensor, read_config
+from .hf_files import file_functions, file_tensor
 from .llama import Forward
 from .transformer import ONE_DEVICE, Layout, check_params, generate_of, linear_params, shapes_of
 
@@ -338,63 +337,13 @@ _BLOCK = {
     "experts.up": FileTensors(f"{_EXPERTS}.w3.weight", "f d -> d f"),
     "experts.down": FileTensors(f"{_EXPERTS}.w2.weight", "d f -> f d"),
 }
-_FIXED = {"model_type": "mixtral", "layer_types": None, "router_jitter_noise": 0.0}
-_ABSENT = {"bos_token_id": 1, "eos_token_id": 2}  # of a config.json without them
-
-
-@checked
-def theirs(path: tree.Path) -> FileTensor:
-    """The Hugging Face file tensor of the leaf at a path, or those of all experts.
-
-    >>> theirs(("h", 3, "experts", "up"))
-    FileTensors(name='model.layers.3.block_sparse_moe.experts.*.w3.weight', dims='f d -> d f', at=None)
-    """
-    return file_tensor(path, llama.TOP, _BLOCK, llama.BLOCKS)
-
-
-@checked
-def config(folder: StrPath) -> Config:
-    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
-
-    >>> config("my-mixtral") == cfg
-    True
-    """
-    rotary = rope.parameters(config_of(folder), theta=_THETA)
-    return read_config(folder, Config, _FIXED, _ABSENT, rope_parameters=rotary)
-
-
-@checked
-def load(path: StrPath) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
-
-    >>> cfg, weights = mixtral.load("my-mixtral")
-    >>> params = fs.materialize(weights, mixtral.specs(cfg, experts="model"), mesh, key=fs.key(0))
-
-    Raises ShardingError listing every tensor that is missing, of another shape, or not a Mixtral's.
-    """
-    cfg = config(path)
-    return cfg, read(path, init(cfg), theirs, prefix="model.", ignored=llama.IGNORED, copies=llama.tied(cfg))
-
-
-@checked
-def save(
-    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
-) -> None:
-    """Write a folder that `MixtralForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
-
-    `like`: see `hf.save`.
-
-    >>> save("again", cfg, params)
-    >>> config("again") == cfg
-    True
-    """
-    write(path, params, theirs, config=file_config(cfg, "MixtralForCausalLM"),
-          like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))  # fmt: skip
-
-
-def file_config(cfg: Config, kind: str) -> dict[str, Any]:
-    """The contents of config.json for a class of transformers."""
-    return llama.file_config(cfg, kind, _FIXED)
+FILE = replace(
+    llama.FILE, config_class=Config, init=init,
+    tensor=functools.partial(file_tensor, top=llama.TOP, block=_BLOCK, blocks=llama.BLOCKS),
+    kind="Mixtral", fixed={"model_type": "mixtral", "layer_types": None, "router_jitter_noise": 0.0},
+    other_fields=functools.partial(llama.rotary, theta=_THETA),
+)  # fmt: skip
+theirs, config, load, save = file_functions(FILE)
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "losses", "save",

@@ -395,7 +395,7 @@ def loss_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor]:
         >>> gpt2.loss(cfg, params, ids, ids)
         tensor(3.19...)
         """
-        _check_config("loss", cfg, config)
+        check_config("loss", cfg, config)
         logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
         return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data,
                             donate=True)  # fmt: skip
@@ -403,7 +403,7 @@ def loss_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor]:
     return loss
 
 
-def _check_config(verb: str, cfg: Any, config: type) -> None:
+def check_config(verb: str, cfg: Any, config: type) -> None:
     if not isinstance(cfg, config):
         raise must_be(f"{verb}: cfg", f"a {config.__module__.rpartition('.')[2]}.Config", cfg)
 
@@ -428,7 +428,7 @@ def generate_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor
         >>> gpt2.generate(cfg, params, ids, new=3).shape
         torch.Size([2, 7])
         """
-        _check_config("generate", cfg, config)
+        check_config("generate", cfg, config)
         layout = replace(layout, sequence=False)  # one token has no sequence to split
         chosen = Options.of(with_tokens(options, cfg.eos_token_id, cfg.pad_token_id, cfg.vocab_size))
 

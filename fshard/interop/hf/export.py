@@ -47,14 +47,12 @@ from fshard._core.files.io import (  # fmt: skip
 )
 from fshard._core.files.safetensors import BLOCK_BYTES
 from fshard._core.files.url import AnyPath, UrlPath, as_path
-from fshard.defer import Apply
 from fshard.errors import ShardingError, checked, fail
 from fshard.spec import Box, overlap, relative_box
 
 from .carried import carried_files, complete_config
 from .folder import CONFIG, INDEX, SINGLE, read_json
 from .layout import OutputFile, OutputTensor, Source, Theirs, check_described, output_files, output_tensors
-from .module import file_parts, module_config
 from .weights import CHUNK_BYTES
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -65,7 +63,7 @@ Parts = list[tuple[int, Source, Box, Tensor]]  # first byte of the tensor in its
 
 @checked
 def write(
-    folder: StrPath, tree_: Any, theirs: Theirs | Apply, *, config: Mapping[str, Any], like: StrPath | None = None,
+    folder: StrPath, tree_: Any, theirs: Theirs, *, config: Mapping[str, Any], like: StrPath | None = None,
     prefix: str = "", max_shard_bytes: int = 5 * 10**9, metadata: Mapping[str, str] | None = None,
     described: Any = None,
 ) -> None:  # fmt: skip
@@ -76,8 +74,7 @@ def write(
     are replaced all at once; files of other names stay. On a process mesh every rank calls this, on a shared folder.
 
     Args:
-        theirs: path of a leaf -> its tensor in the file, of which the leaf may be a part; or the function that
-            `fs.defer` returned with a module, all of whose leaves are written as its library does.
+        theirs: path of a leaf -> its tensor in the file, of which the leaf may be a part; or its parts in files.
         config: the contents of config.json, to which the dtype of the leaves is added.
         like: a folder of the same type of model, whose tokenizer and other small files are copied, and the keys of its
             config.json that `config` lacks.
@@ -94,12 +91,11 @@ def write(
     missing; if the ranks have different leaves; if one cannot write. The folder is then unchanged.
     """
     leaves = tree.leaves_with_path(tree_)
-    config = module_config(config, theirs) if isinstance(theirs, Apply) else config
 
     def contents() -> tuple[list[OutputTensor], bytes]:
         if described is not None:
             check_described(leaves, tree.leaves_with_path(described))
-        tensors = output_tensors(leaves, file_parts(tree_, theirs) if isinstance(theirs, Apply) else theirs, prefix)
+        tensors = output_tensors(leaves, theirs, prefix)
         return tensors, complete_config(config, [s.leaf for t in tensors for s in t.sources], like)
 
     write_files(folder, [leaf for _, leaf in leaves], contents, lambda: carried_files(config, like),
