@@ -25,11 +25,11 @@ from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens
 from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
 from .transformer import (
-    ONE_DEVICE,
     Layout,
     apply_blocks,
     causal_attention,
     check_numbers,
+    decoder_of,
     generate_of,
     linear_params,
     loss_of,
@@ -120,43 +120,8 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
     return {"wte": P(m), "wpe": P(), "h": [block] * cfg.n_layer, "ln_f": P()}
 
 
-@checked
-def apply(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
-    remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
-) -> Any:  # fmt: skip
-    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the updated cache).
-
-    `params` are as placed. Pass their `specs` if they vary over `layout.data` or are split over it (FSDP): each block
-    is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward. `mask`
-    [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
-
-    >>> apply(cfg, params, ids).shape
-    torch.Size([2, 4, 32])
-    """
-    x, top, blocks = _forward(cfg, params, ids, ("wte", "wpe", "ln_f"), layout, specs, key, remat, mask, cache)
-    logits = layout.column_linear(x, ids.shape[1], top["wte"].transpose(0, 1))  # [B, T, V@model]
-    return logits if cache is None else (logits, cache.updated(blocks, ids.shape[1]))
-
-
-@checked
-def states(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
-    remat: bool = False, mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
-
-    The parameters need no head.
-
-    >>> states(cfg, params, ids).shape
-    torch.Size([2, 4, 16])
-    """
-    x, *_ = _forward(cfg, params, ids, ("wte", "wpe", "ln_f"), layout, specs, key, remat, mask)
-    return layout.whole(x, ids.shape[1])
-
-
 def _forward(
-    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], layout: Layout, specs: Any, key: Tensor | None,
+    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, key: Tensor | None,
     remat: bool, mask: Tensor | None, cache: Cache | None = None,
 ) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
     """The normalized stream after the last block, the unsharded parameters `names`, and keys and values to cache."""
@@ -198,6 +163,11 @@ def _block(
     return x + layout.dropout(h, cfg.resid_pdrop, key, "down", t), cached
 
 
+def _logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
+    return layout.column_linear(x, t, top["wte"].transpose(0, 1))  # [B, T, V@model]
+
+
+apply, states = decoder_of(Config, init, _forward, _logits)
 loss = loss_of(apply, Config)
 generate = generate_of(apply, Config)
 

@@ -26,11 +26,11 @@ from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens
 from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
 from .transformer import (
-    ONE_DEVICE,
     Layout,
     apply_blocks,
     causal_attention,
     check_numbers,
+    decoder_of,
     flat_linear,
     generate_of,
     linear_params,
@@ -136,45 +136,8 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
     return {"wte": P(m), "h": [block] * cfg.num_hidden_layers, "ln_f": P(), **head}
 
 
-@checked
-def apply(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
-    remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
-) -> Any:  # fmt: skip
-    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the updated cache).
-
-    `params` are as placed. Pass their `specs` if they vary over `layout.data` or are split over it (FSDP): each block
-    is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward. `mask`
-    [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
-
-    >>> apply(cfg, params, ids).shape
-    torch.Size([2, 4, 32])
-    """
-    names = ("wte", "ln_f") if cfg.tie_word_embeddings else ("wte", "ln_f", "head")
-    x, top, blocks = _forward(cfg, params, ids, names, layout, specs, key, remat, mask, cache)
-    w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
-    logits = nn.linear(layout.enter(x, ids.shape[1]), w)  # [B, T, V@model]
-    return logits if cache is None else (logits, cache.updated(blocks, ids.shape[1]))
-
-
-@checked
-def states(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
-    remat: bool = False, mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
-
-    The parameters need no head.
-
-    >>> states(cfg, params, ids).shape
-    torch.Size([2, 4, 32])
-    """
-    x, *_ = _forward(cfg, params, ids, ("wte", "ln_f"), layout, specs, key, remat, mask)
-    return layout.whole(x, ids.shape[1])
-
-
 def _forward(
-    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], layout: Layout, specs: Any, key: Tensor | None,
+    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, key: Tensor | None,
     remat: bool, mask: Tensor | None, cache: Cache | None = None,
 ) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
     """The normalized stream after the last block, the unsharded parameters `names`, and keys and values to cache."""
@@ -246,6 +209,7 @@ def _add_bias(x: Tensor, p: Any, layout: Layout) -> Tensor:
     return x + layout.replicated(p["b"]) if "b" in p else x
 
 
+apply, states = decoder_of(Config, init, _forward)
 loss = loss_of(apply, Config)
 generate = generate_of(apply, Config)
 

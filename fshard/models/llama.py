@@ -27,11 +27,11 @@ from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens
 from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
 from .transformer import (
-    ONE_DEVICE,
     Layout,
     apply_blocks,
     causal_attention,
     check_numbers,
+    decoder_of,
     flat_linear,
     generate_of,
     linear_params,
@@ -206,60 +206,24 @@ def row_specs(cfg: BaseConfig, name: str, model: Axis) -> Any:
     return {"w": P(model), "b": P()} if name in cfg.biased else {"w": P(model)}
 
 
-@checked
-def apply(
-    cfg: BaseConfig, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
-    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
-) -> Any:  # fmt: skip
-    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the updated cache).
-
-    `params` are as placed. Pass their `specs` if they vary over `layout.data` or are split over it (FSDP): each block
-    is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward. `mask`
-    [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
-
-    With the rope_type dynamic or longrope, angles depend on the longest sequence of the batch so far. Cached keys are
-    not rotated again, as in transformers: the logits are not those of one call with all the tokens.
-
-    >>> apply(cfg, params, ids).shape
-    torch.Size([2, 4, 32])
-    """
-    run, top, x, blocks = forward(cfg, params, ids, shapes_of(init, cfg), _block, layout=layout, specs=specs, key=key,
-                                  remat=remat, mask=mask, cache=cache)  # fmt: skip
-    logits = run.logits(top, x)
-    return logits if cache is None else (logits, cache.updated(blocks, run.tokens.t))
-
-
-@checked
-def states(
-    cfg: BaseConfig, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
-    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
-
-    The parameters need no head.
-
-    >>> states(cfg, params, ids).shape
-    torch.Size([2, 4, 16])
-    """
-    run, top, x, _ = forward(cfg, params, ids, shapes_of(init, cfg), _block, layout=layout, specs=specs, key=key,
-                             remat=remat, mask=mask, logits=False)  # fmt: skip
-    return run.states(top, x)
+def _forward(
+    cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], **options: Any
+) -> tuple[Tensor, dict[str, Any], list[Any]]:
+    return forward(cfg, params, ids, names, shapes_of(init, cfg), _block, **options)
 
 
 def forward(
-    cfg: BaseConfig, params: Any, ids: Tensor, described: Any, block: Callable[..., Any], *, layout: Layout, specs: Any,
-    key: Tensor | None, remat: bool, mask: Tensor | None, cache: Cache | None = None, logits: bool = True,
+    cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], described: Any, block: Callable[..., Any], *,
+    layout: Layout, specs: Any, key: Tensor | None, remat: bool, mask: Tensor | None, cache: Cache | None = None,
     has_aux: bool = False, each: Sequence[tuple[Any, ...]] = (),
-) -> tuple[Forward, dict[str, Any], Tensor, list[Any]]:  # fmt: skip
+) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
     """Embed ids and apply all blocks, `block(forward, params, x, key, cached, window)`; see `apply_blocks`.
 
-    Returns the pass, the unsharded parameters outside of the blocks, the stream after the last block, and the outputs
-    of the blocks. `described` is the tree of `init`; without `logits` the parameters need no head; `each` has more
-    argument for each block.
+    Return the normalized stream after the last block, the unsharded parameters `names`, and the outputs of
+    the blocks. `described` is the tree of `init`; `each` has more arguments for each block.
     """
     tokens = Tokens.of(ids, mask, cache)
     layout = layout.with_batch(ids, key, cfg.attention_dropout)
-    names = [name for name in described if name != "h" and (logits or name != "head")]
     top = layout.unshard(names, params, specs, described)
     x = layout.embed(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
     angles = rope_angles(cfg.rope_parameters, cfg.width, cfg.max_position_embeddings, tokens=tokens, layout=layout,
@@ -268,7 +232,7 @@ def forward(
     own = [(window, *more) for window, more in zip(cfg.windows, each or [()] * cfg.num_hidden_layers, strict=True)]
     x, outs = apply_blocks(functools.partial(block, run), params, x, layout=layout, described=described, specs=specs,
                            key=key, remat=remat, cache=cache, each=own, has_aux=has_aux)  # fmt: skip
-    return run, top, x, outs
+    return run.norm(x, top["norm_f"]), top, outs
 
 
 class Forward(NamedTuple):
@@ -282,15 +246,6 @@ class Forward(NamedTuple):
     def norm(self, x: Tensor, p: Any) -> Tensor:
         """The norm of the stream."""
         return nn.rms_norm(x, self.layout.replicated(p["w"]), eps=self.cfg.rms_norm_eps)
-
-    def states(self, top: Any, x: Tensor) -> Tensor:
-        """The last hidden states [B, T, D]{I model} of the stream after the last block."""
-        return self.layout.whole(self.norm(x, top["norm_f"]), self.tokens.t)
-
-    def logits(self, top: Any, x: Tensor) -> Tensor:
-        """The logits [B, T, V@model] of the stream after the last block."""
-        x = self.layout.enter(self.norm(x, top["norm_f"]), self.tokens.t)
-        return nn.linear(x, top["wte"].transpose(0, 1) if self.cfg.tie_word_embeddings else top["head"]["w"])
 
     def attention(
         self, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None
@@ -319,6 +274,7 @@ def _block(
     return x + run.layout.row_linear(h, p["down"]["w"], p["down"].get("b")), cached
 
 
+apply, states = decoder_of(BaseConfig, init, _forward)
 loss = loss_of(apply, Config)
 generate = generate_of(apply, Config)
 

@@ -3,6 +3,9 @@
 No token is dropped: an expert computes however many tokens choose it. Experts may be split in width over `model`, or by
 expert over any axis, with `Layout(experts=)`: every rank computes its own experts for the tokens of all.
 
+Where two experts are about equally likely, rounding decides which a token goes to, which may differ between meshes. A
+compiled program, whose shapes may not depend on values, computes every expert for every token.
+
 Legend: B batch, T time, N the tokens of a rank, D width, E experts, F hidden width of an expert, V vocabulary;
 [E@model] is a dim split over an axis; {V} varies over it, {I} does not.
 Source: Jiang et al., 2024, "Mixtral of experts"; Fedus et al., 2021, "Switch transformers", for the balance loss; Zoph
@@ -36,7 +39,16 @@ from .activations import ACTIVATIONS
 from .decoding import Cache, KeyValues
 from .hf_files import file_functions, file_tensor
 from .llama import Forward
-from .transformer import ONE_DEVICE, Layout, check_params, generate_of, linear_params, shapes_of
+from .transformer import (
+    ONE_DEVICE,
+    Layout,
+    check_params,
+    decoder_of,
+    generate_of,
+    head_logits,
+    linear_params,
+    shapes_of,
+)
 
 _THETA = 1e6  # of rotary positions
 
@@ -112,44 +124,6 @@ def specs(cfg: Config, *, model: Axis = None, experts: Axis = None) -> Any:
 
 
 @checked
-def apply(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
-    remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
-) -> Any:  # fmt: skip
-    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the updated cache).
-
-    The arguments are those of `llama.apply`. Where two experts are about equally likely, rounding decides which a token
-    goes to, which may differ between meshes.
-
-    A program that is compiled, where shapes may not depend on values, computes every expert for every token.
-
-    >>> apply(cfg, params, ids).shape
-    torch.Size([2, 4, 32])
-    """
-    run, top, x, outs = _forward(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
-                                 cache=cache)  # fmt: skip
-    logits = run.logits(top, x)
-    return logits if cache is None else (logits, cache.updated([cached for cached, _ in outs], run.tokens.t))
-
-
-@checked
-def states(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
-    remat: bool = False, mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
-
-    The parameters need no head.
-
-    >>> states(cfg, params, ids).shape
-    torch.Size([2, 4, 16])
-    """
-    run, top, x, _ = _forward(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
-                              logits=False)  # fmt: skip
-    return run.states(top, x)
-
-
-@checked
 def losses(
     cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
     key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
@@ -164,9 +138,10 @@ def losses(
     >>> losses(cfg, params, ids, ids)
     {'cross_entropy': tensor(3.5229), 'balance': tensor(2.2363), 'z': tensor(4.3002)}
     """
-    run, top, x, outs = _forward(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
-    ce = nn.cross_entropy(run.logits(top, x), targets, axis=layout.model, size=cfg.vocab_size, over=layout.data,
-                            donate=True)  # fmt: skip
+    names = [name for name in shapes_of(init, cfg) if name != "h"]
+    x, top, outs = _forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
+    logits = head_logits(cfg, layout, top, x, ids.shape[1])
+    ce = nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data, donate=True)
     counted = torch.ones_like(ids) if mask is None else mask != 0
     sums = torch.stack([s for _, s in outs]).sum(0) if outs else x.new_zeros(2 * cfg.num_local_experts + 1)
     rows = counted.sum() * cfg.num_hidden_layers
@@ -193,15 +168,12 @@ def loss(
     return out + cfg.router_aux_loss_coef * parts["balance"] if cfg.output_router_logits else out
 
 
-generate = generate_of(apply, Config)
-
-
 # --- the mixture ----------------------------------------------------------------------------------------------
 
 
 def _forward(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout, specs: Any, **options: Any
-) -> tuple[Forward, dict[str, Any], Tensor, list[Any]]:
+    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, **options: Any
+) -> tuple[Tensor, dict[str, Any], list[Any]]:
     """`llama.forward`, whose blocks return (cached keys and values, sums of the router).
 
     Experts that are split over the data axes are not unsharded: they go to the blocks beside the other parameters.
@@ -212,7 +184,8 @@ def _forward(
     block = functools.partial(_block, counted=counted)
     _check_layout(layout)
     if not set(axes) & set(data):
-        return llama.forward(cfg, params, ids, described, block, layout=layout, specs=specs, has_aux=True, **options)
+        return llama.forward(cfg, params, ids, names, described, block, layout=layout, specs=specs, has_aux=True,
+                             **options)  # fmt: skip
     if not isinstance(specs, Mapping) or not isinstance(specs.get("h"), Sequence):
         raise must_be("mixtral: specs", "the specs of all leaves", specs,
                       fix="those the parameters were placed with: experts are split over a data axis")  # fmt: skip
@@ -224,7 +197,7 @@ def _forward(
     params, specs, described = (
         {**x, "h": [{**block, "experts": {}} for block in x["h"]]} for x in (params, specs, described)
     )
-    return llama.forward(cfg, params, ids, described, block, layout=layout, specs=specs, has_aux=True, each=own,
+    return llama.forward(cfg, params, ids, names, described, block, layout=layout, specs=specs, has_aux=True, each=own,
                          **options)  # fmt: skip
 
 
@@ -325,6 +298,15 @@ def _assignments(cfg: Config, weights: Tensor) -> tuple[Tensor, Tensor, list[int
         return pairs // max(1, each), pairs % max(1, n), [each] * e
     which, token = weights.t().nonzero(as_tuple=True)
     return which, token, (weights != 0).sum(0).tolist()
+
+
+def _with_cache(*args: Any, **options: Any) -> tuple[Tensor, dict[str, Any], list[Any]]:
+    x, top, outs = _forward(*args, **options)
+    return x, top, [cached for cached, _ in outs]
+
+
+apply, states = decoder_of(Config, init, _with_cache)
+generate = generate_of(apply, Config)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
