@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import os
 import secrets
 import shutil
 import tempfile
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fshard import checkpoint, tree
-from fshard._core.files.io import bytes_of, sync, write_errors
-from fshard._core.files.safetensors import BLOCK_BYTES, DTYPES, checksums_of, encode_header
+from fshard._core.files.io import bytes_of, sync, write_errors, write_file
+from fshard._core.files.safetensors import DTYPES, encode_header
 from fshard._core.files.url import AnyPath, as_path
 from fshard.checkpoint.commit import directory_of, is_complete, read
 from fshard.checkpoint.parts import check_part, stream
@@ -235,38 +235,5 @@ def _files(entries: Sequence[Entry], max_shard_bytes: int) -> dict[str, list[Ent
 
 
 def _write(path: Path, entries: Sequence[Entry]) -> None:
-    """Write a file: the header, the tensors, and then the header again, with their checksums."""
-    table = {e.name: (e.dtype, e.shape) for e in entries}
-    digits = {e.name: "0" * 8 * -(-e.nbytes // BLOCK_BYTES) for e in entries}
-
-    with open(path, "xb") as f:
-
-        def copied(e: Entry) -> Iterator[bytes | memoryview]:
-            for block in _blocks(bytes_of(piece) for piece in e.pieces()):
-                f.write(block)
-                yield block
-
-        f.write(encode_header(table, {"format": "pt"}, digits))
-        digits = {e.name: checksums_of(e.name, e.dtype, e.shape, copied(e)) for e in entries}
-        f.seek(0)
-        f.write(encode_header(table, {"format": "pt"}, digits))
-        f.flush()
-        os.fsync(f.fileno())
-
-
-def _blocks(pieces: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
-    """Cut a stream of bytes into blocks of `BLOCK_BYTES`, of which the last may be shorter."""
-    rest = b""
-    for piece in pieces:
-        start = 0
-        if rest:
-            start = min(BLOCK_BYTES - len(rest), len(piece))
-            rest += bytes(piece[:start])
-            if len(rest) < BLOCK_BYTES:
-                continue
-            yield rest
-        end = start + (len(piece) - start) // BLOCK_BYTES * BLOCK_BYTES
-        yield from (piece[i : i + BLOCK_BYTES] for i in range(start, end, BLOCK_BYTES))
-        rest = bytes(piece[end:])
-    if rest:
-        yield rest
+    header = encode_header({e.name: (e.dtype, e.shape) for e in entries}, {"format": "pt"})
+    write_file(path, itertools.chain([header], (bytes_of(piece) for e in entries for piece in e.pieces())))

@@ -14,10 +14,13 @@ has both names.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import zlib
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +31,15 @@ from fshard._core.files.url import as_path
 from fshard.defer import Apply
 from fshard.errors import ShardingError, checked, fail, raise_all
 
-from .hf.export import overwrite, summaries, write_parts
+from .hf.export import summaries, write_parts
 from .hf.folder import SUFFIX, WeightHeaders
-from .hf.layout import OutputFile, OutputTorchFile, output_files, output_tensors
+from .hf.layout import OutputFile, output_files, output_tensors
 from .hf.module import Names, name_of, read_leaves
 from .hf.weights import FileTensor, file_tensor
 from .hf.weights import read as read_tree
 
 Theirs = Callable[[tree.Path], FileTensor]
+_BLOCK_BYTES = 1 << 20  # read at once
 
 _OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -88,7 +92,7 @@ def write(
             shapes = {t.name: (t.dtype, t.shape) for t in tensors}
             with write_errors("write", final, f"{final.name} is unchanged"):  # torch writes the places to a file
                 archive = Archive.of(shapes, aliases)
-            files.append(OutputTorchFile(file.name, {}, tuple(tensors), {}, archive))
+            files.append(_TorchFile(file.name, {}, tuple(tensors), archive))
         return {} if ranks.alone else summaries(files)
 
     def create() -> str:
@@ -98,20 +102,23 @@ def write(
             held.callback(_discard, final)
             _discard(final)
             temporary = final.with_name(f"{_temporary(final)}{secrets.token_hex(4)}")
-            write_file(temporary, [], files[0].nbytes)
+            write_file(temporary, [files[0].header], files[0].nbytes)
         return temporary.name
 
-    def publish(file: OutputFile) -> None:
+    def publish(crc32: Mapping[str, int]) -> None:
         with write_errors("write", final, f"{final.name} is the older file, or all of the new one"):
-            overwrite(temporary, file.pieces)
+            if isinstance(file, _TorchFile):
+                _overwrite(temporary, file.archive.pieces([crc32[t.name] for t in file.tensors]))
             os.replace(temporary, final)
             sync(final.parent)
 
     ranks.check_equal(plan, "plain tensors and the arguments must be the same on every rank")
     with contextlib.ExitStack() as held:
         temporary = final.with_name(ranks.run_on_first(create))
-        (file,) = write_parts(temporary, files, ranks)
-        ranks.run_on_first(lambda: publish(file))
+        (file,) = files
+        write_parts(temporary, files, ranks)
+        crc32 = ChainMap(*ranks.run(lambda: _crc32(temporary, file, ranks) if isinstance(file, _TorchFile) else {}))
+        ranks.run_on_first(lambda: publish(crc32))
 
 
 @checked
@@ -148,6 +155,49 @@ def read(
     if of is not None or missing:
         raise fail(f"read: theirs= beside {'of=' if of is not None else 'missing='}", fix="leave one of them out")
     return read_tree(headers, described, theirs, prefix=prefix, ignored=ignored)
+
+
+@dataclass(frozen=True)
+class _TorchFile(OutputFile):
+    """A file of `torch.save`: a dict of the tensors, each a storage of the archive."""
+
+    archive: Archive
+
+    @property
+    def header(self) -> bytes:
+        return bytes(self.archive.rest[0][1])
+
+    @property
+    def nbytes(self) -> int:
+        return self.archive.nbytes
+
+    @property
+    def starts(self) -> list[int]:
+        return [start for start, _ in self.archive.storages]
+
+
+def _crc32(path: Path, file: OutputFile, ranks: Ranks) -> dict[str, int]:
+    """Return the CRC-32, by name, of this process's share of the tensors, read back from the file."""
+    out, nbytes = {}, [0] * ranks.size
+    with open(path, "rb") as f:
+        for start, t in zip(file.starts, file.tensors, strict=True):
+            reader = nbytes.index(min(nbytes))  # the one with the fewest bytes so far, as in `assign_writers`
+            nbytes[reader] += t.nbytes
+            if reader == ranks.rank:
+                f.seek(start)
+                sizes = (min(_BLOCK_BYTES, t.nbytes - i) for i in range(0, t.nbytes, _BLOCK_BYTES))
+                out[t.name] = functools.reduce(lambda crc32, block: zlib.crc32(block, crc32), map(f.read, sizes), 0)
+    return out
+
+
+def _overwrite(path: Path, pieces: Iterable[tuple[int, bytes]]) -> None:
+    """Replace some bytes of a file, and flush them to the disk."""
+    with open(path, "r+b") as f:
+        for start, data in pieces:
+            f.seek(start)
+            f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
 
 
 def _check_path(verb: str, path: StrPath) -> None:

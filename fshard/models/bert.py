@@ -6,6 +6,8 @@ axis; {V} varies over it, {I} does not. Source: Devlin et al., 2018; weights as 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,15 +16,15 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import init as initial
-from fshard import nn, tree
+from fshard import nn
 from fshard._core.files.io import StrPath
 from fshard.errors import checked, fail, must_be, raise_all
-from fshard.interop.hf import FileTensor, WeightHeaders, read, write
+from fshard.interop.hf import FileTensor, WeightHeaders
 from fshard.nn.decoding import check_ids
 from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
-from .hf_files import file_tensor, read_config, weight_and_bias
+from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
 from .transformer import (
     ONE_DEVICE,
     Layout,
@@ -327,84 +329,45 @@ _BLOCK = {
     **weight_and_bias("down", "output.dense", "o i -> i o"),
     **weight_and_bias("ln_2", "output.LayerNorm"),
 }
-_FIXED = {
-    "model_type": "bert", "is_decoder": False, "add_cross_attention": False, "tie_word_embeddings": True,
-    "position_embedding_type": "absolute",
-}  # fmt: skip
-_IGNORED = ("embeddings.position_ids",)  # a buffer of older versions
-_TIED = {
-    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-    "cls.predictions.decoder.bias": "cls.predictions.bias",
-}
 
 
-@checked
-def theirs(path: tree.Path) -> FileTensor:
-    """The Hugging Face file tensor of the leaf at a path.
+def _with_heads_of(cfg: Config, headers: WeightHeaders) -> Config:
+    names = [n.removeprefix("bert.") for n in headers.tensors]
+    found: dict[str, Any] = {head: any(n.startswith(start) for n in names) for head, start in _HEADS.items()}
+    return replace(cfg, **found)
 
-    >>> theirs(("h", 3, "q", "b"))
-    FileTensor(name='bert.encoder.layer.3.attention.self.query.bias', dims='(h k) -> h k', at=None)
-    """
-    return file_tensor(path, _TOP, _BLOCK, "bert.encoder.layer")
+
+def _name_in(name: str, names: Collection[str]) -> str:
+    """Return the name of a tensor: a norm has gamma and beta in files that were converted from TensorFlow's."""
+    old = name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
+    return old if old in names or old.removeprefix("bert.") in names else name
+
+
+FILE = ModelFile(
+    Config, init, functools.partial(file_tensor, top=_TOP, block=_BLOCK, blocks="bert.encoder.layer"),
+    kind="Bert", suffix=lambda cfg: "ForPreTraining" if cfg.nsp else "ForMaskedLM" if cfg.mlm else "Model",
+    prefix="bert.", ignored=("embeddings.position_ids",),
+    fixed={"model_type": "bert", "is_decoder": False, "add_cross_attention": False, "tie_word_embeddings": True,
+           "position_embedding_type": "absolute"},
+    tied={"cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+          "cls.predictions.decoder.bias": "cls.predictions.bias"},
+    sizes=lambda cfg: {name: value for name, value in asdict(cfg).items() if name not in _HEADS},
+    name_in=_name_in, completed=_with_heads_of,
+)  # fmt: skip
+theirs, _, load, save = file_functions(FILE)
 
 
 @checked
 def config(folder: StrPath, **heads: bool) -> Config:
-    """Read a `Config` from the `config.json` of a folder, which does not list the `heads`.
+    """Read a `Config` from the `config.json` of a folder, which does not list the `heads`; `load` finds them.
 
     >>> config("my-bert") == cfg
     True
 
     Raises ShardingError for another type of model.
     """
-    return read_config(folder, Config, _FIXED, None, **heads)
-
-
-@checked
-def load(path: StrPath) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
-
-    The config has the heads that the file has. Buffers of position ids are not read.
-
-    >>> cfg, weights = bert.load("my-bert")
-    >>> params = fs.materialize(weights, bert.specs(cfg, model="model"), mesh, key=fs.key(0))
-
-    Raises ShardingError listing every tensor that is missing, of another shape, or not a BERT's.
-    """
-    scan = WeightHeaders(path)
-    names = [n.removeprefix("bert.") for n in scan.tensors]
-    cfg = config(path, **{head: any(n.startswith(start) for n in names) for head, start in _HEADS.items()})
-    from_tensorflow = any(n.endswith("LayerNorm.gamma") for n in names)
-
-    def in_this_file(path: tree.Path) -> FileTensor:
-        """Name a norm's weight gamma and its bias beta in files that were converted from TensorFlow's."""
-        name = theirs(path).name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
-        return replace(theirs(path), name=name) if from_tensorflow else theirs(path)
-
-    return cfg, read(scan, init(cfg), in_this_file, prefix="bert.", ignored=_IGNORED, copies=_TIED)
-
-
-@checked
-def save(
-    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
-) -> None:
-    """Write a folder that `from_pretrained` reads, of a class with the heads of `cfg`; `params` may be placed.
-
-    `like`: see `hf.save`.
-
-    >>> save("again", cfg, params)
-    >>> config("again") == cfg
-    True
-    """
-    kind = "BertForPreTraining" if cfg.nsp else "BertForMaskedLM" if cfg.mlm else "BertModel"
-    config = file_config(cfg, kind)
-    write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
-
-
-def file_config(cfg: Config, kind: str) -> dict[str, Any]:
-    """The contents of config.json for a class of transformers."""
-    sizes = {name: value for name, value in asdict(cfg).items() if name not in _HEADS}
-    return {"architectures": [kind], **_FIXED, **sizes}
+    cfg: Config = FILE.read_config(folder, **heads)
+    return cfg
 
 
 __all__ = [

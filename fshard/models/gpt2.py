@@ -7,29 +7,29 @@ Source: Radford et al., 2019; weights as in Hugging Face `GPT2LMHeadModel`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from fshard import init as initial
-from fshard import nn, tree
-from fshard._core.files.io import StrPath
+from fshard import nn
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import FileTensor, read, write
+from fshard.interop.hf import FileTensor
 from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens
-from .hf_files import file_tensor, read_config, weight_and_bias
+from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
 from .transformer import (
-    ONE_DEVICE,
     Layout,
     apply_blocks,
     causal_attention,
     check_numbers,
+    decoder_of,
     generate_of,
     linear_params,
     loss_of,
@@ -120,43 +120,8 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
     return {"wte": P(m), "wpe": P(), "h": [block] * cfg.n_layer, "ln_f": P()}
 
 
-@checked
-def apply(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
-    remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
-) -> Any:  # fmt: skip
-    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the updated cache).
-
-    `params` are as placed. Pass their `specs` if they vary over `layout.data` or are split over it (FSDP): each block
-    is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward. `mask`
-    [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
-
-    >>> apply(cfg, params, ids).shape
-    torch.Size([2, 4, 32])
-    """
-    x, top, blocks = _forward(cfg, params, ids, ("wte", "wpe", "ln_f"), layout, specs, key, remat, mask, cache)
-    logits = layout.column_linear(x, ids.shape[1], top["wte"].transpose(0, 1))  # [B, T, V@model]
-    return logits if cache is None else (logits, cache.updated(blocks, ids.shape[1]))
-
-
-@checked
-def states(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
-    remat: bool = False, mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
-
-    The parameters need no head.
-
-    >>> states(cfg, params, ids).shape
-    torch.Size([2, 4, 16])
-    """
-    x, *_ = _forward(cfg, params, ids, ("wte", "wpe", "ln_f"), layout, specs, key, remat, mask)
-    return layout.whole(x, ids.shape[1])
-
-
 def _forward(
-    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], layout: Layout, specs: Any, key: Tensor | None,
+    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, key: Tensor | None,
     remat: bool, mask: Tensor | None, cache: Cache | None = None,
 ) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
     """The normalized stream after the last block, the unsharded parameters `names`, and keys and values to cache."""
@@ -198,6 +163,11 @@ def _block(
     return x + layout.dropout(h, cfg.resid_pdrop, key, "down", t), cached
 
 
+def _logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
+    return layout.column_linear(x, t, top["wte"].transpose(0, 1))  # [B, T, V@model]
+
+
+apply, states = decoder_of(Config, init, _forward, _logits)
 loss = loss_of(apply, Config)
 generate = generate_of(apply, Config)
 
@@ -217,67 +187,14 @@ _BLOCK = {  # the matrices in the file are [in, out], as here
     **weight_and_bias("up", "mlp.c_fc"),
     **weight_and_bias("down", "mlp.c_proj"),
 }
-_FIXED = {
-    "model_type": "gpt2", "tie_word_embeddings": True, "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
-}  # fmt: skip
-_ABSENT = {"bos_token_id": 50256, "eos_token_id": 50256}  # of a config.json without them
-_IGNORED = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
-_TIED = {"lm_head.weight": "transformer.wte.weight"}
-
-
-@checked
-def theirs(path: tree.Path) -> FileTensor:
-    """The Hugging Face file tensor of the leaf at a path.
-
-    >>> theirs(("h", 3, "up", "w"))
-    FileTensor(name='transformer.h.3.mlp.c_fc.weight', dims=None, at=None)
-    """
-    return file_tensor(path, _TOP, _BLOCK, "transformer.h")
-
-
-@checked
-def config(folder: StrPath) -> Config:
-    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
-
-    >>> config("my-gpt2") == cfg
-    True
-    """
-    return read_config(folder, Config, _FIXED, _ABSENT)
-
-
-@checked
-def load(path: StrPath) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
-
-    >>> cfg, weights = gpt2.load("my-gpt2")
-    >>> params = fs.materialize(weights, gpt2.specs(cfg, model="model"), mesh, key=fs.key(0))
-
-    Raises ShardingError listing every tensor that is missing, of another shape, or not a GPT-2's.
-    """
-    cfg = config(path)
-    return cfg, read(path, init(cfg), theirs, prefix="transformer.", ignored=_IGNORED, copies=_TIED)
-
-
-@checked
-def save(
-    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
-) -> None:
-    """Write a folder that `GPT2LMHeadModel.from_pretrained` reads; `params` may be placed on a mesh.
-
-    `like`: see `hf.save`.
-
-    >>> save("again", cfg, params)
-    >>> config("again") == cfg
-    True
-    """
-    config = file_config(cfg, "GPT2LMHeadModel")
-    write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
-
-
-def file_config(cfg: Config, kind: str) -> dict[str, Any]:
-    """The contents of config.json for a class of transformers."""
-    return {"architectures": [kind], **_FIXED, **asdict(cfg)}
+FILE = ModelFile(
+    Config, init, functools.partial(file_tensor, top=_TOP, block=_BLOCK, blocks="transformer.h"),
+    kind="GPT2", suffix="LMHeadModel", prefix="transformer.", ignored=(".attn.bias", ".attn.masked_bias"),
+    absent={"bos_token_id": 50256, "eos_token_id": 50256}, tied={"lm_head.weight": "transformer.wte.weight"},
+    fixed={"model_type": "gpt2", "tie_word_embeddings": True, "scale_attn_weights": True,
+           "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+)  # fmt: skip
+theirs, config, load, save = file_functions(FILE)
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",

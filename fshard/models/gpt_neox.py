@@ -7,30 +7,30 @@ Source: Black et al., 2022, "GPT-NeoX-20B"; weights as in Hugging Face `GPTNeoXF
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from fshard import init as initial
-from fshard import nn, tree
-from fshard._core.files.io import StrPath
+from fshard import nn
 from fshard.collectives import pvary
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read, write
+from fshard.interop.hf import FileTensor
 from fshard.nn import rope
 from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens
-from .hf_files import file_tensor, read_config, weight_and_bias
+from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
 from .transformer import (
-    ONE_DEVICE,
     Layout,
     apply_blocks,
     causal_attention,
     check_numbers,
+    decoder_of,
     flat_linear,
     generate_of,
     linear_params,
@@ -136,45 +136,8 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
     return {"wte": P(m), "h": [block] * cfg.num_hidden_layers, "ln_f": P(), **head}
 
 
-@checked
-def apply(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
-    remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
-) -> Any:  # fmt: skip
-    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the updated cache).
-
-    `params` are as placed. Pass their `specs` if they vary over `layout.data` or are split over it (FSDP): each block
-    is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward. `mask`
-    [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
-
-    >>> apply(cfg, params, ids).shape
-    torch.Size([2, 4, 32])
-    """
-    names = ("wte", "ln_f") if cfg.tie_word_embeddings else ("wte", "ln_f", "head")
-    x, top, blocks = _forward(cfg, params, ids, names, layout, specs, key, remat, mask, cache)
-    w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
-    logits = nn.linear(layout.enter(x, ids.shape[1]), w)  # [B, T, V@model]
-    return logits if cache is None else (logits, cache.updated(blocks, ids.shape[1]))
-
-
-@checked
-def states(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
-    remat: bool = False, mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
-
-    The parameters need no head.
-
-    >>> states(cfg, params, ids).shape
-    torch.Size([2, 4, 32])
-    """
-    x, *_ = _forward(cfg, params, ids, ("wte", "ln_f"), layout, specs, key, remat, mask)
-    return layout.whole(x, ids.shape[1])
-
-
 def _forward(
-    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], layout: Layout, specs: Any, key: Tensor | None,
+    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, key: Tensor | None,
     remat: bool, mask: Tensor | None, cache: Cache | None = None,
 ) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
     """The normalized stream after the last block, the unsharded parameters `names`, and keys and values to cache."""
@@ -246,6 +209,7 @@ def _add_bias(x: Tensor, p: Any, layout: Layout) -> Tensor:
     return x + layout.replicated(p["b"]) if "b" in p else x
 
 
+apply, states = decoder_of(Config, init, _forward)
 loss = loss_of(apply, Config)
 generate = generate_of(apply, Config)
 
@@ -266,75 +230,23 @@ _BLOCK = {  # the matrices in the file are [out, in]; q, k and v are interleaved
     **weight_and_bias("up", "mlp.dense_h_to_4h", "f d -> d f"),
     **weight_and_bias("down", "mlp.dense_4h_to_h", "d f -> f d"),
 }
-_FIXED = {"model_type": "gpt_neox"}
-_ABSENT = {"bos_token_id": 0, "eos_token_id": 2}  # of a config.json without them
-_IGNORED = (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")  # buffers of older versions
 
 
-@checked
-def theirs(path: tree.Path) -> FileTensor:
-    """The Hugging Face file tensor of the leaf at a path.
-
-    >>> theirs(("h", 3, "qkv", "b"))
-    FileTensor(name='gpt_neox.layers.3.attention.query_key_value.bias', dims='(h c k) -> c h k', at=None)
-    """
-    return file_tensor(path, _TOP, _BLOCK, "gpt_neox.layers")
-
-
-@checked
-def config(folder: StrPath) -> Config:
-    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
-
-    >>> config("my-gpt-neox") == cfg
-    True
-    """
-    raw = config_of(folder)
-    theta = raw.get("rotary_emb_base") or _ROPE["rope_theta"]
-    rotary = rope.parameters(raw, theta=theta, partial=raw.get("rotary_pct") or _ROPE["partial_rotary_factor"])
+def _rotary(config: dict[str, Any]) -> dict[str, Any]:
+    theta = config.get("rotary_emb_base") or _ROPE["rope_theta"]
+    rotary = rope.parameters(config, theta=theta, partial=config.get("rotary_pct") or _ROPE["partial_rotary_factor"])
     # `rope.parameters` leaves out a partial_rotary_factor of 1, and the default of a Config is another one.
-    return read_config(folder, Config, _FIXED, _ABSENT, rope_parameters={"partial_rotary_factor": 1.0, **rotary})
+    return {"rope_parameters": {"partial_rotary_factor": 1.0, **rotary}}
 
 
-@checked
-def load(path: StrPath) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
-
-    >>> cfg, weights = gpt_neox.load("my-gpt-neox")
-    >>> params = fs.materialize(weights, gpt_neox.specs(cfg, model="model"), mesh, key=fs.key(0))
-
-    Raises ShardingError listing every tensor that is missing, of another shape, or not a GPT-NeoX's.
-    """
-    cfg, scan = config(path), WeightHeaders(path)
-    if cfg.tie_word_embeddings:
-        tied = dict.fromkeys(_HEADS, _TOP["wte"].name)
-        return cfg, read(scan, init(cfg), theirs, prefix="gpt_neox.", ignored=_IGNORED, copies=tied)
-    head = next((name for name in _HEADS if name in scan.tensors), _HEADS[-1])
-
-    def in_this_file(path: tree.Path) -> FileTensor:
-        return replace(theirs(path), name=head) if path == ("head", "w") else theirs(path)
-
-    return cfg, read(scan, init(cfg), in_this_file, prefix="gpt_neox.", ignored=_IGNORED)
-
-
-@checked
-def save(
-    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
-) -> None:
-    """Write a folder that `GPTNeoXForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
-
-    `like`: see `hf.save`.
-
-    >>> save("again", cfg, params)
-    >>> config("again") == cfg
-    True
-    """
-    config = file_config(cfg, "GPTNeoXForCausalLM")
-    write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
-
-
-def file_config(cfg: Config, kind: str) -> dict[str, Any]:
-    """The contents of config.json for a class of transformers."""
-    return {"architectures": [kind], **_FIXED, **asdict(cfg)}
+FILE = ModelFile(
+    Config, init, functools.partial(file_tensor, top=_TOP, block=_BLOCK, blocks="gpt_neox.layers"),
+    kind="GPTNeoX", prefix="gpt_neox.", fixed={"model_type": "gpt_neox"},
+    ignored=(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
+    absent={"bos_token_id": 0, "eos_token_id": 2}, heads=_HEADS, tied=dict.fromkeys(_HEADS, "gpt_neox.embed_in.weight"),
+    other_fields=_rotary, name_in=lambda name, names: _HEADS[0] if name in _HEADS and _HEADS[0] in names else name,
+)  # fmt: skip
+theirs, config, load, save = file_functions(FILE)
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",

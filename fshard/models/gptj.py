@@ -7,30 +7,30 @@ Source: Wang & Komatsuzaki, 2021, "GPT-J-6B"; weights as in Hugging Face `GPTJFo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard import init as initial
-from fshard import nn, tree
-from fshard._core.files.io import StrPath
+from fshard import nn
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import FileTensor, read, write
+from fshard.interop.hf import FileTensor
 from fshard.nn import rope
 from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens
-from .hf_files import file_tensor, read_config, weight_and_bias
+from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
 from .transformer import (
-    ONE_DEVICE,
     Layout,
     apply_blocks,
     causal_attention,
     check_numbers,
+    decoder_of,
     generate_of,
     linear_params,
     loss_of,
@@ -130,44 +130,8 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
     return {"wte": P(m), "h": [block] * cfg.n_layer, "ln_f": P(), "head": head}
 
 
-@checked
-def apply(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
-    remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
-) -> Any:  # fmt: skip
-    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the updated cache).
-
-    `params` are as placed. Pass their `specs` if they vary over `layout.data` or are split over it (FSDP): each block
-    is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward. `mask`
-    [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
-
-    >>> apply(cfg, params, ids).shape
-    torch.Size([2, 4, 32])
-    """
-    x, top, blocks = _forward(cfg, params, ids, ("wte", "ln_f", "head"), layout, specs, key, remat, mask, cache)
-    w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
-    logits = nn.linear(layout.enter(x, ids.shape[1]), w, top["head"]["b"])  # [B, T, V@model]
-    return logits if cache is None else (logits, cache.updated(blocks, ids.shape[1]))
-
-
-@checked
-def states(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
-    remat: bool = False, mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
-
-    The parameters need no head.
-
-    >>> states(cfg, params, ids).shape
-    torch.Size([2, 4, 16])
-    """
-    x, *_ = _forward(cfg, params, ids, ("wte", "ln_f"), layout, specs, key, remat, mask)
-    return layout.whole(x, ids.shape[1])
-
-
 def _forward(
-    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], layout: Layout, specs: Any, key: Tensor | None,
+    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, key: Tensor | None,
     remat: bool, mask: Tensor | None, cache: Cache | None = None,
 ) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
     """The normalized stream after the last block, the unsharded parameters `names`, and keys and values to cache."""
@@ -218,6 +182,12 @@ def _block(
     return x + a + layout.dropout(layout.leave(h) + b, cfg.resid_pdrop, key, "down", t), cached
 
 
+def _logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
+    w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
+    return nn.linear(layout.enter(x, t), w, top["head"]["b"])  # [B, T, V@model]
+
+
+apply, states = decoder_of(Config, init, _forward, _logits)
 loss = loss_of(apply, Config)
 generate = generate_of(apply, Config)
 
@@ -238,64 +208,12 @@ _BLOCK = {  # the matrices in the file are [out, in]
     **weight_and_bias("up", "mlp.fc_in", "f d -> d f"),
     **weight_and_bias("down", "mlp.fc_out", "d f -> f d"),
 }
-_FIXED = {"model_type": "gptj"}
-_ABSENT = {"bos_token_id": 50256, "eos_token_id": 50256}  # of a config.json without them
-_IGNORED = (".attn.bias", ".attn.masked_bias")  # buffers of older versions
-
-
-@checked
-def theirs(path: tree.Path) -> FileTensor:
-    """The Hugging Face file tensor of the leaf at a path.
-
-    >>> theirs(("h", 3, "q", "w"))
-    FileTensor(name='transformer.h.3.attn.q_proj.weight', dims='(h k) d -> d h k', at=None)
-    """
-    return file_tensor(path, _TOP, _BLOCK, "transformer.h")
-
-
-@checked
-def config(folder: StrPath) -> Config:
-    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
-
-    >>> config("my-gptj") == cfg
-    True
-    """
-    return read_config(folder, Config, _FIXED, _ABSENT)
-
-
-@checked
-def load(path: StrPath) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
-
-    >>> cfg, weights = gptj.load("my-gptj")
-    >>> params = fs.materialize(weights, gptj.specs(cfg, model="model"), mesh, key=fs.key(0))
-
-    Raises ShardingError listing every tensor that is missing, of another shape, or not a GPT-J's.
-    """
-    cfg = config(path)
-    tied = {"lm_head.weight": "transformer.wte.weight"} if cfg.tie_word_embeddings else {}
-    return cfg, read(path, init(cfg), theirs, prefix="transformer.", ignored=_IGNORED, copies=tied)
-
-
-@checked
-def save(
-    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
-) -> None:
-    """Write a folder that `GPTJForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
-
-    `like`: see `hf.save`.
-
-    >>> save("again", cfg, params)
-    >>> config("again") == cfg
-    True
-    """
-    config = file_config(cfg, "GPTJForCausalLM")
-    write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
-
-
-def file_config(cfg: Config, kind: str) -> dict[str, Any]:
-    """The contents of config.json for a class of transformers."""
-    return {"architectures": [kind], **_FIXED, **asdict(cfg)}
+FILE = ModelFile(
+    Config, init, functools.partial(file_tensor, top=_TOP, block=_BLOCK, blocks="transformer.h"),
+    kind="GPTJ", prefix="transformer.", fixed={"model_type": "gptj"}, ignored=(".attn.bias", ".attn.masked_bias"),
+    absent={"bos_token_id": 50256, "eos_token_id": 50256}, tied={"lm_head.weight": "transformer.wte.weight"},
+)  # fmt: skip
+theirs, config, load, save = file_functions(FILE)
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -32,25 +31,22 @@ from .transformer import ONE_DEVICE, Layout, flat_linear, linear_params, shapes_
 
 
 class _Model(NamedTuple):
-    """A model that can have a head: its names in transformers and in files."""
+    """A model that can have a head, and the names of the head's tensor in files."""
 
-    module: ModuleType
-    kind: str  # of its classes
-    prefix: str  # of its tensors
-    sequence: str = "score"  # the tensor of the head for sequences
+    module: Any
+    sequence: str = "score"  # of the head for sequences
     tokens: str | None = "score"  # and for tokens; None: transformers has no such class
-    ignored: tuple[str, ...] = llama.IGNORED
+
+    @property
+    def kind(self) -> str:
+        """The start of the names of its classes in transformers."""
+        return str(self.module.FILE.kind)
 
 
 _MODELS = {
-    "bert": _Model(bert, "Bert", "bert.", "classifier", "classifier", ("embeddings.position_ids",)),
-    "gpt2": _Model(gpt2, "GPT2", "transformer.", "score", "classifier", (".attn.bias", ".attn.masked_bias")),
-    "gptj": _Model(gptj, "GPTJ", "transformer.", "score", None, (".attn.bias", ".attn.masked_bias")),
-    "gpt_neox": _Model(gpt_neox, "GPTNeoX", "gpt_neox.", "score", "classifier",
-                       (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")),
-    "llama": _Model(llama, "Llama", "model."), "mistral": _Model(mistral, "Mistral", "model."),
-    "mixtral": _Model(mixtral, "Mixtral", "model."), "qwen2": _Model(qwen2, "Qwen2", "model."),
-    "qwen3": _Model(qwen3, "Qwen3", "model."),
+    "bert": _Model(bert, "classifier", "classifier"), "gpt2": _Model(gpt2, "score", "classifier"),
+    "gptj": _Model(gptj, "score", None), "gpt_neox": _Model(gpt_neox, "score", "classifier"), "llama": _Model(llama),
+    "mistral": _Model(mistral), "mixtral": _Model(mixtral), "qwen2": _Model(qwen2), "qwen3": _Model(qwen3),
 }  # fmt: skip
 _TASKS = {"sequence": "ForSequenceClassification", "tokens": "ForTokenClassification"}
 _PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
@@ -339,7 +335,9 @@ def load(path: StrPath) -> tuple[Config, Any]:
     """
     cfg = config(path)
     model = _model_of(cfg.base)
-    return cfg, read(path, init(cfg), lambda p: theirs(p, cfg), prefix=model.prefix, ignored=model.ignored)
+    return cfg, read(
+        path, init(cfg), lambda p: theirs(p, cfg), prefix=model.module.FILE.prefix, ignored=model.module.FILE.ignored
+    )
 
 
 @checked
@@ -354,7 +352,7 @@ def save(
     """
     model = _model_of(cfg.base)
     contents = {
-        **model.module.file_config(cfg.base, model.kind + _TASKS[cfg.task]),
+        **model.module.FILE.file_config(cfg.base, _TASKS[cfg.task]),
         "id2label": {str(i): name for i, name in enumerate(cfg.labels)},
         "label2id": {name: i for i, name in enumerate(cfg.labels)},
         "problem_type": cfg.problem_type, "classifier_dropout": cfg.dropout,

@@ -20,7 +20,8 @@ from fshard._core.files.io import StrPath
 from fshard._core.files.url import as_path
 from fshard.defer import Apply, generate
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import CONFIG, FileTensor, config_of, generation_options, name_of, read_module, write
+from fshard.interop.hf import CONFIG, FileTensor, config_of, generation_options, write
+from fshard.interop.hf.module import name_of, read_module, write_module
 from fshard.mesh import Mesh
 from fshard.spec import is_spec, spec_errors
 
@@ -112,8 +113,10 @@ def save(
     Raises ShardingError if `cfg` is not a Config of `fs.models`, and where its model's `save` does.
     """
     if isinstance(cfg, Mapping):
-        theirs = by_name(params) if of is None else of
-        write(path, params, theirs, config=cfg, like=like, max_shard_bytes=max_shard_bytes)
+        if of is None:
+            write(path, params, by_name(params), config=cfg, like=like, max_shard_bytes=max_shard_bytes)
+        else:
+            write_module(path, params, of, config=cfg, like=like, max_shard_bytes=max_shard_bytes)
         return
     known = [getattr(models, name) for name in models.__all__]
     model = next((m for m in known if isinstance(cfg, m.Config)), None)

@@ -1,23 +1,145 @@
-"""The `config.json` of a Hugging Face folder as a `Config` of a model here, and its tensors as leaves of our tree."""
+"""The files of a model in a Hugging Face folder: `config.json` as a `Config`, and tensors as the leaves of our tree."""
 
 from __future__ import annotations
 
 import math
 import types
 import typing
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from fshard import tree
 from fshard._core.files.io import StrPath
 from fshard._core.files.url import as_path
-from fshard.errors import ShardingError, fail
-from fshard.interop.hf import CONFIG, FileTensor, config_of
+from fshard.errors import ShardingError, checked, fail
+from fshard.interop.hf import CONFIG, FileTensor, WeightHeaders, config_of, read, write
+
+from .transformer import check_config
 
 C = TypeVar("C")
+Get = Callable[[StrPath], Any]
 _LAYERS = ("n_layer", "num_layers", "num_hidden_layers", "depths", "num_local_experts")  # numbers of parts of a model
 _MAX_LAYERS = 1_000  # as many as the deepest published transformer has
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """How a model is stored in a folder of Hugging Face.
+
+    Args:
+        config_class: the class of its configs.
+        init: its function from a config to the described parameters.
+        tensor: path of a leaf -> its tensor in the file.
+        kind: the start of the names of its classes in transformers, "GPT2"; `suffix`: the end of the model's class, or
+            a function from a config to it.
+        prefix: of the names of tensors, which files of a model without a head may lack.
+        fixed: the options that every config.json has; None: it may have this one only with the value None.
+        absent: tokens of a config.json that lacks them.
+        ignored: ends of the names of tensors that are not read: buffers of older versions.
+        tied: another name of a tensor -> its name here; those of `heads` only if the config ties the head.
+        other_fields: contents of config.json -> fields of the config that have another name there.
+        sizes: config -> its fields as config.json has them.
+        name_in: (name, all names in a file) -> the name of a tensor in this file.
+        completed: (config, headers of a folder) -> the config with what only the tensors show.
+    """
+
+    config_class: type
+    init: Callable[[Any], Any]
+    tensor: Callable[[tree.Path], FileTensor]
+    _: KW_ONLY
+    kind: str
+    fixed: Mapping[str, Any]
+    suffix: str | Callable[[Any], str] = "ForCausalLM"
+    prefix: str = ""
+    absent: Mapping[str, int] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    heads: tuple[str, ...] = ("lm_head.weight",)
+    other_fields: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: {}
+    sizes: Callable[[Any], dict[str, Any]] = asdict
+    name_in: Callable[[str, Collection[str]], str] = lambda name, names: name
+    completed: Callable[[Any, WeightHeaders], Any] = lambda cfg, headers: cfg
+
+    def read_config(self, folder: StrPath, **others: Any) -> Any:
+        """Read a config from `config.json`; `others` replace fields of it."""
+        others = {**self.other_fields(config_of(folder)), **others}
+        return read_config(folder, self.config_class, self.fixed, self.absent, **others)
+
+    def load(self, path: StrPath) -> tuple[Any, Any]:
+        """Return the config and the described parameters of a folder."""
+        found = self.read_config(path)
+        headers = WeightHeaders(path)
+        cfg = self.completed(found, headers)
+
+        def in_this_file(path: tree.Path) -> FileTensor:
+            tensor = self.tensor(path)
+            return replace(tensor, name=self.name_in(tensor.name, headers.tensors))
+
+        untied = () if getattr(cfg, "tie_word_embeddings", True) else self.heads
+        copies = {name: of for name, of in self.tied.items() if name not in untied}
+        return cfg, read(headers, self.init(cfg), in_this_file, prefix=self.prefix, ignored=self.ignored, copies=copies)
+
+    def save(self, path: StrPath, cfg: Any, params: Any, config: Mapping[str, Any], **options: Any) -> None:
+        """Write a folder with these contents of config.json; `options` are those of `write`."""
+        write(path, params, self.tensor, config=config, described=self.init(cfg), **options)
+
+    def file_config(self, cfg: Any, suffix: str | None = None) -> dict[str, Any]:
+        """Return the contents of config.json for the model, or for a class of transformers with another `suffix`."""
+        if suffix is None:
+            suffix = self.suffix if isinstance(self.suffix, str) else self.suffix(cfg)
+        fixed = {name: x for name, x in self.fixed.items() if x is not None}
+        return {"architectures": [f"{self.kind}{suffix}"], **fixed, **self.sizes(cfg)}
+
+
+def file_functions(file: ModelFile) -> tuple[Callable[[tree.Path], FileTensor], Get, Get, Callable[..., None]]:
+    """Make the functions `theirs, config, load, save` of a model."""
+
+    @checked
+    def theirs(path: tree.Path) -> FileTensor:
+        """Return the Hugging Face file tensor of the leaf at a path.
+
+        >>> gpt2.theirs(("h", 3, "up", "w"))
+        FileTensor(name='transformer.h.3.mlp.c_fc.weight', dims=None, at=None)
+
+        Raises ShardingError for a path at which the model has no leaf.
+        """
+        return file.tensor(path)
+
+    @checked
+    def config(folder: StrPath) -> Any:
+        """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
+
+        >>> gpt2.config("my-gpt2") == cfg
+        True
+        """
+        return file.read_config(folder)
+
+    @checked
+    def load(path: StrPath) -> tuple[Any, Any]:
+        """Return the config and the described parameters of a folder of `save_pretrained`; placing them reads them.
+
+        >>> cfg, weights = gpt2.load("my-gpt2")
+        >>> params = fs.materialize(weights, gpt2.specs(cfg, model="model"), mesh, key=fs.key(0))
+
+        Raises ShardingError listing every tensor that is missing, of another shape, or not part of the model.
+        """
+        return file.load(path)
+
+    @checked
+    def save(
+        path: StrPath, cfg: Any, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
+    ) -> None:
+        """Write a folder that `from_pretrained` reads; `params` may be placed on a mesh. `like`: see `hf.save`.
+
+        >>> gpt2.save("again", cfg, params)
+        >>> gpt2.config("again") == cfg
+        True
+        """
+        check_config("save", cfg, file.config_class)
+        file.save(path, cfg, params, file.file_config(cfg), like=like, max_shard_bytes=max_shard_bytes)
+
+    return theirs, config, load, save
 
 
 def read_config(

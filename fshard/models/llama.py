@@ -11,29 +11,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fshard import init as initial
-from fshard import nn, tree
-from fshard._core.files.io import StrPath
+from fshard import nn
 from fshard.collectives import pvary
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import FileTensor, config_of, read, write
+from fshard.interop.hf import FileTensor
 from fshard.nn import rope
 from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
 from .decoding import Cache, KeyValues, Tokens
-from .hf_files import file_tensor, read_config, weight_and_bias
+from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
 from .transformer import (
-    ONE_DEVICE,
     Layout,
     apply_blocks,
     causal_attention,
     check_numbers,
+    decoder_of,
     flat_linear,
     generate_of,
     linear_params,
@@ -208,60 +206,24 @@ def row_specs(cfg: BaseConfig, name: str, model: Axis) -> Any:
     return {"w": P(model), "b": P()} if name in cfg.biased else {"w": P(model)}
 
 
-@checked
-def apply(
-    cfg: BaseConfig, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
-    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
-) -> Any:  # fmt: skip
-    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the updated cache).
-
-    `params` are as placed. Pass their `specs` if they vary over `layout.data` or are split over it (FSDP): each block
-    is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward. `mask`
-    [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
-
-    With the rope_type dynamic or longrope, angles depend on the longest sequence of the batch so far. Cached keys are
-    not rotated again, as in transformers: the logits are not those of one call with all the tokens.
-
-    >>> apply(cfg, params, ids).shape
-    torch.Size([2, 4, 32])
-    """
-    run, top, x, blocks = forward(cfg, params, ids, shapes_of(init, cfg), _block, layout=layout, specs=specs, key=key,
-                                  remat=remat, mask=mask, cache=cache)  # fmt: skip
-    logits = run.logits(top, x)
-    return logits if cache is None else (logits, cache.updated(blocks, run.tokens.t))
-
-
-@checked
-def states(
-    cfg: BaseConfig, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
-    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
-
-    The parameters need no head.
-
-    >>> states(cfg, params, ids).shape
-    torch.Size([2, 4, 16])
-    """
-    run, top, x, _ = forward(cfg, params, ids, shapes_of(init, cfg), _block, layout=layout, specs=specs, key=key,
-                             remat=remat, mask=mask, logits=False)  # fmt: skip
-    return run.states(top, x)
+def _forward(
+    cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], **options: Any
+) -> tuple[Tensor, dict[str, Any], list[Any]]:
+    return forward(cfg, params, ids, names, shapes_of(init, cfg), _block, **options)
 
 
 def forward(
-    cfg: BaseConfig, params: Any, ids: Tensor, described: Any, block: Callable[..., Any], *, layout: Layout, specs: Any,
-    key: Tensor | None, remat: bool, mask: Tensor | None, cache: Cache | None = None, logits: bool = True,
+    cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], described: Any, block: Callable[..., Any], *,
+    layout: Layout, specs: Any, key: Tensor | None, remat: bool, mask: Tensor | None, cache: Cache | None = None,
     has_aux: bool = False, each: Sequence[tuple[Any, ...]] = (),
-) -> tuple[Forward, dict[str, Any], Tensor, list[Any]]:  # fmt: skip
+) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
     """Embed ids and apply all blocks, `block(forward, params, x, key, cached, window)`; see `apply_blocks`.
 
-    Returns the pass, the unsharded parameters outside of the blocks, the stream after the last block, and the outputs
-    of the blocks. `described` is the tree of `init`; without `logits` the parameters need no head; `each` has more
-    argument for each block.
+    Return the normalized stream after the last block, the unsharded parameters `names`, and the outputs of
+    the blocks. `described` is the tree of `init`; `each` has more arguments for each block.
     """
     tokens = Tokens.of(ids, mask, cache)
     layout = layout.with_batch(ids, key, cfg.attention_dropout)
-    names = [name for name in described if name != "h" and (logits or name != "head")]
     top = layout.unshard(names, params, specs, described)
     x = layout.embed(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
     angles = rope_angles(cfg.rope_parameters, cfg.width, cfg.max_position_embeddings, tokens=tokens, layout=layout,
@@ -270,7 +232,7 @@ def forward(
     own = [(window, *more) for window, more in zip(cfg.windows, each or [()] * cfg.num_hidden_layers, strict=True)]
     x, outs = apply_blocks(functools.partial(block, run), params, x, layout=layout, described=described, specs=specs,
                            key=key, remat=remat, cache=cache, each=own, has_aux=has_aux)  # fmt: skip
-    return run, top, x, outs
+    return run.norm(x, top["norm_f"]), top, outs
 
 
 class Forward(NamedTuple):
@@ -284,15 +246,6 @@ class Forward(NamedTuple):
     def norm(self, x: Tensor, p: Any) -> Tensor:
         """The norm of the stream."""
         return nn.rms_norm(x, self.layout.replicated(p["w"]), eps=self.cfg.rms_norm_eps)
-
-    def states(self, top: Any, x: Tensor) -> Tensor:
-        """The last hidden states [B, T, D]{I model} of the stream after the last block."""
-        return self.layout.whole(self.norm(x, top["norm_f"]), self.tokens.t)
-
-    def logits(self, top: Any, x: Tensor) -> Tensor:
-        """The logits [B, T, V@model] of the stream after the last block."""
-        x = self.layout.enter(self.norm(x, top["norm_f"]), self.tokens.t)
-        return nn.linear(x, top["wte"].transpose(0, 1) if self.cfg.tie_word_embeddings else top["head"]["w"])
 
     def attention(
         self, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None
@@ -321,6 +274,7 @@ def _block(
     return x + run.layout.row_linear(h, p["down"]["w"], p["down"].get("b")), cached
 
 
+apply, states = decoder_of(BaseConfig, init, _forward)
 loss = loss_of(apply, Config)
 generate = generate_of(apply, Config)
 
@@ -348,77 +302,28 @@ _BLOCK = {
     **weight_and_bias("up", "mlp.up_proj", "f d -> d f"),
     **weight_and_bias("down", "mlp.down_proj", "d f -> f d"),
 }
-_FIXED = {"model_type": "llama"}
-_ABSENT = {"bos_token_id": 1, "eos_token_id": 2}  # of a config.json without them
-IGNORED = ("rotary_emb.inv_freq",)  # a buffer of older versions
 BLOCKS = "model.layers"
 
 
-@checked
-def theirs(path: tree.Path) -> FileTensor:
-    """The Hugging Face file tensor of the leaf at a path.
-
-    >>> theirs(("h", 3, "q", "w"))
-    FileTensor(name='model.layers.3.self_attn.q_proj.weight', dims='(g r k) d -> d g r k', at=None)
-    """
-    return file_tensor(path, TOP, _BLOCK, BLOCKS)
+def rotary(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Return the rotary positions of a config.json, which old ones have in several fields."""
+    return {"rope_parameters": rope.parameters(config, **defaults)}
 
 
-@checked
-def config(folder: StrPath) -> Config:
-    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
-
-    >>> config("my-llama") == cfg
-    True
-    """
-    return read_config(folder, Config, _FIXED, _ABSENT, rope_parameters=rope.parameters(config_of(folder)))
-
-
-@checked
-def load(path: StrPath) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
-
-    >>> cfg, weights = llama.load("my-llama")
-    >>> params = fs.materialize(weights, llama.specs(cfg, model="model"), mesh, key=fs.key(0))
-
-    Raises ShardingError listing every tensor that is missing, of another shape, or not a Llama's.
-    """
-    cfg = config(path)
-    return cfg, read_weights(path, cfg)
-
-
-def read_weights(path: StrPath, cfg: BaseConfig) -> Any:
-    """The described parameters of a folder whose config is known."""
-    return read(path, init(cfg), theirs, prefix="model.", ignored=IGNORED, copies=tied(cfg))
-
-
-def tied(cfg: BaseConfig) -> dict[str, str]:
-    """The other names of tensors in a file, by `copies` of `hf.read`."""
-    return {"lm_head.weight": "model.embed_tokens.weight"} if cfg.tie_word_embeddings else {}
-
-
-@checked
-def save(
-    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
-) -> None:
-    """Write a folder that `LlamaForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
-
-    `like`: see `hf.save`.
-
-    >>> save("again", cfg, params)
-    >>> config("again") == cfg
-    True
-    """
-    write(path, params, theirs, config=file_config(cfg, "LlamaForCausalLM"), like=like, max_shard_bytes=max_shard_bytes,
-          described=init(cfg))  # fmt: skip
-
-
-def file_config(cfg: BaseConfig, kind: str, fixed: Mapping[str, Any] = MappingProxyType(_FIXED)) -> dict[str, Any]:
-    """The contents of config.json for a class of transformers."""
+def _sizes(cfg: BaseConfig) -> dict[str, Any]:
     sizes = {**asdict(cfg), "num_key_value_heads": cfg.groups}
     if cfg.head_dim is None:  # each class has its own way to leave it out
         del sizes["head_dim"]
-    return {"architectures": [kind], **{name: x for name, x in fixed.items() if x is not None}, **sizes}
+    return sizes
+
+
+FILE = ModelFile(
+    Config, init, functools.partial(file_tensor, top=TOP, block=_BLOCK, blocks=BLOCKS),
+    kind="Llama", prefix="model.", fixed={"model_type": "llama"}, ignored=("rotary_emb.inv_freq",),
+    absent={"bos_token_id": 1, "eos_token_id": 2}, tied={"lm_head.weight": "model.embed_tokens.weight"},
+    other_fields=rotary, sizes=_sizes,
+)  # fmt: skip
+theirs, config, load, save = file_functions(FILE)
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "save", "specs",

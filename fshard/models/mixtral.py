@@ -3,6 +3,9 @@
 No token is dropped: an expert computes however many tokens choose it. Experts may be split in width over `model`, or by
 expert over any axis, with `Layout(experts=)`: every rank computes its own experts for the tokens of all.
 
+Where two experts are about equally likely, rounding decides which a token goes to, which may differ between meshes. A
+compiled program, whose shapes may not depend on values, computes every expert for every token.
+
 Legend: B batch, T time, N the tokens of a rank, D width, E experts, F hidden width of an expert, V vocabulary;
 [E@model] is a dim split over an axis; {V} varies over it, {I} does not.
 Source: Jiang et al., 2024, "Mixtral of experts"; Fedus et al., 2021, "Switch transformers", for the balance loss; Zoph
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,13 +24,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import init as initial
-from fshard import nn, tree
-from fshard._core.files.io import StrPath
+from fshard import nn
 from fshard._core.ops import local_range
 from fshard._core.region import has_values
 from fshard.collectives import all_gather, psum, psum_scatter, pvary
 from fshard.errors import checked, fail, must_be
-from fshard.interop.hf import FileTensor, FileTensors, config_of, read, write
+from fshard.interop.hf import FileTensor, FileTensors
 from fshard.nn import rope
 from fshard.schedule.unshard import unshard
 from fshard.spec import Axis, P, names_of
@@ -35,9 +37,18 @@ from fshard.spec import Axis, P, names_of
 from . import llama
 from .activations import ACTIVATIONS
 from .decoding import Cache, KeyValues
-from .hf_files import file_tensor, read_config
+from .hf_files import file_functions, file_tensor
 from .llama import Forward
-from .transformer import ONE_DEVICE, Layout, check_params, generate_of, linear_params, shapes_of
+from .transformer import (
+    ONE_DEVICE,
+    Layout,
+    check_params,
+    decoder_of,
+    generate_of,
+    head_logits,
+    linear_params,
+    shapes_of,
+)
 
 _THETA = 1e6  # of rotary positions
 
@@ -113,44 +124,6 @@ def specs(cfg: Config, *, model: Axis = None, experts: Axis = None) -> Any:
 
 
 @checked
-def apply(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
-    remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
-) -> Any:  # fmt: skip
-    """Logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with a `cache`, (logits, the updated cache).
-
-    The arguments are those of `llama.apply`. Where two experts are about equally likely, rounding decides which a token
-    goes to, which may differ between meshes.
-
-    A program that is compiled, where shapes may not depend on values, computes every expert for every token.
-
-    >>> apply(cfg, params, ids).shape
-    torch.Size([2, 4, 32])
-    """
-    run, top, x, outs = _forward(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
-                                 cache=cache)  # fmt: skip
-    logits = run.logits(top, x)
-    return logits if cache is None else (logits, cache.updated([cached for cached, _ in outs], run.tokens.t))
-
-
-@checked
-def states(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
-    remat: bool = False, mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; the arguments are those of `apply`.
-
-    The parameters need no head.
-
-    >>> states(cfg, params, ids).shape
-    torch.Size([2, 4, 16])
-    """
-    run, top, x, _ = _forward(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
-                              logits=False)  # fmt: skip
-    return run.states(top, x)
-
-
-@checked
 def losses(
     cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
     key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
@@ -165,9 +138,10 @@ def losses(
     >>> losses(cfg, params, ids, ids)
     {'cross_entropy': tensor(3.5229), 'balance': tensor(2.2363), 'z': tensor(4.3002)}
     """
-    run, top, x, outs = _forward(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
-    ce = nn.cross_entropy(run.logits(top, x), targets, axis=layout.model, size=cfg.vocab_size, over=layout.data,
-                            donate=True)  # fmt: skip
+    names = [name for name in shapes_of(init, cfg) if name != "h"]
+    x, top, outs = _forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
+    logits = head_logits(cfg, layout, top, x, ids.shape[1])
+    ce = nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data, donate=True)
     counted = torch.ones_like(ids) if mask is None else mask != 0
     sums = torch.stack([s for _, s in outs]).sum(0) if outs else x.new_zeros(2 * cfg.num_local_experts + 1)
     rows = counted.sum() * cfg.num_hidden_layers
@@ -194,15 +168,12 @@ def loss(
     return out + cfg.router_aux_loss_coef * parts["balance"] if cfg.output_router_logits else out
 
 
-generate = generate_of(apply, Config)
-
-
 # --- the mixture ----------------------------------------------------------------------------------------------
 
 
 def _forward(
-    cfg: Config, params: Any, ids: Tensor, *, layout: Layout, specs: Any, **options: Any
-) -> tuple[Forward, dict[str, Any], Tensor, list[Any]]:
+    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, **options: Any
+) -> tuple[Tensor, dict[str, Any], list[Any]]:
     """`llama.forward`, whose blocks return (cached keys and values, sums of the router).
 
     Experts that are split over the data axes are not unsharded: they go to the blocks beside the other parameters.
@@ -213,7 +184,8 @@ def _forward(
     block = functools.partial(_block, counted=counted)
     _check_layout(layout)
     if not set(axes) & set(data):
-        return llama.forward(cfg, params, ids, described, block, layout=layout, specs=specs, has_aux=True, **options)
+        return llama.forward(cfg, params, ids, names, described, block, layout=layout, specs=specs, has_aux=True,
+                             **options)  # fmt: skip
     if not isinstance(specs, Mapping) or not isinstance(specs.get("h"), Sequence):
         raise must_be("mixtral: specs", "the specs of all leaves", specs,
                       fix="those the parameters were placed with: experts are split over a data axis")  # fmt: skip
@@ -225,7 +197,7 @@ def _forward(
     params, specs, described = (
         {**x, "h": [{**block, "experts": {}} for block in x["h"]]} for x in (params, specs, described)
     )
-    return llama.forward(cfg, params, ids, described, block, layout=layout, specs=specs, has_aux=True, each=own,
+    return llama.forward(cfg, params, ids, names, described, block, layout=layout, specs=specs, has_aux=True, each=own,
                          **options)  # fmt: skip
 
 
@@ -328,6 +300,15 @@ def _assignments(cfg: Config, weights: Tensor) -> tuple[Tensor, Tensor, list[int
     return which, token, (weights != 0).sum(0).tolist()
 
 
+def _with_cache(*args: Any, **options: Any) -> tuple[Tensor, dict[str, Any], list[Any]]:
+    x, top, outs = _forward(*args, **options)
+    return x, top, [cached for cached, _ in outs]
+
+
+apply, states = decoder_of(Config, init, _with_cache)
+generate = generate_of(apply, Config)
+
+
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
 _EXPERTS = "block_sparse_moe.experts.*"  # every matrix of an expert is a tensor of its own
@@ -338,63 +319,13 @@ _BLOCK = {
     "experts.up": FileTensors(f"{_EXPERTS}.w3.weight", "f d -> d f"),
     "experts.down": FileTensors(f"{_EXPERTS}.w2.weight", "d f -> f d"),
 }
-_FIXED = {"model_type": "mixtral", "layer_types": None, "router_jitter_noise": 0.0}
-_ABSENT = {"bos_token_id": 1, "eos_token_id": 2}  # of a config.json without them
-
-
-@checked
-def theirs(path: tree.Path) -> FileTensor:
-    """The Hugging Face file tensor of the leaf at a path, or those of all experts.
-
-    >>> theirs(("h", 3, "experts", "up"))
-    FileTensors(name='model.layers.3.block_sparse_moe.experts.*.w3.weight', dims='f d -> d f', at=None)
-    """
-    return file_tensor(path, llama.TOP, _BLOCK, llama.BLOCKS)
-
-
-@checked
-def config(folder: StrPath) -> Config:
-    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
-
-    >>> config("my-mixtral") == cfg
-    True
-    """
-    rotary = rope.parameters(config_of(folder), theta=_THETA)
-    return read_config(folder, Config, _FIXED, _ABSENT, rope_parameters=rotary)
-
-
-@checked
-def load(path: StrPath) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
-
-    >>> cfg, weights = mixtral.load("my-mixtral")
-    >>> params = fs.materialize(weights, mixtral.specs(cfg, experts="model"), mesh, key=fs.key(0))
-
-    Raises ShardingError listing every tensor that is missing, of another shape, or not a Mixtral's.
-    """
-    cfg = config(path)
-    return cfg, read(path, init(cfg), theirs, prefix="model.", ignored=llama.IGNORED, copies=llama.tied(cfg))
-
-
-@checked
-def save(
-    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
-) -> None:
-    """Write a folder that `MixtralForCausalLM.from_pretrained` reads; `params` may be placed on a mesh.
-
-    `like`: see `hf.save`.
-
-    >>> save("again", cfg, params)
-    >>> config("again") == cfg
-    True
-    """
-    write(path, params, theirs, config=file_config(cfg, "MixtralForCausalLM"),
-          like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))  # fmt: skip
-
-
-def file_config(cfg: Config, kind: str) -> dict[str, Any]:
-    """The contents of config.json for a class of transformers."""
-    return llama.file_config(cfg, kind, _FIXED)
+FILE = replace(
+    llama.FILE, config_class=Config, init=init,
+    tensor=functools.partial(file_tensor, top=llama.TOP, block=_BLOCK, blocks=llama.BLOCKS),
+    kind="Mixtral", fixed={"model_type": "mixtral", "layer_types": None, "router_jitter_noise": 0.0},
+    other_fields=functools.partial(llama.rotary, theta=_THETA),
+)  # fmt: skip
+theirs, config, load, save = file_functions(FILE)
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "losses", "save",

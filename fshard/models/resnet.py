@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from fshard._core.files.url import as_path
 from fshard._core.region import region
 from fshard.collectives import all_gather, pvary
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import CONFIG, FileTensor, WeightHeaders, config_of, read, write
+from fshard.interop.hf import CONFIG, FileTensor, WeightHeaders, config_of
 from fshard.nn.decoding import global_batch
 from fshard.schedule import scan
 from fshard.schedule.options import BackwardPrefetch, Release
@@ -30,7 +30,7 @@ from fshard.schedule.unshard import make_whole
 from fshard.spec import Axis, P, describe, is_spec, names_of, part_lengths, part_range
 
 from .activations import ACTIVATIONS, activation_errors
-from .hf_files import read_config
+from .hf_files import ModelFile, file_functions
 from .transformer import check_params, shapes_of, spec_of
 
 _DEPTHS: Mapping[int, tuple[Literal["basic", "bottleneck"], tuple[int, ...]]] = {
@@ -421,15 +421,7 @@ _LEAVES = {
 _FC = {"w": "classifier.1.weight", "b": "classifier.1.bias"}
 
 
-@checked
-def theirs(path: tree.Path) -> FileTensor:
-    """The Hugging Face file tensor of the leaf at a path of {"params": ..., "state": ...}.
-
-    >>> theirs(("state", "stages", 2, 0, "norm_skip", "mean"))
-    FileTensor(name='resnet.encoder.stages.2.layers.0.shortcut.normalization.running_mean', dims=None, at=None)
-
-    Raises ShardingError for a path that the model lacks.
-    """
+def _tensor(path: tree.Path) -> FileTensor:
     match path:
         case ("params", "fc", "w" | "b" as leaf):
             return FileTensor(_FC[leaf])
@@ -448,6 +440,34 @@ def theirs(path: tree.Path) -> FileTensor:
     return FileTensor(f"{prefix}.{name}")
 
 
+class _ResNetFile(ModelFile):
+    def read_config(self, folder: StrPath, **others: Any) -> Any:
+        """Read a config, refusing that of a regression or of several classes at once."""
+        raw = config_of(folder)
+        problem = raw.get("problem_type")
+        if problem not in (None, "single_label_classification"):
+            raise fail(f"{as_path(folder) / CONFIG}: problem_type={problem!r}",
+                       "the loss here is the cross-entropy of one class",
+                       fix="fs.defer(lambda: AutoModelForImageClassification.from_config(config))")  # fmt: skip
+        names = raw.get("id2label")
+        found = len(names) if isinstance(names, dict) else raw.get("num_labels", 2)  # 2: transformers' default
+        return super().read_config(folder, **{"num_labels": found, **others})
+
+
+def _with_head_of(cfg: Config, headers: WeightHeaders) -> Config:
+    has_head = any(name.startswith("classifier.") for name in headers.tensors)
+    return cfg if has_head else replace(cfg, num_labels=0)
+
+
+FILE = _ResNetFile(
+    Config, lambda cfg: {"params": init(cfg), "state": state(cfg)}, _tensor,
+    kind="ResNet", suffix=lambda cfg: "ForImageClassification" if cfg.num_labels else "Model", prefix="resnet.",
+    fixed={"model_type": "resnet"}, completed=_with_head_of,
+    sizes=lambda cfg: {name: value for name, value in asdict(cfg).items() if name not in ("num_labels", "stem")},
+)  # fmt: skip
+theirs, *_ = file_functions(FILE)
+
+
 @checked
 def config(folder: StrPath, **fields: Any) -> Config:
     """Read a `Config` from the `config.json` of a folder; `fields` replace its own.
@@ -458,20 +478,13 @@ def config(folder: StrPath, **fields: Any) -> Config:
     Raises ShardingError for another type of model, and for one that was trained as a regression or for several classes
     at once.
     """
-    raw = config_of(folder)
-    problem = raw.get("problem_type")
-    if problem not in (None, "single_label_classification"):
-        raise fail(f"{as_path(folder) / CONFIG}: problem_type={problem!r}",
-                   "the loss here is the cross-entropy of one class",
-                   fix="fs.defer(lambda: AutoModelForImageClassification.from_config(config))")  # fmt: skip
-    names = raw.get("id2label")
-    found = len(names) if isinstance(names, dict) else raw.get("num_labels", 2)  # 2: transformers' default
-    return read_config(folder, Config, {"model_type": "resnet"}, None, **{"num_labels": found, **fields})
+    cfg: Config = FILE.read_config(folder, **fields)
+    return cfg
 
 
 @checked
 def load(path: StrPath) -> tuple[Config, Any]:
-    """The config and the described {"params", "state"} of a folder written by `save_pretrained`; placing reads them.
+    """Return the config and the described {"params", "state"} of a folder of `save_pretrained`; placing reads them.
 
     The config has no labels if the folder has no head.
 
@@ -481,14 +494,7 @@ def load(path: StrPath) -> tuple[Config, Any]:
 
     Raises ShardingError listing every tensor that is missing, of another shape, or not part of the model.
     """
-    headers = WeightHeaders(path)
-    has_head = any(name.startswith("classifier.") for name in headers.tensors)
-    cfg = config(path) if has_head else config(path, num_labels=0)
-    return cfg, read(headers, _described(cfg), theirs, prefix="resnet.")
-
-
-def _described(cfg: Config) -> dict[str, Any]:
-    return {"params": init(cfg), "state": state(cfg)}
+    return FILE.load(path)
 
 
 @checked
@@ -505,20 +511,17 @@ def save(
     """
     if cfg.stem != "imagenet":
         raise fail(f"resnet.save: stem={cfg.stem!r}: transformers has no such model", fix="fs.checkpoint.save")
-    write(path, weights, theirs, config=file_config(cfg, like), like=like, max_shard_bytes=max_shard_bytes,
-          described=_described(cfg))  # fmt: skip
+    contents = {**FILE.file_config(cfg), **_labels(cfg, like)}
+    FILE.save(path, cfg, weights, contents, like=like, max_shard_bytes=max_shard_bytes)
 
 
-def file_config(cfg: Config, like: StrPath | None = None) -> dict[str, Any]:
-    """The contents of config.json; with names of the labels unless those of `like` are as many."""
-    sizes = {name: value for name, value in asdict(cfg).items() if name not in ("num_labels", "stem")}
-    kind = "ResNetForImageClassification" if cfg.num_labels else "ResNetModel"
-    out = {"architectures": [kind], "model_type": "resnet", **sizes}
+def _labels(cfg: Config, like: StrPath | None) -> dict[str, Any]:
+    """Return names of the labels for config.json, unless those of `like` are as many."""
     names = None if like is None else config_of(like).get("id2label")
     if not cfg.num_labels or (isinstance(names, dict) and len(names) == cfg.num_labels):
-        return out
+        return {}
     labels = [f"LABEL_{i}" for i in range(cfg.num_labels)]
-    return {**out, "id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
+    return {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
 
 
 __all__ = ["Config", "Layout", "apply", "config", "features", "head_inputs", "init", "load", "loss", "save", "specs",

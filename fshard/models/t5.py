@@ -22,7 +22,7 @@ from fshard import nn, tree
 from fshard._core.files.io import StrPath
 from fshard.collectives import pvary
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read, tensors, write
+from fshard.interop.hf import FileTensor, WeightHeaders, config_of, tensors
 from fshard.nn import decoding
 from fshard.nn.decoding import Decoder, Options, check_ids
 from fshard.nn.decoding.options import with_tokens
@@ -31,7 +31,7 @@ from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activated, activation_errors
 from .decoding import Cache, KeyValues, Tokens, append_to_cache
-from .hf_files import read_config
+from .hf_files import ModelFile, file_functions, read_config
 from .transformer import (
     ONE_DEVICE,
     Layout,
@@ -559,20 +559,10 @@ def _names() -> dict[str, FileTensor]:
 
 
 _NAMES = _names()
-_TIED = {f"{stack}.embed_tokens.weight": "shared.weight" for stack in _STACKS}
-_IGNORED = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)  # of the first files: not used
 _CLASSES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}
 
 
-@checked
-def theirs(path: tree.Path) -> FileTensor:
-    """The Hugging Face file tensor of the leaf at a path.
-
-    >>> theirs(("decoder", "h", 3, "cross", "q", "w"))
-    FileTensor(name='decoder.block.3.layer.1.EncDecAttention.q.weight', dims='(h k) d -> d h k', at=None)
-
-    Raises ShardingError for a path that the model lacks.
-    """
+def _tensor(path: tree.Path) -> FileTensor:
     in_block = len(path) > 2 and path[1] == "h" and type(path[2]) is int
     name = tree.dotted((*path[:2], "*", *path[3:]) if in_block else path)
     if name not in _NAMES:
@@ -582,50 +572,32 @@ def theirs(path: tree.Path) -> FileTensor:
     return replace(found, name=found.name.replace("*", str(path[2]))) if in_block else found
 
 
-@checked
-def config(folder: StrPath) -> Config:
-    """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
-
-    `load` sees in the weights too whether the head is tied: transformers 5 does not say so in config.json.
-
-    >>> config("my-t5") == cfg
-    True
-    """
-    contents = config_of(folder)
-    kind = contents.get("model_type")
-    feed_forward = contents.get("feed_forward_proj", "gated-gelu" if kind in ("mt5", "umt5") else "relu")
-    tied = contents.get("tie_word_embeddings", True) is not False
-    scaled = {"t5": tied, "mt5": False}.get(str(kind), True)  # as transformers 5: for umt5 whatever the file says
-    fixed = {"model_type": kind if kind in _CLASSES else "t5", "is_encoder_decoder": True, "is_decoder": False}
-    if isinstance(feed_forward, str):
-        fixed |= {"dense_act_fn": _activation(feed_forward), "is_gated_act": feed_forward.startswith("gated-")}
-    others = {"feed_forward_proj": feed_forward, "tie_word_embeddings": tied,
-              "scale_decoder_outputs": contents.get("scale_decoder_outputs", scaled),
-              "decoder_start_token_id": contents.get("decoder_start_token_id")}  # fmt: skip
-    return read_config(folder, Config, fixed, **others)
+class _T5File(ModelFile):
+    def read_config(self, folder: StrPath, **others: Any) -> Any:
+        """Read a config, whose fixed options depend on the type of model and on the activation."""
+        contents = config_of(folder)
+        kind = contents.get("model_type")
+        feed_forward = contents.get("feed_forward_proj", "gated-gelu" if kind in ("mt5", "umt5") else "relu")
+        tied = contents.get("tie_word_embeddings", True) is not False
+        scaled = {"t5": tied, "mt5": False}.get(str(kind), True)  # as transformers 5: for umt5 whatever the file says
+        fixed = {"model_type": kind if kind in _CLASSES else "t5", **self.fixed, "is_decoder": False}
+        if isinstance(feed_forward, str):
+            fixed |= {"dense_act_fn": _activation(feed_forward), "is_gated_act": feed_forward.startswith("gated-")}
+        others = {"feed_forward_proj": feed_forward, "tie_word_embeddings": tied,
+                  "scale_decoder_outputs": contents.get("scale_decoder_outputs", scaled),
+                  "decoder_start_token_id": contents.get("decoder_start_token_id"), **others}  # fmt: skip
+        return read_config(folder, Config, fixed, **others)
 
 
-@checked
-def load(path: StrPath) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
-
-    The head is a leaf of its own if the folder has one that differs from the token embedding, as in T5 1.1 and mT5.
-
-    >>> cfg, weights = t5.load("my-t5")
-    >>> params = fs.materialize(weights, t5.specs(cfg, model="model"), mesh, key=fs.key(0))
-
-    Raises ShardingError listing every tensor that is missing, of another shape, or not a T5's.
-    """
-    headers, cfg = WeightHeaders(path), config(path)
-    tied = "lm_head.weight" not in headers.tensors or (cfg.tie_word_embeddings and _begin_alike(path))
-    cfg = replace(cfg, tie_word_embeddings=tied)
-    copies = _TIED | ({"lm_head.weight": "shared.weight"} if tied else {})
-    return cfg, read(headers, init(cfg), theirs, ignored=_IGNORED, copies=copies)
+def _with_head_of(cfg: Config, headers: WeightHeaders) -> Config:
+    """Return the config with the head that the folder has; transformers 5 does not tell it in config.json."""
+    tied = "lm_head.weight" not in headers.tensors or (cfg.tie_word_embeddings and _begin_alike(headers))
+    return replace(cfg, tie_word_embeddings=tied)
 
 
-def _begin_alike(path: StrPath) -> bool:
+def _begin_alike(headers: WeightHeaders) -> bool:
     """True if the first rows of head and token embedding are equal. If later ones are not, placing the leaf raises."""
-    embedding, head = (tensors(path).get(name) for name in ("shared.weight", "lm_head.weight"))
+    embedding, head = (tensors(headers.path).get(name) for name in ("shared.weight", "lm_head.weight"))
     if embedding is None or head is None or (embedding.shape, embedding.dtype) != (head.shape, head.dtype):
         return False
     box = (slice(0, min(64, embedding.shape[0])), *(slice(0, n) for n in embedding.shape[1:]))
@@ -634,21 +606,14 @@ def _begin_alike(path: StrPath) -> bool:
     return torch.equal(first, second)
 
 
-@checked
-def save(
-    path: StrPath, cfg: Config, params: Any, *, like: StrPath | None = None, max_shard_bytes: int = 5 * 10**9
-) -> None:
-    """Write a folder that `T5ForConditionalGeneration.from_pretrained` reads; `params` may be placed on a mesh.
-
-    `like`: see `hf.save`.
-
-    >>> save("again", cfg, params)
-    >>> config("again") == cfg
-    True
-    """
-    config = {"architectures": [f"{_CLASSES[cfg.model_type]}ForConditionalGeneration"], "is_encoder_decoder": True,
-              **asdict(cfg), "num_decoder_layers": cfg.decoder_layers}  # fmt: skip
-    write(path, params, theirs, config=config, like=like, max_shard_bytes=max_shard_bytes, described=init(cfg))
+FILE = _T5File(
+    Config, init, _tensor, kind="", suffix=lambda cfg: f"{_CLASSES[cfg.model_type]}ForConditionalGeneration",
+    fixed={"is_encoder_decoder": True},
+    tied=dict.fromkeys([*(f"{stack}.embed_tokens.weight" for stack in _STACKS), "lm_head.weight"], "shared.weight"),
+    ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),  # of the first files: not used
+    sizes=lambda cfg: {**asdict(cfg), "num_decoder_layers": cfg.decoder_layers}, completed=_with_head_of,
+)  # fmt: skip
+theirs, config, load, save = file_functions(FILE)
 
 
 __all__ = ["Cache", "Config", "Layout", "apply", "config", "decode", "encode", "generate", "init", "load", "loss",

@@ -395,7 +395,7 @@ def loss_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor]:
         >>> gpt2.loss(cfg, params, ids, ids)
         tensor(3.19...)
         """
-        _check_config("loss", cfg, config)
+        check_config("loss", cfg, config)
         logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
         return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data,
                             donate=True)  # fmt: skip
@@ -403,7 +403,7 @@ def loss_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor]:
     return loss
 
 
-def _check_config(verb: str, cfg: Any, config: type) -> None:
+def check_config(verb: str, cfg: Any, config: type) -> None:
     if not isinstance(cfg, config):
         raise must_be(f"{verb}: cfg", f"a {config.__module__.rpartition('.')[2]}.Config", cfg)
 
@@ -428,7 +428,7 @@ def generate_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor
         >>> gpt2.generate(cfg, params, ids, new=3).shape
         torch.Size([2, 7])
         """
-        _check_config("generate", cfg, config)
+        check_config("generate", cfg, config)
         layout = replace(layout, sequence=False)  # one token has no sequence to split
         chosen = Options.of(with_tokens(options, cfg.eos_token_id, cfg.pad_token_id, cfg.vocab_size))
 
@@ -441,6 +441,69 @@ def generate_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor
                                  model=layout.model, mask=mask, key=key, on_token=on_token)  # fmt: skip
 
     return generate
+
+
+def head_logits(cfg: Any, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
+    """Return logits [B, T, V@model] of the normalized stream, by the head or by the tied embeddings."""
+    w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
+    return nn.linear(layout.enter(x, t), w)
+
+
+def decoder_of(
+    config: type, init: Callable[[Any], Any], forward: Callable[..., tuple[Tensor, dict[str, Any], list[Any]]],
+    logits: Callable[[Any, Layout, dict[str, Any], Tensor, int], Tensor] = head_logits,
+) -> tuple[Callable[..., Any], Callable[..., Tensor]]:  # fmt: skip
+    """Make `apply` and `states` of a decoder.
+
+    Args:
+        config: the class of its configs; `init` describes the parameters of one.
+        forward: (cfg, params, ids, names, layout=, specs=, key=, remat=, mask=, cache=) -> the normalized stream after
+            the last block, the unsharded parameters `names`, and the keys and values of each block.
+        logits: (cfg, layout, unsharded parameters, stream, T) -> logits.
+    """
+
+    @checked
+    def apply(
+        cfg: Any, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
+        key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
+    ) -> Any:  # fmt: skip
+        """Return logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with `cache`, (logits, new cache).
+
+        `params` are as placed. Pass their `specs` if they vary over `layout.data` or are split over it (FSDP): each
+        block is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward.
+        `mask` [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
+
+        With the rope_type dynamic or longrope, angles depend on the longest sequence of the batch so far. Cached keys
+        are not rotated again, as in transformers: the logits are not those of one call with all the tokens.
+
+        >>> gpt2.apply(cfg, params, ids).shape
+        torch.Size([2, 4, 32])
+        """
+        check_config("apply", cfg, config)
+        names = [name for name in shapes_of(init, cfg) if name != "h"]
+        x, top, blocks = forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
+                                 cache=cache)  # fmt: skip
+        out = logits(cfg, layout, top, x, ids.shape[1])
+        return out if cache is None else (out, cache.updated(blocks, ids.shape[1]))
+
+    @checked
+    def states(
+        cfg: Any, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
+        key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; arguments as of `apply`.
+
+        The parameters need no head.
+
+        >>> gpt2.states(cfg, params, ids).shape
+        torch.Size([2, 4, 16])
+        """
+        check_config("states", cfg, config)
+        names = [name for name in shapes_of(init, cfg) if name not in ("h", "head")]
+        x, *_ = forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
+        return layout.whole(x, ids.shape[1])
+
+    return apply, states
 
 
 def shapes_of(init: Callable[[Any], Any], cfg: Any) -> Any:

@@ -361,9 +361,9 @@ def test_models_are_saved_to_a_storage_and_loaded_on_a_mesh(root: str, tmp_path:
     at = url.UrlPath(f"{root}/again/{SINGLE}")
     data = at.read(0, at.state()[0])
     assert data == (tmp_path / "disk" / SINGLE).read_bytes()  # the bytes of a disk
-    at.write([data[:-1] + bytes([data[-1] ^ 1])])
-    with pytest.raises(ShardingError, match="has the checksums of other values"):
-        fs.materialize(fs.hf.load(f"{root}/again")[1], P(), mesh, key=fs.key(1))
+    at.write([data[:-1]])
+    with pytest.raises(ShardingError, match="is cut short"):
+        fs.hf.load(f"{root}/again")
 
 
 # --- an object server ---------------------------------------------------------------------------------------

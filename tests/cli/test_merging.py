@@ -73,7 +73,7 @@ def test_merged_tensors_are_those_of_the_checkpoint(monkeypatch, capsys, piece: 
     told = f"merged: {len(want)} tensors of out at params, {nbytes:,} bytes in 1 file\n"
     assert capsys.readouterr().out == told
     assert [f.name for f in Path("merged").iterdir()] == ["model.safetensors"]
-    read = fs.interop.hf.tensors("merged")  # checks the checksums
+    read = fs.interop.hf.tensors("merged")
     placed = fs.materialize(read, P(), fs.make_mesh(data=1), key=KEY)
     assert_same({name: fs.device_get(x) for name, x in placed.items()}, want)
 

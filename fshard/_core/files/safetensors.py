@@ -4,12 +4,6 @@
     header            JSON: name -> {"dtype": "F32", "shape": [2, 3], "data_offsets": [start, stop]}
     tensors           row-major, end to end, in the order of their offsets
 
-Files that fshard writes for others have checksums in the header's `__metadata__`, which other readers ignore:
-`"crc32:NAME"` has eight hexadecimal digits for each block of 64 KiB of the tensor's bytes. They are the CRC-32 of
-`NAME DTYPE SHAPE`, as in `w F32 [2, 3]`, followed by the block, so that a block of another tensor does not fit.
-A program that writes other tensors with the metadata of such a file writes checksums that do not fit. That is refused,
-since a damaged file looks the same, and the error says how to write the file without them.
-
 The package `safetensors` cannot write a header alone, for tensors that several processes write later. Its errors name
 at most one damaged tensor, and no duplicate name. It slices a memory map: for an eighth of the columns of a 128 MiB
 tensor it reads 128 MiB from a cold disk, and `preadv` at the offsets in the header reads 16 MiB. Source of the format: https://github.com/huggingface/safetensors.
@@ -20,9 +14,8 @@ from __future__ import annotations
 import json
 import math
 import re
-import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,10 +37,6 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # Of a tensor: most operations of torch take 64 dims, its bytes are counted by 63 bits, and its name is a path.
 MAX_DIMS, MAX_ELEMENTS, MAX_NAME = 64, 1 << 59, 512
-BLOCK_BYTES = 1 << 16  # of a checksum: part of the format
-_CHECKSUMS = "crc32:"
-COPY_OR_WRITE = ('copy the file again; or, if another program wrote it with the metadata of an earlier file, write it '
-                 'without the keys "crc32:...": save_file(tensors, path, metadata={"format": "pt"})')  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,8 +44,8 @@ class HeaderEntry:
     """A tensor in a file: `start` is its first byte, `dtype` is None if torch has no dtype for `dtype_name`.
 
     `file_size` and `file_mtime` (ns) are of the time when the header was read. `file` is absolute: the values may be
-    read later from another working directory. `checksums` has eight digits for each block; None in files without them.
-    `strides` are those of a tensor that is not row-major, which a file of torch may have.
+    read later from another working directory. `strides` are those of a tensor that is not row-major, which a file of
+    torch may have.
     """
 
     file: AnyPath
@@ -67,7 +56,6 @@ class HeaderEntry:
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     start: int
-    checksums: str | None = None
     strides: tuple[int, ...] | None = None
 
     @property
@@ -75,34 +63,18 @@ class HeaderEntry:
         assert self.dtype is not None
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def matches(self, block: int, data: bytes | memoryview) -> bool:
-        """Return whether the bytes of a block have its checksum."""
-        assert self.checksums is not None
-        return self.checksums[8 * block : 8 * block + 8] == checksum(self.name, self.dtype_name, self.shape, data)
-
 
 def dtype_name(dtype: torch.dtype) -> tuple[str, torch.dtype | None]:
     """Return the name of a dtype in a header, and the dtype; None if safetensors has none."""
     return (_NAMES[dtype], dtype) if dtype in _NAMES else (str(dtype).removeprefix("torch."), None)
 
 
-def checksum(name: str, dtype_name: str, shape: Sequence[int], block: bytes | memoryview) -> str:
-    """Return the checksum of a block of a tensor."""
-    return f"{zlib.crc32(block, zlib.crc32(f'{name} {dtype_name} {list(shape)}'.encode())):08x}"
-
-
-def checksums_of(name: str, dtype: torch.dtype, shape: Sequence[int], blocks: Iterable[bytes | memoryview]) -> str:
-    """Return the checksums of a tensor from its blocks, each of `BLOCK_BYTES` but the last."""
-    return "".join(checksum(name, _NAMES[dtype], shape, block) for block in blocks)
-
-
 @dataclass(frozen=True)
 class Header:
-    """The tensors of a file, an error for each that is damaged, the CRC-32 of the header itself, and its metadata."""
+    """The tensors of a file, an error for each that is damaged, and the metadata of the file."""
 
     entries: list[HeaderEntry]
     errors: list[ShardingError]
-    crc32: int
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -113,18 +85,13 @@ class Header:
 
 
 def encode_header(
-    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None,
-    checksums: Mapping[str, str] | None = None,
-) -> bytes:  # fmt: skip
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """Return the bytes before the first tensor of a file with `tensors`, name -> (dtype, shape), in that order.
 
     They are padded to a multiple of 8: tensors are aligned if the dtypes go from the widest to the narrowest.
-    `checksums` by name replace those in `metadata`, which may be that of another file.
     """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
-    if checksums is not None:
-        kept = {k: v for k, v in (metadata or {}).items() if not k.startswith(_CHECKSUMS)}
-        header["__metadata__"] = kept | {_CHECKSUMS + name: digits for name, digits in checksums.items()}
     end = 0
     for name, (dtype, shape) in tensors.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
@@ -135,7 +102,7 @@ def encode_header(
 
 
 def read_header(path: AnyPath) -> Header:
-    """Read a header; its errors name tensors that are cut short, out of place, of another size or without a checksum.
+    """Read a header; its errors name tensors that are cut short, out of place or of another size.
 
     Raises ShardingError if the header itself cannot be read.
     """
@@ -153,13 +120,12 @@ def read_header(path: AnyPath) -> Header:
         metadata = header.pop("__metadata__", None)
         texts = metadata if isinstance(metadata, dict) else {}
         for name in (*header, *texts):
-            check_name(name.removeprefix(_CHECKSUMS))
+            check_name(name)
         fields = [(name, *_fields(value)) for name, value in header.items()]
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise fail(f"{path}: the header is damaged", f"{type(e).__name__}: {e}", fix="copy it again") from e
     entries, errors = [], []
     texts = {k: v for k, v in texts.items() if isinstance(v, str)}
-    checksums = {k.removeprefix(_CHECKSUMS): v for k, v in texts.items() if k.startswith(_CHECKSUMS)}
     first, available, end = 8 + length, size - 8 - length, 0
     where = path.absolute()
     for name, dtype_name, shape, start, stop in sorted(fields, key=lambda f: f[3:]):
@@ -174,16 +140,11 @@ def read_header(path: AnyPath) -> Header:
             errors.append(fail(f"{label} is out of place", f"it begins at byte {first + start}, and the one before it "
                                f"ends at {first + end}", fix="write the file again"))  # fmt: skip
         end = stop
-        digits = checksums.get(name)
-        if checksums and (digits is None or len(digits) != 8 * -(-(stop - start) // BLOCK_BYTES)):
-            errors.append(fail(f"{label} has not the checksums of its bytes", f"{len(digits or '')} digits, and 8 for "
-                               f"each {BLOCK_BYTES} of {stop - start} bytes", fix=COPY_OR_WRITE))  # fmt: skip
-        entries.append(HeaderEntry(where, size, time, name, dtype_name, dtype, shape,
-                                   first + start, digits))  # fmt: skip
+        entries.append(HeaderEntry(where, size, time, name, dtype_name, dtype, shape, first + start))
     if end < available:
         errors.append(fail(f"{path}: is too long", f"its last tensor ends at byte {first + end}, the file has "
                            f"{size}", fix="copy it again"))  # fmt: skip
-    return Header(entries, errors, zlib.crc32(text), texts)
+    return Header(entries, errors, texts)
 
 
 def is_shape(sizes: Sequence[Any]) -> bool:

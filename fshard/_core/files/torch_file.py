@@ -24,7 +24,6 @@ import pickle
 import struct
 import sys
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +146,7 @@ def read_torch_file(path: Path) -> Header:
             entries[name] = _entry(path, where, stat, name, x, records)
         except ShardingError as e:
             errors.append(e)
-    return Header(list(entries.values()), errors, zlib.crc32(text))
+    return Header(list(entries.values()), errors)
 
 
 def _records(path: Path, archive: zipfile.ZipFile) -> dict[str, _Record]:

@@ -3,8 +3,7 @@
 from .export import write
 from .folder import CONFIG, INDEX, PICKLES, SINGLE, WeightHeaders, config_of, read_json
 from .generation_config import generation_options
-from .module import name_of, read_module
 from .weights import FileTensor, FileTensors, read, tensors
 
 __all__ = ["CONFIG", "INDEX", "PICKLES", "SINGLE", "FileTensor", "FileTensors", "WeightHeaders", "config_of",
-           "generation_options", "name_of", "read", "read_json", "read_module", "tensors", "write"]  # fmt: skip
+           "generation_options", "read", "read_json", "tensors", "write"]  # fmt: skip

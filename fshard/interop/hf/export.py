@@ -4,8 +4,7 @@
 2. Rank 0 creates the files, each of its final size with its header, in a temporary folder `.saving-9f2c81d0` inside the
    folder to write.
 3. Every rank writes its bytes into them and flushes them to the disk.
-4. Every rank reads back its share of the tensors, and computes their checksums; rank 0 writes these into the headers.
-5. Rank 0 renames the files that are carried over from another folder, config.json, then the weights.
+4. Rank 0 renames the files that are carried over from another folder, config.json, then the weights.
 
 A reader finds the old weights until one rename, and the new ones after it, never some of each. If old and new shards
 have the same names, the index refers to the new ones in the temporary folder while they are renamed.
@@ -23,9 +22,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,16 +42,13 @@ from fshard._core.files.io import (  # fmt: skip
     write_errors,
     write_file,
 )
-from fshard._core.files.safetensors import BLOCK_BYTES
 from fshard._core.files.url import AnyPath, UrlPath, as_path
-from fshard.defer import Apply
 from fshard.errors import ShardingError, checked, fail
 from fshard.spec import Box, overlap, relative_box
 
 from .carried import carried_files, complete_config
 from .folder import CONFIG, INDEX, SINGLE, read_json
 from .layout import OutputFile, OutputTensor, Source, Theirs, check_described, output_files, output_tensors
-from .module import file_parts, module_config
 from .weights import CHUNK_BYTES
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -65,7 +59,7 @@ Parts = list[tuple[int, Source, Box, Tensor]]  # first byte of the tensor in its
 
 @checked
 def write(
-    folder: StrPath, tree_: Any, theirs: Theirs | Apply, *, config: Mapping[str, Any], like: StrPath | None = None,
+    folder: StrPath, tree_: Any, theirs: Theirs, *, config: Mapping[str, Any], like: StrPath | None = None,
     prefix: str = "", max_shard_bytes: int = 5 * 10**9, metadata: Mapping[str, str] | None = None,
     described: Any = None,
 ) -> None:  # fmt: skip
@@ -76,8 +70,7 @@ def write(
     are replaced all at once; files of other names stay. On a process mesh every rank calls this, on a shared folder.
 
     Args:
-        theirs: path of a leaf -> its tensor in the file, of which the leaf may be a part; or the function that
-            `fs.defer` returned with a module, all of whose leaves are written as its library does.
+        theirs: path of a leaf -> its tensor in the file, of which the leaf may be a part; or its parts in files.
         config: the contents of config.json, to which the dtype of the leaves is added.
         like: a folder of the same type of model, whose tokenizer and other small files are copied, and the keys of its
             config.json that `config` lacks.
@@ -94,12 +87,11 @@ def write(
     missing; if the ranks have different leaves; if one cannot write. The folder is then unchanged.
     """
     leaves = tree.leaves_with_path(tree_)
-    config = module_config(config, theirs) if isinstance(theirs, Apply) else config
 
     def contents() -> tuple[list[OutputTensor], bytes]:
         if described is not None:
             check_described(leaves, tree.leaves_with_path(described))
-        tensors = output_tensors(leaves, file_parts(tree_, theirs) if isinstance(theirs, Apply) else theirs, prefix)
+        tensors = output_tensors(leaves, theirs, prefix)
         return tensors, complete_config(config, [s.leaf for t in tensors for s in t.sources], like)
 
     write_files(folder, [leaf for _, leaf in leaves], contents, lambda: carried_files(config, like),
@@ -156,7 +148,7 @@ def write_files(
     with contextlib.ExitStack() as held:
         created = ranks.run_on_first(create)
         temporary = Path(created) if isinstance(final, UrlPath) else final / created
-        files = write_parts(temporary, files, ranks)
+        write_parts(temporary, files, ranks)
         ranks.run_on_first(lambda: _publish(final, temporary, files, small))
 
 
@@ -177,10 +169,7 @@ def _create_files(temporary: Path, files: Sequence[OutputFile], small: Mapping[s
 def _write_index(path: AnyPath, files: Sequence[OutputFile], folder: str = "") -> None:
     """Write an index of files in `folder`, a path relative to the index."""
     value = {
-        "metadata": {
-            "total_size": sum(t.nbytes for file in files for t in file.tensors),
-            "crc32": {file.name: f"{zlib.crc32(file.header[8:]):08x}" for file in files},
-        },
+        "metadata": {"total_size": sum(t.nbytes for file in files for t in file.tensors)},
         "weight_map": {t.name: folder + file.name for file in files for t in file.tensors},
     }
     write_file(path, [(json.dumps(value, indent=2, sort_keys=True) + "\n").encode()])
@@ -188,18 +177,16 @@ def _write_index(path: AnyPath, files: Sequence[OutputFile], folder: str = "") -
 
 def summaries(files: Sequence[OutputFile]) -> dict[str, str]:
     """Return texts by name that are equal on two ranks if they may write the files together."""
-    out = {file.name: f"header of crc32 {zlib.crc32(b''.join(x for _, x in file.pieces)):08x}" for file in files}
+    out = {file.name: f"header of crc32 {zlib.crc32(file.header):08x}" for file in files}
     return out | {s.label: f"{summary(s.leaf)} for {t.name}" for f in files for t in f.tensors for s in t.sources}
 
 
-def write_parts(temporary: Path, files: Sequence[OutputFile], ranks: Ranks) -> list[OutputFile]:
-    """Write the tensors into files of their final size, each rank its own parts; return the files with checksums.
+def write_parts(temporary: Path, files: Sequence[OutputFile], ranks: Ranks) -> None:
+    """Write the tensors into files of their final size, each rank its own parts, and flush them to the disk.
 
-    `temporary` is the folder of the files or, of one file, its path. They are flushed to the disk.
+    `temporary` is the folder of the files or, of one file, its path.
     """
     ranks.run(lambda: _write_own_parts(temporary, files, ranks))
-    checksums = ChainMap(*ranks.run(lambda: _checksums(temporary, files, ranks)))
-    return [replace(f, checksums={t.name: checksums[t.name] for t in f.tensors}) for f in files]
 
 
 def _write_own_parts(temporary: Path, files: Sequence[OutputFile], ranks: Ranks) -> None:
@@ -246,39 +233,12 @@ def _write_at(fd: int, data: memoryview, position: int) -> None:
         data, position = data[count:], position + count
 
 
-def overwrite(path: Path, pieces: Iterable[tuple[int, bytes]]) -> None:
-    """Replace some bytes of a file, and flush them to the disk."""
-    with open(path, "r+b") as f:
-        for start, data in pieces:
-            f.seek(start)
-            f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-
-
-def _checksums(temporary: Path, files: Sequence[OutputFile], ranks: Ranks) -> dict[str, Any]:
-    """Return the checksums, by name, of this process's share of the tensors, read back from their files."""
-    out, nbytes = {}, [0] * ranks.size
-    for file in files:
-        with open(temporary / file.name if temporary.is_dir() else temporary, "rb") as f:
-            for start, t in zip(file.starts, file.tensors, strict=True):
-                reader = nbytes.index(min(nbytes))  # the one with the fewest bytes so far, as in `assign_writers`
-                nbytes[reader] += t.nbytes
-                if reader == ranks.rank:
-                    f.seek(start)
-                    sizes = (min(BLOCK_BYTES, t.nbytes - i) for i in range(0, t.nbytes, BLOCK_BYTES))
-                    out[t.name] = file.checksum(t, map(f.read, sizes))
-    return out
-
-
 # --- replacing the old weights --------------------------------------------------------------------------------
 
 
 def _publish(final: AnyPath, temporary: Path, files: Sequence[OutputFile], small: Mapping[str, bytes]) -> None:
     with write_errors("write", final, "the folder has all of the old weights, or all of the new ones"):
         names = [file.name for file in files]
-        for file in files:
-            overwrite(temporary / file.name, file.pieces)
         if isinstance(final, UrlPath):
             _upload(final, temporary, files, small)
             return

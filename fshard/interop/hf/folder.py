@@ -4,8 +4,6 @@ config.json                           sizes and rates
 model.safetensors                     every tensor; or
 model.safetensors.index.json          the file of every tensor, and
 model-00001-of-00002.safetensors      these files
-
-An index that fshard wrote has in `metadata` the CRC-32 of each file's header: the files belong together.
 """
 
 from __future__ import annotations
@@ -58,9 +56,7 @@ class WeightHeaders:
         else:
             raise _no_weights(path)
 
-    def _read_file(
-        self, path: AnyPath, read: Callable[[Any], Header] = read_header, crc32: object = None
-    ) -> dict[str, HeaderEntry]:
+    def _read_file(self, path: AnyPath, read: Callable[[Any], Header] = read_header) -> dict[str, HeaderEntry]:
         try:
             header = read(path)
         except ShardingError as e:
@@ -69,17 +65,10 @@ class WeightHeaders:
             return {}
         self.errors += header.errors
         self.aliases = header.aliases
-        if crc32 not in (None, f"{header.crc32:08x}"):
-            self.errors.append(fail(f"{path}: is not the file that {INDEX} was written with, by its header",
-                                    expected=f"crc32 {crc32}", got=f"crc32 {header.crc32:08x}",
-                                    fix="copy the folder again; or, if another program wrote the file and it is the "
-                                        f'right one, remove "crc32" from "metadata" in {INDEX}'))  # fmt: skip
         return {entry.name: entry for entry in header.entries}
 
     def _read_index(self, index: AnyPath) -> None:
-        content = read_json(index)
-        file_of, metadata = content.get("weight_map"), content.get("metadata")
-        crc32_of = metadata.get("crc32") if isinstance(metadata, dict) else None
+        file_of = read_json(index).get("weight_map")
         if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
             raise fail(f"{index}: has no weight_map, from names of tensors to names of files", fix="copy it again")
         file_of = {name: str(Path(file)) for name, file in file_of.items()}  # one text for each file
@@ -95,7 +84,7 @@ class WeightHeaders:
                 self.complete = False
                 continue
             was_complete = self.complete
-            tensors = self._read_file(path, crc32=crc32_of.get(file) if isinstance(crc32_of, dict) else None)
+            tensors = self._read_file(path)
             if was_complete == self.complete:
                 self.errors += [fail(f"{path}: {name!r} is not in it", f"{INDEX} says it is")
                                 for name in names if name not in tensors]  # fmt: skip

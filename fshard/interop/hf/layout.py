@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +13,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._core.files.io import writable
-from fshard._core.files.safetensors import BLOCK_BYTES, DTYPES, checksums_of, encode_header
-from fshard._core.files.torch_file import Archive
+from fshard._core.files.safetensors import DTYPES, encode_header
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.sharded import Sharded
 from fshard.spec import box_shape, format_tensor
@@ -54,16 +51,15 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A file: its header, and the tensors that follow, end to end. The checksums are zeros until all are written."""
+    """A file: its header, and the tensors that follow, end to end."""
 
     name: str
     metadata: Mapping[str, str]
     tensors: tuple[OutputTensor, ...]
-    checksums: Mapping[str, Any]
 
     @property
     def header(self) -> bytes:
-        return encode_header({t.name: (t.dtype, t.shape) for t in self.tensors}, self.metadata, self.checksums)
+        return encode_header({t.name: (t.dtype, t.shape) for t in self.tensors}, self.metadata)
 
     @property
     def nbytes(self) -> int:
@@ -73,37 +69,6 @@ class OutputFile:
     def starts(self) -> list[int]:
         """The first byte of each tensor."""
         return list(itertools.accumulate((t.nbytes for t in self.tensors[:-1]), initial=len(self.header)))
-
-    @property
-    def pieces(self) -> list[tuple[int, bytes]]:
-        """All of the file but the tensors: (first byte, bytes)."""
-        return [(0, self.header)]
-
-    def checksum(self, t: OutputTensor, blocks: Iterable[bytes]) -> Any:
-        """Return the checksums of a tensor from its blocks of `BLOCK_BYTES`."""
-        return checksums_of(t.name, t.dtype, t.shape, blocks)
-
-
-@dataclass(frozen=True)
-class OutputTorchFile(OutputFile):
-    """A file of `torch.save`: a dict of the tensors, each a storage of the archive."""
-
-    archive: Archive
-
-    @property
-    def nbytes(self) -> int:
-        return self.archive.nbytes
-
-    @property
-    def starts(self) -> list[int]:
-        return [start for start, _ in self.archive.storages]
-
-    @property
-    def pieces(self) -> list[tuple[int, bytes]]:
-        return self.archive.pieces([self.checksums.get(t.name, 0) for t in self.tensors])
-
-    def checksum(self, t: OutputTensor, blocks: Iterable[bytes]) -> Any:
-        return functools.reduce(lambda crc32, block: zlib.crc32(block, crc32), blocks, 0)
 
 
 def output_tensors(
@@ -215,6 +180,5 @@ def output_files(
     for i, group in enumerate(groups):
         group.sort(key=lambda t: -t.dtype.itemsize)  # the widest first: every tensor is aligned
         name = single if len(groups) == 1 else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
-        zeros = {t.name: "0" * 8 * -(-t.nbytes // BLOCK_BYTES) for t in group}
-        files.append(OutputFile(name, metadata, tuple(group), zeros))
+        files.append(OutputFile(name, metadata, tuple(group)))
     return files

@@ -1,4 +1,4 @@
-"""Leaves of a module from a folder: its names, ties and buffers, and the names that its library gives them in files."""
+"""Leaves of a module from and to a folder: its names, ties and buffers, and the names of its library in files."""
 
 from __future__ import annotations
 
@@ -22,15 +22,32 @@ from fshard.init.initializers import Full
 from fshard.sharded import Sharded
 from fshard.spec import box_shape, describe, format_tensor
 
+from .carried import carried_files, complete_config
 from .conversion import Converted, Pretrained, from_files, pretrained_in, to_files
+from .export import write_files
 from .folder import WeightHeaders, explain_names, unsupported_dtype
+from .layout import OutputTensor, output_tensors
 from .traced import Traced, trace
 from .weights import FilePart, FromFile, with_dot
 
 KINDS = ("params", "buffers")
 
 
-def module_config(config: Mapping[str, Any], of: Apply) -> dict[str, Any]:
+def write_module(
+    folder: StrPath, leaves: Any, of: Apply, *, config: Mapping[str, Any], like: StrPath | None, max_shard_bytes: int
+) -> None:
+    """Write all leaves of a module as a folder, under the names and in the shapes of its library; see `write`."""
+    with_path, config = tree.leaves_with_path(leaves), _module_config(config, of)
+
+    def contents() -> tuple[list[OutputTensor], bytes]:
+        tensors = output_tensors(with_path, _file_parts(leaves, of), "")
+        return tensors, complete_config(config, [s.leaf for t in tensors for s in t.sources], like)
+
+    write_files(folder, [leaf for _, leaf in with_path], contents, lambda: carried_files(config, like),
+                max_shard_bytes=max_shard_bytes)  # fmt: skip
+
+
+def _module_config(config: Mapping[str, Any], of: Apply) -> dict[str, Any]:
     """Return the contents of config.json: of a model of transformers with its class, and without its local path.
 
     Raises ShardingError for the config of another type of model.
@@ -47,7 +64,7 @@ def module_config(config: Mapping[str, Any], of: Apply) -> dict[str, Any]:
     return out
 
 
-def file_parts(leaves: Any, of: Apply) -> Callable[[tree.Path], tuple[FilePart, ...]]:
+def _file_parts(leaves: Any, of: Apply) -> Callable[[tree.Path], tuple[FilePart, ...]]:
     """Return the function from the path of a leaf to the parts of tensors in files that it is written to.
 
     `leaves` are all that the module stores: those of a buffer that is not persistent have no parts.

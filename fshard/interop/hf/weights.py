@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._core.files.io import StrPath, bytes_of, file_state, open_file, read_at
-from fshard._core.files.safetensors import BLOCK_BYTES, COPY_OR_WRITE, HeaderEntry
+from fshard._core.files.safetensors import HeaderEntry
 from fshard._core.files.url import AnyPath
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.init import Deferred
@@ -106,11 +106,8 @@ class FromFile:
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Read the box of the leaf, rounded to `dtype`.
 
-        Without checksums in the file no other byte of the tensor is read. With them the box is read by blocks of
-        64 KiB, which are checked, where these have at most about twice its bytes; a box of narrow columns of a large
-        tensor is read as without them, unchecked.
-
-        Raises ShardingError if the file cannot be read, is damaged, or has changed since its header was read.
+        No other byte of the tensor is read. Raises ShardingError if the file cannot be read, or has changed since its
+        header was read.
         """
         out = torch.empty(box_shape(box), dtype=dtype, device=device)
         for entry, part in self.parts:
@@ -150,47 +147,8 @@ def _fill(out: Tensor, entry: HeaderEntry, places: Places, box: Box) -> None:
 def _read(f: BinaryIO, entry: HeaderEntry, values: Tensor, offsets: Sequence[int], run: int) -> None:
     """Fill a contiguous tensor from the runs of `run` elements at `offsets` of the tensor in the file."""
     buffer, size = bytes_of(values), run * values.itemsize  # no copy: it is contiguous and on the CPU
-    starts = [offset * values.itemsize for offset in offsets]
-    if entry.checksums is not None and _is_dense(starts, size):
-        _read_blocks(f, entry, buffer, starts, size)
-        return
-    for i, start in enumerate(starts):
-        _read_bytes(f, entry, buffer[i * size : (i + 1) * size], start)
-
-
-def _read_blocks(f: BinaryIO, entry: HeaderEntry, buffer: memoryview, starts: Sequence[int], size: int) -> None:
-    """Fill a buffer from the runs of `size` bytes at ascending `starts`, reading and checking whole blocks."""
-    nbytes = entry.nbytes
-    block, in_block = memoryview(bytearray(BLOCK_BYTES)), -1  # the last block that a run has a part of
-    for i, start in enumerate(starts):
-        at, stop = start, start + size
-        while at < stop:
-            target = buffer[i * size + at - start : (i + 1) * size]
-            first, end = at - at % BLOCK_BYTES, min(at - at % BLOCK_BYTES + BLOCK_BYTES, nbytes)
-            if at == first and stop >= end:  # read whole blocks in place
-                end = stop if stop == nbytes else stop - stop % BLOCK_BYTES
-                _read_bytes(f, entry, target[: end - at], at)
-                for j in range(at, end, BLOCK_BYTES):
-                    _check(f, entry, j, target[j - at : min(j + BLOCK_BYTES, end) - at])
-            else:
-                if in_block != first:
-                    _read_bytes(f, entry, block[: end - first], first)
-                    _check(f, entry, first, block[: end - first])
-                    in_block = first
-                end = min(end, stop)
-                target[: end - at] = block[at - first : end - first]
-            at = end
-
-
-def _check(f: BinaryIO, entry: HeaderEntry, start: int, data: memoryview) -> None:
-    if not entry.matches(start // BLOCK_BYTES, data):
-        _check_unchanged(f, entry)
-        at = entry.start + start
-        raise fail(
-            f"{entry.file}: {entry.name!r} is damaged, or has the checksums of other values",
-            f"bytes {at} to {at + len(data)} of the file do not have their checksum",
-            fix=COPY_OR_WRITE,
-        )
+    for i, offset in enumerate(offsets):
+        _read_bytes(f, entry, buffer[i * size : (i + 1) * size], offset * values.itemsize)
 
 
 def _read_bytes(f: BinaryIO, entry: HeaderEntry, rest: memoryview, start: int) -> None:
@@ -201,15 +159,6 @@ def _read_bytes(f: BinaryIO, entry: HeaderEntry, rest: memoryview, start: int) -
         if not count:
             raise _changed(entry, f"it ends before byte {end}")
         rest, position = rest[count:], position + count
-
-
-def _is_dense(starts: Sequence[int], size: int) -> bool:
-    """Return whether the blocks of runs of `size` bytes have at most twice the bytes of the runs, and four blocks."""
-    blocks, last = 0, -1
-    for start in starts:
-        blocks += (start + size - 1) // BLOCK_BYTES - max(last, start // BLOCK_BYTES - 1)
-        last = (start + size - 1) // BLOCK_BYTES
-    return blocks * BLOCK_BYTES <= 2 * len(starts) * size + 4 * BLOCK_BYTES
 
 
 @contextlib.contextmanager

@@ -14,8 +14,9 @@ from fshard._core.files.io import StrPath
 from fshard.defer import Apply
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.init import Deferred
-from fshard.interop.hf import FileTensor, config_of, name_of, tensors
+from fshard.interop.hf import FileTensor, config_of, tensors
 from fshard.interop.hf.layout import OutputTensor, output_tensors
+from fshard.interop.hf.module import name_of
 from fshard.spec import describe
 
 from .files import CONFIG, WEIGHTS, check_folder, plain, write_folder

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fshard as fs
@@ -338,6 +339,19 @@ def gpt2_theirs(path: fs.tree.Path) -> FileTensor:
     return FileTensor(".".join(["transformer", path[0], *([last[p] for p in path[1:]] or ["weight"])]))
 
 
+def test_files_that_another_program_edits_with_their_metadata_are_read_again(tmp_path: Path) -> None:
+    leaves = {"a": torch.randn(4), "b": torch.randn(4)}
+    export.write(tmp_path, leaves, lambda path: FileTensor(path[0]), config={}, max_shard_bytes=16)
+    shard = tmp_path / "model-00002-of-00002.safetensors"
+    with safe_open(shard, "pt") as f:
+        metadata = f.metadata()
+    assert metadata == {"format": "pt"}
+    save_file({"b": leaves["b"] + 1}, shard, metadata=metadata)
+    again = read(tmp_path, {n: fs.init.zeros(4) for n in "ab"}, lambda path: FileTensor(path[0]))
+    got = fs.device_get(fs.materialize(again, P(), fs.make_mesh(data=1), key=KEY))
+    assert_same(got, {**leaves, "b": leaves["b"] + 1})
+
+
 @pytest.mark.parametrize("max_bytes", ["50GB", "20KB"])
 def test_round_trip_with_from_pretrained_and_save_pretrained(tmp_path: Path, max_bytes: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -442,7 +456,7 @@ def _rank(directory: str) -> dict[str, Any]:
 
 @pytest.mark.process
 def test_process_ranks_read_and_write_only_their_own_bytes(ranks: Pool, tmp_path: Path) -> None:
-    sharded_file(tmp_path / "source", values())  # without checksums, for which whole blocks are read
+    sharded_file(tmp_path / "source", values())
     export.write(tmp_path / "plain source", values(), theirs, config=CONFIG)
     export.write(tmp_path / "want", values(), theirs, config=CONFIG, max_shard_bytes=5000)
     results = ranks(2, _rank, str(tmp_path))
