@@ -26,18 +26,18 @@ MESHES = [
 
 
 def test_adjoint_double_transpose_jvp_vmap():
-    check_all(fs.make_mesh(a=2, b=2), ("b",), "first")
+    check_all(fs.make_mesh(a=2), ("a",), "first")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "axes"), [MESHES[i] for i in (0, 2, 6, 7, 8)])
+@pytest.mark.parametrize(("mesh", "axes"), [MESHES[i] for i in (0, 2, 5, 6, 7, 8)])
 def test_adjoint_double_transpose_jvp_vmap_on_more_meshes(mesh, axes):
     check_all(fs.make_mesh(**mesh), axes, "never")  # types do not depend on sizes: they are those of the test above
 
 
 @pytest.mark.parametrize(("mesh", "axes"), [MESHES[i] for i in (0, 2, 5, 7, 8)])
 def test_known_answers(mesh, axes):
-    check_values(fs.make_mesh(**mesh), axes)
+    check_values(fs.make_mesh(**mesh), axes, "first" if len(mesh) == 2 and axes == ("b",) else "never")
 
 
 @pytest.mark.parametrize(("mesh", "axes"), MESHES[2::5])

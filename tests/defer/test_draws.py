@@ -309,7 +309,7 @@ def test_key_replaces_torchs_generator_in_the_call_alone():
     assert not torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(("n", "steps"), [(1, 2), (2, 2), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("n", "steps"), slow_unless([(2, 2)], [(2, 2), (4, 1), (4, 2)]))
 def test_rows_of_microbatches_have_the_draws_that_they_have_in_the_batch(n, steps):
     """In the first dim or not, by a probe or not, recomputed, and next to draws that no example has a part of."""
 
@@ -351,12 +351,12 @@ def test_forward_is_probed_again_only_after_it_read_other_numbers():
     run = fs.shard_map(lambda x, key: apply({}, {}, x, key=key), mesh=fs.make_mesh(data=2), in_specs=(P("data"), P()),
                        out_specs=P("data"))  # fmt: skip
     for _ in range(2):
-        for k in range(8):
+        for k in range(5):
             assert torch.equal(fs.device_get(run(x, fs.key(k))), alone(module, x, fs.key(k)))
         found = [probe for known in apply._split_batch.probed.values() for probe in known.probes]
         probed = apply._split_batch.probed
         read = {(known, tuple(probe.read)) for known in probed for probe in probed[known].probes}
-        assert 2 * 4 < len(found) == len(read) <= 2 * 8  # for 3 rows and for 2; some of 2^6 combinations of layers
+        assert 2 * 2 < len(found) == len(read) <= 2 * 5  # for 3 rows and for 2; some of 2^6 combinations of layers
 
 
 def test_one_apply_has_one_dim_of_examples_for_given_shapes():
@@ -492,9 +492,9 @@ def test_draws_are_the_same_under_transforms():
     torch.testing.assert_close(rows, torch.stack([apply(params, {}, row, key=KEY) for row in x]))
 
 
-@pytest.mark.parametrize("kind", ["dropout", "windows", "attention", "encoder layer", "lstm"])
+@pytest.mark.parametrize("kind", ["windows", "attention", "lstm"])
 def test_draws_are_the_same_in_inference_mode(kind):
-    module = KINDS[kind]() if kind in KINDS else nn.Dropout(0.5)
+    module = KINDS[kind]()
     apply, (params, buffers), x = Apply(module).draws_over("data"), leaves(module), input_of(5)
 
     @fs.shard_map(mesh=fs.make_mesh(data=2), in_specs=(P(), P("data")), out_specs=P("data"))

@@ -72,7 +72,7 @@ def language(axis="model"):
             "blocks.*.up": up, "blocks.**.down": down}  # fmt: skip
 
 
-def dense_steps(module, inputs, loss, steps=3):
+def dense_steps(module, inputs, loss, steps=2):
     """Losses, the first gradients, parameters and buffers of a module that torch trains on the whole batch."""
     opt = torch.optim.AdamW(module.parameters(), weight_decay=0.1, **OPTIMIZER)
     losses, grads = [], {}
@@ -87,7 +87,7 @@ def dense_steps(module, inputs, loss, steps=3):
     return losses, grads, params, {name: x.clone() for name, x in module.named_buffers()}
 
 
-def sharded_steps(module, inputs, loss, replace, sizes, *, fsdp=True, units=(), steps=3, over=None):
+def sharded_steps(module, inputs, loss, replace, sizes, *, fsdp=True, units=(), steps=2, over=None):
     """The same of the module on a mesh, with the batch split over data, and submodules replaced."""
     mesh = fs.make_mesh(**sizes)
     apply = Apply(copy.deepcopy(module).to("meta"), Apply(module).ties, replace=replace, units=units)
@@ -144,8 +144,8 @@ def assert_trained_equally(got, want):
 
 LAYOUTS = {
     "even and uneven": ({"data": 2, "model": 2}, ()),
-    "empty shards": ({"data": 1, "model": 9}, ()),
-    "units": ({"data": 3, "model": 2}, ("blocks.0", "blocks.1")),
+    "empty shards": ({"data": 1, "model": 5}, ()),
+    "units": ({"data": 2, "model": 2}, ("blocks.0", "blocks.1")),
 }
 
 
@@ -228,7 +228,7 @@ def test_model_of_others_with_a_split_head_trains_as_torch_on_the_whole_batch(na
 def test_leaves_are_split_over_several_axes(axis):
     module, inputs, want = dense(Language, (B, T), (B, T))
     if "data" not in axis:
-        got = sharded_steps(module, inputs, cross_entropy, language(axis), {"data": 1, "a": 2, "model": 3}, fsdp=False)
+        got = sharded_steps(module, inputs, cross_entropy, language(axis), {"data": 1, "a": 2, "model": 2}, fsdp=False)
         return assert_trained_equally(got, want)
     # An axis that splits the batch too: each rank would have the part of another batch.
     text = error_text(sharded_steps, module, inputs, cross_entropy, language(axis), {"data": 2, "model": 2}, fsdp=False)
@@ -252,7 +252,7 @@ def test_specs_of_defer_place_leaves_of_replaced_modules_and_replicate_the_other
     assert equal.specs["params"] == {"0.weight": P("model"), "0.bias": P("model")}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", slow_unless([torch.float64], [torch.bfloat16, torch.float64]))
 def test_other_dtypes(dtype):
     torch.manual_seed(0)
     module, inputs = Language().to(dtype), (ids(), targets((B, T), V))
@@ -287,11 +287,11 @@ def gradients(make, replace, sizes, *inputs, loss, units=None, key=None):
     return step, p, fs.device_get(step(p, key, *inputs))
 
 
-def encoder():
+def encoder(width=13):
     """Return a layer with dropout, and a head that shares the table of embeddings."""
     embed, head = nn.Embedding(V, 8), nn.Linear(8, V, bias=False)
     head.weight = embed.weight
-    return nn.Sequential(embed, nn.TransformerEncoderLayer(8, 2, 13, dropout=0.4, batch_first=True), head)
+    return nn.Sequential(embed, nn.TransformerEncoderLayer(8, 2, width, dropout=0.4, batch_first=True), head)
 
 
 def mean_loss(y):
@@ -309,7 +309,7 @@ def test_dropout_of_split_features_by_key_is_the_same_on_every_mesh(units):
     """Each rank draws the numbers of its own features; in backward again, where a unit is recomputed."""
     run = functools.partial(gradients, encoder, loss=mean_loss, units=units)
     _, _, one = run(None, {"data": 1, "model": 1}, ids(), key=fs.key(7))
-    assert_same(run(ENCODER, {"data": 2, "model": 3}, ids(), key=fs.key(7))[2], one, rtol=1e-4, atol=1e-6)
+    assert_same(run(ENCODER, {"data": 2, "model": 2}, ids(), key=fs.key(7))[2], one, rtol=1e-4, atol=1e-6)
     if not units:
         assert not torch.allclose(run(None, {"data": 1, "model": 1}, ids(), key=fs.key(8))[2][0], one[0])
 
@@ -333,7 +333,8 @@ def test_dropout_of_split_features_that_are_flattened_with_the_batch_is_an_error
 
 
 def test_dropout_of_features_that_a_rank_has_none_of_is_an_error():
-    text = error_text(gradients, encoder, ENCODER, {"data": 1, "model": 9}, ids(), loss=mean_loss, key=fs.key(7))
+    four = functools.partial(encoder, 4)
+    text = error_text(gradients, four, ENCODER, {"data": 1, "model": 3}, ids(), loss=mean_loss, key=fs.key(7))
     assert "or this rank has no part of the features that ('model',) splits, and torch draws nothing for it" in text
 
 
@@ -403,7 +404,7 @@ def test_adapters_beside_replaced_submodules(name):
 
     one = run(None, {"data": 1, "model": 1})
     size = max(float(x.abs().max()) for x in fs.tree.leaves(one))
-    got = run(replacements, {"data": 2, "model": 2}, unit) if unit else run(replacements, {"data": 1, "model": 9})
+    got = run(replacements, {"data": 2, "model": 2}, unit) if unit else run(replacements, {"data": 1, "model": 5})
     assert_same(got, one, rtol=1e-4, atol=1e-6 * size)
 
 
@@ -463,7 +464,6 @@ def test_generation_and_weights_of_a_folder_with_replaced_submodules(tmp_path):
 
 
 TRANSFORMS = {
-    "grad": lambda f, b, x: torch.func.grad(lambda b: f(b, x).square().mean())(b),
     "vmap of grad": lambda f, b, x: torch.func.vmap(torch.func.grad(lambda b, x: f(b, x).sin().mean()), (None, 0))(
         b, x
     ),
@@ -488,7 +488,7 @@ def test_transforms_of_torch_func_see_replaced_submodules(name):
 
         return fs.device_get(f(p, ids()))
 
-    assert_same(result({"model": 3}), result({"model": 1}), rtol=1e-4, atol=1e-6)
+    assert_same(result({"model": 2}), result({"model": 1}), rtol=1e-4, atol=1e-6)
 
 
 def test_compiled_call_is_an_error(monkeypatch):
@@ -546,7 +546,7 @@ def test_replacements_of_ones_own():
     module = Vision()
     inputs = pixels()[..., :6, :6], targets((B,), D)
     want = dense_steps(copy.deepcopy(module), inputs, dense_cross_entropy)
-    assert_trained_equally(sharded_steps(module, inputs, cross_entropy, OWN, {"data": 2, "model": 3}), want)
+    assert_trained_equally(sharded_steps(module, inputs, cross_entropy, OWN, {"data": 2, "model": 2}), want)
 
 
 def test_batch_norms_that_are_replaced_keep_their_function():

@@ -11,16 +11,11 @@ from torch import Tensor
 import fshard as fs
 from fshard import P, ia3, lora, nn
 from fshard.models import gpt2
+from tests.lib.assertions import error_text
 
 W = torch.arange(24.0).reshape(4, 6) / 24
 B, X = torch.arange(6.0), torch.arange(8.0).reshape(2, 4)
 PARAMS = {"k": {"w": W, "b": B}, "down": {"w": W}}
-
-
-def error_text(f: Any, *args: Any, **kwargs: Any) -> str:
-    with pytest.raises(fs.ShardingError) as e:
-        f(*args, **kwargs)
-    return str(e.value)
 
 
 def test_outputs_with_their_bias_are_scaled_or_the_inputs_of_the_feed_forward() -> None:

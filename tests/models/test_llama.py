@@ -1,12 +1,9 @@
-"""Llama's own properties: padding under dropout, files of older versions, and what it refuses."""
+"""Properties of Llama alone: padding under dropout, and the configs that it refuses."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import fshard as fs
 from fshard import P
@@ -27,38 +24,6 @@ def test_padding_does_not_change_other_tokens_with_dropout():
     other = ids.where(real, (ids + 1) % 37)
     a, b = (fs.device_get(run(p, x, mask)) for x in (ids, other))
     torch.testing.assert_close(a[real], b[real], rtol=0, atol=0)
-
-
-def test_files_of_older_versions_are_read(tmp_path):
-    theirs = cases.hugging_face("llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0})
-    folder = cases.saved(theirs, tmp_path)
-    new, _ = llama.load(folder)
-    config = json.loads((folder / "config.json").read_text())
-    del config["rope_parameters"], config["head_dim"]
-    old = {**config, "rope_theta": 77.0, "rope_scaling": {"type": "linear", "factor": 2.0}, "pretraining_tp": 1}
-    (folder / "config.json").write_text(json.dumps(old))
-    tensors = load_file(folder / "model.safetensors")
-    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(2)}
-    save_file({**tensors, **buffers}, folder / "model.safetensors", metadata={"format": "pt"})
-    cfg, params = llama.load(folder)
-    assert cfg.rope_parameters == new.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0}
-    assert (cfg.width, cfg.groups) == (4, 3)
-    ids = cases.tokens(37)
-    cases.close(cases.logits(llama, cfg, params, "one device", ids), theirs(ids).logits.detach(), 1e-5, 1e-5)
-
-
-def test_another_model_or_a_missing_head_is_refused(tmp_path):
-    theirs = cases.hugging_face("llama", tie_word_embeddings=True)
-    folder = cases.saved(theirs, tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mistral"}))
-    assert error_text(llama.load, folder).startswith(
-        f"{folder / 'config.json'}: not a supported llama\n  model_type: 'mistral'"
-    )
-    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    text = error_text(llama.load, folder)
-    assert "'lm_head.weight' is missing" in text
-    assert "params['head']" in text
 
 
 REFUSED = [

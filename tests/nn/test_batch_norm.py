@@ -65,8 +65,7 @@ def by_ours(x, state, w, b, *, sizes=None, data=None, model=None, steps=2, check
     return y.detach(), grads, state
 
 
-@pytest.mark.parametrize("transform", [False, True])
-@pytest.mark.parametrize("momentum", [0.1, 0.0, 1.0, None])
+@pytest.mark.parametrize(("momentum", "transform"), [(0.1, True), (0.0, False), (1.0, False), (None, True)])
 def test_batch_norm_on_one_device_equals_that_of_torch(momentum, transform):
     for leaves in ((W, B), (None, None)):
         for train in (True, False):
@@ -79,20 +78,23 @@ MESHES = {
     "batch of one rank": ({"data": 1}, "data", None),
     "batch of one rank, channels": ({"data": 1, "model": 2}, "data", "model"),
     "batch": ({"data": 2}, "data", None),
-    "batch, empty ranks": ({"data": 7}, "data", None),
+    "batch, empty ranks": ({"data": 4}, "data", None),
     "batch over two axes": ({"replica": 2, "data": 2}, ("replica", "data"), None),
     "channels": ({"model": 3}, None, "model"),
     "channels, empty ranks": ({"model": 5}, None, "model"),
-    "batch and channels": ({"data": 3, "model": 2}, "data", "model"),
+    "batch and channels": ({"data": 2, "model": 2}, "data", "model"),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "train"),
-    [*((name, True) for name in MESHES if name not in ("batch", "channels")), ("batch and channels", False)],
+    [
+        *((name, True) for name in MESHES if name not in ("batch", "channels", "batch of one rank")),
+        ("batch and channels", False),
+    ],
 )
 def test_batch_norm_on_a_mesh_equals_that_of_one_device(name, train):
-    """5 examples over 2, 3, 4 and 7 ranks: some have fewer, or none."""
+    """5 examples over 2 and 4 ranks: some have fewer, or none."""
     sizes, data, model = MESHES[name]
     split = {"sizes": sizes, "data": data, "model": model, "over": data}
     check = "first" if train else "never"  # the types of the other calls are among these

@@ -167,16 +167,16 @@ def axis_of(sizes):
     return "m" if "m" in sizes else ("a", "b")
 
 
-@pytest.mark.parametrize("name", AXES)
+@pytest.mark.parametrize("name", ["1", "3x2"])
 def test_parallel_mlp(name):
     sizes, a = AXES[name], axis_of(AXES[name])
     args = (X, rand(4, 7), rand(7, 4, seed=1), rand(7, seed=2), rand(4, seed=3))
     f = lambda x, u, d, ub, db, axis=None: nn.mlp(x, u, d, up_b=ub, down_b=db, axis=axis)  # noqa: E731
     specs = (P(), P(None, a), P(a), P(a), P())
     run = lambda *args: value_and_vjp(lambda *args: f(*args, axis=a), *args)  # noqa: E731
-    close(on(sizes, run, args, specs, (P(), specs)), value_and_vjp(f, *args))
     with fs.recording() as log:
-        on(sizes, run, args, specs, (P(), specs))
+        got = on(sizes, run, args, specs, (P(), specs))
+    close(got, value_and_vjp(f, *args))
     n = math.prod(sizes.values())
     assert len(log) == (2 * n if n > 1 else 0)
 
@@ -231,9 +231,7 @@ def test_embedding_under_vmap_and_jvp():
 KEY = fs.key(5)
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"d": 1, "m": 1}, {"d": 2, "m": 1}, {"d": 1, "m": 2}, {"d": 2, "m": 4}, {"d": 3, "m": 2}]
-)
+@pytest.mark.parametrize("sizes", [{"d": 1, "m": 4}, {"d": 3, "m": 2}])
 @pytest.mark.parametrize("rate", [0.0, 0.4])
 def test_attention_on_meshes(sizes, rate):
     """Three heads over two and four ranks (one rank has none), two examples over three."""
@@ -302,8 +300,7 @@ def test_attention_in_bfloat16():
 @pytest.mark.parametrize(
     "spec", [P(), P("d"), P(None, "m"), P("d", "m"), P(("d", "m")), P(("m", "d")), P(None, None, "m")]
 )
-@pytest.mark.parametrize("sizes", [{"d": 1, "m": 1}, {"d": 4, "m": 2}])
-def test_dropout_is_the_same_on_every_mesh(spec, sizes):
+def test_dropout_is_the_same_on_every_mesh(spec):
     x = rand(5, 7, 3)
     want = value_and_vjp(lambda x: nn.dropout(x, 0.3, key=KEY), x)
     g = rand(5, 7, 3, seed=50)
@@ -313,7 +310,7 @@ def test_dropout_is_the_same_on_every_mesh(spec, sizes):
             y, pull = torch.func.vjp(lambda x: nn.dropout(x, 0.3, key=KEY, spec=spec, shape=shape), x)
             return y, pull(g)
 
-        got = on(sizes, run, (x, g), (spec, spec), (spec, (spec,)))
+        got = on({"d": 4, "m": 2}, run, (x, g), (spec, spec), (spec, (spec,)))
         close(got, want, tol=0)
 
 
@@ -354,15 +351,15 @@ LOSSES = {
     "minor, major": ({"a": 2, "b": 3}, ("b", "a"), None),
     "data": ({"d": 4}, None, "d"),
     "data, model": ({"d": 2, "m": 3}, "m", "d"),
-    "three axes": ({"d": 3, "a": 2, "b": 2}, ("a", "b"), "d"),
-    "two data axes": ({"d": 2, "e": 2, "m": 2}, "m", ("d", "e")),
+    "three axes": ({"d": 2, "a": 2, "b": 2}, ("a", "b"), "d"),
+    "two data axes": ({"d": 2, "e": 2}, None, ("d", "e")),
 }
 TABLE = [
     dict(zip(("reduction", "weighted", "ignore_index", "label_smoothing"), row, strict=True))
     for row in itertools.product(("none", "mean", "sum"), (False, True), (-100, 2), (0.0, 0.1))
 ]
 PAIRS = [TABLE[i] for i in (1, 6, 8, 15, 18, 21)]  # every value of an option with every value of every other one
-WITH_THE_TABLE = ("dense", "1", "3", "data")  # other layouts take the pairs; all combinations in two of them are slow
+WITH_THE_TABLE = ("dense", "data")  # other layouts take the pairs; all combinations in two of them are slow
 
 
 def theirs(x, t, w, *, ignore_index=-100, label_smoothing=0.0, reduction="mean"):
@@ -414,7 +411,8 @@ def our_loss(layout, x, t, w, size=None, **kw):
 
 each_layout = pytest.mark.parametrize(
     ("layout", "kernel"),
-    [(layout, "plain") for layout in LOSSES] + [(layout, "row blocks") for layout in ("dense", "4", "data, model")],
+    [(layout, "plain") for layout in LOSSES if layout not in ("2", "4")]
+    + [(layout, "row blocks") for layout in ("dense", "data, model")],
     indirect=["kernel"],
 )
 some_layouts = pytest.mark.parametrize(
@@ -483,8 +481,8 @@ def test_cross_entropy_of_any_shape(layout, kernel):
     assert nn.cross_entropy(rand(0, 5), ints(5, 0), reduction="sum") == 0
 
 
-@pytest.mark.parametrize("layout", ["3", "4", "two axes", "three axes", "minor, major"])
-@pytest.mark.parametrize("vocabulary", [1, 2, 3])
+@pytest.mark.parametrize("layout", ["4", "three axes"])
+@pytest.mark.parametrize("vocabulary", [1, 3])
 def test_cross_entropy_with_empty_parts(layout, vocabulary, kernel):
     x, t, w = rand(6, vocabulary), ints(vocabulary, 6, seed=1), rand(vocabulary, seed=2).abs()
     cases = [(t, None, {}), (t, w, {"label_smoothing": 0.2})]
@@ -492,7 +490,7 @@ def test_cross_entropy_with_empty_parts(layout, vocabulary, kernel):
         close(got, want_loss(x, t, weight, **kw))
 
 
-@pytest.mark.parametrize("layout", ["4", "data, model"])
+@pytest.mark.parametrize(("layout", "kernel"), [("4", "row blocks"), ("data, model", "plain")], indirect=["kernel"])
 def test_cross_entropy_of_an_uneven_vocabulary_of_50257(layout, kernel):
     x, t = rand(4, 50257), torch.tensor([0, 50256, 12565, -100])
     close(our_loss(layout, x, t, None, 50257), want_loss(x, t, None))
@@ -515,7 +513,7 @@ def test_cross_entropy_of_no_targets(layout, kernel):
             assert not got[1].any()
 
 
-@pytest.mark.parametrize("layout", ["dense", "2", "data, model"])
+@pytest.mark.parametrize("layout", ["dense", "2"])
 def test_cross_entropy_of_extreme_logits(layout, kernel):
     """Huge logits, masked classes, a part of which all classes are masked, and a masked target."""
     x, t = rand(12, 8) * 1e4, ints(4, 12, seed=1)
@@ -537,7 +535,7 @@ def test_cross_entropy_of_extreme_logits(layout, kernel):
     assert our_loss(layout, x, t, None, 8)[0].isnan()
 
 
-@pytest.mark.parametrize("layout", ["dense", "1", "3", "data, model"])
+@pytest.mark.parametrize("layout", ["dense", "3"])
 def test_cross_entropy_of_bfloat16(layout, kernel):
     x, t = rand(12, 7).bfloat16(), ints(7, 12, seed=1)
     for kw in ({}, {"label_smoothing": 0.1, "reduction": "none"}):

@@ -62,7 +62,7 @@ def theirs(parameters, **kwargs):
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-@pytest.mark.parametrize(("length", "theta"), [(9, 10_000.0), (LONGEST, 500_000.0), (5 * LONGEST, 10_000.0)])
+@pytest.mark.parametrize(("length", "theta"), [(LONGEST, 500_000.0), (5 * LONGEST, 10_000.0)])
 def test_angles_equal_those_of_transformers_bitwise(name, theta, length):
     config, module = theirs({**SCALINGS[name], "rope_theta": theta})
     parameters = rope.parameters(config.to_dict())

@@ -217,7 +217,7 @@ def test_norm_of_many_elements_and_of_float16_is_exact_to_1e_6():
     assert float(optim.global_norm(half, P())) == 300 * 32
 
 
-@pytest.mark.parametrize("n", [1, 15, 4096, 4097, 100_000, (1 << 21) + 5])
+@pytest.mark.parametrize("n", [1, 4096, 4097, (1 << 21) + 5])
 def test_norm_is_exact_to_float32_for_any_split_and_strides(n):
     x = torch.rand(n, generator=torch.Generator().manual_seed(n))
     want = x.double().norm().float()
@@ -327,9 +327,14 @@ def train_on(mesh, make, params, specs, steps=5, get=fs.device_get, **options):
     return get((placed, state))
 
 
-@pytest.mark.parametrize("kind", ["replicated", "tensor", "fully_shard"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("axes", MESHES)
+KINDS = ("replicated", "tensor", "fully_shard")
+
+
+@pytest.mark.parametrize(
+    ("axes", "name", "kind"),
+    [(MESHES[2], name, kind) for name in OPTIMIZERS for kind in KINDS]
+    + [(axes, "adamw", kind) for axes in (MESHES[1], MESHES[3]) for kind in KINDS[1:]],
+)
 def test_no_mesh_changes_a_step(axes, name, kind):
     params, mesh = make_params(), fs.make_mesh(**axes)
     specs = on(mesh, SPECS) if kind != "replicated" else P()
@@ -340,7 +345,7 @@ def test_no_mesh_changes_a_step(axes, name, kind):
     assert_same(got, train(OPTIMIZERS[name](P()), params, 5))
 
 
-@pytest.mark.parametrize("n", [1, 5, 16, 17, 100, 1027])
+@pytest.mark.parametrize("n", [1, 17, 1027])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_of_an_element_does_not_depend_on_its_place_in_the_leaf(name, n):
     g = torch.Generator().manual_seed(n)
@@ -357,7 +362,7 @@ def test_a_step_of_an_element_does_not_depend_on_its_place_in_the_leaf(name, n):
         assert torch.equal(torch.cat(state[k]), whole[1][k])
 
 
-@pytest.mark.parametrize("axes", [*MESHES, {"a": 2, "data": 2, "model": 2}])
+@pytest.mark.parametrize("axes", [*MESHES[:3], {"a": 2, "data": 2, "model": 2}])
 def test_norm_counts_each_element_once_on_every_mesh(axes):
     mesh, params = fs.make_mesh(**axes), make_params()
     want = torch.cat([x.flatten() for x in tree.leaves(params)]).double().norm().float()
@@ -378,7 +383,7 @@ def test_norm_counts_each_element_once_on_every_mesh(axes):
         assert all(t.bytes == 4 for t in log)
 
 
-@pytest.mark.parametrize("axes", MESHES)
+@pytest.mark.parametrize("axes", MESHES[1:3])
 def test_no_mesh_changes_a_clipped_step(axes):
     params, mesh = make_params(), fs.make_mesh(**axes)
     specs = on(mesh, SPECS)

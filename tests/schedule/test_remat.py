@@ -63,17 +63,6 @@ def test_remat_with_aux_outputs_integers_and_statics():
         close(fs.value_and_grad(f, argnum)(p, x, fs.remat), fs.value_and_grad(f, argnum)(p, x, lambda g: g))
 
 
-def test_captured_parameter_is_an_error():
-    p, x = data()
-
-    def f(p):
-        return fs.remat(lambda x: mlp(p, x))(x).sum()
-
-    text = "captures 'p', which is being differentiated\n  its gradient would be lost"
-    with pytest.raises(ShardingError, match=text):
-        fs.grad(f)(p)
-
-
 def test_remat_with_collectives_inside():
     p, x = data()
     want = by_autograd(p, x)

@@ -21,7 +21,7 @@ D, F, BLOCKS, BATCH = 6, 10, 4, 12
 
 SCHEDULES = [
     {"release": release, "remat": remat, "prefetch": prefetch}
-    for release, remat, prefetch in itertools.product((True, False), (True, False), (0, 2, 9))
+    for release, remat, prefetch in itertools.product((True, False), (True, False), (0, 9))
 ]
 FEW = [  # each pair of values of two options, once
     {"release": True, "remat": False, "prefetch": 1},
@@ -30,7 +30,7 @@ FEW = [  # each pair of values of two options, once
     {"release": False, "remat": False, "prefetch": 9},
     {"release": True, "remat": False, "prefetch": 0},
 ]
-MESHES = [{"data": a, "model": b} for a, b in ((1, 1), (1, 2), (2, 2), (4, 1))]
+MESHES = [{"data": a, "model": b} for a, b in ((1, 2), (2, 2), (4, 1))]
 
 
 def described(d: int = D, f: int = F, blocks: int = BLOCKS) -> Any:
@@ -121,7 +121,8 @@ def test_every_schedule_has_the_numbers_of_the_plain_loop_and_of_one_device(axes
     for how in SCHEDULES if (kind, axes) == ("sharded", {"data": 2, "model": 2}) else FEW:
         step = step_of(scanned(tree, specs, **how), mesh, specs)
         assert_same(step(params, x), want)
-        assert_same(step(params, x), want)  # in the buffers of the first call
+        if axes == {"data": 2, "model": 2}:
+            assert_same(step(params, x), want)  # in the buffers of the first call
 
 
 @pytest.mark.parametrize("how", FEW[1:4:2], ids=str)

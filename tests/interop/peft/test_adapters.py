@@ -18,6 +18,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import P
 from fshard.models import bert, gpt2, gpt_neox, heads, llama, t5
+from tests.lib.assertions import assert_same, error_text
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 peft = pytest.importorskip("peft")
@@ -176,12 +177,6 @@ def placed(params: Any, specs: Any, mesh: fs.Mesh) -> Any:
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / WEIGHTS)
-
-
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, x in theirs.items():
-        torch.testing.assert_close(ours[name], x, rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
@@ -413,12 +408,6 @@ def contents(folder: Path) -> dict[str, Any]:
 
 def change(folder: Path, **fields: Any) -> None:
     (folder / CONFIG).write_text(json.dumps(contents(folder) | fields))
-
-
-def error_text(f: Any, *args: Any, **kwargs: Any) -> str:
-    with pytest.raises(fs.ShardingError) as e:
-        f(*args, **kwargs)
-    return str(e.value)
 
 
 def test_every_option_of_a_config_is_read_as_it_was_written(tmp_path: Path) -> None:

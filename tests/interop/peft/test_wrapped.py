@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import fshard as fs
 from fshard import P
 from tests.defer.test_defer_peft import gpt2, llama, peft, tuned
+from tests.lib.assertions import assert_same, error_text
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -22,12 +23,6 @@ METHODS = [("LoRA and a trained head", "llama"), ("IA3", "gpt2"), ("prompt tunin
            ("RandLoRA", "llama")]  # fmt: skip
 MORE = [("DoRA", "llama"), ("LoKr", "llama"), ("VeRA", "gpt2"), ("trainable tokens", "gpt2"), ("LNTuning", "gpt2"),
         ("adaption prompt", "llama"), ("AdaLoRA", "llama"), ("IA3", "t5")]  # fmt: skip
-
-
-def error_text(f: Any, *args: Any, **kwargs: Any) -> str:
-    with pytest.raises(fs.ShardingError) as e:
-        f(*args, **kwargs)
-    return str(e.value)
 
 
 def config_in(folder: Path) -> dict[str, Any]:
@@ -56,9 +51,7 @@ def test_folder_of_a_wrapped_module_is_that_of_peft_from_a_mesh(method: str, bas
     placed = fs.materialize(read, fs.fully_shard(P(), tree, axis="data"), mesh, key=fs.key(0))
     fs.peft.save_module(tmp_path / "ours", placed, of=apply)
     ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
-    assert ours.keys() == theirs.keys()
-    for name, x in theirs.items():
-        torch.testing.assert_close(ours[name], x, rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+    assert_same(ours, theirs)
     assert config_in(tmp_path / "ours") == config_in(tmp_path / "theirs")
     full = fs.device_get(placed)
     want = {"params": dict(module.named_parameters()), "buffers": dict(module.named_buffers())}
@@ -81,8 +74,7 @@ def test_one_of_several_adapters_is_written_and_read_by_its_name(tmp_path: Path)
     placed = fs.materialize(read, P(), mesh, key=fs.key(0))
     fs.peft.save_module(tmp_path / "ours", placed, of=apply, adapter="other")
     ours, theirs = (load_file(p / "adapter_model.safetensors") for p in (tmp_path / "ours", tmp_path / "theirs/other"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(x, ours[n]) for n, x in theirs.items())
+    assert_same(ours, theirs)
     text = error_text(fs.peft.save_module, tmp_path / "new", placed, of=apply, adapter="third")
     assert text == "peft: the module has no adapter 'third'\n  fix: one of default, other"
 

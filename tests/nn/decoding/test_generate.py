@@ -17,7 +17,7 @@ from tests.lib.tiers import slow_unless
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 V = 11
-MESHES = [{"data": 1, "model": 1}, {"data": 2, "model": 3}, {"data": 3, "model": 1}]  # of 4 prompts, one has none
+MESHES = [{"data": 1, "model": 1}, {"data": 2, "model": 2}, {"data": 3, "model": 1}]  # of 4 prompts, one has none
 TABLE = torch.randn(V, V, generator=torch.Generator().manual_seed(3)) * 2
 
 
