@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from fshard.errors import ShardingError, printable
 
-from . import configuring, estimating, inspecting, launching, merging, planning
+from . import estimating, inspecting, launching, merging, planning
 
-_COMMANDS = (inspecting, estimating, planning, configuring, launching, merging)
+_COMMANDS = (inspecting, estimating, planning, launching, merging)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

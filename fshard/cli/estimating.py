@@ -1,11 +1,11 @@
 """`python -m fshard estimate`: the memory of training a model, for each dtype and strategy, without any storage.
 
-Sizes of parameters, gradients and optimizer state are exact: those of the parts that `fs.fully_shard` gives rank 0,
-which has the largest. To these are added, for a dtype of `c` bytes:
+Sizes of parameters, gradients and optimizer state are exact, on the rank with the most: rank 0, by `fs.fully_shard`. To
+these are added, for a dtype of `c` bytes:
 
     NO_SHARD             c for each parameter, if the dtype is not float32: the copies that are computed with
     SHARD_GRAD_OP        c for each parameter: all are gathered until backward has used them
-    FULL_SHARD           c for those of the two largest units: one is gathered while another computes
+    FULL_SHARD           c for each parameter of the two largest units: one is gathered while another computes
     a sharded strategy   c + 4 for each trained parameter of the largest unit: its gradients, and the sum over the ranks
 
 A unit is a numbered block (`h.3`, `encoder.block.0`), and outside of blocks a module. Activations are not counted.
@@ -15,11 +15,9 @@ FSDP", for the schedule.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +31,8 @@ from fshard.planning.search import rank_bytes
 from fshard.spec import P, fully_shard, size
 
 from .inspecting import PATHS, Contents, cast_leaves, describe, read
+from .planning import DTYPES
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OPTIMIZERS: dict[str, Callable[[float], optim.Optimizer]] = {"adamw": optim.adamw, "sgd": optim.sgd}
 _HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
@@ -43,19 +41,20 @@ def add(commands: Any) -> None:
     """Add `estimate` to the commands of a parser."""
     command = commands.add_parser(
         "estimate", help="print the memory of training a model, for each dtype and strategy",
-        description="Print the bytes of parameters, gradients, optimizer state and gathered weights, of the rank with "
-                    "the most, without activations. Only configs and headers are read.",
+        description="Print the bytes of parameters, gradients, optimizer state and gathered weights, on the rank with "
+                    "the most, without activations (`plan` counts them). Only configs and headers are read.",
     )  # fmt: skip
     option = command.add_argument
     option("model", metavar="MODEL", help=f"{PATHS}; or the name of a class of transformers, with its default config")
-    option("--strategy", nargs="+", metavar="NAME", help=f"of {', '.join(STRATEGIES)} (default: all that differ)")
+    option("--strategy", nargs="+", metavar="NAME", type=_strategy, choices=STRATEGIES,
+           help=f"of {', '.join(STRATEGIES)} (default: all that differ)")  # fmt: skip
     option("--ranks", type=int, metavar="N", help="ranks of all machines (default: 8)")
     option("--machines", type=int, metavar="N", help="machines, over which the hybrid strategies replicate")
-    option("--dtypes", nargs="+", metavar="DTYPE", help=f"to compute in: {', '.join(_DTYPES)} (default: the first two)")
+    option("--dtypes", nargs="+", metavar="DTYPE", choices=DTYPES,
+           help=f"to compute in: {', '.join(DTYPES)} (default: float32, bfloat16)")  # fmt: skip
     option("--optimizer", choices=_OPTIMIZERS, default="adamw")
-    option(
-        "--lora", type=int, metavar="RANK", help="only adapters of this rank train; the rest is frozen, in the dtype"
-    )
+    option("--lora", type=int, metavar="RANK",
+           help="only adapters of this rank train; the rest is frozen, in the dtype")  # fmt: skip
     option("--targets", nargs="+", metavar="MODULE", help="modules to adapt, by their last parts: q_proj v_proj")
     option("--offload", action="store_true", help="parameters, gradients and optimizer state in host memory")
     option("--one_unit", "--one-unit", action="store_true", help="the model is one unit, as with NO_WRAP")
@@ -64,85 +63,61 @@ def add(commands: Any) -> None:
     command.set_defaults(run=_run)
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Bytes of the rank with the most; `working` are gradients of one unit and the buffer of their sum."""
-
-    dtype: str
-    strategy: str
-    parameters: int
-    gradients: int
-    optimizer: int
-    gathered: int
-    working: int
-    device: int
-    host: int
-
-
-@dataclass(frozen=True)
-class Model:
-    """Described leaves: those that train, those that are frozen, and the others, which every rank has whole."""
-
-    trained: Any
-    frozen: Any
-    others: Any
+def _strategy(name: str) -> str:
+    name = name.upper()
+    return next((s for s in STRATEGIES if s.lstrip("_") == name), name)
 
 
 def _run(options: Any) -> str:
-    names, ranks, machines = options.strategy, options.ranks, options.machines
-    dtypes, offload, one_unit = options.dtypes, options.offload, options.one_unit
     if options.config_file:
         settings = read_launched(options.config_file, {})
         if settings.model > 1 or settings.reshard is not None:
             raise fail(f"estimate: {options.config_file} splits matrices over `model`, or keeps weights split over "
                        "`group`, which is not estimated", f"its axes are {settings.axes}",
                        fix="--ranks and --strategy, without --config_file")  # fmt: skip
-        names = names or [settings.strategy]
-        ranks = settings.processes if ranks is None else ranks
-        machines = settings.axes.get("replica", settings.machines) if machines is None else machines
-        dtypes = dtypes or [str(settings.compute).removeprefix("torch.")]
-        offload, one_unit = offload or settings.offload, one_unit or settings.wrap is None
-    ranks, machines = 8 if ranks is None else ranks, 1 if machines is None else machines
+        replicas = settings.axes.get("replica", settings.machines)
+        dtype = str(settings.compute).removeprefix("torch.")
+        of_file = {"strategy": [settings.strategy], "ranks": settings.processes, "machines": replicas,
+                   "dtypes": [dtype], "offload": settings.offload, "one_unit": settings.wrap is None}  # fmt: skip
+        for name, value in of_file.items():
+            if getattr(options, name) is None or getattr(options, name) is False:
+                setattr(options, name, value)
+    ranks, machines = (default if n is None else n for n, default in ((options.ranks, 8), (options.machines, 1)))
     if ranks < 1 or machines < 1 or ranks % machines:
         raise fail(f"estimate: {ranks} ranks on {machines} machines", f"{ranks} % {machines} = {ranks % machines}"
                    if ranks > 0 and machines > 0 else "1 or more of each", fix="--ranks 8 --machines 2")  # fmt: skip
-    names = names or [name for name in STRATEGIES if machines > 1 or name not in _HYBRID]
-    names = [_known("--strategy", name.upper(), {**{s: s for s in STRATEGIES}, STRATEGIES[4][1:]: STRATEGIES[4]})
-             for name in names]  # fmt: skip
-    dtypes = [_known("--dtypes", name, {name: name for name in _DTYPES}) for name in dtypes or list(_DTYPES)[:2]]
     contents = _contents(options.model)
-    model = model_of(contents, options.lora, options.targets)
+    trained, frozen, others = _divided(contents, options.lora, options.targets)
     rows = [
-        estimate(model, dtype, name, ranks=ranks, machines=machines, optimizer=options.optimizer, offload=offload,
-                 one_unit=one_unit) for dtype in dtypes for name in names
+        {"dtype": dtype, "strategy": strategy,
+         **_estimate(trained, cast_leaves(frozen, DTYPES[dtype]), others, DTYPES[dtype].itemsize, strategy,
+                     shards=1 if strategy == "NO_SHARD" else ranks // (machines if strategy in _HYBRID else 1),
+                     optimizer=_OPTIMIZERS[options.optimizer](1e-3), offload=options.offload,
+                     one_unit=options.one_unit)}
+        for dtype in options.dtypes or ("float32", "bfloat16")
+        for strategy in options.strategy or [s for s in STRATEGIES if machines > 1 or s not in _HYBRID]
     ]  # fmt: skip
-    trained, frozen = _count(model.trained), _count(model.frozen)
+    numbers = {"trained": sum(_units([trained], True)), "frozen": sum(_units([frozen], True)), "ranks": ranks,
+               "machines": machines, "optimizer": options.optimizer}  # fmt: skip
     if options.json:
-        numbers = {"trained": trained, "frozen": frozen, "ranks": ranks, "machines": machines}
-        table = [dataclasses.asdict(row) for row in rows]
-        return json.dumps({"model": options.model, **numbers, "optimizer": options.optimizer, "rows": table}, indent=2)
-    counts = f"{frozen:,} frozen parameters, and {trained:,} that train" if frozen else f"{trained:,} parameters"
+        return json.dumps({"model": options.model, **numbers, "rows": rows}, indent=2)
+    counts = f"{numbers['trained']:,} parameters"
+    if numbers["frozen"]:
+        counts = f"{numbers['frozen']:,} frozen parameters, and {numbers['trained']:,} that train"
     where = number_of(ranks, "rank") + f" on {machines} machines" * (machines > 1)
-    facts = f"{counts}; {options.optimizer}; {where}"
-    head = f"{facts}; bytes of the rank with the most, without activations"
+    head = f"{counts}; {options.optimizer}; {where}; bytes of the rank with the most, without activations"
     return "\n".join([f"{options.model}: {contents.source}", head, *_table(rows)])
 
 
-def _known(option: str, name: str, known: dict[str, str]) -> str:
-    if name not in known:
-        raise fail(f"estimate: {option} {name}", fix=f"one of {', '.join(dict.fromkeys(known.values()))}")
-    return known[name]
-
-
 def _contents(name: str) -> Contents:
-    """Describe the model at a path, or that of a class of transformers with its default config."""
+    """Describe the model at a path, or a class of transformers with its default config."""
     if Path(name).exists() or not name.isidentifier():
         return read(name)
     try:
         import transformers
     except ImportError as e:
         raise fail(
-            f"estimate: {name} is no path, and transformers is not installed", fix="pip install transformers"
+            f"estimate: {name} is not a path, and transformers is not installed", fix="pip install transformers"
         ) from e
     made = getattr(transformers, name, None)
     config = getattr(made, "config_class", None)
@@ -152,8 +127,11 @@ def _contents(name: str) -> Contents:
     return describe(name, lambda: made(config()), name)
 
 
-def model_of(contents: Contents, rank: int | None = None, targets: Sequence[str] | None = None) -> Model:
-    """Divide the leaves: of a checkpoint its `params`, of a module its parameters; with a rank only adapters train."""
+def _divided(contents: Contents, rank: int | None, targets: Sequence[str] | None) -> tuple[Any, Any, Any]:
+    """Return the leaves that train, the frozen ones and the others, which every rank has in full.
+
+    Of a checkpoint only `params` train, of a module its parameters; with a rank of adapters only these.
+    """
     leaves, buffers = contents.tree, {}
     if isinstance(leaves, dict) and "params" in leaves:
         leaves, buffers = leaves["params"], leaves.get("buffers", {})
@@ -163,42 +141,38 @@ def model_of(contents: Contents, rank: int | None = None, targets: Sequence[str]
     if not floating:
         raise fail("estimate: there are no parameters", fix="python -m fshard inspect shows the leaves")
     base = cast_leaves(floating, torch.float32)
+    if (rank is None) != (not targets):
+        given, fix = ("--targets", "--lora 8") if rank is None else ("--lora", "--targets q_proj v_proj")
+        raise fail(f"estimate: {given} without {fix.split()[0]}", fix=fix)
     if rank is None:
-        if targets:
-            raise fail("estimate: --targets without --lora", fix="--lora 8")
-        return Model(base, {}, others)
-    if not targets:
-        raise fail("estimate: --lora without --targets", fix="--targets q_proj v_proj")
-    cfg = lora.Config(targets=list(targets), rank=rank)
-    return Model(lora.init(cfg, leaves, of=contents.names), base, others)
+        return base, {}, others
+    return lora.init(lora.Config(targets=list(targets or ()), rank=rank), leaves, of=contents.names), base, others
 
 
-def estimate(
-    model: Model, dtype: str, strategy: str, *, ranks: int, machines: int = 1, optimizer: str = "adamw",
-    offload: bool = False, one_unit: bool = False,
-) -> Estimate:  # fmt: skip
-    """Return the bytes of one dtype and strategy. What trains is stored in float32, what is frozen in the dtype."""
-    shards = {"NO_SHARD": 1}.get(strategy, ranks // machines if strategy in _HYBRID else ranks)
-    axes, width = {"data": shards}, _DTYPES[dtype].itemsize
-    frozen = cast_leaves(model.frozen, _DTYPES[dtype])
-    specs = {name: fully_shard(P(), x, axis="data") for name, x in (("trained", model.trained), ("frozen", frozen))}
-    made = _OPTIMIZERS[optimizer](1e-3)
-    gradients = rank_bytes(model.trained, specs["trained"], axes)
-    parameters = gradients + rank_bytes(frozen, specs["frozen"], axes) + rank_bytes(model.others, P(), axes)
-    state = rank_bytes(made.init(model.trained), made.specs(specs["trained"]), axes)
-    units = _units([model.trained, model.frozen], one_unit)
-    trained = _units([model.trained], one_unit)
-    is_copied = width != 4 or offload
-    if shards > 1 and strategy in ("FULL_SHARD", "HYBRID_SHARD"):
-        gathered = sum(sorted(units)[-2:]) * width
-    elif shards > 1:
-        gathered = sum(units) * width
+def _estimate(
+    trained: Any, frozen: Any, others: Any, width: int, strategy: str, *, shards: int, optimizer: optim.Optimizer,
+    offload: bool, one_unit: bool,
+) -> dict[str, int]:  # fmt: skip
+    """Return the bytes of the rank with the most. What trains is stored in float32; `width` bytes are computed with.
+
+    `working` are the gradients of one unit and the buffer of their sum.
+    """
+    axes = {"data": shards}
+    specs, frozen_specs = (fully_shard(P(), x, axis="data") for x in (trained, frozen))
+    gradients = rank_bytes(trained, specs, axes)
+    parameters = gradients + rank_bytes(frozen, frozen_specs, axes) + rank_bytes(others, P(), axes)
+    state = rank_bytes(optimizer.init(trained), optimizer.specs(specs), axes)
+    units, of_trained = _units([trained, frozen], one_unit), _units([trained], one_unit)
+    if shards > 1:
+        two_units = strategy in ("FULL_SHARD", "HYBRID_SHARD")
+        gathered = sum(sorted(units)[-2:] if two_units else units) * width
     else:  # what trains is used as it is stored, or cast; what is frozen is stored in the dtype
-        gathered = (sum(units if offload else trained)) * width * is_copied
-    working = max(trained, default=0) * (width + 4) if shards > 1 else 0
+        gathered = sum(units if offload else of_trained) * width * (width != 4 or offload)
+    working = max(of_trained, default=0) * (width + 4) if shards > 1 else 0
     stored = parameters + gradients + state
-    return Estimate(dtype, strategy, parameters, gradients, state, gathered, working,
-                    gathered + working + (0 if offload else stored), stored if offload else 0)  # fmt: skip
+    return {"parameters": parameters, "gradients": gradients, "optimizer": state, "gathered": gathered,
+            "working": working, "device": gathered + working + (0 if offload else stored),
+            "host": stored if offload else 0}  # fmt: skip
 
 
 def _units(trees: Sequence[Any], one_unit: bool) -> list[int]:
@@ -216,14 +190,9 @@ def _units(trees: Sequence[Any], one_unit: bool) -> list[int]:
     return list(units.values())
 
 
-def _count(leaves: Any) -> int:
-    return sum(math.prod(x.shape) for x in {id(x): x for x in tree.leaves(leaves)}.values())
-
-
-def _table(rows: Sequence[Estimate]) -> list[str]:
-    names = [f.name for f in dataclasses.fields(Estimate) if f.name != "host" or any(row.host for row in rows)]
-    lines = [names] + [[size(x) if isinstance(x, int) else x for x in (getattr(row, name) for name in names)]
-                       for row in rows]  # fmt: skip
-    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    names = [name for name in rows[0] if name != "host" or any(row["host"] for row in rows)]
+    lines = [names] + [[size(row[name]) if isinstance(row[name], int) else row[name] for name in names] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(x.ljust(w) if i < 2 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths, strict=True)))
             .rstrip() for line in lines]  # fmt: skip

@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
                     "or -, and replace the keys of the file. Without both: one rank for each GPU, or one on the CPU.",
         epilog="The exit status is that of the rank that failed first, 130 after Ctrl-C, or 2 if nothing was started.",
     )  # fmt: skip
-    _option(command, "config_file", metavar="FILE", help="of `python -m fshard config` or `accelerate config`")
+    _option(command, "config_file", metavar="FILE", help="of `accelerate config`")
     ranks = command.add_argument_group("ranks")
     _option(ranks, "num_processes", metavar="N", help="ranks of all machines together")
     _option(ranks, "nproc_per_node", metavar="N", help="ranks of each machine, instead")

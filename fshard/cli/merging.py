@@ -1,14 +1,10 @@
-"""`python -m fshard merge`: a sharded checkpoint as safetensors files, piece by piece, never whole in memory."""
+"""`python -m fshard merge`: a sharded checkpoint as safetensors files, piece by piece, never complete in memory."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
-import secrets
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +13,13 @@ import torch
 from torch import Tensor
 
 from fshard import checkpoint, tree
-from fshard._core.files.io import bytes_of, sync, write_errors, write_file
-from fshard._core.files.safetensors import DTYPES, encode_header
+from fshard._core.files.io import write_errors
+from fshard._core.files.safetensors import DTYPES
 from fshard._core.files.url import AnyPath, as_path
 from fshard.checkpoint.commit import directory_of, is_complete, read
 from fshard.checkpoint.parts import check_part, stream
 from fshard.errors import fail, join_limited, number_of, raise_all
-from fshard.interop.hf import INDEX, SINGLE, config_of
+from fshard.interop.hf import config_of, write
 from fshard.models import hf
 
 _DCP = ".metadata"  # of torch.distributed.checkpoint
@@ -31,16 +27,21 @@ _DCP = ".metadata"  # of torch.distributed.checkpoint
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the checkpoint: `pieces` reads it in the order of its bytes."""
+    """A tensor of the checkpoint: `fill` reads it into a tensor of its shape."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterator[Tensor]]
+    fill: Callable[[Tensor], None]
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    def mapped(self, path: Path) -> Tensor:
+        """Read the tensor into a file that is mapped to memory."""
+        count = math.prod(self.shape)
+        if not count:
+            return torch.empty(self.shape, dtype=self.dtype)
+        out = torch.from_file(str(path), shared=True, size=count, dtype=self.dtype).view(self.shape)
+        self.fill(out)
+        return out
 
 
 def add(commands: Any) -> None:
@@ -72,9 +73,9 @@ def merge(
 ) -> str:  # fmt: skip
     """Write the tensors of a checkpoint into a new folder of safetensors files, and return a line about them.
 
-    Memory: a piece of 64 MiB of one tensor; of torch's checkpoints, one tensor. The folder appears when all is written.
-    With `like`, the folder of a model in `fs.models`, it is a folder that `from_pretrained` reads; the tensors are in
-    mapped files beside it meanwhile, which take as much room on the disk.
+    Memory: a piece of 64 MiB of one tensor. The tensors are in mapped files next to the folder until it is written,
+    which take as much room on the disk. With `like`, the folder of a model in `fs.models`, it is a folder that
+    `from_pretrained` reads.
     Raises ShardingError if the checkpoint is damaged, or the folder exists.
     """
     place, out = as_path(path), Path(out)
@@ -90,37 +91,24 @@ def merge(
         raise fail(f"merge: {source} has no tensors", fix="python -m fshard inspect shows the leaves")
     if wrong := [f"{e.name}  {e.dtype}" for e in entries if e.dtype not in DTYPES.values()]:
         raise fail("merge: safetensors has no such dtype", *wrong, fix="restore the checkpoint, and cast the leaves")
-    size = sum(e.nbytes for e in entries)
-    if like is not None:
-        with write_errors("merge", out, "nothing is written"):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
-                cfg, params = _model(entries, like, Path(folder), source)
-                hf.save(out, cfg, params, like=like, max_shard_bytes=max_shard_bytes)
-        return f"{out}: {len(entries)} tensors of {source}, {size:,} bytes, as {like} has them"
-    files = _files(entries, max_shard_bytes)
+    cfg, described = (None, None) if like is None else _model(entries, like, source)
     with write_errors("merge", out, "nothing is written"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
-        temporary.mkdir()
-        try:
-            for name, group in files.items():
-                _write(temporary / name, group)
-            if len(files) > 1:
-                index = {"metadata": {"total_size": sum(e.nbytes for e in entries)},
-                         "weight_map": {e.name: name for name, group in files.items() for e in group}}  # fmt: skip
-                (temporary / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-            sync(temporary)
-            temporary.rename(out)
-            sync(out.parent)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-    return f"{out}: {len(entries)} tensors of {source}, {size:,} bytes in {number_of(len(files), 'file')}"
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+            tensors = {e.name: e.mapped(Path(folder, str(i))) for i, e in enumerate(entries)}
+            if like is None:
+                write(out, tensors, hf.by_name(tensors), config=None, max_shard_bytes=max_shard_bytes)
+            else:
+                params = tree.map_with_path(lambda path, _: tensors[tree.dotted(path)], described)
+                hf.save(out, cfg, params, like=like, max_shard_bytes=max_shard_bytes)
+    files = number_of(len(list(out.glob("*.safetensors"))), "file")
+    where = f"in {files}" if like is None else f"as {like} has them"
+    nbytes = sum(x.nbytes for x in tensors.values())
+    return f"{out}: {len(entries)} tensors of {source}, {nbytes:,} bytes{',' * (like is not None)} {where}"
 
 
-def _model(entries: Sequence[Entry], like: str | Path, folder: Path, source: str) -> tuple[Any, Any]:
-    """Return the config and the parameters of a model in `fs.models`, in files of `folder` mapped to memory."""
+def _model(entries: Sequence[Entry], like: str | Path, source: str) -> tuple[Any, Any]:
+    """Return the config and the described parameters of a model in `fs.models`, whose tensors are `entries`."""
     config = config_of(like)
     model = hf.model_of(config)
     if model is None:
@@ -137,24 +125,11 @@ def _model(entries: Sequence[Entry], like: str | Path, folder: Path, source: str
     if lines:
         raise fail(f"merge: {source} has not the parameters of {like}", *lines[:12],
                    *[f"and {len(lines) - 12} more"][: len(lines) > 12], fix="--at, or another --like")  # fmt: skip
-    mapped = {name: _mapped(e, folder / str(i)) for i, (name, e) in enumerate(by_name.items())}
-    return cfg, tree.map_with_path(lambda path, _: mapped[tree.dotted(path)], described)
-
-
-def _mapped(e: Entry, path: Path) -> Tensor:
-    count = math.prod(e.shape)
-    if not count:
-        return torch.empty(e.shape, dtype=e.dtype)
-    out = torch.from_file(str(path), shared=True, size=count, dtype=e.dtype)
-    start = 0
-    for piece in e.pieces():
-        out[start : start + piece.numel()] = piece.flatten()
-        start += piece.numel()
-    return out.view(e.shape)
+    return cfg, described
 
 
 def _entries(path: AnyPath, step: int | None, at: str | None) -> tuple[str, list[Entry]]:
-    """Return the tensors of a checkpoint of fshard, of which tied ones stand once."""
+    """Return the tensors of a checkpoint of fshard, tied ones once."""
     if step is None and not is_complete(path):
         step = checkpoint.latest(path)
     directory = directory_of(path, step)
@@ -173,18 +148,24 @@ def _entries(path: AnyPath, step: int | None, at: str | None) -> tuple[str, list
     for name in chosen:
         first = tensors[name].same_as or name
         x = tensors[first]
-        entries.setdefault(first, Entry(name.removeprefix(prefix), x.dtype, x.shape, _reader(directory, first, x)))
+        entries.setdefault(first, Entry(name.removeprefix(prefix), x.dtype, x.shape, _filler(directory, first, x)))
     return f"{directory}{f' at {at}' * bool(at)}", list(entries.values())
 
 
-def _reader(directory: AnyPath, name: str, x: checkpoint.Saved) -> Callable[[], Iterator[Tensor]]:
-    return lambda: stream(directory, name, x.shape, x.dtype, x.chunks)
+def _filler(directory: AnyPath, name: str, x: checkpoint.Saved) -> Callable[[Tensor], None]:
+    def fill(out: Tensor) -> None:
+        flat, start = out.view(-1), 0
+        for piece in stream(directory, name, x.shape, x.dtype, x.chunks):
+            flat[start : start + piece.numel()] = piece.flatten()
+            start += piece.numel()
+
+    return fill
 
 
 def _torch_entries(path: Path, at: str | None, allow_pickle: bool) -> tuple[str, list[Entry]]:
     """Return the tensors of a folder of torch.distributed.checkpoint.
 
-    A key that all of them stand below, as `model` in those of Accelerate, is left out of the names.
+    A key that all names begin with, such as Accelerate's `model`, is left out of the names.
     """
     if not allow_pickle:
         raise fail(f"merge: {path} is a checkpoint of torch, whose {_DCP} is a pickle",
@@ -207,33 +188,9 @@ def _torch_entries(path: Path, at: str | None, allow_pickle: bool) -> tuple[str,
     if tensors and not any(name.startswith(prefix) for name in tensors):
         raise fail(f"merge: {path} has no tensors at {at!r}", fix=f"one of {join_limited(sorted(tops), 8)}")
 
-    def reader(name: str, x: TensorStorageMetadata) -> Callable[[], Iterator[Tensor]]:
-        def pieces() -> Iterator[Tensor]:
-            out = torch.empty(x.size, dtype=x.properties.dtype)
-            load({name: out}, checkpoint_id=path, no_dist=True)
-            yield out
+    def filler(name: str) -> Callable[[Tensor], None]:
+        return lambda out: load({name: out}, checkpoint_id=path, no_dist=True)
 
-        return pieces
-
-    entries = [Entry(name.removeprefix(prefix), x.properties.dtype, tuple(x.size), reader(name, x))
+    entries = [Entry(name.removeprefix(prefix), x.properties.dtype, tuple(x.size), filler(name))
                for name, x in tensors.items() if name.startswith(prefix)]  # fmt: skip
     return f"{path}{f' at {at}' * bool(at)}", entries
-
-
-def _files(entries: Sequence[Entry], max_shard_bytes: int) -> dict[str, list[Entry]]:
-    """Divide the tensors, in order, into files of at most `max_shard_bytes`, or of one tensor."""
-    groups: list[list[Entry]] = [[]]
-    for e in entries:
-        if groups[-1] and sum(x.nbytes for x in groups[-1]) + e.nbytes > max_shard_bytes:
-            groups.append([])
-        groups[-1].append(e)
-    for group in groups:
-        group.sort(key=lambda e: -e.dtype.itemsize)  # the widest first: every tensor is aligned
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
-
-
-def _write(path: Path, entries: Sequence[Entry]) -> None:
-    header = encode_header({e.name: (e.dtype, e.shape) for e in entries}, {"format": "pt"})
-    write_file(path, itertools.chain([header], (bytes_of(piece) for e in entries for piece in e.pieces())))

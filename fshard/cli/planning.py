@@ -22,7 +22,7 @@ from fshard.planning import PlanTable, devices, divisions, plan_table, search
 
 from .train_step import AXES, Job, read_job, train_step
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _FLAGS = {"yes": True, "no": False, "": True}
 _NUMBERS = (*AXES, "accumulate", "prefetch", "batch")
 _SETTINGS = f"{', '.join(AXES)}: axis sizes; accumulate, prefetch, batch: numbers; remat, sequence, release: yes or no"
@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
         help="of the network, as nccl-tests prints it for an all_reduce over so many ranks: 16=362,32=160,512=33",
     )
     option("--layout", nargs="+", action="extend", default=[], metavar="AXES",
-           help=f"data=64,model=8,remat=yes; {_SETTINGS}; dtype: {', '.join(_DTYPES)} (default: data=N)")  # fmt: skip
+           help=f"data=64,model=8,remat=yes; {_SETTINGS}; dtype: {', '.join(DTYPES)} (default: data=N)")  # fmt: skip
     option(
         "--search", action="store_true", help="find the three fastest layouts that fit; --layout are settings of all"
     )
@@ -159,7 +159,7 @@ def _layouts(texts: Sequence[str]) -> list[dict[str, Any]]:
             elif name in ("remat", "sequence", "release") and value in _FLAGS and bool(value) == bool(equals):
                 known = _FLAGS[value]
             elif name == "dtype":
-                known = _DTYPES.get(value)
+                known = DTYPES.get(value)
             if known is None or name in layout:
                 twice = "it has a value already" if name in layout else _SETTINGS
                 errors.append(fail(f"plan: --layout {text}: {part.strip()!r} is not a setting", twice,

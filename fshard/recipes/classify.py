@@ -15,13 +15,14 @@ Legend: B batch, D features, C classes; ranks: all of the mesh; [C@split] is a d
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import signal
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,15 +35,73 @@ import fshard as fs
 from fshard import P, checkpoint, data, nn, optim
 from fshard.models import resnet
 
-from . import classify_command as command
-from . import glyphs, pictures
+from . import command, glyphs, pictures
+from .command import DTYPES, POSITIVE, Refusal, at_least, is_first, option
 from .log import Log, printer
-from .pretrain import DTYPES, learning_rate, make_optimizer
-from .program import is_first
+from .pretrain import learning_rate, make_optimizer
 
-RANKS = command.AXES
+RANKS = ("data", "model")  # the axes: images are split over both
 SMOOTHING = 0.1  # of labels
 SCALE = 32.0  # of cosines
+DEPTHS: dict[int, tuple[Any, tuple[int, ...]]] = {
+    10: ("basic", (1, 1, 1, 1)),
+    18: ("basic", (2, 2, 2, 2)),
+    34: ("basic", (3, 4, 6, 3)),
+    50: ("bottleneck", (3, 4, 6, 3)),
+    101: ("bottleneck", (3, 4, 23, 3)),
+    152: ("bottleneck", (3, 8, 36, 3)),
+}
+MARGINS = {"none": (1.0, 0.0, 0.0), "cosine": (1.0, 0.0, 0.0), "arcface": (1.0, 0.3, 0.0), "cosface": (1.0, 0.0, 0.2)}
+
+
+@dataclass
+class Options(command.Options):
+    """Train a ResNet on images of characters, or on a folder of images."""
+
+    name = "classify"
+    may_differ = ("head", "zero", "compile", "workers")
+
+    steps: int = option(2400, rule=at_least(1))
+    batch: int = option(64, "images of a step, over all devices", rule=at_least(1))
+    lr: float = option(2e-3, rule=POSITIVE)
+    out: Path | None = option(None, "write metrics.jsonl, checkpoints, loss.png and confusion.png here")
+    folder: Path | None = option(None, "a folder with a folder of images for each class, instead of characters")
+    cjk: bool = option(False, "add 32,148 Han and Hangul characters, of the package noto-cjk-sans-otc")
+    classes: int = option(0, "add classes without images up to this number", rule=at_least(0))
+    head: str = option("all", "ranks that the classes are split over: all (default), those of the axis model, or none",
+                       choices=("all", "model", "replicated"))  # fmt: skip
+    margin: str = option("none", "normalize classes, and ask for a margin", choices=MARGINS)
+    partial_fc: float = option(1.0, "share of the classes that a step compares with (default: all)",
+                               rule=(lambda x: 0 < x <= 1, "give a share above 0, at most 1"))  # fmt: skip
+    batch_stats: str = option("global", "normalize by the statistics of the global batch, or by those of the start",
+                              choices=("global", "frozen"))  # fmt: skip
+    depth: int = option(10, "layers of the ResNet (default: %(default)s)", choices=DEPTHS)
+    width: int = option(32, "channels of its first stage (default: %(default)s)", rule=at_least(1))
+    dtype: str = option("float32", "to compute with; parameters stay float32", choices=DTYPES)
+    zero: bool = option(False, "split the optimizer's state over data (ZeRO-1)")
+    compile: bool = option(False, "compile the step as one graph")
+    workers: int = option(0, "processes that read the images (default: none)", rule=at_least(0))
+
+    def problems(self) -> list[str]:
+        problems, share = super().problems(), f"--partial-fc {self.partial_fc}"
+        if self.folder and self.cjk:
+            problems.append("--folder --cjk: give one of the two")
+        if self.partial_fc < 1 and self.dtype == "float16":
+            problems.append(f"{share} --dtype float16: a step that the loss scale skips would step the sampled "
+                            "classes: give --dtype bfloat16")  # fmt: skip
+        if self.partial_fc < 1 and self.compile:
+            problems.append(f"{share} --compile: how many sampled classes a rank has depends on the batch, and a "
+                            "compiled program has fixed shapes: give one of the two")  # fmt: skip
+        return problems
+
+    def make_mesh(self) -> fs.Mesh:
+        """Make the mesh, whose ranks have equally many images of a batch."""
+        mesh = super().make_mesh()
+        if self.batch % mesh.size:
+            more = -(-self.batch // mesh.size) * mesh.size
+            raise Refusal(f"--batch {self.batch}: the {mesh.size} ranks must have equal parts, and {self.batch} % "
+                          f"{mesh.size} = {self.batch % mesh.size}: give --batch {more}")  # fmt: skip
+        return mesh
 
 
 class Images(NamedTuple):
@@ -55,7 +114,7 @@ class Images(NamedTuple):
     labels_crc32: int
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Images:
+    def of(cls, args: Options) -> Images:
         """Draw the characters, or list the folder, of which every tenth image, by its name, is for testing."""
         if args.folder:
             folder = data.image_folder(args.folder, size=(glyphs.SIZE, glyphs.SIZE))
@@ -63,7 +122,7 @@ class Images(NamedTuple):
             every: Any = folder
             train, test = (Subset(every, np.flatnonzero(rows).tolist()) for rows in (~held_out, held_out))
             return cls(train, test, folder.classes, 3, zlib.crc32(os.fsencode("\n".join(folder.files))))
-        drawn = glyphs.load(command.stop, cjk=args.cjk)
+        drawn = glyphs.load(cjk=args.cjk)
         parts = [TensorDataset(torch.from_numpy(x)[:, None], torch.from_numpy(y)) for x, y in drawn[:2]]
         return cls(parts[0], parts[1], drawn.names, 1, zlib.crc32(drawn.train[1].tobytes()))
 
@@ -87,24 +146,22 @@ def augment(key: Tensor, images: Tensor, batch: int) -> Tensor:
 
 def main(argv: list[str] | None = None) -> float:
     """Train, and return the share of the test images whose class is the likeliest one."""
-    return command.PROGRAM.run(run, command.parse(argv))
+    return Options.run(run, argv)
 
 
-def run(args: argparse.Namespace) -> float:
+def run(args: Options) -> float:
     clock = time.perf_counter()
-    command.PROGRAM.check_folders(args)
-    mesh = command.mesh_of(args)
+    begin = args.check_folders()
+    mesh = args.make_mesh()
     say = printer()
     images = Images.of(args)
     classes = max(args.classes, len(images.names))
     if 0 < args.classes < classes:
-        raise command.stop(
-            f"--classes {args.classes}: the images have {classes}: give {classes} or more, or leave it out"
-        )
+        raise Refusal(f"--classes {args.classes}: the images have {classes}: give {classes} or more, or leave it out")
     if len(images.train) < args.batch or not len(images.test):
-        raise command.stop(f"--batch {args.batch}: there are only {len(images.train)} images to train on, and "
+        raise Refusal(f"--batch {args.batch}: there are only {len(images.train)} images to train on, and "
                            f"{len(images.test)} to test on: give a smaller batch, or more images")  # fmt: skip
-    command.PROGRAM.check_same_run(args, command.OF_PLACEMENT, labels=(images.labels_crc32, "the same images"))
+    args.check_same_run(labels=(images.labels_crc32, "the same images"))
     say(f"{len(images.train)} images to train on, {len(images.test)} to test on, {classes} classes, on {mesh!r}")
 
     # The train state as a description, and its specs. A sample of the classes is stepped by an optimizer of its own.
@@ -116,16 +173,15 @@ def run(args: argparse.Namespace) -> float:
     sampled = args.partial_fc < 1
     stepped, own = ({k: v for k, v in tree.items() if not (sampled and k == "fc")} for tree in (described, specs))
     scale = fs.LossScale() if args.dtype == "float16" else None
-    optimizer = make_optimizer(args, stepped, own, weight_decay=0.05, summed=True, scale=scale)
+    optimizer = make_optimizer(args, stepped, own, zero=args.zero, weight_decay=0.05, summed=True, scale=scale)
     of_rows = optim.adamw(learning_rate(args), b2=0.99)
     key = fs.key(args.seed)
     like = {"params": described, "statistics": resnet.state(cfg), "opt": optimizer.init(stepped),
             "rows": of_rows.init(described["fc"]) if sampled else {}, "key": key, "step": torch.tensor(0)}  # fmt: skip
     state_specs = {"params": specs, "statistics": P(), "opt": optimizer.specs(own),
                    "rows": of_rows.specs(specs["fc"]) if sampled else {}, "key": P(), "step": P()}  # fmt: skip
-    folder, begin = args.out or args.resume, 0
+    folder = args.out or args.resume
     if args.resume:
-        begin = command.PROGRAM.last_saved(args)
         state = checkpoint.restore(args.resume, like, specs=state_specs, mesh=mesh, step=begin)
     else:
         state = fs.materialize(like, state_specs, mesh, key=fs.fold_in(key, "init"))
@@ -140,7 +196,7 @@ def run(args: argparse.Namespace) -> float:
         x, fc, y = resnet.head_inputs(cfg, params, x, y, layout=layout)  # [B@rest, D]
         if args.margin == "none":
             return nn.linear(x, fc["w"].mT, fc["b"]), y, statistics
-        m1, m2, m3 = command.MARGINS[args.margin if margin else "cosine"]
+        m1, m2, m3 = MARGINS[args.margin if margin else "cosine"]
         logits = nn.margin(nn.cosine_logits(x, fc["w"]), y, m1=m1, m2=m2, m3=m3, scale=SCALE, axis=split, size=classes,
                            classes=sample)  # fmt: skip
         return logits, y, statistics
@@ -194,17 +250,17 @@ def run(args: argparse.Namespace) -> float:
 
     schedule = learning_rate(args)
     train_batches = batches(images.train, fs.fold_in(key, "data"), step=begin)
-    with Log(command.PROGRAM, args, begin, args.steps, say, folder, unit="images") as log:
+    with Log(args, begin, args.steps, say, folder, unit="images") as log:
         for step in range(begin, args.steps):
             start = time.perf_counter()
             state, metrics = train_step(state, next(train_batches))
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
             log.write(step=step, loss=loss, grad_norm=norm, lr=float(schedule(step)),
                       images_per_s=args.batch / (time.perf_counter() - start))  # fmt: skip
-            command.PROGRAM.save(args, mesh, folder, state, step=step + 1, steps=args.steps, loss=loss, grad_norm=norm)
+            args.save(mesh, folder, state, step=step + 1, steps=args.steps, loss=loss, grad_norm=norm)
 
     nats, found = 0.0, []
-    test_batches = command.PROGRAM.until_told(args, mesh, batches(images.test, None, epoch=0, even=True))
+    test_batches = args.until_told(mesh, batches(images.test, None, epoch=0, even=True))
     for i, batch in enumerate(test_batches):
         counted = data.counted(step=i, size=len(images.test), batch=args.batch)
         of_batch, results = test_step(state["params"], state["statistics"], batch, counted)
@@ -228,9 +284,9 @@ def ignore_signals(_: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def config(args: argparse.Namespace, channels: int, classes: int) -> resnet.Config:
+def config(args: Options, channels: int, classes: int) -> resnet.Config:
     """The ResNet for small images: a stem of one 3x3 convolution, four stages that each halve height and width."""
-    kind, depths = command.DEPTHS[args.depth]
+    kind, depths = DEPTHS[args.depth]
     return resnet.Config(
         num_channels=channels, embedding_size=max(1, args.width // 2), stem="cifar", downsample_in_first_stage=True,
         hidden_sizes=tuple(args.width << i for i in range(4)), depths=depths, layer_type=kind, num_labels=classes,

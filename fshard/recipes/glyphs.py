@@ -7,12 +7,14 @@ one of them for testing; many of its characters look the same in all five.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from .command import Refusal
 
 Array = np.ndarray[Any, Any]
 Face = tuple[Path, int]  # a file of fonts, and the number of one in it
@@ -31,14 +33,14 @@ class Glyphs(NamedTuple):
     names: list[str]
 
 
-def load(stop: Callable[[str], SystemExit], *, cjk: bool = False) -> Glyphs:
+def load(*, cjk: bool = False) -> Glyphs:
     """Draw all characters in all faces. No test image stands among the training images; none is kept on disk."""
     try:
         fonts = Path(import_module("matplotlib").get_data_path()) / "fonts" / "ttf"
         noto = Path(import_module("noto_cjk_sans_otc").__path__[0]) / "NotoSansCJK-Regular.ttc" if cjk else None
     except ModuleNotFoundError as e:
-        raise stop(f"the images are drawn from fonts of a package that is missing: pip install "
-                   f"{str(e.name).replace('_', '-')}, or give --folder DIR") from None  # fmt: skip
+        raise Refusal(f"the images are drawn from fonts of a package that is missing: pip install "
+                      f"{str(e.name).replace('_', '-')}, or give --folder DIR") from None  # fmt: skip
     names = [f"DejaVu{family}{style}" for family, slanted in STYLES.items()
              for style in ("", "-Bold", f"-{slanted}", f"-Bold{slanted}")]  # fmt: skip
     faces = [(fonts / f"{name}.ttf", 0) for name in names]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -15,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .program import Program, is_first, resumes_in_place
+from .command import Options, Refusal, is_first
 
 
 def printer() -> Callable[..., None]:
@@ -31,18 +30,17 @@ class Log:
     """Writes metrics.jsonl and shows progress, on rank 0 only: a bar on a terminal, plain lines elsewhere."""
 
     def __init__(
-        self, program: Program, args: argparse.Namespace, begin: int, steps: int, say: Callable[..., None],
-        folder: Path | None, unit: str = "tokens",
+        self, args: Options, begin: int, steps: int, say: Callable[..., None], folder: Path | None,
+        unit: str = "tokens",
     ) -> None:  # fmt: skip
-        self.program, self.args, self.begin, self.steps, self.say = program, args, begin, steps, say
+        self.args, self.begin, self.steps, self.say = args, begin, steps, say
         self.first, self.folder, self.unit = is_first(), folder, unit
         self.file = None
         if folder and self.first:
             with self.errors():
                 folder.mkdir(parents=True, exist_ok=True)
                 path = folder / "metrics.jsonl"
-                earlier = [line for step, line in read_metrics(path, program.stop)
-                           if step < begin and resumes_in_place(args)]  # fmt: skip
+                earlier = [line for step, line in read_metrics(path) if step < begin and args.resumes_in_place()]
                 new = path.with_name(".metrics.jsonl.new")  # renamed: a kill loses no line
                 new.write_text("".join(earlier))
                 os.replace(new, path)
@@ -90,11 +88,10 @@ class Log:
         try:
             yield
         except OSError as e:
-            raise self.program.stop(f"cannot write metrics.jsonl: {e.strerror}: make room\n"
-                                    f"{self.program.resume_hint(self.args)}") from None  # fmt: skip
+            raise Refusal(f"cannot write metrics.jsonl: {e.strerror}: make room\n{self.args.resume_hint()}") from None
 
 
-def read_metrics(path: Path, stop: Callable[[str], SystemExit]) -> list[tuple[int, str]]:
+def read_metrics(path: Path) -> list[tuple[int, str]]:
     """Return (step, line) for every line of metrics.jsonl, but a last one that a kill or a full disk has cut short."""
     lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
     out = []
@@ -103,5 +100,5 @@ def read_metrics(path: Path, stop: Callable[[str], SystemExit]) -> list[tuple[in
             out.append((int(json.loads(line)["step"]), line))
         except (ValueError, KeyError, TypeError):
             if i + 1 < len(lines) or line.endswith("\n"):
-                raise stop(f"{path}: line {i + 1} is damaged: remove it, or move the file away") from None
+                raise Refusal(f"{path}: line {i + 1} is damaged: remove it, or move the file away") from None
     return [(step, line) for step, line in out if line.endswith("\n")]

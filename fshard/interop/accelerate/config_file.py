@@ -1,4 +1,4 @@
-"""Read and write a configuration file, YAML or JSON: its keys, each with its place for an error message."""
+"""Read a configuration file, YAML or JSON: its keys, each with its place for an error message."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
 
     Raises ShardingError if it cannot be read, is not a mapping, or has a key twice.
     """
-    wanted = "give the file that `python -m fshard config` or `accelerate config` wrote"
+    wanted = "give the file that `accelerate config` wrote"
     with open_file(path, wanted) as f:
         content = f.read(_MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:
@@ -138,15 +138,6 @@ def _yaml(path: Path, text: str) -> tuple[Any, dict[str, int], list[ShardingErro
 def _twice(where: str, first: str = "") -> ShardingError:
     note = f"the first is at {first}; a reader of YAML takes the last" if first else "a reader of JSON takes the last"
     return fail(f"{where} is there twice", note, fix="remove one of them")
-
-
-def write_config(path: Path, contents: Mapping[str, Any]) -> None:
-    """Write a file that `read_entries` and Accelerate read: JSON if its name ends so, and else YAML."""
-    if path.suffix == ".json":
-        text = json.dumps(contents, indent=2, sort_keys=True) + "\n"
-    else:
-        text = import_yaml(path).safe_dump(dict(contents))
-    path.write_text(text, encoding="utf-8")
 
 
 def import_yaml(path: Path) -> ModuleType:

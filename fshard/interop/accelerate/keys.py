@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -104,9 +104,9 @@ _prefetch = _one_of("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", first=1)
 
 @dataclass(frozen=True)
 class Key:
-    """A key: its values, and the meaning here in words. `section` is that of the file in which it stands.
+    """A key: its values, its meaning here in words, and the section of the file that it is in.
 
-    `effect`: "translated"; "none", where another value than one of `quiet` gives a warning; or "refused", where it is
+    `effect`: "translated"; "none", where a value other than those of `quiet` gives a warning; or "refused", where it is
     an error.
     """
 
@@ -117,98 +117,98 @@ class Key:
     section: str = ""
 
 
-def _fsdp(parse: Parse, meaning: str, effect: str = "translated", quiet: tuple[Any, ...] = ()) -> Key:
-    return Key(parse, meaning, effect, quiet, "fsdp_config")
-
-
-def _without_effect(parse: Parse, meaning: str, *quiet: Any, section: str = "") -> Key:
-    return Key(parse, meaning, "none", quiet, section)
+def _unused(parse: Parse, meaning: str, *quiet: Any) -> Key:
+    return Key(parse, meaning, "none", quiet)
 
 
 _TPU = "there are no TPUs here"
-KEYS: dict[str, Key] = {
-    # the machines
-    "compute_environment": Key(_one_of("LOCAL_MACHINE"), "LOCAL_MACHINE alone"),
-    "distributed_type": Key(_one_of(*_TYPES), "NO is one process; MULTI_CPU, MULTI_GPU: NO_SHARD; FSDP: fsdp_config"),
-    "num_processes": Key(_int(-1, _MAX_RANKS), "`processes`: ranks of all machines; -1: say it to `launch`"),
-    "num_machines": Key(_int(1, _MAX_RANKS), "`machines`"),
-    "machine_rank": Key(_int(0), "`machine_rank`"),
-    "main_process_ip": Key(_text, "`address`: the host of the first rank"),
-    "main_process_port": Key(_int(0), "`port`; 0: a free one"),
-    "rdzv_backend": Key(_text, "`rendezvous`: that of torchrun"),
-    "same_network": Key(_bool, "torchrun needs an address that all machines reach, in one network or several", "none",
-                        (True, False)),
-    "gpu_ids": Key(_gpu_ids, "`gpus`: CUDA_VISIBLE_DEVICES of the ranks"),
-    "use_cpu": Key(_bool, "`cpu`: ranks on the CPU over gloo, also where there is a GPU"),
-    "debug": Key(_bool, "`debug`: check every call, `shard_map(check=\"always\")`"),
-    # numbers
-    "mixed_precision": Key(_raw, "`compute`: float32, bfloat16 or float16; fp8 is refused"),
-    "fp16": Key(_bool, "older name of mixed_precision: fp16"),
-    "gradient_accumulation_steps": Key(_int(1), "`accumulate`: microbatches of one step"),
-    # torch.compile
-    "dynamo_backend": Key(_one_of("NO", "INDUCTOR"), "`compile`: INDUCTOR is `shard_map(compile=True)`",
-                          section="dynamo_config"),
-    "dynamo_mode": _without_effect(_text, "`shard_map(compile=True)` has torch's default mode", "default",
-                                   section="dynamo_config"),
-    "dynamo_use_fullgraph": _without_effect(_bool, "a call is always one graph", True, False, section="dynamo_config"),
-    "dynamo_use_dynamic": _without_effect(_bool, "each shape is compiled by itself", False, section="dynamo_config"),
-    "dynamo_use_regional_compilation": _without_effect(_bool, "a call is always one graph", False,
-                                                       section="dynamo_config"),
-    # fsdp_config
-    "fsdp_version": _fsdp(_one_of("1", "2"), "the defaults and the words of that version"),
-    "fsdp_sharding_strategy": _fsdp(_strategy, "`strategy`, by name or number"),
-    "fsdp_reshard_after_forward": _fsdp(_raw, "version 1: as fsdp_sharding_strategy; 2: true FULL_SHARD, false "
-                                              "SHARD_GRAD_OP, or a number, `reshard`: the size of the axis `group`"),
-    "fsdp_offload_params": _fsdp(_bool, "`offload`: parameters, gradients and optimizer state in host memory"),
-    "fsdp_auto_wrap_policy": _fsdp(_one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"), "`wrap`"),
-    "fsdp_transformer_layer_cls_to_wrap": _fsdp(_names, "`wrap`: the classes of the units"),
-    "fsdp_min_num_params": _fsdp(_int(0), "`wrap`: the least number of parameters of a unit, 1e8 by default"),
-    "fsdp_backward_prefetch": _fsdp(_prefetch, "`backward_prefetch`: pre, post or None"),
-    "fsdp_backward_prefetch_policy": _fsdp(_prefetch, "as fsdp_backward_prefetch; Accelerate ignores it"),
-    "fsdp_forward_prefetch": _fsdp(_bool, "`forward_prefetch`"),
-    "fsdp_limit_all_gathers": _fsdp(
-        _bool, "gathered units are always limited: to one more than are gathered ahead", "none", (True,)
-    ),
-    "fsdp_state_dict_type": _fsdp(_one_of("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", first=1),
-                                  "`state_dict`: full, local or sharded"),
-    "fsdp_activation_checkpointing": _fsdp(_bool, "`remat`: activations are recomputed by unit"),
-    "fsdp_activation_checkpointing_offload": _fsdp(_bool, "`offload_activations`: inputs of units in host memory"),
-    "fsdp_cpu_ram_efficient_loading": _fsdp(
-        _bool, "each rank always reads the slices that it needs, and none reads the whole", "none", (True,)),
-    "fsdp_sync_module_states": _fsdp(
-        _bool, "initial values are a function of the key, the same on every rank", "none", (True,)),
-    "fsdp_use_orig_params": _fsdp(
-        _bool, "leaves are always the model's own, by their names; nothing is flattened", "none", (True,)),
-    "fsdp_ignored_modules": _fsdp(_raw, "a leaf that is not to be sharded has the spec P()", "refused"),
-    # parallelism_config
-    "parallelism_config_dp_replicate_size": Key(_int(1), "`replicas`: size of the axis `replica`",
-                                                section="parallelism_config"),
-    "parallelism_config_dp_shard_size": Key(_int(1), "size of the axis `data`, or `shard` beside replicas",
-                                            section="parallelism_config"),
-    "parallelism_config_tp_size": Key(_int(1), "`model`: size of the axis `model`", section="parallelism_config"),
-    "parallelism_config_cp_size": Key(_int(1), "context parallelism is not here: sequence parallelism of a model is "
-                                      "its Layout", "refused", (1,), "parallelism_config"),
-    "parallelism_config_sp_size": Key(_int(1), "DeepSpeed's sequence parallelism is not here: that of a model is its "
-                                      "Layout", "refused", (1,), "parallelism_config"),
-    **{f"parallelism_config_{name}": _without_effect(_raw, f"{name[:2]}_size is 1", *quiet,
-                                                     section="parallelism_config")
-       for name, quiet in {"cp_backend": ("torch",), "cp_comm_strategy": ("allgather",), "sp_backend": ("deepspeed",),
-                           "sp_seq_length": (), "sp_seq_length_is_variable": (True,),
-                           "sp_attn_implementation": ("sdpa",)}.items()},
+_TABLES: tuple[tuple[str, dict[str, Key]], ...] = (
+    # the machines; numbers
+    ("", {
+        "compute_environment": Key(_one_of("LOCAL_MACHINE"), "LOCAL_MACHINE alone"),
+        "distributed_type": Key(_one_of(*_TYPES), "NO is one process; MULTI_CPU, MULTI_GPU: NO_SHARD; FSDP: "
+                                                  "fsdp_config"),
+        "num_processes": Key(_int(-1, _MAX_RANKS), "`processes`: ranks of all machines; -1: say it to `launch`"),
+        "num_machines": Key(_int(1, _MAX_RANKS), "`machines`"),
+        "machine_rank": Key(_int(0), "`machine_rank`"),
+        "main_process_ip": Key(_text, "`address`: the host of the first rank"),
+        "main_process_port": Key(_int(0), "`port`; 0: a free one"),
+        "rdzv_backend": Key(_text, "`rendezvous`: that of torchrun"),
+        "same_network": _unused(_bool, "torchrun needs an address that all machines reach, in one network or several",
+                                True, False),
+        "gpu_ids": Key(_gpu_ids, "`gpus`: CUDA_VISIBLE_DEVICES of the ranks"),
+        "use_cpu": Key(_bool, "`cpu`: ranks on the CPU over gloo, also where there is a GPU"),
+        "debug": Key(_bool, "`debug`: check every call, `shard_map(check=\"always\")`"),
+        "mixed_precision": Key(_raw, "`compute`: float32, bfloat16 or float16; fp8 is refused"),
+        "fp16": Key(_bool, "older name of mixed_precision: fp16"),
+        "gradient_accumulation_steps": Key(_int(1), "`accumulate`: microbatches of one step"),
+    }),
+    ("dynamo_config", {
+        "backend": Key(_one_of("NO", "INDUCTOR"), "`compile`: INDUCTOR is `shard_map(compile=True)`"),
+        "mode": _unused(_text, "`shard_map(compile=True)` has torch's default mode", "default"),
+        "use_fullgraph": _unused(_bool, "a call is always one graph", True, False),
+        "use_dynamic": _unused(_bool, "each shape is compiled by itself", False),
+        "use_regional_compilation": _unused(_bool, "a call is always one graph", False),
+    }),
+    ("fsdp_config", {
+        "version": Key(_one_of("1", "2"), "the defaults and the words of that version"),
+        "sharding_strategy": Key(_strategy, "`strategy`, by name or number"),
+        "reshard_after_forward": Key(_raw, "version 1: as fsdp_sharding_strategy; 2: true FULL_SHARD, false "
+                                           "SHARD_GRAD_OP, or a number, `reshard`: the size of the axis `group`"),
+        "offload_params": Key(_bool, "`offload`: parameters, gradients and optimizer state in host memory"),
+        "auto_wrap_policy": Key(_one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"), "`wrap`"),
+        "transformer_layer_cls_to_wrap": Key(_names, "`wrap`: the classes of the units"),
+        "min_num_params": Key(_int(0), "`wrap`: the least number of parameters of a unit, 1e8 by default"),
+        "backward_prefetch": Key(_prefetch, "`backward_prefetch`: pre, post or None"),
+        "backward_prefetch_policy": Key(_prefetch, "as fsdp_backward_prefetch; Accelerate ignores it"),
+        "forward_prefetch": Key(_bool, "`forward_prefetch`"),
+        "limit_all_gathers": _unused(_bool, "gathered units are always limited: to one more than are gathered ahead",
+                                     True),
+        "state_dict_type": Key(_one_of("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", first=1),
+                               "`state_dict`: full, local or sharded"),
+        "activation_checkpointing": Key(_bool, "`remat`: activations are recomputed by unit"),
+        "activation_checkpointing_offload": Key(_bool, "`offload_activations`: inputs of units in host memory"),
+        "cpu_ram_efficient_loading": _unused(
+            _bool, "each rank always reads the slices that it needs, and none reads the whole", True),
+        "sync_module_states": _unused(
+            _bool, "initial values are a function of the key, the same on every rank", True),
+        "use_orig_params": _unused(
+            _bool, "leaves are always the model's own, by their names; nothing is flattened", True),
+        "ignored_modules": Key(_raw, "a leaf that is not to be sharded has the spec P()", "refused"),
+    }),
+    ("parallelism_config", {
+        "dp_replicate_size": Key(_int(1), "`replicas`: size of the axis `replica`"),
+        "dp_shard_size": Key(_int(1), "size of the axis `data`, or `shard` beside replicas"),
+        "tp_size": Key(_int(1), "`model`: size of the axis `model`"),
+        "cp_size": Key(_int(1), "context parallelism is not here: sequence parallelism of a model is its Layout",
+                       "refused", (1,)),
+        "sp_size": Key(_int(1), "DeepSpeed's sequence parallelism is not here: that of a model is its Layout",
+                       "refused", (1,)),
+        "cp_backend": _unused(_raw, "cp_size is 1", "torch"),
+        "cp_comm_strategy": _unused(_raw, "cp_size is 1", "allgather"),
+        "sp_backend": _unused(_raw, "sp_size is 1", "deepspeed"),
+        "sp_seq_length": _unused(_raw, "sp_size is 1"),
+        "sp_seq_length_is_variable": _unused(_raw, "sp_size is 1", True),
+        "sp_attn_implementation": _unused(_raw, "sp_size is 1", "sdpa"),
+    }),
     # of other machines and libraries
-    "deepspeed_config": Key(_raw, "gradient_accumulation_steps of it is read; DeepSpeed is not here"),
-    "megatron_lm_config": _without_effect(_raw, "Megatron-LM is not here"),
-    "fp8_config": _without_effect(_raw, "there is no fp8 here"),
-    "mpirun_config": Key(_raw, "run `python -m fshard launch` on each machine", "refused"),
-    "ipex_config": _without_effect(_raw, "of an older version: Intel's extension is not here"),
-    "use_xpu": _without_effect(_bool, "of an older version: there are no XPUs here", False),
-    "enable_cpu_affinity": _without_effect(_bool, "ranks are not bound to cores: numactl does that", False),
-    "main_training_function": _without_effect(_text, "a script runs from its first line", "main"),
-    "downcast_bf16": _without_effect(_bool, f"of TPUs alone, and {_TPU}", False),
-    **{name: _without_effect(_raw, _TPU, False)
-       for name in ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "command_file",
-                    "commands")},
-}  # fmt: skip
+    ("", {
+        "deepspeed_config": Key(_raw, "gradient_accumulation_steps of it is read; DeepSpeed is not here"),
+        "megatron_lm_config": _unused(_raw, "Megatron-LM is not here"),
+        "fp8_config": _unused(_raw, "there is no fp8 here"),
+        "mpirun_config": Key(_raw, "run `python -m fshard launch` on each machine", "refused"),
+        "ipex_config": _unused(_raw, "of an older version: Intel's extension is not here"),
+        "use_xpu": _unused(_bool, "of an older version: there are no XPUs here", False),
+        "enable_cpu_affinity": _unused(_bool, "ranks are not bound to cores: numactl does that", False),
+        "main_training_function": _unused(_text, "a script runs from its first line", "main"),
+        "downcast_bf16": _unused(_bool, f"of TPUs alone, and {_TPU}", False),
+        **{name: _unused(_raw, _TPU, False)
+           for name in ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "command_file",
+                        "commands")},
+    }),
+)  # fmt: skip
+KEYS = {SECTIONS.get(section, "") + name: replace(key, section=section)
+        for section, table in _TABLES for name, key in table.items()}  # fmt: skip
 
 
 # --- their translation ------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def translate(entries: Mapping[str, Entry], file: str) -> dict[str, Any]:
     raise_all(v.errors)
     if "distributed_type" not in v.values:
         raise fail(f"{file}: has no distributed_type", fix="distributed_type: FSDP, MULTI_GPU, MULTI_CPU or NO")
-    fields = {**_machines(v), **_precision(v), **_compile(v), **_schedule(v)}
+    fields = {**_machines(v), **_precision(v), **_schedule(v)}
     raise_all(v.errors)
     return {**fields, "warnings": tuple(v.warnings)}
 
@@ -345,11 +345,8 @@ def _precision(v: Values) -> dict[str, Any]:
         except ValueError as e:
             v.refuse("deepspeed_config", f"has gradient_accumulation_steps {steps!r}, which is not {e}")
         v.warn("deepspeed_config", "gradient_accumulation_steps is honoured; Accelerate reads it with DeepSpeed alone")
-    return {"compute": _DTYPES.get(text, torch.float32), "accumulate": accumulate}
-
-
-def _compile(v: Values) -> dict[str, Any]:
-    return {"compile": v.get("dynamo_backend", "NO") == "INDUCTOR"}
+    compiled = v.get("dynamo_backend", "NO") == "INDUCTOR"
+    return {"compute": _DTYPES.get(text, torch.float32), "accumulate": accumulate, "compile": compiled}
 
 
 def _schedule(v: Values) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Settings of a run, from the file that `accelerate config` or `python -m fshard config` wrote."""
+"""Settings of a run, from a file of `accelerate config`."""
 
 from __future__ import annotations
 

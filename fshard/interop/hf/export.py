@@ -59,7 +59,7 @@ Parts = list[tuple[int, Source, Box, Tensor]]  # first byte of the tensor in its
 
 @checked
 def write(
-    folder: StrPath, tree_: Any, theirs: Theirs, *, config: Mapping[str, Any], like: StrPath | None = None,
+    folder: StrPath, tree_: Any, theirs: Theirs, *, config: Mapping[str, Any] | None, like: StrPath | None = None,
     prefix: str = "", max_shard_bytes: int = 5 * 10**9, metadata: Mapping[str, str] | None = None,
     described: Any = None,
 ) -> None:  # fmt: skip
@@ -71,7 +71,7 @@ def write(
 
     Args:
         theirs: path of a leaf -> its tensor in the file, of which the leaf may be a part; or its parts in files.
-        config: the contents of config.json, to which the dtype of the leaves is added.
+        config: the contents of config.json, to which the dtype of the leaves is added; None writes no config.json.
         like: a folder of the same type of model, whose tokenizer and other small files are copied, and the keys of its
             config.json that `config` lacks.
         prefix: put before every name: `"transformer."` for a base model written as part of one with a head.
@@ -88,18 +88,20 @@ def write(
     """
     leaves = tree.leaves_with_path(tree_)
 
-    def contents() -> tuple[list[OutputTensor], bytes]:
+    def contents() -> tuple[list[OutputTensor], bytes | None]:
         if described is not None:
             check_described(leaves, tree.leaves_with_path(described))
         tensors = output_tensors(leaves, theirs, prefix)
+        if config is None:
+            return tensors, None
         return tensors, complete_config(config, [s.leaf for t in tensors for s in t.sources], like)
 
-    write_files(folder, [leaf for _, leaf in leaves], contents, lambda: carried_files(config, like),
+    write_files(folder, [leaf for _, leaf in leaves], contents, lambda: carried_files(config or {}, like),
                 max_shard_bytes=max_shard_bytes, metadata=metadata)  # fmt: skip
 
 
 def write_files(
-    folder: StrPath, leaves: Sequence[Any], contents: Callable[[], tuple[list[OutputTensor], bytes]],
+    folder: StrPath, leaves: Sequence[Any], contents: Callable[[], tuple[list[OutputTensor], bytes | None]],
     carried: Callable[[], Mapping[str, bytes]], *, names: tuple[str, str] = (CONFIG, SINGLE),
     max_shard_bytes: int = sys.maxsize, metadata: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
@@ -107,7 +109,7 @@ def write_files(
 
     Args:
         leaves: all that is to be written.
-        contents: returns the tensors and the bytes of the config, the same on every rank.
+        contents: returns the tensors and the bytes of the config, if there is one, the same on every rank.
         carried: returns the other files, by name; rank 0 calls it.
         names: of the config and of the file of tensors. Under the names of a model, its older weights of other names
             are removed.
@@ -121,16 +123,17 @@ def write_files(
     small: dict[str, bytes] = {}  # the other files, by name
 
     def plan() -> dict[str, str]:
-        tensors, small[config_name] = contents()
+        tensors, config = contents()
+        small.update({} if config is None else {config_name: config})
         files.extend(output_files(tensors, max_shard_bytes, {"format": "pt"} if metadata is None else metadata, single))
-        out = {config_name: repr(small[config_name].decode())}
+        out = {name: repr(data.decode()) for name, data in small.items()}
         if not ranks.alone:
             out |= summaries(files)
         return out
 
     def create() -> str:
-        config = small.pop(config_name)
-        small.update({**carried(), config_name: config})  # the config is the last to be renamed
+        config = {name: small.pop(name) for name in list(small)}
+        small.update({**carried(), **config})  # the config is the last to be renamed
         with write_errors("write", final, _UNCHANGED):
             if isinstance(final, UrlPath):
                 temporary = Path(tempfile.mkdtemp(prefix="fshard"))
