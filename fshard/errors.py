@@ -317,7 +317,7 @@ def _checked(f: F, verb: str, names: dict[str, Any]) -> F:
             raise _too_many(verb, parameters, len(args), len(by_position))
         by_type = True
         for name, x in (*zip(itertools.chain(by_position, itertools.repeat(rest)), args), *kwargs.items()):  # noqa: B905
-            kind = kinds.get(name) or kinds.get(others)
+            kind = kinds.get(name if name in signature.parameters else others)
             if kind is not None and not isinstance(x, kind.types):
                 if not _fits(x, kind):
                     raise _namesake(verb, name, kind, x) or must_be(f"{verb}: {name.rstrip('_')}", kind.words, x)

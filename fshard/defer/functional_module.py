@@ -37,7 +37,7 @@ from .probe import Fake
 from .recomputation import AGAIN, RefuseCheckpoint, recomputed, refused_by_torch_func
 from .references import Outside, Seen, reachable
 from .replaced import Replace, Replaced
-from .stand_ins import BetweenCalls, adapted_as, detached, in_module, tensors_of
+from .stand_ins import adapted_as, between_calls, detached, in_module, tensors_of
 from .units import Fill, UnshardedByUnit, as_they_are, leaves_of_units, shapes_of, unwatched
 from .values import first_valueless, is_valueless, not_of_the_call
 from .writes import ParameterWrites, equal_values, version
@@ -524,7 +524,7 @@ class Apply:
         """Return a copy of the module that no other call is using, and that no other thread has used.
 
         Other threads may be in backward: an operation that they do again, on a copy that a call uses, would be on the
-        leaves of this call. On a copy that no call uses it is an error (`BetweenCalls`).
+        leaves of this call. On a copy that no call uses it is an error (`between_calls`).
         """
         try:
             return self._copies_of_thread.pop()
@@ -556,7 +556,7 @@ class Apply:
 
     @functools.cached_property
     def _between_calls(self) -> dict[str, Tensor]:
-        return {name: BetweenCalls.of(repr(self), name, x) for named in self._leaves.values()
+        return {name: between_calls(repr(self), name, x) for named in self._leaves.values()
                 for name, x in named.items()}  # fmt: skip
 
     def _give_back(self, mine: ModuleCopy) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -30,21 +31,32 @@ _METADATA = frozenset({
 
 
 class StandIn(Tensor):
-    """A tensor that has a shape, a dtype and a device, and no values."""
+    """A tensor in a module in the place of a leaf: it has a shape, a dtype and a device, and no values.
+
+    An operation on it raises `error(name of the operation)`.
+    """
 
     leaf: str
+    note: str  # why the leaf is not here, for its repr
+    error: Callable[[str], ShardingError]
     _device: torch.device
 
     @classmethod
-    def like(cls, leaf: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Self:
+    def like(
+        cls, leaf: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, note: str,
+        error: Callable[[str], ShardingError],
+    ) -> Self:  # fmt: skip
         with without_modes():  # of a dry run, whose fake tensors have no subclass
             out = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
-        out.leaf, out._device = leaf, device
+        out.leaf, out.note, out.error, out._device = leaf, note, error, device
         return out
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self._device
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<{self.leaf}{self.note}>"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,47 +66,29 @@ class StandIn(Tensor):
         return x._run(func, args, kwargs or {})
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
+        raise self.error(getattr(func, "__name__", str(func)))
 
 
-class Placeholder(StandIn):
-    """A leaf of a unit outside of the unit's forward."""
+def outside_unit(unit: str, leaf: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> StandIn:
+    """Return what a module has outside of a unit's forward in the place of the unit's leaf."""
 
-    unit: str
+    def error(operation: str) -> ShardingError:
+        return fail(f"{leaf!r} of unit {unit!r} is used outside of the unit's forward, by {operation}",
+                    "it is gathered only while the unit runs",
+                    fix=f"leave {unit!r} out of units=, or choose the module that uses the leaf there")  # fmt: skip
 
-    @staticmethod
-    def of(unit: str, leaf: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Placeholder:
-        out = Placeholder.like(leaf, shape, dtype, device)
-        out.unit = unit
-        return out
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"<{self.leaf} of unit {self.unit}>"
-
-    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise fail(f"{self.leaf!r} of unit {self.unit!r} is used outside of the unit's forward, "
-                   f"by {getattr(func, '__name__', func)}", "it is gathered only while the unit runs",
-                   fix=f"leave {self.unit!r} out of units=, or choose the module that uses the leaf there")  # fmt: skip
+    return StandIn.like(leaf, shape, dtype, device, f" of unit {unit}", error)
 
 
-class BetweenCalls(StandIn):
-    """A leaf of a copy of a module that no call uses: an operation on it belongs to a call that has ended."""
+def between_calls(apply: str, leaf: str, x: Tensor) -> StandIn:
+    """Return a leaf of a module that no call uses: an operation on it belongs to a call that has ended."""
 
-    apply: str
+    def error(operation: str) -> ShardingError:
+        return recomputed(f"{apply}: {leaf!r} is used by {operation} after forward has ended",
+                          "a module has the leaves of a call while its forward runs; "
+                          "torch.utils.checkpoint runs a part of it again in backward")  # fmt: skip
 
-    @staticmethod
-    def of(apply: str, leaf: str, x: Tensor) -> BetweenCalls:
-        out = BetweenCalls.like(leaf, x.shape, x.dtype, x.device)
-        out.apply = apply
-        return out
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"<{self.leaf}, between calls>"
-
-    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise recomputed(f"{self.apply}: {self.leaf!r} is used by {getattr(func, '__name__', func)} after forward has "
-                         "ended", "a module has the leaves of a call while its forward runs; "
-                         "torch.utils.checkpoint runs a part of it again in backward")  # fmt: skip
+    return StandIn.like(leaf, x.shape, x.dtype, x.device, ", between calls", error)
 
 
 class AdaptedParameter(StandIn):
@@ -107,27 +101,17 @@ class AdaptedParameter(StandIn):
 
     @staticmethod
     def of(leaf: str, weight: Weight) -> AdaptedParameter:
-        device = tree.leaves(weight)[0].device
-        out = AdaptedParameter.like(leaf, weight.shape, weight.dtype, device)
+        device, error = tree.leaves(weight)[0].device, functools.partial(_adapter_error, leaf, weight)
+        out = AdaptedParameter.like(leaf, weight.shape, weight.dtype, device, ", adapted", error)
         out.weight = weight
         return out
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"<{self.leaf}, adapted>"
-
-    def detached(self) -> AdaptedParameter:
-        """Return the stand-in of detached tensors, which require a gradient where these do."""
-        own = tree.map(lambda x: x.detach().requires_grad_(x.requires_grad), self.weight)
-        return AdaptedParameter.of(self.leaf, own)
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rules: dict[Any, Callable[..., Any]] = {
             F.linear: self._linear, torch.addmm: self._addmm, torch.matmul: self._matmul, F.embedding: self._embedding
         }  # fmt: skip
         out = rules[func](*args, **kwargs) if func in rules else NotImplemented
-        if out is not NotImplemented:
-            return out
-        raise self._refused(getattr(func, "__name__", str(func)))
+        return super()._run(func, args, kwargs) if out is NotImplemented else out
 
     @property
     def _layout(self) -> str | None:
@@ -162,17 +146,18 @@ class AdaptedParameter(StandIn):
     def embed(self, ids: Tensor, **options: Any) -> Tensor:
         """Look up rows, as `nn.embedding`."""
         if self._layout != "table":
-            raise self._refused("embedding")
+            raise self.error("embedding")
         return self.weight.embed(ids, **options)
 
-    def _refused(self, operation: str) -> ShardingError:
-        if self._layout is None:
-            return fail(f"{self.leaf!r} is of type {type(self.weight).__name__}, and used by {operation}",
-                        "in a deferred module only an adapter of a layer stands for it",
-                        fix="exclude its module from those of lora.quantize, or adapt it")  # fmt: skip
-        return fail(f"{self.leaf!r} is adapted, and used by {operation}, which adapters do not take part in",
-                    "they do in nn.Linear, nn.Embedding and transformers' Conv1D",
-                    fix="exclude its module from the adapter's targets")  # fmt: skip
+
+def _adapter_error(leaf: str, weight: Weight, operation: str) -> ShardingError:
+    if getattr(weight, "layout", None) is None:
+        return fail(f"{leaf!r} is of type {type(weight).__name__}, and used by {operation}",
+                    "in a deferred module only an adapter of a layer stands for it",
+                    fix="exclude its module from those of lora.quantize, or adapt it")  # fmt: skip
+    return fail(f"{leaf!r} is adapted, and used by {operation}, which adapters do not take part in",
+                "they do in nn.Linear, nn.Embedding and transformers' Conv1D",
+                fix="exclude its module from the adapter's targets")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -186,44 +171,38 @@ class Split:
 
 
 class SplitParameter(StandIn):
-    """A parameter that is split, as a module has it: with the shape of the whole, and the rank's part in `part`."""
+    """A parameter that mesh axes split, in its module: it has the full shape, and `part` is the rank's part."""
 
     part: Tensor
     placed: Split
 
     @staticmethod
     def of(leaf: str, part: Tensor, split: Split) -> SplitParameter:
-        out = SplitParameter.like(leaf, split.shape, part.dtype, part.device)
+        def error(operation: str) -> ShardingError:
+            where = f", as {split.others}" if split.others else ""
+            return fail(f"{leaf!r} is split by replace= ({split.by}), and used by {operation} outside of the forward "
+                        f"of these modules{where}", "a rank has only its part of the parameter",
+                        fix="replace every module that uses it, or none of them")  # fmt: skip
+
+        out = SplitParameter.like(leaf, split.shape, part.dtype, part.device, f", split by {split.spec}", error)
         out.part, out.placed = part, split
         return out
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"<{self.leaf}, split by {self.placed.spec}>"
-
-    def detached(self) -> SplitParameter:
-        """Return the stand-in of a detached part, which requires a gradient where this one does."""
-        return SplitParameter.of(self.leaf, detached(self.part), self.placed)
-
-    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        where = f", as {self.placed.others}" if self.placed.others else ""
-        raise fail(f"{self.leaf!r} is split by replace= ({self.placed.by}), and used by "
-                   f"{getattr(func, '__name__', func)} outside of the forward of these modules{where}",
-                   "a rank has only its part of the parameter",
-                   fix="replace every module that uses it, or none of them")  # fmt: skip
 
 
 def detached(x: Tensor) -> Tensor:
     """Return a leaf of a module, detached; it requires a gradient where it did."""
-    if isinstance(x, (AdaptedParameter, SplitParameter)):
-        return x.detached()
-    return x if isinstance(x, Placeholder) else x.detach().requires_grad_(x.requires_grad)
+    if isinstance(x, AdaptedParameter):
+        return AdaptedParameter.of(x.leaf, tree.map(detached, x.weight))
+    if isinstance(x, SplitParameter):
+        return SplitParameter.of(x.leaf, detached(x.part), x.placed)
+    return x if isinstance(x, StandIn) else x.detach().requires_grad_(x.requires_grad)
 
 
 def in_module(params: Mapping[str, Any], splits: Mapping[str, Split]) -> dict[str, Tensor]:
     """Return the leaves as a module may have them: a Weight, and a part of a leaf that is split, by its stand-in."""
     out = {name: AdaptedParameter.of(name, x) if isinstance(x, Weight) else x for name, x in params.items()}
     for name, split in splits.items():
-        if name in out and not isinstance(out[name], Placeholder):
+        if name in out and type(out[name]) is not StandIn:
             out[name] = SplitParameter.of(name, out[name], split)
     return out
 

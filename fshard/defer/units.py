@@ -23,7 +23,7 @@ from fshard.schedule.unshard import Route, placements, routes, unshard
 from fshard.spec import Axis, P, is_spec, matches
 
 from .module_leaves import Named, Place
-from .stand_ins import Placeholder, Split, in_module
+from .stand_ins import Split, StandIn, in_module, outside_unit
 
 Units = str | int | Callable[[str, nn.Module], bool] | Sequence[str] | None
 
@@ -235,7 +235,7 @@ class UnshardedByUnit:
         # Shapes alone: a described tree may refer to whole tensors.
         self._shapes = shapes if shapes is apply.shapes else shapes_of({name: shapes[name] for name in apply.shapes})
 
-        self._placeholders: dict[Any, Placeholder] = {}
+        self._placeholders: dict[Any, StandIn] = {}
 
     @property
     def module(self) -> nn.Module:
@@ -286,7 +286,7 @@ class UnshardedByUnit:
                 whole_leaf = tree.map(lambda _, wholes=wholes: next(wholes), x) if is_weight(x) else next(wholes)
                 key = (leaf, whole_leaf.shape, whole_leaf.dtype, here.device)
                 if key not in self._placeholders:
-                    self._placeholders[key] = Placeholder.of(name, *key)
+                    self._placeholders[key] = outside_unit(name, *key)
                 if leaf in in_units:
                     placeholders[leaf] = self._placeholders[key]
         shards = [x for name in units for leaf in apply.units[name] for x in tree.leaves(params[leaf])]

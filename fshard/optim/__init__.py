@@ -1,12 +1,17 @@
 """Pure optimizers: an `Optimizer` is three pure functions, and its state a plain tree."""
 
+from .adafactor import adafactor
+from .chain import chain, clip_by_global_norm
+from .formula import Optimizer, Transform, from_formula
+from .muon import muon
 from .norm import global_norm
-from .optimizers import Optimizer, Transform, adamw, chain, clip_by_global_norm, sgd
+from .optimizers import adagrad, adam, adamw, lion, nadam, rmsprop, schedule_free, sgd
 from .rows import update_rows
 from .schedules import Schedule, constant, cosine, linear, warmup
 from .zero import zero
 
 __all__ = [
-    "Optimizer", "Schedule", "Transform", "adamw", "chain", "clip_by_global_norm", "constant", "cosine", "global_norm",
-    "linear", "sgd", "update_rows", "warmup", "zero",
+    "Optimizer", "Schedule", "Transform", "adafactor", "adagrad", "adam", "adamw", "chain", "clip_by_global_norm",
+    "constant", "cosine", "from_formula", "global_norm", "linear", "lion", "muon", "nadam", "rmsprop", "schedule_free",
+    "sgd", "update_rows", "warmup", "zero",
 ]  # fmt: skip

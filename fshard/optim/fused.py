@@ -2,15 +2,16 @@
 
     step(rule, params, grads, moments, factors, lr, fixed_lr, count, options)
 
-`rule` names the kernel and `options` are its numbers. `moments` holds one list after another, each as long as `params`.
-`factors` multiply the gradients, one per leaf, or the list is empty. A compiled program records a step as a single
-operation, `torch.ops.fshard.step`, that writes to its arguments.
+`rule` is the name of an optimizer, and `options` are the numbers of its kernel. `moments` holds one list after another,
+each as long as `params`. `factors` multiply the gradients, one per leaf, or the list is empty. A compiled program
+records a step as a single operation, `torch.ops.fshard.step`, that writes to its arguments.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,15 +39,15 @@ def has_fused_step(columns: Columns) -> list[bool]:
     """Return, for each leaf, whether a kernel may step it: no gradient and no vmap passes through a kernel."""
     rows = list(zip(*columns, strict=True))
     if torch.compiler.is_dynamo_compiling():  # dynamo does not show that a gradient is taken: `step` refuses that
-        return [_has_kernel(row[0]) and not any(map(is_batched, row)) for row in rows]
+        return [_is_supported(row[0]) and not any(map(is_batched, row)) for row in rows]
     transformed = in_transform()
     return [
-        _has_kernel(row[0]) and not any((transformed or x.requires_grad) and is_differentiated(x) for x in row)
+        _is_supported(row[0]) and not any((transformed or x.requires_grad) and is_differentiated(x) for x in row)
         for row in rows
     ]
 
 
-def _has_kernel(p: Tensor) -> bool:
+def _is_supported(p: Tensor) -> bool:
     # On the CPU, up to torch 2.13, the kernel of SGD skips most of a half precision leaf: pytorch issue 191763.
     return p.device.type == "cuda" or (p.device.type == "cpu" and p.dtype.itemsize >= 4)
 
@@ -180,7 +181,23 @@ def _adamw(columns: Columns, lr: Any, count: Tensor, b1: float, b2: float, eps: 
           weight_decay=weight_decay, amsgrad=False, maximize=False)  # fmt: skip
 
 
-_KERNELS: dict[str, Any] = {"sgd": _sgd, "adamw": _adamw}
+def _adam(columns: Columns, lr: Any, count: Tensor, b1: float, b2: float, eps: float) -> None:
+    _adamw(columns, lr, count, b1, b2, eps, 0.0)
+
+
+_KERNELS: dict[str, Callable[..., None]] = {"sgd": _sgd, "adam": _adam, "adamw": _adamw}
+_NUMBERS = {rule: tuple(inspect.signature(kernel).parameters)[3:] for rule, kernel in _KERNELS.items()}
+
+
+def has_kernel(rule: str) -> bool:
+    """Return whether an optimizer of this name has a kernel."""
+    return rule in _KERNELS
+
+
+def kernel_options(rule: str, numbers: Mapping[str, float]) -> list[float] | None:
+    """Return the numbers of an optimizer as its kernel takes them; None if no kernel takes exactly these."""
+    names = _NUMBERS.get(rule, ())
+    return [float(numbers[name]) for name in names] if has_kernel(rule) and set(names) == set(numbers) else None
 
 
 def _kernel_rate(rate: Tensor, device: torch.device) -> Tensor:

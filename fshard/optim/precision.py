@@ -16,7 +16,8 @@ from fshard.collectives import psum, pvary
 from fshard.errors import checked, fail, must_be
 from fshard.spec import P, is_spec
 
-from .optimizers import Optimizer, refuse_outside_of_sum, scalar_like
+from .chain import refuse_outside_of_sum
+from .formula import Optimizer, scalar_like
 
 
 @checked
@@ -188,7 +189,7 @@ class LossScale:
             return new[0], {"scale": self.adjust(state["scale"], finite), "opt": new[1]}
 
         return Optimizer(init, update, lambda param_specs: {"scale": self.specs(), "opt": optimizer.specs(param_specs)},
-                         f"guarded {optimizer.name}", unscales=True)  # fmt: skip
+                         f"guarded {optimizer.name}", unscales=True, reads_leaf=optimizer.reads_leaf)  # fmt: skip
 
 
 def _checked_state(verb: str, state: Any, *names: str) -> Any:

@@ -17,8 +17,8 @@ from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.grad import is_differentiated
 from fshard.spec import describe, format_tensor
 
+from .formula import Optimizer, state_owners
 from .fused import donation_test
-from .optimizers import Optimizer, state_owners
 
 _BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a block of rows, which is copied, stepped and written back
 
@@ -90,6 +90,9 @@ def _checked(
         tree.check_leaves("update_rows", name, x, Tensor)
     if rows.dtype != torch.int64 or rows.ndim != 1:
         raise fail(f"update_rows: rows are {describe(rows)}", fix="int64 [S]")
+    if opt.reads_leaf:
+        raise fail(f"update_rows: a step of {opt.name} needs full leaves, and these are some rows of theirs",
+                   fix="an optimizer whose step is elementwise: optim.sgd, optim.adamw")  # fmt: skip
     tables = tree.leaves_with_path(params)
     try:
         owners, state_def = state_owners(opt, params)

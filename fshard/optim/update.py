@@ -29,8 +29,8 @@ from fshard.grad import value_and_grad
 from fshard.spec import P, describe
 
 from . import Optimizer
+from .formula import state_owners
 from .fused import donation_test
-from .optimizers import state_owners
 from .partition import partition
 
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a chunk; on a CPU its weight, gradient and moment fit a cache

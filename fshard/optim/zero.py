@@ -20,8 +20,8 @@ from fshard.reshard import reshard
 from fshard.sharded import Sharded
 from fshard.spec import Axis, P, is_spec, names_of
 
+from .formula import Optimizer, like_params
 from .fused import donation_test
-from .optimizers import Optimizer, like_params
 
 
 @checked

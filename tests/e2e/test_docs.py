@@ -385,7 +385,7 @@ x, params = torch.ones(2, 3, 5, 5), {"w": torch.ones(2, 3, 3, 3), "b": torch.one
     "fshard.nn.layers.mlp": LOCAL_MLP,
     "fshard.nn.ranking.accuracy": VOCABULARY + "logits, targets = torch.zeros(2, 3, v), ids",
     "fshard.nn.ranking.top_k": VOCABULARY + "logits = torch.zeros(2, 3, v)",
-    "fshard.optim.optimizers.chain": CHAIN,
+    "fshard.optim.chain.chain": CHAIN,
     "fshard.reshard.device_get": MLP,
     "fshard.sharded.from_callback": "memory_map = np.zeros((8, 4), np.float32)",
     "fshard.optim.precision.Policy": LOCAL_MLP + 'apply = lambda p, x: x @ p["up"]',

@@ -225,7 +225,7 @@ def test_host_moments_are_copied_to_the_device_a_group_at_a_time(name: str, dona
     _, state = opt.update(grads, opt.init(params), params)
     want = opt.update(grads, state, params)
     monkeypatch.setattr(fused, "_GROUP_BYTES", 250)
-    monkeypatch.setattr("fshard.optim.optimizers.donation_test", lambda: lambda x: donated)
+    monkeypatch.setattr("fshard.optim.formula.donation_test", lambda: lambda x: donated)
     before = copy.deepcopy((state, params))
     with FakeCuda(*params, *grads) as fake:
         new, own = opt.update(grads, state, params)
