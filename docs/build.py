@@ -52,7 +52,7 @@ STYLE = """
 
 
 def namespaces(module: ModuleType = fs, name: str = "fs") -> Iterator[tuple[str, ModuleType]]:
-    """The library and its public namespaces: modules in an `__all__`, with names of their own."""
+    """Return the library and its public namespaces: modules in an `__all__` that have public names."""
     yield name, module
     for key in module.__all__:
         inner = getattr(module, key)
@@ -61,18 +61,18 @@ def namespaces(module: ModuleType = fs, name: str = "fs") -> Iterator[tuple[str,
 
 
 def names(module: ModuleType) -> list[tuple[str, Any]]:
-    """The public names of a namespace that are not namespaces."""
+    """Return the public names of a namespace that are not namespaces."""
     found = [(key, getattr(module, key)) for key in module.__all__]
     return [(key, value) for key, value in found if not isinstance(value, ModuleType)]
 
 
 def documented(value: Any) -> str:
-    """The docstring of a function or class; of an alias of types none."""
+    """Return the docstring of a function or class; "" for an alias of types."""
     return value.__doc__ or "" if inspect.isroutine(value) or inspect.isclass(value) else ""
 
 
 def definition(value: Any) -> str:
-    """The text of a constant, and of an alias of types."""
+    """Return the text of a constant, or of an alias of types."""
     text = inspect.formatannotation(value)
     return re.sub(r"\b(?:fshard|typing|collections\.abc)\.(?:\w+\.)*", "", text)
 
@@ -117,7 +117,7 @@ def plain(line: str) -> str:
 
 
 def markdown(docstring: str) -> str:
-    """A docstring as markdown: shapes and tables as code, examples as sessions, `Args:` as a list."""
+    """Format a docstring as markdown: shapes and tables as code, examples as sessions, `Args:` as a list."""
     out: list[str] = []
     arguments = session = code = False
     for line in inspect.cleandoc(docstring).splitlines():
@@ -141,7 +141,7 @@ def markdown(docstring: str) -> str:
 
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:
-    """The documented methods and properties that a class defines itself."""
+    """Return the documented methods and properties that a class defines itself."""
     for key, value in vars(cls).items():
         inner = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
         if not key.startswith("_") and (inspect.isfunction(inner) or isinstance(inner, property)) and inner.__doc__:
@@ -149,7 +149,7 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def entry(name: str, value: Any) -> str:
-    """The documentation of one public name."""
+    """Return the documentation of one public name."""
     text = [f"## {name.removeprefix('fs.') if name.count('.') == 1 else name.rpartition('.')[2]} {{ #{name} }}"]
     text += ["", "```python", signature(value, name), "```", "", markdown(documented(value))]
     for key, member in members(value) if inspect.isclass(value) else ():
@@ -187,7 +187,7 @@ def reference() -> dict[str, str]:
 
 
 def notebook(file: Path) -> str:
-    """A notebook with its outputs, as markdown."""
+    """Format a notebook with its outputs as markdown."""
     out = []
     for cell in json.loads(file.read_text())["cells"]:
         source = "".join(cell["source"])
@@ -204,7 +204,7 @@ def notebook(file: Path) -> str:
 
 
 def code(path: Path) -> str:
-    """The page of a file of code, or of a folder of Python files."""
+    """Return the page of a file of code, or of a folder of Python files."""
     files = [path] if path.is_file() else sorted(path.glob("*.py")) + sorted(path.glob("*.ipynb"))
     text = [f"# {path.relative_to(ROOT)}"]
     for file in files:
