@@ -20,14 +20,14 @@ ROOT = Path(__file__).parents[1]
 HABITS: dict[str, tuple[str, tuple[int, int, int]]] = {
     # repeat the noun, use 's, or split the sentence
     "of which": (r"\bof (?:which|whose|whom)\b", (58, 0, 0)),
-    "those of": (r"\bthose of\b", (218, 3, 0)),
+    "those of": (r"\bthose of\b", (218, 2, 0)),
     "that of": (r"\bthat of\b", (122, 2, 0)),
     # is not an X, does not have the X
     "is no X": (r"(?<!there )\b(?:is|are|was|were) no\b(?! longer)|\bha(?:s|ve|d) not the\b", (55, 0, 0)),
     # full, unsharded, complete; only, before its word; (drop), separate; compared with, next to
     "whole": (r'(?<!["\'])\bwhole\b', (247, 1, 0)),
     "alone": (r"\balone\b", (111, 2, 0)),
-    "own": (r"\bown\b", (435, 10, 0)),
+    "own": (r"\bown\b", (435, 9, 0)),
     "beside": (r"\bbeside\b", (34, 1, 0)),
     # the name of the number; unchanged, in the same way
     "so many": (r"\bso many\b", (15, 0, 0)),

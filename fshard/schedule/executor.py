@@ -50,7 +50,7 @@ Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
-class Schedule(GatherOptions):
+class ScanOptions(GatherOptions):
     """Options of `scan`: when weights are gathered, and what is kept for backward."""
 
     remat: bool = False
@@ -93,16 +93,16 @@ class Executor:
 
     def __init__(
         self, region: Region, step: Step, x: FlatTree, params: Sequence[FlatTree], each: Sequence[FlatTree],
-        plans: Sequence[BucketPlan], schedule: Schedule,
+        plans: Sequence[BucketPlan], options: ScanOptions,
     ) -> None:  # fmt: skip
-        self.region, self.step, self.schedule = region, step, schedule
+        self.region, self.step, self.options = region, step, options
         self.x, self.params, self.each, self.plans, self.n = x, params, each, plans, len(params)
         self.origin: Site | None = site() if is_observed() else None
         self.token = object()  # marks the buffers that this executor has filled; the executor itself would be a cycle
         self.autocast = autocast_of(region.device.type)
         # Without discarding, remat runs a block without a graph and recomputes all of it. A checker and a dry run need
         # every operation, and a graph would keep an x that is to be offloaded.
-        self.discards = not schedule.offload and checker() is None and region.comm.is_scheduled
+        self.discards = not options.offload and checker() is None and region.comm.is_scheduled
         # x before each differentiated block; with its tensors only for remat: a block's graph saves what it needs.
         self.block_inputs: list[FlatTree | None] = [None] * self.n
         self.input_copies: dict[int, PendingTransfer] = {}  # pending copies of these tensors to the device
@@ -115,8 +115,8 @@ class Executor:
         self.kept: dict[int, tuple[BucketPlan, list[Tensor]]] = {}  # parts of weights kept for backward, and their plan
         self.is_differentiated = False
         sizes = [p.nbytes for p in plans]
-        if schedule.release:
-            sizes = [max(sizes)] * min(self.n, schedule.most_ahead + 1)
+        if options.release:
+            sizes = [max(sizes)] * min(self.n, options.most_ahead + 1)
         self.buffers = buffer_pool(region).take(sizes, region)
 
     # --- forward ---
@@ -129,15 +129,15 @@ class Executor:
         with self._reserved_buffers():
             for i in range(self.n):
                 differentiated = any((*x.differentiated, *self.params[i].differentiated, *self.each[i].differentiated))
-                weights = self._gather(i, 1, self.n, self.schedule.prefetch)
-                if differentiated and self.schedule.remat:
+                weights = self._gather(i, 1, self.n, self.options.prefetch)
+                if differentiated and self.options.remat:
                     graph, y, out = self._run_and_discard(i, weights, x)
                 else:
                     graph, y, out = self._run_block(i, weights, x, differentiated)
                 if differentiated:
-                    if self.schedule.offload:
+                    if self.options.offload:
                         x = replace(x, tensors=[start_copy_to_host(t) for t in x.tensors])
-                    self.block_inputs[i] = x if self.schedule.remat else replace(x, tensors=[])
+                    self.block_inputs[i] = x if self.options.remat else replace(x, tensors=[])
                     self.graphs[i] = graph
                     self._keep(i, weights)
                 self.widths.append(len(x.tensors))
@@ -214,7 +214,7 @@ class Executor:
                 dx = [None] * self.widths[i]
                 if x is None:  # neither this block nor one before it is differentiated
                     continue
-                weights = self._gather(i, -1, first - 1, self.schedule.ahead)
+                weights = self._gather(i, -1, first - 1, self.options.ahead)
                 self.kept.pop(i, None)
                 if graph is None:
                     graph = self._recompute_block(i, weights, x)
@@ -228,9 +228,9 @@ class Executor:
                 others = [*dy, *dx, *each_grads[i]]
                 pending.append(self._start_reduces(i, dp, shapes, param_grads[i], others))
                 del dp, dy, others
-                if self.schedule.backward_prefetch == "post":
+                if self.options.backward_prefetch == "post":
                     self._start_gathers(i - 1, -1, first - 1, 0)
-                while len(pending) > self.schedule.pending_sums:
+                while len(pending) > self.options.pending_sums:
                     pending.popleft()()
             while pending:
                 pending.popleft()()
@@ -242,7 +242,7 @@ class Executor:
     def _block_input(self, i: int) -> FlatTree | None:
         """Return x before a block, on the device; if offloaded, also start the copy for the block before it."""
         x = self.block_inputs[i]
-        if x is None or not self.schedule.offload:
+        if x is None or not self.options.offload:
             return x
         for j in (i, i - 1):
             before = self.block_inputs[j] if j >= 0 else None
@@ -317,8 +317,8 @@ class Executor:
 
     def _keep(self, i: int, weights: Sequence[Tensor]) -> None:
         """Keep parts of a block's weights for backward, by `release`, unless its buffer keeps all of them."""
-        if self.schedule.kept_axes and i < self.n - len(self.buffers):
-            plan = plan_kept(self.plans[i], self.schedule.kept_axes)
+        if self.options.kept_axes and i < self.n - len(self.buffers):
+            plan = plan_kept(self.plans[i], self.options.kept_axes)
             if plan is not None:
                 self.kept[i] = plan, keep_parts(self.plans[i], plan, weights, self.params[i].tensors)
 

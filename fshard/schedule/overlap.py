@@ -66,7 +66,7 @@ class _Overlapped(torch.autograd.Function):
         ctx.is_differentiated, ctx.transpose, ctx.origin = False, m.transpose, site() if is_observed() else None
         mapped = run_map(m, [x])[0].detach()
         with torch.enable_grad():
-            h = _Leaf.apply(torch.empty(0, requires_grad=True), mapped)  # type: ignore[no-untyped-call]
+            h = _ValuelessLeaf.apply(torch.empty(0, requires_grad=True), mapped)  # type: ignore[no-untyped-call]
             leaves = [w.detach().requires_grad_(w.requires_grad) for w in weights]
             y = f(h, *leaves)
         # Gradient edges instead of tensors: tensors that the graph has not saved are freed.
@@ -91,7 +91,7 @@ class _Overlapped(torch.autograd.Function):
         return None, None, wait()[0], *grads
 
 
-class _Leaf(torch.autograd.Function):
+class _ValuelessLeaf(torch.autograd.Function):
     """A leaf of a graph that does not keep the leaf's value."""
 
     @staticmethod

@@ -22,7 +22,7 @@ from fshard.grad import split_tensors
 from fshard.spec import Axis, P, any_on_host, is_spec
 
 from .buckets import BucketPlan, plan_buckets
-from .executor import Executor, FlatTree, Schedule, run_blocks
+from .executor import Executor, FlatTree, ScanOptions, run_blocks
 from .options import BackwardPrefetch, Release
 from .remat import check_captured
 from .remat import remat as rematerialize
@@ -78,8 +78,8 @@ def scan(
     Raises ShardingError for the errors of `unshard`, if `block` captures a tensor that is being differentiated, for a
     second backward pass, and inside torch.utils.checkpoint, which does not know that weights are freed.
     """
-    schedule = Schedule(release, prefetch, backward_prefetch, remat, offload)
-    schedule.check("scan", axis)
+    options = ScanOptions(release, prefetch, backward_prefetch, remat, offload)
+    options.check("scan", axis)
     if offload and not remat:
         raise fail("scan: offload=True offloads x before each block, and without remat=True more is kept",
                    fix="remat=True")  # fmt: skip
@@ -103,7 +103,7 @@ def scan(
         check_captured("scan", block)
         step = lambda p, x, extra: split(block(p, x, *extra))  # noqa: E731
         flat_params, flat_each = ([FlatTree.from_tree(t) for t in trees] for trees in (blocks.params, blocks.each))
-        executor = Executor(region("scan"), step, FlatTree.from_tree(x), flat_params, flat_each, plans, schedule)
+        executor = Executor(region("scan"), step, FlatTree.from_tree(x), flat_params, flat_each, plans, options)
         x, outs = run_blocks(executor, x, blocks.params, blocks.each)
     else:
 
