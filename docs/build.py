@@ -3,8 +3,8 @@
     pip install -e ".[docs]" && python -m docs.build [SITE]        # SITE: site/ by default; open site/index.html
 
 Runs in the repository. Any warning ends it with status 1: a dead link or anchor, a page outside of the menu. Pages keep
-their paths, so that their links are those of the repository; a link to a folder or a Python file becomes one to a page
-with that code.
+their paths, so that the links of the repository work; a link to a folder or a Python file becomes a link to a page with
+that code.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from fshard.errors import unquoted
 ROOT = Path(__file__).parents[1]
 PROJECT = ("CONTRIBUTING.md", "CHANGELOG.md", "tests/benchmarks/README.md")
 LEGEND = """
-Shapes are those of one rank, in lines such as `[B, D]{V} -> [B, D]{I}     transpose: pvary     cost: 2(n-1)/n bytes`:
+Docstrings give the shapes on one rank. `[B, D]{V} -> [B, D]{I}     transpose: pvary     cost: 2(n-1)/n bytes` means:
 B examples of D features, in a tensor that *varies* (V) over the axis or is *invariant* (I), the same on each of its
-ranks. `[D, H@model]` is a dim split over the mesh axis `model`. The transpose is the backward pass. A cost is in bytes
-that a rank sends, of the bytes of its argument, over n ranks.
+ranks. `[D, H@model]` has a dim split over the mesh axis `model`. The transpose is the backward pass. The cost is the
+number of bytes that a rank sends, for an argument of `bytes` bytes on n ranks.
 """
 
 STYLE = """
 .md-grid { max-width: 78rem; } /* lines of 120 characters */
 .md-typeset pre > code { font-size: 0.8em; }
 .md-typeset td:first-child code { white-space: nowrap; }
-/* Rows of tables in notebooks collapse: they are no boxes of the theme. */
+/* Rows of tables in notebooks collapse: they are not boxes of the theme. */
 .md-typeset td details { border: 0; box-shadow: none; margin: 0; padding: 0; font-size: inherit; background: none; }
 .md-typeset td details, .md-typeset td details > summary { display: block; overflow: visible; }
 .md-typeset td details > summary { margin: 0; padding: 0 !important; min-height: 0; border: 0; background: none; }
@@ -52,7 +52,7 @@ STYLE = """
 
 
 def namespaces(module: ModuleType = fs, name: str = "fs") -> Iterator[tuple[str, ModuleType]]:
-    """The library and its public namespaces: modules in an `__all__`, with names of their own."""
+    """Return the library and its public namespaces: modules in an `__all__` that have public names."""
     yield name, module
     for key in module.__all__:
         inner = getattr(module, key)
@@ -61,29 +61,29 @@ def namespaces(module: ModuleType = fs, name: str = "fs") -> Iterator[tuple[str,
 
 
 def names(module: ModuleType) -> list[tuple[str, Any]]:
-    """The public names of a namespace that are not namespaces."""
+    """Return the public names of a namespace that are not namespaces."""
     found = [(key, getattr(module, key)) for key in module.__all__]
     return [(key, value) for key, value in found if not isinstance(value, ModuleType)]
 
 
 def documented(value: Any) -> str:
-    """The docstring of a function or class; of an alias of types none."""
+    """Return the docstring of a function or class; "" for an alias of types."""
     return value.__doc__ or "" if inspect.isroutine(value) or inspect.isclass(value) else ""
 
 
 def definition(value: Any) -> str:
-    """The text of a constant, and of an alias of types."""
+    """Return the text of a constant, or of an alias of types."""
     text = inspect.formatannotation(value)
     return re.sub(r"\b(?:fshard|typing|collections\.abc)\.(?:\w+\.)*", "", text)
 
 
 def signature(value: Any, name: str) -> str:
-    """`fs.psum(x: Any, axis: Axis) -> Any`, a parameter on each line if that is long."""
+    """Return `fs.psum(x: Any, axis: Axis) -> Any`, with a parameter on each line if that is long."""
     if not documented(value):
         return f"{name} = {definition(value)}"
     try:
         found = unquoted(inspect.signature(value))
-    except ValueError:  # an exception, which has that of ValueError
+    except ValueError:  # an exception, with the signature of ValueError
         return name
     if inspect.isclass(value):
         found = found.replace(return_annotation=inspect.Signature.empty)
@@ -106,7 +106,7 @@ SHAPE = re.compile(r"(?<![\w\]])\[[^\[\]]*\](?:\{[^{}]*\})?|\{[VI][^{}]*\}")  # 
 
 
 def plain(line: str) -> str:
-    """Text in which markdown sees no tags and no emphasis, outside of backticks; shapes and types are code."""
+    """Escape tags and emphasis of markdown in a line, outside of backticks; shapes and types are code."""
     parts = re.split(r"(`+[^`]*`+)", line)
     for i in range(0, len(parts), 2):
         text = re.split(f"({SHAPE.pattern})", parts[i])
@@ -117,7 +117,7 @@ def plain(line: str) -> str:
 
 
 def markdown(docstring: str) -> str:
-    """A docstring as markdown: shapes and tables as code, examples as sessions, `Args:` as a list."""
+    """Format a docstring as markdown: shapes and tables as code, examples as sessions, `Args:` as a list."""
     out: list[str] = []
     arguments = session = code = False
     for line in inspect.cleandoc(docstring).splitlines():
@@ -141,7 +141,7 @@ def markdown(docstring: str) -> str:
 
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:
-    """The documented methods and properties that a class defines itself."""
+    """Return the documented methods and properties that a class defines itself."""
     for key, value in vars(cls).items():
         inner = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
         if not key.startswith("_") and (inspect.isfunction(inner) or isinstance(inner, property)) and inner.__doc__:
@@ -149,7 +149,7 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def entry(name: str, value: Any) -> str:
-    """The documentation of one public name."""
+    """Return the documentation of one public name."""
     text = [f"## {name.removeprefix('fs.') if name.count('.') == 1 else name.rpartition('.')[2]} {{ #{name} }}"]
     text += ["", "```python", signature(value, name), "```", "", markdown(documented(value))]
     for key, member in members(value) if inspect.isclass(value) else ():
@@ -187,7 +187,7 @@ def reference() -> dict[str, str]:
 
 
 def notebook(file: Path) -> str:
-    """A notebook with its outputs, as markdown."""
+    """Format a notebook with its outputs as markdown."""
     out = []
     for cell in json.loads(file.read_text())["cells"]:
         source = "".join(cell["source"])
@@ -204,7 +204,7 @@ def notebook(file: Path) -> str:
 
 
 def code(path: Path) -> str:
-    """The page of a file of code, or of a folder of Python files."""
+    """Return the page of a file of code, or of a folder of Python files."""
     files = [path] if path.is_file() else sorted(path.glob("*.py")) + sorted(path.glob("*.ipynb"))
     text = [f"# {path.relative_to(ROOT)}"]
     for file in files:
@@ -220,14 +220,14 @@ LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
 
 
 def pages() -> dict[str, str]:
-    """Every page by its path, with the pages of code that others link to."""
+    """Return every page by its path, with the pages of code that others link to."""
     waiting = ["README.md", *sorted(str(f.relative_to(ROOT)) for f in ROOT.glob("docs/*.md")), *PROJECT]
     found: dict[str, str] = {}
 
     def follow(page: str, target: str) -> str:
         path = (ROOT / page).parent / target
         relative = os.path.relpath(path, ROOT)
-        if path.suffix in (".md", ".svg") or not path.exists():  # that is absent: mkdocs says so
+        if path.suffix in (".md", ".svg") or not path.exists():  # mkdocs reports an absent file
             return target
         waiting.append(relative)
         return target.rstrip("/") + (".md" if path.is_file() else "/index.md")
@@ -249,7 +249,7 @@ def pages() -> dict[str, str]:
 
 
 def menu(found: dict[str, str]) -> list[dict[str, Any]]:
-    """Guides in the order in which the README's list of pages links them, then the others."""
+    """Return the guides in the order in which the README's list of pages links them, then the others."""
     linked = LINK.findall(found["README.md"].partition("## Read on")[2])
     guides = sorted(
         (p for p in found if p.startswith("docs/")),
@@ -293,7 +293,7 @@ def build(site: Path) -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")  # mkdocs says nothing by itself
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")  # mkdocs prints nothing by itself
     parser = argparse.ArgumentParser(prog="python -m docs.build", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("site", metavar="SITE", nargs="?", type=Path, default=ROOT / "site", help="default: site/")
     site = parser.parse_args().site.absolute()

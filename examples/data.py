@@ -9,7 +9,7 @@ import mlp
 import fshard as fs
 from fshard import P
 
-specs = P()  # every leaf whole on every rank
+specs = P()  # every rank has all of every leaf
 opt = fs.optim.adamw(1e-2)
 
 

@@ -1,4 +1,4 @@
-"""A loop that saves its step when it is told to end, and goes on, on the same loss curve, with the machines there are.
+"""Save the step on a signal to end, and go on, on the same loss curve, with the machines that are there.
 
 python examples/elastic.py out                        4 simulated devices; Ctrl-C, and the same command again, goes on
 python -m fshard launch --nnodes=1:4 --nproc-per-node=8 --max-restarts=100 --rdzv-endpoint=HOST:29500 \
@@ -46,10 +46,10 @@ def train(mesh, out=None, steps=3):
     for i in range(int(state["step"]), steps):  # the batch is a function of the step, on every mesh
         state, loss = step(state, *mlp.batch(i))
         losses.append(loss.item())
-        told = fs.preempted(mesh)
-        if out and (told or i + 1 == steps or (i + 1) % 100 == 0):
+        signalled = fs.preempted(mesh)
+        if out and (signalled or i + 1 == steps or (i + 1) % 100 == 0):
             checkpoint.save(out, state, step=i + 1, keep=2, overwrite=True)
-        if told:
+        if signalled:
             sys.exit(75)  # for whoever starts it again
     return losses
 

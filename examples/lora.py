@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters train beside frozen weights, which are fully sharded and have no gradients or moments.
+"""LoRA: train low-rank adapters on frozen weights, which are fully sharded and have no gradients or moments.
 
 python examples/lora.py                               4 simulated devices
 torchrun --nproc-per-node 4 examples/lora.py          4 processes; the same losses

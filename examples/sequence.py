@@ -16,8 +16,8 @@ opt = fs.optim.adamw(1e-2)
 
 
 def block(p, x):  # x: [B@data, T@model, D]
-    whole = fs.all_gather(x, "model", dim=1)  # [B@data, T, D]
-    h = torch.relu(whole @ p["up"])  # [B@data, T, H@model]
+    full = fs.all_gather(x, "model", dim=1)  # [B@data, T, D]
+    h = torch.relu(full @ p["up"])  # [B@data, T, H@model]
     return x + fs.psum_scatter(h @ p["down"], "model", dim=1)
 
 

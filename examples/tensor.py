@@ -1,4 +1,4 @@
-"""Tensor parallel, beside data parallel: hidden units split over `model`. A column split, a row split, and one sum.
+"""Tensor parallel with data parallel: hidden units split over `model`. A column split, a row split, and one sum.
 
 python examples/tensor.py                               4 simulated devices
 torchrun --nproc-per-node 4 examples/tensor.py          4 processes; the same losses

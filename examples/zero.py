@@ -1,4 +1,4 @@
-"""ZeRO-1: parameters whole on every rank; the moments of the optimizer, and its work, split over the ranks.
+"""ZeRO-1: every rank has all parameters; the moments of the optimizer, and its work, split over the ranks.
 
 python examples/zero.py                               4 simulated devices
 torchrun --nproc-per-node 4 examples/zero.py          4 processes; the same losses

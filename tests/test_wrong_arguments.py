@@ -458,7 +458,7 @@ def checkpoint_calls(folder: Path) -> list[Call]:
              words={"path": "be read", "described": "is not part of this model"}),
     )  # fmt: skip
     images = Call("image_folder", fs.data.image_folder, {"path": folder / "photos", "size": (2, 2), "mode": "L"},
-                  words={"path": "is no folder|classes in"})  # fmt: skip
+                  words={"path": "is not a folder|classes in"})  # fmt: skip
     (folder / "metrics.jsonl").write_text('{"step": 0, "loss": 2.5}\n')
     losses = Call("losses", fs.plot.losses, {"path": folder, "window": 2}, words={"path": "losses: "})
     return accelerate + files + prefixed("data", images) + prefixed("plot", losses) + prefixed("checkpoint",

@@ -1,4 +1,4 @@
-"""Data order as a pure function: (key, step) -> the global batch. Each rank reads only its own rows of it.
+"""Data order as a pure function: (key, step) -> the global batch. Each rank reads only its rows.
 
 There is no state beyond the step number: resuming at a step is calling with that step.
 The batches are the same on every mesh, because a mesh only decides which rank reads which rows.

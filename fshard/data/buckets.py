@@ -18,7 +18,7 @@ from .order import counted, epoch_order, position_in_epoch
 
 
 class Bucketed(NamedTuple):
-    """A global batch: `rows` int64 [B], the examples; `counted` bool [B], those that are no repetition; `length`.
+    """A global batch: `rows` int64 [B], the examples; `counted` bool [B], False for repetitions; `length`.
 
     >>> rows, counted, length = buckets([3, 9, 4, 8], [4, 12], batch=2).indices(None, step=0)
     >>> rows, counted, length
@@ -48,7 +48,7 @@ class Buckets:
 
     @checked
     def steps(self, *, drop_last: bool = False) -> int:
-        """Return the number of batches of an epoch; with `drop_last` without those that are not full."""
+        """Return the number of batches of an epoch; with `drop_last` only the full ones."""
         return sum(self._steps(drop_last))
 
     def _steps(self, drop_last: bool) -> list[int]:
@@ -61,8 +61,9 @@ class Buckets:
     ) -> Bucketed:  # fmt: skip
         """Return the global batch of one step, of examples of one bucket: the same on every rank and mesh.
 
-        Every epoch has each example once (with `drop_last` less those that do not fill a batch, different ones in every
-        epoch), in its own order, and the batches of all buckets in an order of its own. A step costs the same anywhere.
+        Every epoch has each example once (with `drop_last` without the examples that do not fill a batch, different
+        ones in every epoch). The order of the examples and the order of the batches differ between epochs. Every step
+        costs the same.
 
         Args:
             key: `None` leaves the examples in their order, shortest bucket first, for evaluation.
@@ -81,14 +82,14 @@ class Buckets:
         starts = [0, *itertools.accumulate(steps)]
         at = max(i for i, start in enumerate(starts[:-1]) if start <= step and steps[i])
         members, batch, step = self.members[at], self.batch[at], step - starts[at]
-        of_bucket = None if key is None else fold_in(key, at)
-        positions = epoch_order(of_bucket, epoch, len(members), step * batch, batch, even)
+        bucket_key = None if key is None else fold_in(key, at)
+        positions = epoch_order(bucket_key, epoch, len(members), step * batch, batch, even)
         rows = positions.new_tensor(members[positions.numpy()])
         return Bucketed(rows, counted(step=step, size=len(members), batch=batch)[: len(rows)], self.lengths[at])
 
     def __repr__(self) -> str:
-        of_each = zip(self.members, self.lengths, self.batch, strict=True)
-        texts = [f"{len(m)} up to {n} in batches of {b}" for m, n, b in of_each]
+        rows = zip(self.members, self.lengths, self.batch, strict=True)
+        texts = [f"{len(m)} up to {n} in batches of {b}" for m, n, b in rows]
         return f"Buckets({join_limited(texts, 8)})"
 
 
@@ -104,12 +105,12 @@ def buckets(lengths: Integers, boundaries: Sequence[int], *, batch: int | Sequen
         boundaries: lengths of the buckets, increasing.
         batch: examples of a global batch; or one number for each bucket, so that all have about as many tokens.
 
-    >>> of = buckets([3, 9, 4, 2, 12, 8], [4, 12], batch=[2, 1])
-    >>> of
+    >>> found = buckets([3, 9, 4, 2, 12, 8], [4, 12], batch=[2, 1])
+    >>> found
     Buckets(3 up to 4 in batches of 2, 3 up to 12 in batches of 1)
-    >>> of.steps(), of.indices(None, step=1)
+    >>> found.steps(), found.indices(None, step=1)
     (5, Bucketed(rows=tensor([3]), counted=tensor([True]), length=4))
-    >>> rows, counted, length = of.indices(fs.key(0), step=7)       # the third batch of the second epoch
+    >>> rows, counted, length = found.indices(fs.key(0), step=7)       # the third batch of the second epoch
 
     Raises ShardingError for examples longer than the last boundary, for boundaries that do not increase, and for sizes
     of batches below 1.

@@ -17,7 +17,7 @@ from fshard.errors import checked, fail
 
 StrPath = str | os.PathLike[str]
 
-# The only formats that are read: of others, Pillow starts programs that execute the file (Ghostscript, of PostScript).
+# The only formats that are read: for others Pillow starts programs that execute the file (Ghostscript for PostScript).
 _FORMATS = {".bmp": "BMP", ".gif": "GIF", ".jpeg": "JPEG", ".jpg": "JPEG", ".pgm": "PPM", ".png": "PNG", ".ppm": "PPM",
             ".tif": "TIFF", ".tiff": "TIFF", ".webp": "WEBP"}  # fmt: skip
 _SUFFIXES = tuple(_FORMATS)
@@ -62,7 +62,7 @@ class ImageFolder:
                            fix="give it the suffix of its format, or write it again") from e  # fmt: skip
             fix = "write it again, or remove it"
             raise fail(f"image_folder: {path} cannot be read as an image", str(e), fix=fix) from e
-        if deep:  # Pillow would make all that is above 255 white
+        if deep:  # Pillow would make all pixels above 255 white
             raise fail(f"image_folder: {path} has pixels of more than 8 bits, Pillow's mode {deep!r}",
                        fix="scale them to 0 to 255, and write it with 8 bits")  # fmt: skip
         pixels = np.array(self._resize(converted))
@@ -77,7 +77,7 @@ class ImageFolder:
         used_w, used_h = min(w, width / scale), min(h, height / scale)  # rounded, a quotient may be above the size
         left, top = (w - used_w) / 2, (h - used_h) / 2
         box = (left, top, left + used_w, top + used_h)
-        bilinear = 2  # Pillow's number: of its filters the one for photographs in torchvision's ImageFolder recipes
+        bilinear = 2  # Pillow's number of the filter for photographs in torchvision's ImageFolder recipes
         return image.resize((width, height), bilinear, box=box)
 
     def __repr__(self) -> str:
@@ -88,9 +88,9 @@ class ImageFolder:
 def image_folder(path: StrPath, *, size: tuple[int, int] | None = None, mode: str = "RGB") -> ImageFolder:
     """Return the images of a folder as a dataset of (uint8 [C, H, W], label); they are decoded when asked for.
 
-    Each sub-folder is a class, which may have folders of its own. Classes, and the files of each, are in the order of
-    their names. Names that begin with a dot are left out, and so are files that are no images by their suffix. Links to
-    folders are followed. An image is read by the format that its suffix names.
+    Each sub-folder is a class, and may contain folders. Classes, and the files of each, are in the order of their
+    names. Names that begin with a dot are left out, and so are files without the suffix of an image. Links to folders
+    are followed. An image is read in the format that its suffix names.
 
     Args:
         size: (H, W) of every image: it is scaled to cover that, and its middle is cut out. Without it each image has
@@ -105,10 +105,10 @@ def image_folder(path: StrPath, *, size: tuple[int, int] | None = None, mode: st
     (torch.Size([3, 8, 8]), 'dog')
 
     Raises ShardingError for a folder without classes, a class without images, a folder that cannot be read, a link to
-    nothing, and a link to a folder that it is in; and, when an image is asked for that cannot be read, is of another
-    format than its suffix names or has more than 8 bits, for that.
+    nothing, and a link to a folder that contains it. Reading an image raises one if it cannot be read, has another
+    format than its suffix names, or has more than 8 bits.
 
-    Source: the layout is that of torchvision's `ImageFolder`.
+    Source: torchvision's `ImageFolder`, for the layout.
     """
     root = Path(path)
     if mode not in _CHANNELS:
@@ -116,12 +116,12 @@ def image_folder(path: StrPath, *, size: tuple[int, int] | None = None, mode: st
     if size is not None and min(size) < 1:
         raise fail(f"image_folder: size={size}", fix="(height, width), both 1 or more")
     if not root.is_dir():
-        raise fail(f"image_folder: {root} is no folder", fix="a folder with a sub-folder of images for each class")
+        raise fail(f"image_folder: {root} is not a folder", fix="a folder with a sub-folder of images for each class")
     _pillow()
     folders = {d.name: Path(d) for d in _entries(root) if d.is_dir()}
     classes = sorted(folders)
     if not classes:
-        raise fail(f"image_folder: {root} has no sub-folders", fix="a folder of its own for the images of each class")
+        raise fail(f"image_folder: {root} has no sub-folders", fix="one sub-folder for the images of each class")
     files = [sorted(_images(root, folders[name], {_identity(root)})) for name in classes]
     if empty := [name for name, found in zip(classes, files, strict=True) if not found]:
         raise fail(f"image_folder: {len(empty)} of the {len(classes)} classes in {root} have no images",
@@ -147,15 +147,15 @@ def _images(root: Path, folder: Path, above: Set[tuple[int, int]]) -> list[str]:
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    """Return what is the same for all paths to a folder: its device and inode."""
+    """Return a folder's device and inode, which are the same for all paths to it."""
     info = folder.stat()
     return info.st_dev, info.st_ino
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Return what is in a folder and not hidden.
+    """Return the entries of a folder that are not hidden.
 
-    Raises ShardingError for what cannot be read: a rank that left it out would have another dataset.
+    Raises ShardingError for an entry that cannot be read: a rank that left it out would have another dataset.
     """
     try:
         with os.scandir(folder) as entries:
@@ -172,7 +172,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _format_of(pil: Any, path: Path) -> str:
-    """Return which of the formats that are read a file is of; "" for none."""
+    """Return the format of a file, one of `_FORMATS`; "" if it has none of them."""
     try:
         with pil.open(path, formats=sorted(set(_FORMATS.values()))) as image:
             return str(image.format)

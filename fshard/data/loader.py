@@ -2,7 +2,7 @@
 
     sampler = data.sampler(key, len(dataset), 256, mesh, step=step)
     loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=4)
-    for batch in data.batches(loader):        # Sharded leaves: every rank has loaded its own rows
+    for batch in data.batches(loader):        # Sharded leaves: every rank has loaded only its rows
         ...
 
 Legend: B global batch.
@@ -58,38 +58,38 @@ class Sampler:
                        drop_last=self.drop_last, even=self.even)  # fmt: skip
 
     def _length(self, step: int) -> int:
-        """Return the number of rows of the global batch of a step: `len(indices(step))`, without these."""
-        in_epoch = step % self._of_epoch
+        """Return the number of rows of the global batch of a step, without computing its indices."""
+        in_epoch = step % self._epoch_steps
         return self.batch if self.even else min(self.batch, self.size - in_epoch * self.batch)
 
     def _steps(self) -> Iterator[int]:
         """Iterate over the steps."""
-        return itertools.count(self.step) if self.epoch is None else iter(range(self.step, self._of_epoch))
+        return itertools.count(self.step) if self.epoch is None else iter(range(self.step, self._epoch_steps))
 
-    def _own_rows(self, size: int) -> slice:
-        """Return the rows of a global batch of `size` that this process loads; one if its part has none.
+    def _local_rows(self, size: int) -> slice:
+        """Return the rows of a global batch of `size` that this process loads.
 
-        The one row, the first, has the dtypes and dims of the empty part.
+        If its part is empty this is the first row, which has the dtypes and dims of the empty part.
         """
         boxes = [local_box((size,), self.spec, self.mesh.axes, self.mesh.coords(rank))[0] for rank in self.mesh.ranks]
         start, stop = min(b.start for b in boxes), max(b.stop for b in boxes)
         return slice(start, stop) if start < stop else slice(0, 1)
 
     @property
-    def _of_epoch(self) -> int:
+    def _epoch_steps(self) -> int:
         return steps_per_epoch(self.size, self.batch, drop_last=self.drop_last and not self.even)
 
     def __iter__(self) -> Iterator[list[Any]]:
         for step in self._steps():
             examples = self.indices(step)
-            own = examples[self._own_rows(len(examples))].tolist()
-            epoch = step // self._of_epoch if self.epoch is None else self.epoch
-            yield [(i, epoch) for i in own] if self.with_epoch else own
+            local = examples[self._local_rows(len(examples))].tolist()
+            epoch = step // self._epoch_steps if self.epoch is None else self.epoch
+            yield [(i, epoch) for i in local] if self.with_epoch else local
 
     def __len__(self) -> int:
         if self.epoch is None:
             raise TypeError("a sampler without epoch= has no end: zip(range(steps), batches), or give epoch=")
-        return self._of_epoch - self.step
+        return self._epoch_steps - self.step
 
 
 @checked
@@ -99,12 +99,12 @@ def sampler(
 ) -> Sampler:  # fmt: skip
     """Return a batch sampler for `torch.utils.data.DataLoader`: the batches of `indices`, from `step` on.
 
-    It yields the examples that this process loads: those of its rank's part of each global batch, or all of them on a
+    It yields the examples that this process loads: its rank's part of each global batch, or the full batch on a
     simulated mesh. Ranks that differ in other axes than `axis` (a model group) load the same examples. Its only state
     is the step: to resume, on any mesh, make it with that step. Pass the loader to `batches`.
 
     Args:
-        key, size, batch, step, epoch, drop_last, even: those of `indices`. `size` is the length of the dataset. With
+        key, size, batch, step, epoch, drop_last, even: as for `indices`. `size` is the length of the dataset. With
             `epoch` the sampler ends where the epoch does; without it there is no end.
         axis: the mesh axes that rows are split over; `None` for none.
         with_epoch: ask the dataset for `(example, epoch)` in the place of `example`. An augmentation draws by the key
@@ -130,8 +130,8 @@ def batches(loader: DataLoader[Any], *, spec: Any = None) -> Iterator[Any]:
     Args:
         loader: it collates the rows of this process into a tensor, an array or a tree of them, with dim 0 for rows.
             Its workers decode, and prefetch in order.
-        spec: as of `load`: a spec, or a prefix tree of specs that split dim 0 as the sampler does; rows alone are split
-            if left out.
+        spec: as for `load`: a spec, or a prefix tree of specs that split dim 0 as the sampler does. By default only
+            the rows are split.
 
     >>> mesh = fs.make_mesh(data=2)
     >>> loader = DataLoader(torch.arange(8), batch_sampler=sampler(None, 8, 4, mesh, epoch=0))
@@ -141,42 +141,42 @@ def batches(loader: DataLoader[Any], *, spec: Any = None) -> Iterator[Any]:
     Raises ShardingError for a loader without such a sampler or that may change the order, and for leaves that `load`
     refuses. The errors of a dataset are raised as the loader raises them.
     """
-    of = loader.batch_sampler
-    if not isinstance(of, Sampler):
+    made_by = loader.batch_sampler
+    if not isinstance(made_by, Sampler):
         fix = "DataLoader(dataset, batch_sampler=fs.data.sampler(key, len(dataset), batch, mesh))"
-        raise fail(f"batches: the batch sampler of the loader is a {type(of).__name__}, of one process", fix=fix)
+        raise fail(f"batches: the batch sampler of the loader is a {type(made_by).__name__}, of one process", fix=fix)
     if loader.num_workers and not loader.in_order:
         raise fail("batches: the loader returns batches in the order in which they are ready",
                    "each mesh, and each run, would have another", fix="in_order=True")  # fmt: skip
-    size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else of.size
-    if size != of.size:
-        raise fail(f"batches: the dataset has {size} examples, the sampler {of.size}",
+    size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else made_by.size
+    if size != made_by.size:
+        raise fail(f"batches: the dataset has {size} examples, the sampler {made_by.size}",
                    fix=f"sampler(key, {size}, ...); torch.utils.data.Subset for a part of a dataset")  # fmt: skip
-    spec = of.spec if spec is None else spec
+    spec = made_by.spec if spec is None else spec
     for leaf in tree.leaves(spec):
         if not is_spec(leaf):
             raise must_be("batches: spec", "a P or a tree of them", leaf)
-        if leaf.parts(max(1, len(leaf.entries)))[0] != of.spec.parts(1)[0]:
-            raise fail(f"batches: spec={leaf} splits dim 0 by other axes than the sampler, {of.spec}",
+        if leaf.parts(max(1, len(leaf.entries)))[0] != made_by.spec.parts(1)[0]:
+            raise fail(f"batches: spec={leaf} splits dim 0 by other axes than the sampler, {made_by.spec}",
                        fix="sampler(..., axis=) and spec= name the same axes")  # fmt: skip
-    return _placed(loader, of, spec)
+    return _placed(loader, made_by, spec)
 
 
-def _placed(loader: DataLoader[Any], of: Sampler, spec: Any) -> Iterator[Any]:
-    for step, own in zip(of._steps(), loader, strict=True):
-        size = of._length(step)
-        drawn = of._own_rows(size)
-        for path, x in tree.leaves_with_path(own):
+def _placed(loader: DataLoader[Any], rows: Sampler, spec: Any) -> Iterator[Any]:
+    for step, local in zip(rows._steps(), loader, strict=True):
+        size = rows._length(step)
+        drawn = rows._local_rows(size)
+        for path, x in tree.leaves_with_path(local):
             if isinstance(x, (Tensor, np.ndarray)) and x.shape[:1] != (drawn.stop - drawn.start,):
                 raise fail(f"batches: {tree.show('batch', path)} is {_text(x)}, of {drawn.stop - drawn.start} examples",
                            fix="collate_fn= returns a row for each example, in dim 0")  # fmt: skip
-        yield load(functools.partial(_part, own, drawn.start), np.arange(size), mesh=of.mesh, spec=spec)
+        yield load(functools.partial(_part, local, drawn.start), np.arange(size), mesh=rows.mesh, spec=spec)
 
 
-def _part(own: Any, first: int, rows: Rows) -> Any:
-    """Return some consecutive rows of a global batch, of which this process has `own`, from row `first` on."""
+def _part(local: Any, first: int, rows: Rows) -> Any:
+    """Return consecutive rows of a global batch; `local` are the rows of this process, from row `first` on."""
     part = slice(rows[0] - first, rows[-1] + 1 - first) if len(rows) else slice(0, 0)
-    return tree.map(lambda x: x[part] if isinstance(x, (Tensor, np.ndarray)) else x, own)
+    return tree.map(lambda x: x[part] if isinstance(x, (Tensor, np.ndarray)) else x, local)
 
 
 def _text(x: Tensor | np.ndarray[Any, Any]) -> str:

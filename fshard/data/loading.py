@@ -1,4 +1,4 @@
-"""Load a global batch onto a mesh: each rank fetches only its own rows."""
+"""Load a global batch onto a mesh: each rank fetches only its rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPLIT_ROWS = P("data")
 
 @checked
 def load(fetch: Callable[[Rows], Any], indices: Integers, *, mesh: Mesh, spec: Any = _SPLIT_ROWS) -> Any:
-    """Load the batch of these examples onto `mesh`: every rank fetches only the rows of its part.
+    """Load the examples of a batch onto `mesh`: every rank fetches only the rows of its part.
 
     Replicas (over `model`, say) have the same examples; on a simulated mesh `fetch` is called once for each
     different part. Nothing is communicated.
@@ -35,13 +35,15 @@ def load(fetch: Callable[[Rows], Any], indices: Integers, *, mesh: Mesh, spec: A
             arrays and tensors alike (a tensor of one element drops a dim of an array). A rank whose part is
             empty fetches no rows, to learn the dtype and the other dims.
         indices: the global batch, [B].
-        spec: a spec, or a prefix tree of specs that split dim 0 alike; other dims are sliced after fetching.
+        spec: a spec, or a prefix tree of specs that all split dim 0 by the same axes; other dims are sliced after
+            fetching.
 
     >>> batch = indices(key, step=step, size=len(images), batch=256)
     >>> load(lambda i: {"x": images[i], "y": labels[i]}, batch, mesh=fs.make_mesh(data=4))
     {'x': f32[256@data, 3, 32, 32], 'y': i64[256@data]}
 
-    Raises ShardingError listing every leaf that is no tensor, has no row per index, or does not fit its spec.
+    Raises ShardingError listing every leaf that is not a tensor, does not have a row per index, or does not fit
+    its spec.
     """
     examples = integers("load: indices", indices)
     if examples.ndim != 1:
@@ -95,7 +97,7 @@ def _place(
     raise_all(spec_errors(label, shape, spec, mesh.axes))
     if spec.parts(len(shape))[0] != split:
         raise fail(f"{label}: its spec is {spec}, other leaves split dim 0 by {P(split)}",
-                   fix="split dim 0 alike in every leaf, and fs.reshard afterwards")  # fmt: skip
+                   fix="split dim 0 by the same axes in every leaf, and fs.reshard afterwards")  # fmt: skip
 
     def copy_part(box: Box) -> Tensor:
         # A copy: fetch may return views of the data set, which a donated batch would overwrite.

@@ -20,7 +20,7 @@ def steps_per_epoch(size: int, batch: int, *, drop_last: bool = True) -> int:
     >>> steps_per_epoch(10, 4), steps_per_epoch(10, 4, drop_last=False)
     (2, 3)
 
-    Raises ShardingError if that is no batch.
+    Raises ShardingError if that is not even one batch.
     """
     if size < 1 or batch < 1:
         raise fail(f"steps_per_epoch: size={size}, batch={batch}", fix="both are 1 or more")
@@ -37,7 +37,7 @@ def indices(
 ) -> Tensor:  # fmt: skip
     """Return the examples of the global batch of one step, out of `size`: int64 [B], the same on every rank.
 
-    Each epoch has its own order of the examples, that of `fold_in(key, epoch)`. Step 1,000,000 costs as much as step 0.
+    Each epoch has another order of the examples, by `fold_in(key, epoch)`. Step 1,000,000 costs as much as step 0.
 
     Args:
         key: `None` leaves the examples in their order, for evaluation.
@@ -46,7 +46,7 @@ def indices(
         drop_last: leave out the `size % batch` examples that do not fill a batch, different ones in every epoch.
             Without it the last batch of an epoch is smaller.
         even: leave none out, and complete the last batch from the start of the epoch's order: all batches are of one
-            size. `counted` says which rows of a batch are no repetition.
+            size. `counted` is False for the repeated rows of a batch.
 
     >>> indices(fs.fold_in(fs.key(0), "data"), step=1000, size=50_000, batch=256).shape
     torch.Size([256])
@@ -55,7 +55,7 @@ def indices(
 
     Raises ShardingError for a negative step, a step past the end of `epoch`, and where no batch can be filled.
 
-    Source: `even` is the `even_batches` of Accelerate.
+    Source: Accelerate's `even_batches`, for `even`.
     """
     steps = steps_per_epoch(size, batch, drop_last=drop_last and not even)
     epoch, step = position_in_epoch("indices", step, epoch, steps, f"{size} examples in batches of {batch}")
@@ -80,9 +80,9 @@ def epoch_order(key: Tensor | None, epoch: int, size: int, start: int, count: in
 
 @checked
 def counted(*, step: int, size: int, batch: int) -> Tensor:
-    """Return which rows of a batch of `indices(..., even=True)` are no repetition: bool [B].
+    """Return False for the repeated rows of a batch of `indices(..., even=True)`, else True: bool [B].
 
-    Each example of an epoch is counted once. Weights in a loss and in a metric, and the rows that
+    So each example of an epoch is counted once. Use it as weights in a loss or a metric, and to choose the rows that
     `fs.gather_for_metrics` returns.
 
     >>> counted(step=2, size=10, batch=4)

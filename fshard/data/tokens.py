@@ -1,4 +1,4 @@
-"""Rows of tokens: windows of a long text, and texts of several lengths side by side.
+"""Rows of tokens: windows of a long text, and texts padded to one length.
 
 Legend: B batch, L tokens of a row.
 """
@@ -49,7 +49,7 @@ def crop(text: Tensor | npt.NDArray[Any], starts: Integers, *, length: int) -> T
 def pad(
     rows: Sequence[Integers], *, length: int, value: int = 0, side: Literal["right", "left"] = "right"
 ) -> tuple[Tensor, Tensor]:
-    """Put texts of several lengths side by side: (tokens int64 [B, L], mask bool [B, L]), the mask True on tokens.
+    """Pad texts to one length: (tokens int64 [B, L], mask bool [B, L]), the mask True on tokens.
 
     >>> tokens, mask = pad([[5, 6, 7], [8]], length=4)
     >>> tokens, mask.sum(1)
@@ -57,7 +57,7 @@ def pad(
             [8, 0, 0, 0]]), tensor([3, 1]))
 
     Args:
-        length: the same on every rank, as that of a bucket: the longest of the rows differs between ranks.
+        length: the same on every rank, such as a bucket's length: the longest of the rows differs between ranks.
         value: the token of the padding.
         side: of the padding. Decoders generate from prompts that are padded on the left.
 

@@ -324,5 +324,5 @@ class UnshardedByUnit:
                 xs += own
             plan = plan_buckets(here, xs, found, self._dtype, self._reduce_dtype)
             if plan is not None:
-                out[name] = Unit.of(xs, plan)
+                out[name] = Unit.from_shards(xs, plan)
         return out

@@ -16,7 +16,7 @@ from fshard.spec import Box, describe, size
 
 @runtime_checkable
 class Initializer(Protocol):
-    """Fills any box of a leaf. The value of an element depends on the key and its global index alone.
+    """Fills any box of a leaf. The value of an element depends only on the key and its global index.
 
     >>> isinstance(fs.init.normal((3,)).init, Initializer)
     True
@@ -30,9 +30,9 @@ class Initializer(Protocol):
 class Scope:
     """Name of a leaf in the tree that `fs.defer` returned, such as `params.h.0.weight`, which is part of its key.
 
-    A part of that tree, or the tree as a part of a larger one, so has the same values. `owners` are the names of the
-    leaves whose draws determine the values, if these are not its own: a copy of a leaf has the values of that leaf. It
-    is filled with the keys of the owners, int64[owners, 2].
+    So a subtree of that tree, or a larger tree that contains it, has the same values. If the values are drawn by other
+    leaves, `owners` are their names: a copy of a leaf has the values of that leaf. It is filled with the keys of the
+    owners, int64[owners, 2].
 
     >>> Deferred((3,), torch.float32, Normal(), Scope("dense")).scope
     Scope(name='dense', owners=())
@@ -42,7 +42,7 @@ class Scope:
     owners: tuple[str, ...] = ()
 
     def module_path(self, path: str) -> str | None:
-        """Return the path of the module, with a dot at its end, from the leaf's own path; None if that has no name.
+        """Return the path of the module, with a dot at its end, from the path of the leaf; None if it has no name.
 
         >>> scope = Scope("params.h.0.weight")
         >>> [scope.module_path(p) for p in ("params.h.0.weight", "encoder.h.0.weight", "0.weight", "other.weight")]
@@ -103,14 +103,14 @@ class Deferred:
 
 
 def describe_initializer(init: object) -> str:
-    """Describe an initializer by its own `describe()`, or by name and non-default fields: `trunc_normal(std=0.02)`.
+    """Describe an initializer by its `describe()`, or by name and non-default fields: `trunc_normal(std=0.02)`.
 
     >>> describe_initializer(Normal(0.0, 0.02))
     'normal(std=0.02)'
     """
-    own = getattr(init, "describe", None)
-    if callable(own):
-        return str(own())
+    describe_ = getattr(init, "describe", None)
+    if callable(describe_):
+        return str(describe_())
     name = "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(type(init).__name__))
     if not is_dataclass(init):
         return name

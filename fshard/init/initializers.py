@@ -1,8 +1,8 @@
 """Initializers: each describes a leaf as a `Deferred`, without storage until it is materialized.
 
-Fans are those of `[in, out]` matrices used as `x @ w`: fan_in is the size of dim -2 (times any dims before it),
-fan_out that of dim -1; `in_dim` and `out_dim` choose other dims: `in_dim=1, out_dim=0` for a torch.nn.Linear weight.
-Every element depends on the key and its global index alone, so every device fills only its own part.
+Fans assume `[in, out]` matrices used as `x @ w`: fan_in is the size of dim -2 (times any dims before it), fan_out the
+size of dim -1; `in_dim` and `out_dim` choose other dims: `in_dim=1, out_dim=0` for a torch.nn.Linear weight.
+Every element depends only on the key and its global index, so every device fills only its part.
 """
 
 from __future__ import annotations
@@ -137,31 +137,31 @@ class Orthogonal:
     gain: float = 1.0
 
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
-        # A QR needs the whole matrix: every device computes it on the CPU, with the same bits, and keeps its part.
+        # A QR needs the full matrix: every device computes it on the CPU, with the same bits, and keeps its part.
         rows, columns = math.prod(shape[:-1]), shape[-1]
         tall = (max(rows, columns), min(rows, columns))
         gaussian = random.normal(key, tall, dtype=torch.float64)
         q, r = torch.linalg.qr(gaussian)
         q = q * r.diagonal().sign()  # for a uniform distribution and a unique factor
-        whole: Tensor = (q if rows >= columns else q.T).reshape(shape) * self.gain
-        return whole[box].to(device=device, dtype=dtype).contiguous()
+        full: Tensor = (q if rows >= columns else q.T).reshape(shape) * self.gain
+        return full[box].to(device=device, dtype=dtype).contiguous()
 
 
 @dataclass(frozen=True)
 class ZeroRow:
     """Another initializer, but zeros at one index of dim 0."""
 
-    of: Initializer
+    inner: Initializer
     row: int
 
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
-        out = self.of.fill(key, shape, box, dtype, device)
+        out = self.inner.fill(key, shape, box, dtype, device)
         if box[0].start <= self.row < box[0].stop:
             out[self.row - box[0].start] = 0
         return out
 
     def describe(self) -> str:
-        return f"{describe_initializer(self.of)}, row {self.row} zero"
+        return f"{describe_initializer(self.inner)}, row {self.row} zero"
 
 
 def _describe(shape: Shape, init: Initializer, dtype: torch.dtype | None) -> Deferred:
@@ -189,7 +189,7 @@ def trunc_normal(
 ) -> Deferred:  # fmt: skip
     """Describe a leaf of N(mean, std^2) cut to [a, b], values and not multiples of std.
 
-    The meaning of the bounds is that of `torch.nn.init.trunc_normal_`.
+    The bounds mean what they mean in `torch.nn.init.trunc_normal_`.
 
     >>> trunc_normal((8, 4), std=0.02)
     f32[8, 4] = trunc_normal(std=0.02)
@@ -273,7 +273,7 @@ def arange(n: int, *, start: float = 0, step: float = 1, dtype: torch.dtype | No
 def orthogonal(shape: Shape, *, gain: float = 1.0, dtype: torch.dtype | None = None) -> Deferred:
     """Describe a random matrix with orthonormal rows or columns, whichever are fewer; all dims but the last are rows.
 
-    Every device computes the whole matrix, on the CPU, and keeps its part. Source: Saxe et al., 2013, "Exact
+    Every device computes the full matrix, on the CPU, and keeps its part. Source: Saxe et al., 2013, "Exact
     solutions to the nonlinear dynamics of learning in deep linear neural networks"; Mezzadri, 2007, for the signs.
 
     >>> q = device_get(materialize(orthogonal((4, 4)), P("data"), mesh, key=key(0)))

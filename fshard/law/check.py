@@ -25,7 +25,7 @@ from fshard.sharded import Sharded, abstract_sharded, array_dtype
 from fshard.spec import format_axes, part_lengths, part_range, short_dtype, size
 
 _MOST_ROWS = 6
-_MOST_RANKS = 3  # beside the first, for each set of axes
+_MOST_RANKS = 3  # after the first, for each set of axes
 _SAME_ORDER = "every rank must call the same collectives in the same order: do not branch on the size of a part"
 
 
@@ -34,7 +34,7 @@ class UnevenDim:
     """A dim that its axes do not divide, so that ranks have parts of different sizes, or empty ones.
 
     `name` is the argument as the function writes it, `params['k']`, or a collective that splits the dim, and its line;
-    `lengths` are those of the parts, by rank over `axes`.
+    `lengths` are the lengths of the parts, by rank over `axes`.
     """
 
     name: str
@@ -44,7 +44,7 @@ class UnevenDim:
     lengths: tuple[int, ...]
 
     def is_empty(self) -> bool:
-        """Return whether some rank has nothing of it."""
+        """Return whether some rank has an empty part."""
         return 0 in self.lengths
 
 
@@ -52,7 +52,7 @@ class UnevenDim:
 class Checked:
     """Outcome of `check`: the described result, and every collective of one rank with the line that called it.
 
-    `uneven`: the dims that ranks have different lengths of. `ranks`: those that ran the program.
+    `uneven`: the dims whose parts differ in length. `ranks`: the ranks that ran the program.
     """
 
     mesh: dict[str, int]
@@ -81,16 +81,16 @@ class Checked:
 def check(f: ShardMapped, *args: Any) -> Checked:
     """Check over which axes every tensor of `f` varies, forward and backward, without data or devices.
 
-    The first rank of an abstract mesh runs `f` on fake tensors: the mesh of `f`, or for any other size that of
+    The first rank of an abstract mesh runs `f` on fake tensors. The mesh has the axes of `f`; for another size, check
     `f.on(make_mesh(kind="abstract", ...))`. Arguments may be `Deferred`, `Sharded` or tensors: only shapes and dtypes
     matter.
 
     Where axes do not divide a dim, ranks have parts of different sizes, and some may have none. That is right, but
-    wastes the time of the ranks that have less to do, so `check` lists these dims. Ranks with the smaller parts then
-    run `f` too, an axis at a time and all together, at most 3 for each set of axes: their collectives, results and
-    Python numbers must be those of the first rank, whose `transfers` are listed. A dim of the result whose parts
-    differ has the size of an argument's dim with such parts, else the largest size with such parts. A mean of each
-    rank's part is not found: of an empty part it is NaN.
+    wastes the time of the ranks that have less to do, so `check` lists these dims. Then ranks with smaller parts run
+    `f` too, one axis at a time and all axes together, at most 3 for each set of axes: their collectives, results and
+    Python numbers must be the same as on the first rank. `transfers` lists the first rank's. If the parts of a dim of
+    the result differ, it has the size of an argument's dim with such parts, else the largest size with such parts. A
+    mean of each rank's part is not found, though it is NaN for an empty part.
 
     >>> step = shard_map(lambda x: psum(x.sum(), "data"), mesh=make_mesh(data=4), in_specs=(P("data"),), out_specs=P())
     >>> check(step, fs.init.zeros((8, 3)))
@@ -102,12 +102,12 @@ def check(f: ShardMapped, *args: Any) -> Checked:
     uneven parts (checked as ranks 0 and 3) are right, but ranks with less to do wait for the others
       2 over data=4: 2 ranks have 1, 2 have none    x dim 0
 
-    The bytes of its table are those that a rank sends by the cost formula of each collective: 2(n-1)/n b for a sum over
-    n ranks of an argument of b bytes, (n-1) b for a gather, b less the part that it keeps for the others.
+    The table has the bytes that a rank sends, by the cost formula of each collective: 2(n-1)/n b for a sum over n ranks
+    of an argument of b bytes, (n-1) b for a gather, b less the part that it keeps for the others.
 
     Raises ShardingError at the line that breaks a rule, as `shard_map(check=...)` does, for a program that needs the
-    value of a tensor, and for ranks that disagree on a collective or a result. An error that the first rank does not
-    raise names the rank, and its parts.
+    value of a tensor, and for ranks that disagree on a collective or a result. If the first rank does not raise the
+    error, it names the rank and its parts.
     """
     first = dry_run(f, args)
     uneven = _uneven_dims(first, args)
@@ -126,7 +126,7 @@ def check(f: ShardMapped, *args: Any) -> Checked:
 
 
 def _uneven_dims(run: DryRun, args: tuple[Any, ...]) -> tuple[UnevenDim, ...]:
-    """Return the dims of arguments, and of tensors that collectives split, which their axes do not divide."""
+    """Return the dims that their axes do not divide, of arguments and of tensors that collectives split."""
     sizes, found = run.mesh.axes, []
     lengths = functools.cache(lambda n, ranks: tuple(part_lengths(n, ranks)))
 
@@ -147,7 +147,7 @@ def _uneven_dims(run: DryRun, args: tuple[Any, ...]) -> tuple[UnevenDim, ...]:
 
 
 def _uneven_rows(uneven: Sequence[UnevenDim], sizes: Mapping[str, int], ranks: Sequence[int]) -> list[str]:
-    """Return a row for each arithmetic: empty parts first, then by the share of the ranks' time that is used."""
+    """Return a row for each arithmetic: first empty parts, then by the share of the ranks' time that is used."""
     names: dict[tuple[int, tuple[str, ...], tuple[int, ...]], list[str]] = {}
     for d in uneven:
         names.setdefault((d.size, d.axes, d.lengths), []).append(f"{d.name} dim {d.dim}")
@@ -171,11 +171,11 @@ def _arithmetic(n: int, axes: Sequence[str], lengths: Sequence[int], sizes: Mapp
 
 
 def _ranks_to_run(uneven: Sequence[UnevenDim], sizes: Mapping[str, int]) -> list[int]:
-    """Return ranks other than the first which between them have the lengths of every uneven dim.
+    """Return ranks, without the first, that together have the lengths of every uneven dim.
 
-    1. Over each set of axes: the position that has most lengths that no earlier one has, the last of several, until
-       every length is had or there are `_MOST_RANKS`. The position on other axes is 0.
-    2. The last position on all these axes together.
+    1. Over each set of axes choose the position that adds most new lengths, the last of several, until every length is
+       covered or there are `_MOST_RANKS`. The position on other axes is 0.
+    2. Add the last position on all these axes together.
     """
     ranks = []
     for axes in dict.fromkeys(d.axes for d in uneven):
@@ -221,7 +221,7 @@ def _named_rank(rank: int, first: DryRun, uneven: Sequence[UnevenDim]) -> Iterat
 
 
 def _compare_transfers(runs: Mapping[int, DryRun]) -> None:
-    """Raise unless any two ranks call the same collectives, in one order, of those that both take part in."""
+    """Raise unless each two ranks call the collectives that both take part in in the same order."""
     for (a, one), (b, other) in itertools.combinations(runs.items(), 2):
         here, there = one.mesh.coords(a), one.mesh.coords(b)
         apart = {axis for axis in here if here[axis] != there[axis]}
@@ -274,9 +274,9 @@ def _joined_result(name: str, runs: Mapping[int, DryRun], uneven: Sequence[Uneve
 def _fitting_size(
     runs: Mapping[int, DryRun], uneven: Sequence[UnevenDim], axes: tuple[str, ...], lengths: tuple[int, ...]
 ) -> int | None:
-    """Return a size of a dim which `axes` split so that each of these ranks has its length; None if there is none.
+    """Return a size that `axes` split so that each of these ranks has its length; None if there is none.
 
-    If all have the same length, all other ranks are taken to have it; else a size of an uneven argument goes first.
+    If all have the same length, all other ranks are assumed to have it; else a size of an uneven argument goes first.
     """
     sizes = runs[0].mesh.axes
     ranks = math.prod(sizes[a] for a in axes)

@@ -27,14 +27,14 @@ def print(*values: Any, sep: str = " ") -> None:
     """Print the values of every rank of a region, as a line for each different text, in the order of the ranks.
 
     Values are texts, tensors of any dtype, or trees of them. A 0-d tensor is printed as a number with all its digits,
-    another one as torch prints it. Ranks whose texts are equal share a line, which begins with their coordinates on the
+    other tensors as torch prints them. Ranks with equal texts share a line, which begins with their coordinates on the
     axes of more than one rank. On processes rank 0 prints for all. An abstract mesh has no values: it prints dtypes and
-    shapes, as its one rank.
+    shapes, once.
 
-    Every rank must call it, since the texts are gathered, outside of `recording`: ranks of which only some call it are
-    an error, as with any collective, on simulated ranks at once. A recomputation in backward (`remat`, `scan`) prints
-    nothing. Under vmap the values of all examples are printed once, their dim in front. Outside a region it prints the
-    values once, as Python's `print` does.
+    Every rank must call it, since the texts are gathered (without being in a `recording`): if only some ranks call it,
+    that is an error as with any collective, on simulated ranks at once. A recomputation in backward (`remat`, `scan`)
+    prints nothing. Under vmap the values of all examples are printed once, with their dim in front. Outside a region it
+    prints the values once, as Python's `print` does.
 
     >>> def total(x):
     ...     fs.print("here", x.sum(), "rows", len(x))
@@ -73,7 +73,7 @@ def print(*values: Any, sep: str = " ") -> None:
 
 
 class _Text:
-    """A text that is its own repr, in the place of a leaf."""
+    """A text in the place of a leaf, with itself as its repr."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -105,7 +105,7 @@ class _Show(torch.autograd.Function):
 
 
 def _text(x: Tensor) -> str:
-    """Format a tensor: the number of a 0-d one, with the digits that its dtype can tell apart."""
+    """Format a tensor; a 0-d one as a number, with the digits that its dtype can distinguish."""
     if x.is_meta or (in_region() and not region().comm.has_values):
         return describe(x)
     with _plain_torch():
@@ -114,7 +114,7 @@ def _text(x: Tensor) -> str:
 
 @contextlib.contextmanager
 def _plain_torch() -> Iterator[None]:
-    """Turn modes (the checker is one) and transforms off: what is computed within is no part of the program."""
+    """Turn modes (the checker is one) and transforms off: what is computed here is not part of the program."""
     with without_modes(), without_functorch():
         yield
 
@@ -162,10 +162,10 @@ def _boxes(found: Iterable[Coords], axes: Sequence[str]) -> list[str]:
     for first, *rest in sorted(found):
         rests.setdefault(first, []).append(tuple(rest))
     firsts: dict[tuple[Coords, ...], list[int]] = {}
-    for first, those in rests.items():
-        firsts.setdefault(tuple(those), []).append(first)
-    names = {those: f"{axes[0]}={format_runs(numbers, separator=',', dash='..')}" for those, numbers in firsts.items()}
-    return [", ".join(filter(None, (names[those], box))) for those in firsts for box in _boxes(those, axes[1:])]
+    for first, rest_of in rests.items():
+        firsts.setdefault(tuple(rest_of), []).append(first)
+    names = {coords: f"{axes[0]}={format_runs(at, separator=',', dash='..')}" for coords, at in firsts.items()}
+    return [", ".join(filter(None, (names[coords], box))) for coords in firsts for box in _boxes(coords, axes[1:])]
 
 
 def _write(lines: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
-"""Proof that a tree is initialized: its leaves have values, its ties and its replicas are as they should be.
+"""Prove that a tree is initialized: its leaves have values, its ties are as described, its replicas are equal.
 
-1. Each process inspects its own leaves, without communication.
-2. The processes exchange their findings, once for the whole tree, so that all of them raise the same error.
+1. Each process inspects its leaves, without communication.
+2. The processes exchange their findings, once for the full tree, so that all of them raise the same error.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ CHUNK = 1 << 20  # elements inspected at a time
 class Validated:
     """Outcome of `validate`. A leaf at several paths counts once.
 
-    `finite`: leaves of which every element is finite. `infinite`: the names of those with infinities, as allowed.
-    `replicated`: leaves whose replicas are bitwise equal, over `axes`. `ties`: paths that are another path's leaf,
-    where a description was passed.
+    `finite`: number of leaves in which every element is finite. `infinite`: the names of leaves with allowed
+    infinities. `replicated`: number of leaves whose replicas are bitwise equal, over `axes`. `ties`: number of paths to
+    a leaf that has an earlier path, if a description was passed.
     """
 
     leaves: int
@@ -65,11 +65,11 @@ def validate(tree_: Any, described: Any = None, *, allow_inf: str | Sequence[str
     - It has values: it is not only described, not on the meta device or an abstract mesh, and was not donated.
     - Every element is written: none is NaN, which `defer` leaves where a constructor writes nothing, and none is
       infinite. Every integer is a value, so an integer that was never written cannot be recognized.
-    - It is as `described`: nothing is missing or extra, shapes and dtypes agree (but for a cast from one floating
-      dtype to another), leaves that are one object in the description are one object in the tree, and others are not.
+    - It is as `described`: nothing is missing or extra; shapes and dtypes agree (except for a cast from one floating
+      dtype to another); leaves that are one object in the description are one object in the tree, and others are not.
     - Its replicas are equal in every bit.
 
-    On a process mesh every rank must call it: one exchange for the whole tree, after which all raise the same.
+    On a process mesh every rank must call it: there is one exchange for the full tree, then all raise the same error.
 
     Args:
         tree_: `Sharded` leaves, tensors that are the same on every rank, and Python numbers and strings.
@@ -138,7 +138,7 @@ class _Leaf:
 
     path: tree.Path
     x: Any
-    mesh: Mesh | None  # for a leaf without one, that of the processes
+    mesh: Mesh | None  # for a leaf without one, the mesh of the processes
     initializer: str  # as described; "" if unknown
     may_be_infinite: bool
 
@@ -164,7 +164,7 @@ class _Leaf:
 
     @property
     def replicated_over(self) -> tuple[str, ...]:
-        """Axes of several ranks that must have the same value."""
+        """Return the axes of more than one rank whose ranks must have the same value."""
         sizes = self.mesh.axes if self.mesh and self.is_tensor else {}
         return tuple(a for a, n in sizes.items() if n > 1 and a not in self.spec.axes)
 
@@ -172,7 +172,7 @@ class _Leaf:
         return self.x.box(rank) if isinstance(self.x, Sharded) else full_box(self.x.shape)
 
     def __repr__(self) -> str:
-        """Return what must be the same on every process: for a number, its value."""
+        """Describe what must be the same on every process: for a number, its value."""
         x = self.x
         if isinstance(x, (Sharded, Tensor)) and not _is_lazy(x):
             on = f" on {format_axes(self.mesh.axes)}" if self.mesh else ""
@@ -208,14 +208,14 @@ class _Leaf:
         if isinstance(x, Sharded) and x.mesh.kind == "abstract":
             return self.fail("is on an abstract mesh, where leaves have no values", fix=f"{make} on a mesh with ranks")
         for s in shards:
-            if s.untyped_storage().device.type == "meta":  # also that of a fake tensor
+            if s.untyped_storage().device.type == "meta":  # also the storage of a fake tensor
                 return self.fail("is on the meta device: it has a shape and no values", fix=make)
             if s.numel() and not s.untyped_storage().nbytes():
                 return self.fail("has no storage: something has freed it", fix=f"{make}, or do not free its storage")
         for rank, s in zip(x.mesh.ranks, shards, strict=True) if isinstance(x, Sharded) else ():
             shard, part = describe(s), format_tensor(x.dtype, box_shape(self.box(rank)))
             if shard != part:
-                return self.fail("is not placed as its spec says", f"rank {rank} has {shard}, and its part is {part}",
+                return self.fail("is not placed by its spec", f"rank {rank} has {shard}, and its part is {part}",
                                  fix="make it with fs.materialize, fs.device_put or fs.from_callback")  # fmt: skip
         return None
 
@@ -276,7 +276,7 @@ class _Leaf:
 
 
 def _is_lazy(x: object) -> bool:
-    """Return whether it is a lazy parameter, which has no shape yet."""
+    """Return whether x is a lazy parameter, which has no shape yet."""
     return isinstance(x, Tensor) and parameter.is_lazy(x)
 
 
@@ -309,7 +309,7 @@ def _unique_leaves(
     seen: set[int] = set()
     leaves = []
     for path, x in by_path.items():
-        if id(x) not in seen or isinstance(x, SCALARS):  # equal numbers may be one object without being tied
+        if id(x) not in seen or isinstance(x, SCALARS):  # equal numbers may be one object without a tie
             init = getattr(expected.get(path), "init", None)
             mesh = x.mesh if isinstance(x, Sharded) else processes
             may_be_infinite = any(_matches_glob(path, glob) for glob in globs)
@@ -326,11 +326,11 @@ def _matches_glob(path: tree.Path, glob: str) -> bool:
 def _description_errors(
     by_path: Mapping[tree.Path, Any], expected: Mapping[tree.Path, Any] | None
 ) -> list[ShardingError]:
-    """Return the errors of a tree that is not as it is described."""
+    """Return the errors of a tree that differs from its description."""
     if expected is None:
         return []
     labels = {path: f"validate: {tree.show('tree', path)}" for path in (*by_path, *expected)}
-    errors = [fail(f"{labels[p]} is missing", fix="materialize the whole tree", described=expected[p])
+    errors = [fail(f"{labels[p]} is missing", fix="materialize the full tree", described=expected[p])
               for p in expected if p not in by_path]  # fmt: skip
     errors += [fail(f"{labels[p]} is not described", fix="remove it, or describe it too")
                for p in by_path if p not in expected]  # fmt: skip
@@ -356,7 +356,7 @@ def _description_errors(
 
 
 def _fits_description(x: Any, described: Any) -> bool:
-    """Return whether shape and dtype agree; True for a leaf without them, which has an error of its own."""
+    """Return whether shape and dtype agree; True for a leaf without them, which has another error."""
     if not (_has_shape(x) and _has_shape(described)):
         return True
     cast = x.dtype.is_floating_point and described.dtype.is_floating_point
@@ -372,7 +372,7 @@ def _has_shape(x: Any) -> bool:
 
 @dataclass
 class _Report:
-    """Findings of one process. Leaves are numbered; an error that concerns no one leaf has the next number."""
+    """Findings of one process. Leaves are numbered; an error that is not about one leaf has the next number."""
 
     leaves: dict[str, str]
     errors: list[tuple[int, str]] = field(default_factory=list)
@@ -392,7 +392,7 @@ def _process_mesh(leaves: Iterable[Any]) -> Mesh | None:
 def _exchange(
     mine: _Report, processes: Mesh | None
 ) -> tuple[list[tuple[int, ShardingError]], dict[tuple[int, int], _Finding]]:
-    """Return the errors and findings of all processes: the same on each of them."""
+    """Return the errors and findings of all processes, the same on each of them."""
     reports: list[_Report] = [mine] if processes is None else processes.gather_objects(mine)
     ranks_of: dict[tuple[int, str], list[str]] = {}
     findings: dict[tuple[int, int], _Finding] = {}

@@ -37,10 +37,10 @@ from fshard.shard_map import ShardMapped
 from fshard.sharded import Sharded, arrays_as_tensors, device_put
 from fshard.spec import format_axes
 
-ORDERS = 3  # in which examples are compared, besides the one that is passed
+ORDERS = 3  # of the examples, in addition to the order that is passed
 
 Sizes = dict[str, int]
-Earlier = tuple[str, Tensor] | None  # the argument that a leaf is a new value of, by its name
+Earlier = tuple[str, Tensor] | None  # the name and value of the argument that a leaf updates
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Verified:
     meshes: tuple[str, ...]
     leaves: int
     error: float  # relative to the largest value of its leaf
-    noise: tuple[str, ...] = ()  # leaves that differ by more, but not by more than another rounding changes them
+    noise: tuple[str, ...] = ()  # leaves that differ by more, but only by as much as other roundings change them
     orders: int = 1  # of the examples
 
     def __repr__(self) -> str:
@@ -78,28 +78,29 @@ def verify(
     f: ShardMapped, *args: Any, meshes: Sequence[Mapping[str, int]] | None = None, rtol: Any = None, atol: Any = None,
     bitwise: bool = False, examples: int | Sequence[int] = (), locate: bool = True,
 ) -> Verified:  # fmt: skip
-    """Run `f` on its mesh and on others, with each axis in turn collapsed to size 1, and with all; compare the results.
+    """Run `f` on its mesh and on smaller ones, and compare the results.
 
-    Arguments are copied to every mesh, so donated ones stay valid. Every process simulates the other meshes, where `f`
-    is not compiled. Where something differs, further runs with other roundings measure the noise: so the precision that
-    a leaf was computed in sets what is allowed, whatever its dtype.
+    The smaller meshes have each axis in turn collapsed to size 1, and then all. Arguments are copied to every mesh, so
+    donated ones stay valid. Every process simulates the smaller meshes, where `f` is not compiled. Where results
+    differ, more runs with other roundings measure the noise. So the precision that a leaf was computed in determines
+    what is allowed, whatever its dtype.
 
     Args:
-        meshes: sizes of axes of the meshes to compare with instead, where an axis cannot be collapsed by itself; one
-            that is left out keeps its size. `[{"rows": 1, "cols": 1}]` for two axes that must be equal.
+        meshes: sizes of axes of the meshes to compare with instead, if an axis cannot be collapsed by itself. Axes that
+            are left out keep their sizes. `[{"rows": 1, "cols": 1}]` for two axes that must be equal.
         rtol: allowed error relative to each value, by default 1000 eps of the leaf's dtype, 4 eps of half precision: a
             number, or a prefix tree of the results, with None for the default.
-        atol: allowed absolute error besides, in the same form; by default 100 (or 2) eps of the largest value of the
-            leaf, and 4 times the noise in it. By default a leaf of the path and shape of an argument, which it updates,
-            is allowed no more than 1 % of its largest change, and the noise.
+        atol: allowed absolute error in addition, in the same form; by default 100 (or 2) eps of the leaf's largest
+            value, plus 4 times the noise in it. If a leaf updates an argument (it has its path and shape), the default
+            is at most 1 % of its largest change, plus the noise.
         bitwise: allow no difference.
         locate: where something differs, name the first line whose result differs while its operands agree, forward or
-            backward. The program runs once more on its mesh and on the smallest that differs, both simulated, with a
-            record of sums over every tensor. Such an error takes 2.8 times as long in the median of small programs,
-            1.3 times for an MLP of 2 million weights; without a difference there is no cost.
+            backward. The program runs once more on its mesh and on the smallest that differs, both simulated, and
+            records sums over every tensor. Such an error takes 2.8 times as long in the median of small programs, 1.3
+            times for an MLP of 2 million weights; without a difference there is no cost.
         examples: positions of arguments that hold examples, split over the ranks along dim 0. All meshes are then
-            compared with the examples in three other orders too: on each rank there are then other numbers of examples
-            that a mask keeps, or that meet a condition. Pass 7 examples instead of 8 for ranks of unequal size.
+            compared with the examples in three other orders too. This changes how many examples of each rank a mask
+            keeps, or meet a condition. Pass 7 examples instead of 8 for ranks of unequal size.
 
     >>> total = shard_map(lambda x: psum(x.sum(), "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P())
     >>> verify(total, torch.ones(8))
@@ -107,9 +108,9 @@ def verify(
     >>> verify(total, torch.ones(8), meshes=[{"data": 1}]).meshes
     ('data=2, model=2', 'data=1, model=2')
 
-    Raises ShardingError with the leaves that differ, by the axis that changes them: the largest error, the ratio where
-    it is constant, the likely cause; then the first different line. NaN equals nothing; another shape, dtype or tree is
-    a difference.
+    Raises ShardingError with the leaves that differ, by the axis that changes them: the largest error, the ratio if it
+    is constant, the likely cause; then the first different line. NaN never equals anything; another shape, dtype or
+    tree is a difference.
     """
     if f.mesh.kind == "abstract":
         raise fail(f"verify: {f._name} is on an abstract mesh, where nothing has a value",
@@ -147,13 +148,13 @@ def _compare_meshes(
     full_args = device_get(args)
     results = f(*_place_copies(args, full_args, f.mesh))
     got = device_get(results)
-    earlier = [*_earlier_values(full_args, got), None]  # the last one of each list is that of the tree
+    earlier = [*_earlier_values(full_args, got), None]  # the last entry of each list is for the tree
     tolerances = [*_tolerances(got, earlier, rtol, atol, bitwise), Tolerance()]
     mismatched_replicas = replica_errors(f"verify: {name}", results, tolerances)
     names = [*(tree.show("result", path) for path, _ in tree.leaves_with_path(got)), "the tree of results"]
     differences: list[Difference] = []
     worst = 0.0
-    # Simulated ranks cannot be compiled, and the program was checked on its own mesh.
+    # Simulated ranks cannot be compiled, and the program was checked on its mesh.
     meshes = [make_mesh(kind="simulated", device=f.mesh.device, **sizes) for sizes in others]
     functions = [f.on(mesh, check="never", compile=False) for mesh in meshes]
     for other, sizes in zip(functions, others, strict=True):
@@ -171,7 +172,7 @@ def _compare_meshes(
         if any(t.measures_noise for t in tolerances[:-1]):
             smallest = min(functions, key=lambda g: g.mesh.size)
             noise, refusal = _measure_noise(smallest, args, full_args, noise)
-            # The mesh of `f` adds roundings of parts, which may be larger than their sum, but hardly 10000 times.
+            # The mesh of `f` adds roundings of parts, which may be larger than their sum, but rarely 10000 times.
             certain = any(d.is_certain(tolerances[d.leaf], noise[d.leaf]) for d in differences)
             if not any(f.mesh.gather_objects(certain)):
                 noise, more_refusal = _measure_noise(f, args, full_args, noise)
@@ -187,7 +188,7 @@ def _compare_meshes(
         if not_repeated:
             changed = join_limited([names[i] for i in sorted(not_repeated)], 3)
             text = str(fail(f"verify: {changed} of {name}: another run on the same mesh gives another answer",
-                            fix="draw with fs.random and a key, not with torch's own generator"))  # fmt: skip
+                            fix="draw with fs.random and a key, not with torch's generator"))  # fmt: skip
         if first_text := next(filter(None, f.mesh.gather_objects(text)), ""):
             raise ShardingError(first_text)
     raise_all(mismatched_replicas)
@@ -195,7 +196,7 @@ def _compare_meshes(
 
 
 def _in_other_orders(f: ShardMapped, args: tuple[Any, ...], positions: Sequence[int]) -> list[tuple[Any, ...]]:
-    """Return the arguments with the examples at those positions in other orders, the same for all of them."""
+    """Return the arguments with the examples in other orders, the same order at all `positions`."""
     leaves, treedef = tree.flatten(args)
     specs = (f._find_plan(leaves, treedef) or f._make_plan(leaves, args)).specs
     split: dict[int, list[int]] = {i: [] for i in positions}  # leaves of each argument whose dim 0 is split
@@ -206,7 +207,7 @@ def _in_other_orders(f: ShardMapped, args: tuple[Any, ...], positions: Sequence[
     counts = {leaves[i].shape[0] for i in which}
     if len(counts) != 1 or not all(split.values()):
         rows = [f"args[{i}] has {sorted({leaves[j].shape[0] for j in row})}" for i, row in split.items()]
-        raise fail(f"verify: examples={positions!r}: those arguments do not hold one number of examples",
+        raise fail(f"verify: examples={positions!r}: these arguments do not hold one number of examples",
                    "lengths of dim 0 where it is split", *rows,
                    fix="name the positions of the arguments that hold examples, counted from 0")  # fmt: skip
     generator = torch.Generator().manual_seed(0)
@@ -226,7 +227,7 @@ def _collapsed(axes: Sizes) -> list[Sizes]:
 
 
 def _other_sizes(axes: Sizes, meshes: Sequence[Mapping[str, int]]) -> list[Sizes]:
-    """Return all sizes of each of the meshes. Raises ShardingError for what is not sizes of those axes."""
+    """Return the sizes of all axes of each mesh. Raises ShardingError if `meshes` are not sizes of these axes."""
     known = f"the axes are {format_axes(axes)}"
     if isinstance(meshes, (str, Mapping)) or not isinstance(meshes, Sequence) or not meshes:
         raise fail(f"verify: meshes={meshes!r}", "not a list of sizes of axes, with at least one mesh to compare with",
@@ -238,7 +239,7 @@ def _other_sizes(axes: Sizes, meshes: Sequence[Mapping[str, int]]) -> list[Sizes
         if unknown := [a for a in sizes if a not in axes]:
             raise fail(f"{label}: the mesh of the function has no axis {unknown[0]!r}", known)
         if all(axes[a] == n for a, n in sizes.items()):
-            raise fail(f"{label}: is the mesh of the function itself", known, fix="give an axis another size")
+            raise fail(f"{label}: is the mesh of the function", known, fix="give an axis another size")
     return [{**axes, **sizes} for sizes in meshes]
 
 
@@ -258,7 +259,7 @@ def _tolerances(got: Any, earlier: Sequence[Earlier], rtol: Any, atol: Any, bitw
 
 
 def _earlier_values(args: Any, results: Any) -> list[Earlier]:
-    """Return, for each leaf of the results, the argument of the same shape and dtype whose path ends most alike.
+    """Return, for each leaf of the results, the argument of its shape and dtype whose path has the longest common end.
 
     A program that updates parameters returns them at such a path: `args[0]['up']` and `result[0]['up']`.
     """
@@ -295,9 +296,9 @@ def _place_copies(args: tuple[Any, ...], full_args: tuple[Any, ...], mesh: Mesh)
 
 
 def _measure_noise(f: ShardMapped, args: Any, full_args: Any, least: Sequence[float]) -> tuple[list[float], str]:
-    """Return the largest change of each leaf between runs with other roundings, or `least` where that is larger.
+    """Return the largest change of each leaf between runs with other roundings, at least `least`.
 
-    A program may refuse such arguments; its error is returned too.
+    A program may refuse such arguments; then its error is returned too.
     """
     noise, runs, refusal = list(least), [], ""
     for key in range(3):
@@ -317,7 +318,7 @@ def _measure_noise(f: ShardMapped, args: Any, full_args: Any, least: Sequence[fl
 def _locate(
     f: ShardMapped, args: tuple[Any, ...], full_args: tuple[Any, ...], differences: Sequence[Difference]
 ) -> str:
-    """Describe the first different line, by runs on the mesh and on the smallest that differs, both simulated."""
+    """Describe the first different line. Runs on the mesh and on the smallest that differs, both simulated."""
     others = [{**f.mesh.axes, **{axis: n for axis, (_, n) in d.sizes.items()}} for d in differences]
     other = min(others, key=lambda sizes: math.prod(sizes.values()))
     leaves = {d.leaf for d, sizes in zip(differences, others, strict=True) if sizes == other}

@@ -15,7 +15,7 @@ Layout, version 1. Any change is another version, as it changes everybody's init
     split        words 0, 1 of block j, for key j
     uniform      low + w (high - low) / 2^32
     normal       mean + std sqrt(2) erfinv(y), y = (w + 1/2) / 2^31 - 1: within 6.34 std of the mean
-    trunc_normal the same of y = lo + (w + 1/2) (hi - lo) / 2^32; lo, hi = erf((a|b - mean) / (std sqrt(2)))
+    trunc_normal the same with y = lo + (w + 1/2) (hi - lo) / 2^32; lo, hi = erf((a|b - mean) / (std sqrt(2)))
     bernoulli    w < round(2^32 p)
     randint      low + floor(w (high - low) / 2^32)
     floats       in float64, rounded to float32, then to the dtype (float64: not at all, with 32 random bits);
@@ -54,9 +54,9 @@ _TILE_BLOCKS = 1 << 15  # Philox blocks per tile and CPU thread; torch splits no
 
 
 class _Distribution(NamedTuple):
-    """Map from random words to values; `of_words` may overwrite the words: int64, or float64 if `dtype` is floating."""
+    """A map from random words to values; `from_words` may overwrite them: int64, or float64 for a floating `dtype`."""
 
-    of_words: Callable[[Tensor], Tensor]
+    from_words: Callable[[Tensor], Tensor]
     dtype: torch.dtype
     low: float | None = None  # bounds, after the cast
     high: float | None = None
@@ -71,10 +71,10 @@ class _Runs(NamedTuple):
     outer: list[tuple[int, int]]  # (size, stride) of the dims outside the runs, at least one
 
     @staticmethod
-    def of(shape: Sequence[int], box: Box) -> _Runs:
+    def from_box(shape: Sequence[int], box: Box) -> _Runs:
         sizes = box_shape(box)
         strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-        last_cut = max([0, *(d for d, n in enumerate(sizes) if n != shape[d])])  # all dims after it are whole
+        last_cut = max([0, *(d for d, n in enumerate(sizes) if n != shape[d])])  # all dims after it are complete
         base = sum(s.start * stride for s, stride in zip(box, strides, strict=True))
         outer = [(1, 0)]
         for size, stride in zip(sizes[:last_cut], strides[:last_cut], strict=True):
@@ -85,7 +85,7 @@ class _Runs(NamedTuple):
         return _Runs(math.prod(sizes[:last_cut]), math.prod(sizes[last_cut:]), base, outer)
 
     def start(self, run: Word) -> Word:
-        """Global index of the first element of a run (an int) or of several (an int64 tensor)."""
+        """Return the global index of the first element of a run (an int) or of several (an int64 tensor)."""
         index = self.base
         for size, stride in reversed(self.outer[1:]):
             quotient = run // size
@@ -93,16 +93,16 @@ class _Runs(NamedTuple):
         return index + run * self.outer[0][1]
 
     def offset(self) -> int | None:
-        """Offset of each run's first element in its block of four; None where the runs differ."""
+        """Return the offset of each run's first element in its block of four; None where the runs differ."""
         return self.base & 3 if all(n == 1 or stride % 4 == 0 for n, stride in self.outer) else None
 
     def blocks(self, length: int) -> int:
-        """Number of blocks with the words of `length` elements of any run; the first index is a multiple of four."""
+        """Return the number of blocks that hold `length` elements of any run; the first index is a multiple of four."""
         offset = self.offset()
         return ((3 if offset is None else offset) + length + 3) >> 2
 
     def trim(self, x: Tensor, start: Tensor, length: int) -> Tensor:
-        """Cut whole blocks [R, 4 N] to the runs, [R, length], whose first indices are `start` [R, 1]."""
+        """Cut blocks [R, 4 N] to the runs, [R, length], which start at the indices `start` [R, 1]."""
         offset = self.offset()
         if offset is not None:
             return x[:, offset : offset + length]
@@ -135,7 +135,7 @@ def _draw(verb: str, key: Tensor, shape: Sequence[int], box: Box, distribution: 
     if type(out) is not Tensor:  # a fake tensor
         return _draw_out_of_place(distribution, k, shape, box, device)
     if out.numel():
-        _fill(distribution, k, _Runs.of(shape, box), out)
+        _fill(distribution, k, _Runs.from_box(shape, box), out)
     return out
 
 
@@ -181,11 +181,12 @@ def _fill_tile(
     high = first >> 34 if first >> 34 == last >> 34 else words[3] >> 32
     words[3].bitwise_and_(M)
     philox_in_place(words, scratch[0], high, k)
-    x = distribution.of_words(words.view(torch.float64).copy_(words) if distribution.dtype.is_floating_point else words)
-    whole_blocks = runs.offset() == 0 and length % 4 == 0
-    to = out if whole_blocks else torch.empty(count, 4 * n, dtype=distribution.dtype, device=out.device)
+    as_floats = distribution.dtype.is_floating_point
+    x = distribution.from_words(words.view(torch.float64).copy_(words) if as_floats else words)
+    fills_blocks = runs.offset() == 0 and length % 4 == 0
+    to = out if fills_blocks else torch.empty(count, 4 * n, dtype=distribution.dtype, device=out.device)
     to.view(count, n, 4).permute(2, 0, 1).copy_(x.view(4, count, n))
-    if not whole_blocks:
+    if not fills_blocks:
         runs.trim_to(out, to, top, start)
     if distribution.low is not None:
         out.clamp_(distribution.low, distribution.high)
@@ -198,13 +199,14 @@ def _draw_out_of_place(
     out = torch.empty(box_shape(box), dtype=distribution.dtype, device=device)
     if out.numel() == 0:
         return out
-    runs, device = _Runs.of(shape, box), out.device
+    runs, device = _Runs.from_box(shape, box), out.device
     k = [w.to(device) if isinstance(w, Tensor) else w for w in k]
     start = runs.start(torch.arange(runs.number, device=device)[:, None])
     block = (start >> 2) + torch.arange(runs.blocks(runs.length), device=device)
     words = torch.stack(philox((block & M, block >> 32, 0, DRAW), k), -1).flatten(-2)
     words = runs.trim(words, start, runs.length)
-    x = distribution.of_words(words.double() if distribution.dtype.is_floating_point else words).to(distribution.dtype)
+    x = distribution.from_words(words.double() if distribution.dtype.is_floating_point else words)
+    x = x.to(distribution.dtype)
     return (x if distribution.low is None else x.clamp(distribution.low, distribution.high)).view(out.shape)
 
 
@@ -212,10 +214,10 @@ def _draw_out_of_place(
 
 
 def _floating(
-    of_words: Callable[[Tensor], Tensor], dtype: torch.dtype, low: float | None = None, high: float = 0.0
+    from_words: Callable[[Tensor], Tensor], dtype: torch.dtype, low: float | None = None, high: float = 0.0
 ) -> _Distribution:
     def rounded(words: Tensor) -> Tensor:
-        return of_words(words) if dtype.itemsize >= 4 else of_words(words).float()
+        return from_words(words) if dtype.itemsize >= 4 else from_words(words).float()
 
     if not dtype.is_floating_point:
         raise fail(f"random: dtype is {dtype}, and these numbers are floats", fix="a floating dtype, or random.randint")
@@ -224,7 +226,7 @@ def _floating(
 
 
 def _round_down(x: float, dtype: torch.dtype) -> float:
-    """Largest value of `dtype` that is at most x."""
+    """Return the largest value of `dtype` that is at most x."""
     if not math.isfinite(x):
         return x
     info = torch.finfo(dtype)
@@ -235,12 +237,12 @@ def _round_down(x: float, dtype: torch.dtype) -> float:
 def _inverse_cdf(lo: float, hi: float, mean: float, std: float) -> Callable[[Tensor], Tensor]:
     scale = (hi - lo) * 2.0**-32
 
-    def of_words(w: Tensor) -> Tensor:
-        # One operation per rounding: a fused multiply-add would make a value depend on its place in a vector register.
+    def from_words(w: Tensor) -> Tensor:
+        # One operation per rounding: with a fused multiply-add a value would depend on its position in a register.
         x = w.mul_(scale).add_(lo + scale / 2).erfinv_().mul_(std * math.sqrt(2))
         return x.add_(mean) if mean else x
 
-    return of_words
+    return from_words
 
 
 def _normal(mean: float, std: float, dtype: torch.dtype) -> _Distribution:
@@ -276,7 +278,7 @@ def normal_box(
     key: Tensor, shape: Sequence[int], box: Box, *, mean: float = 0.0, std: float = 1.0,
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    """`normal` for an explicit box of the global shape, without a mesh; initializers use the three `_box` functions.
+    """Draw `normal` for an explicit box of the global shape, without a mesh, as initializers do.
 
     >>> torch.equal(normal_box(key(0), (6,), (slice(2, 4),)), normal(key(0), (6,))[2:4])
     True
@@ -289,7 +291,7 @@ def trunc_normal_box(
     key: Tensor, shape: Sequence[int], box: Box, *, mean: float = 0.0, std: float = 1.0, a: float = -2.0,
     b: float = 2.0, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    """`trunc_normal` for an explicit box of the global shape.
+    """Draw `trunc_normal` for an explicit box of the global shape.
 
     >>> torch.equal(trunc_normal_box(key(0), (6,), (slice(2, 4),)), trunc_normal(key(0), (6,))[2:4])
     True
@@ -301,7 +303,7 @@ def trunc_normal_box(
 def bernoulli_box(
     key: Tensor, shape: Sequence[int], box: Box, *, p: float = 0.5, device: torch.device | None = None
 ) -> Tensor:
-    """`bernoulli` for an explicit box of the global shape.
+    """Draw `bernoulli` for an explicit box of the global shape.
 
     >>> torch.equal(bernoulli_box(key(0), (6,), (slice(2, 4),)), bernoulli(key(0), (6,))[2:4])
     True
@@ -314,7 +316,7 @@ def uniform_box(
     key: Tensor, shape: Sequence[int], box: Box, *, low: float = 0.0, high: float = 1.0,
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    """`uniform` for an explicit box of the global shape.
+    """Draw `uniform` for an explicit box of the global shape.
 
     >>> torch.equal(uniform_box(key(0), (6,), (slice(2, 4),)), uniform(key(0), (6,))[2:4])
     True
@@ -330,7 +332,7 @@ def _draw_local(
 ) -> Tensor:
     """Draw this rank's part by `spec`, by default on the region's device; in a checked call, with the spec's type.
 
-    In `accumulate`, a draw that has the rows of the microbatch is their part of the draw for the full batch.
+    In `accumulate`, the rows of a microbatch get the numbers that they have in a draw for the full batch.
     """
     if device is None and in_region():
         device = current_region().device
@@ -359,8 +361,8 @@ def normal(
 ) -> Tensor:  # fmt: skip
     """Draw this rank's part, by `spec`, of a leaf of global `shape` from N(mean, std^2).
 
-    The dtype is float32 unless it is passed: a draw depends on its arguments alone, and `torch.set_default_dtype`
-    changes none. The same holds for `uniform` and `trunc_normal`.
+    The dtype is float32 unless it is passed: a draw depends only on its arguments, not on `torch.set_default_dtype`.
+    The same holds for `uniform` and `trunc_normal`.
 
     >>> normal(key(0), (3,))
     tensor([-0.2558,  1.1776,  0.6302])
@@ -423,16 +425,16 @@ def randint(
         raise fail("random.randint: the range is empty or too large", low=low, high=high,
                    needed="0 < high - low <= 2^31", fix="low < high; for more bits, random.bits")  # fmt: skip
 
-    def of_words(w: Tensor) -> Tensor:
+    def from_words(w: Tensor) -> Tensor:
         return w.mul_(n).bitwise_right_shift_(32).add_(low)
 
-    distribution = _Distribution(of_words, torch.int64)
+    distribution = _Distribution(from_words, torch.int64)
     return _draw_local("randint", key, shape, spec, distribution, device)
 
 
 @checked
 def bits(key: Tensor, shape: Sequence[int], *, spec: P = _REPLICATED, device: torch.device | None = None) -> Tensor:
-    """Draw the random words themselves: 32 bits in each int64.
+    """Draw the random words: 32 bits in each int64.
 
     >>> bits(key(0), (2,))
     tensor([1713891541, 3781805453])

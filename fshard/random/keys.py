@@ -37,8 +37,8 @@ def key(n: int) -> Tensor:
 def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
     """Derive another key from a key and `data`: the name of a layer, the number of a step or an example.
 
-    An int has 64 bits and may be negative; a tensor is an integer of shape []. A compiled step that takes its
-    number as a tensor is compiled once.
+    An int has 64 bits and may be negative; a tensor is an integer of shape []. If a compiled step takes its number as
+    a tensor, it is compiled only once.
 
     >>> fold_in(fold_in(key(0), "h.3.up"), 100)
     tensor([2581983587, 1866330723])

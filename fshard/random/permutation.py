@@ -1,4 +1,4 @@
-"""Random permutations of range(size) by key, of which any part can be computed without the rest."""
+"""Random permutations of range(size) by key. Any part of one can be computed without the rest."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _LARGEST = 1 << 62
 def permute(key: Tensor, positions: Integers, *, size: int) -> Tensor:
     """Map `positions` by a random permutation of range(size): int64 [*S] -> int64 [*S].
 
-    Only these positions are computed, so a `size` of up to 2^62 costs no memory, and a part of the order equals that
-    part of the whole order.
+    Only these positions are computed, so a `size` of up to 2^62 costs no memory, and the result does not depend on
+    which other positions are asked for.
 
     >>> permute(fs.key(0), range(10), size=10).sort().values.tolist()
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -47,10 +47,10 @@ def permute(key: Tensor, positions: Integers, *, size: int) -> Tensor:
         raise fail(f"permute: positions outside range({size})", f"they range from {at.min()} to {at.max()}",
                    fix="0 <= position < size")  # fmt: skip
     keys = _round_keys(*key.tolist())
-    rows = (math.isqrt(size - 1) // 2 + 1) * 2  # even: of a grid with odd sides, rounds make only even permutations
+    rows = (math.isqrt(size - 1) // 2 + 1) * 2  # even: on a grid with odd sides, rounds make only even permutations
     columns = -(-size // rows)
     out = _shuffle(at.reshape(-1).astype(np.uint64), rows, columns, keys)
-    # Cycle walking: a bijection of a slightly larger range, applied until the result is inside, is one of the range.
+    # Cycle walking: a bijection of a slightly larger range, applied until the result is inside, is a bijection.
     while (outside := np.flatnonzero(out >= size)).size:
         out[outside] = _shuffle(out[outside], rows, columns, keys)
     return torch.from_numpy(out.astype(np.int64)).reshape(at.shape)
@@ -77,13 +77,13 @@ def _mix(x: Words) -> Words:
 
 @functools.lru_cache(maxsize=64)
 def _round_keys(first: int, second: int) -> tuple[Words, ...]:
-    """Return a 64-bit word for each round, as arrays, whose products wrap without a warning."""
+    """Return a 64-bit word for each round, as arrays: their products wrap without a warning."""
     words = [fold_in(torch.tensor([first, second], device="cpu"), i).tolist() for i in range(_ROUNDS)]
     return tuple(np.array([a | b << 32], dtype=np.uint64) for a, b in words)
 
 
 def integers(name: str, x: Integers) -> Rows:
-    if isinstance(x, Tensor) and (x.is_meta or x.dtype == torch.bfloat16):  # no array can have it
+    if isinstance(x, Tensor) and (x.is_meta or x.dtype == torch.bfloat16):  # numpy has no array for these
         raise fail(f"{name} are {'on the meta device' if x.is_meta else 'bfloat16'}", fix="integers")
     array = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
     if array.size and not np.issubdtype(array.dtype, np.integer):

@@ -27,7 +27,7 @@ def philox(counter: Sequence[Word], key: Sequence[Word]) -> tuple[Word, Word, Wo
     ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
     """
     a, b, c, d = counter
-    if not has_values():  # an abstract mesh needs the shape and the type alone
+    if not has_values():  # an abstract mesh needs only the shape and the type
         total = a + b + c + d + key[0] + key[1]
         if isinstance(total, Tensor):
             return total, total, total, total
@@ -42,7 +42,7 @@ def _round_keys(key: Sequence[Word]) -> list[tuple[Word, Word]]:
 
 
 def _product(m: int, x: Word) -> tuple[Word, Word]:
-    """High and low word of m x, from (m - 2^32) x, which does not overflow an int64.
+    """Return the high and the low word of m x, from (m - 2^32) x, which does not overflow an int64.
 
     Overflow is undefined in C++: a compiler may assume that m x is positive, and drop the mask of (m x >> 32) & M.
     """
@@ -54,7 +54,7 @@ def philox_in_place(words: Tensor, spare: Tensor, high: Word, key: Sequence[int]
     """Replace int64 words [4, N] by `philox` of (words[3], high, 0, 0), in a third of its time; spare [N].
 
     Products wrap. The high word of a product is masked before it is multiplied, the low word only at the end. The rows
-    change places every round. Rounds 1 and 2, half of whose words are constants, are unrolled.
+    change places every round. Rounds 1 and 2 are unrolled, since half of their words are constants.
     """
     a, b, c, d = words.unbind()
     keys = _round_keys(key)

@@ -1,6 +1,6 @@
-"""Threads that fill parts of a leaf on the CPU, in each of which torch computes with one thread.
+"""Threads that fill parts of a leaf on the CPU. In each of them torch computes with one thread.
 
-Threads of torch that share one operation wait for each other at its end by spinning. On a busy machine, where one of
+Threads of torch that share an operation wait for each other at its end by spinning. On a busy machine, where one of
 them is suspended, that takes many times the CPU time of the operation.
 """
 
@@ -21,10 +21,10 @@ _LEAST_ELEMENTS = 1 << 16  # for each thread that is started, which takes 0.1 ms
 
 
 def threads_to_fill(n: int, device: torch.device) -> int:
-    """Number of threads to fill n elements in: 1 is the caller's; 0 if torch is to use its own threads.
+    """Return the number of threads that fill n elements: 1 is the caller's thread, 0 leaves the threads to torch.
 
-    It is 0 on other devices, and inside `shard_map`, where operations in another thread would be hidden from torch's
-    modes.
+    It is 0 on other devices than CPUs, and inside `shard_map`, where torch's modes would not see operations in another
+    thread.
     """
     if device.type != "cpu" or in_region():
         return 0
@@ -32,10 +32,10 @@ def threads_to_fill(n: int, device: torch.device) -> int:
 
 
 def fill_parts(parts: Iterable[T], filler: Callable[[], Callable[[T], object]], threads: int) -> None:
-    """Fill parts in several threads, each of which takes the next one; 1 is the caller's, 0 with torch's own threads.
+    """Fill parts in several threads, which each take the next part; 1 is the caller's thread, 0 leaves them to torch.
 
-    `filler` is called in each thread, for the function that fills a part there. After an error or an interrupt no other
-    part is begun.
+    Each thread calls `filler` to get the function that fills its parts. After an error or an interrupt no other part is
+    begun.
     """
     rest = deque(parts)
     compute_threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
@@ -73,9 +73,9 @@ def fill_parts(parts: Iterable[T], filler: Callable[[], Callable[[T], object]], 
 
 @contextlib.contextmanager
 def one_compute_thread(*, then: int) -> Iterator[None]:
-    """Compute with one thread of torch in this thread, and `then` with so many.
+    """Compute with one thread of torch in this context, then restore `then` threads.
 
-    `torch.set_num_threads` sets the number of the calling thread, and that of all threads that begin later: both are
+    `torch.set_num_threads` sets the number for the calling thread and for all threads that begin later: both are
     restored. A thread of the user that begins meanwhile keeps one.
     """
     if then == 1:

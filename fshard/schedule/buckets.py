@@ -36,7 +36,7 @@ class Bucket:
 
 
 class BufferSlice(NamedTuple):
-    """Part of a buffer for one whole leaf: first byte, dtype, shape."""
+    """Part of a buffer for one gathered leaf: first byte, dtype, shape."""
 
     start: int
     dtype: torch.dtype
@@ -87,9 +87,9 @@ def plan_buckets(
 
 
 def plan_kept(plan: BucketPlan, axes: Sequence[str]) -> BucketPlan | None:
-    """Return the plan that gathers a block from what `keep_parts` keeps, into the same slices; `None` if it is nothing.
+    """Return the plan that gathers a block from the parts of `keep_parts`, into the same slices; `None` without parts.
 
-    A leaf that is gathered over none of `axes`, or over no others, is gathered from its shards again.
+    A leaf is gathered from its shards again if it is gathered only over `axes`, or not over any of them.
     """
     buckets = list(plan.buckets)
     for k, bucket in enumerate(buckets):
@@ -100,14 +100,14 @@ def plan_kept(plan: BucketPlan, axes: Sequence[str]) -> BucketPlan | None:
 
 
 def keep_parts(
-    plan: BucketPlan, kept: BucketPlan, whole: Sequence[Tensor], shards: Sequence[Tensor]
+    plan: BucketPlan, kept: BucketPlan, gathered: Sequence[Tensor], shards: Sequence[Tensor]
 ) -> list[Tensor]:  # fmt: skip
-    """Return the tensors that `kept` gathers: copies of this rank's parts of whole leaves, the shards of the others."""
+    """Return the tensors that `kept` gathers: copies of this rank's parts of gathered leaves, or their shards."""
     out = list(shards)
     for before, after in zip(plan.buckets, kept.buckets, strict=True):
         if after is not before and after.gather is not None:
-            own = Slice(after.gather.comm, after.gather.axes, after.gather.layout)
-            for i, part in zip(after.which, own.run([whole[i] for i in after.which]), strict=True):
+            local = Slice(after.gather.comm, after.gather.axes, after.gather.layout)
+            for i, part in zip(after.which, local.run([gathered[i] for i in after.which]), strict=True):
                 out[i] = part.clone(memory_format=torch.contiguous_format)
     return out
 
@@ -119,8 +119,8 @@ def keep_parts(
 class GatherBuffer:
     """Memory for the gathered weights of one block at a time.
 
-    Backward writes the same weights as forward again, which autograd must not take for a modification. So the memory is
-    known by two tensors with a version counter each: transfers write to `write`, blocks compute with `read`.
+    Backward writes the same weights as forward again, and autograd must not take this for a modification. So two
+    tensors with separate version counters share the memory: transfers write to `write`, blocks compute with `read`.
     """
 
     write: Tensor  # uint8[n]
@@ -128,13 +128,13 @@ class GatherBuffer:
     contents: Any = None  # (executor, block) of its weights
 
     @staticmethod
-    def of(nbytes: int, device: torch.device) -> GatherBuffer:
+    def allocate(nbytes: int, device: torch.device) -> GatherBuffer:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return GatherBuffer(buffer, buffer.data)
 
 
 def views(buffer: Tensor, plan: BucketPlan, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return the whole leaves of a block, as views of a buffer; leaves without a slice as they are."""
+    """Return the gathered leaves of a block, as views of a buffer; leaves without a slice unchanged."""
     out = []
     for part, x in zip(plan.slices, leaves, strict=True):
         if part is not None:
@@ -153,9 +153,9 @@ class BufferPool:
     most_reserved: int = 0
 
     def take(self, sizes: Sequence[int], region: Region) -> list[GatherBuffer]:
-        """Return a buffer of at least each number of bytes: free ones that fit best, and new ones, so that loops share.
+        """Return a buffer of at least each number of bytes: free buffers that fit best, and new ones.
 
-        Where only types are checked they have no memory.
+        So loops share buffers. If only types are checked, the buffers have no memory.
         """
         if not any(sizes):
             return []
@@ -165,7 +165,7 @@ class BufferPool:
         taken: dict[int, GatherBuffer] = {}
         for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
             fit = next((k for k, b in enumerate(free) if b.write.numel() >= sizes[i]), None)
-            taken[i] = GatherBuffer.of(sizes[i], region.device) if fit is None else free.pop(fit)
+            taken[i] = GatherBuffer.allocate(sizes[i], region.device) if fit is None else free.pop(fit)
         out = [taken[i] for i in range(len(sizes))]
         if any(all(b is not other for other in self.free) for b in out):  # drop buffers that are too small
             self.free = out
@@ -178,7 +178,7 @@ class BufferPool:
         self.most_reserved = max(self.most_reserved, self.reserved)
 
     def release(self, buffers: Sequence[GatherBuffer]) -> None:
-        """Let other loops use these buffers. The largest are kept, as many as were in use at one time."""
+        """Let other loops use these buffers. Keeps the largest, as many as were in use at one time."""
         self.reserved -= len(buffers)
         self.free += [b for b in buffers if b.write.numel() and all(b is not other for other in self.free)]
         self.free = sorted(self.free, key=lambda b: -b.write.numel())[: self.most_reserved - self.reserved]
@@ -196,7 +196,7 @@ def buffer_pool(region: Region) -> BufferPool:
 def start_copy(region: Region, plan: BucketPlan, shards: Sequence[Tensor]) -> PendingTransfer:
     """Start to copy the shards that are in host memory to the device; its result is the shards to gather.
 
-    Leaves that are neither gathered nor cast are not copied here: `start_gather` copies them into the buffer.
+    It does not copy leaves that are neither gathered nor cast: `start_gather` copies them into the buffer.
     """
     which = [i for b in plan.buckets if b.host and (b.gather or b.cast) for i in b.which]
     pending = start_copy_to_device(region, [shards[i] for i in which])
@@ -213,16 +213,16 @@ def start_copy(region: Region, plan: BucketPlan, shards: Sequence[Tensor]) -> Pe
 def start_gather(
     region: Region, plan: BucketPlan, shards: Sequence[Tensor], buffer: GatherBuffer | None
 ) -> tuple[list[Tensor], list[PendingTransfer]]:  # fmt: skip
-    """Start to gather a block; return its whole leaves, to be used after the wait for all pending transfers.
+    """Start to gather a block; return its gathered leaves, to be used after the wait for all pending transfers.
 
-    In a checked call the leaves are typed, and nothing is pending. On an abstract mesh they are shapes.
+    In a checked call the leaves have types, and nothing is pending. On an abstract mesh they are shapes.
     """
-    whole, pending = list(shards), []
+    gathered, pending = list(shards), []
     types, virtual = checker(), buffer is not None and not buffer.write.numel()
-    write = read = whole
+    write = read = gathered
     if buffer is not None and not virtual:
         write, read = views(buffer.write, plan, shards), views(buffer.read, plan, shards)
-        # A version counter for each leaf: a write to one is no modification of the others.
+        # A version counter for each leaf: a write to one does not modify the others.
         read = [x if part is None else x.data for x, part in zip(read, plan.slices, strict=True)]
     for bucket in plan.buckets:
         xs, ys = [shards[i] for i in bucket.which], [read[i] for i in bucket.which]
@@ -246,13 +246,13 @@ def start_gather(
         else:
             foreach_copy_(into, xs)
         for i, y in zip(bucket.which, ys, strict=True):
-            whole[i] = y
-    return whole, pending
+            gathered[i] = y
+    return gathered, pending
 
 
 @dataclass(frozen=True)
 class _GatherInto(Gather):
-    """A gather that writes to the tensors `into`, and whose results are the tensors `read` of the same memory."""
+    """A gather that writes to the tensors `into`, and returns the tensors `read` of the same memory."""
 
     into: tuple[Tensor, ...] = field(default=(), compare=False)
     read: tuple[Tensor, ...] = field(default=(), compare=False)

@@ -3,9 +3,9 @@
     forward   gather 1 | run block 0, gather 2 | run block 1, gather 3 | ...
     backward  ... | differentiate block 3, gather 1, reduce 3 | differentiate block 2, gather 0, reduce 2 | ...
 
-All-gather each block's weights just before it runs; free them after. Each block has an autograd graph of its own, from
-leaves (its whole weights and its x) to its results. So backward frees the saved tensors of a block right after it, and
-a buffer of weights can be used for other blocks between forward and backward while the graph refers to it.
+All-gather each block's weights just before it runs; free them after. Each block has a separate autograd graph,
+from leaves (its gathered weights and its x) to its results. So backward frees the saved tensors of a block right after
+it, and a buffer of weights can be used for other blocks between forward and backward while the graph refers to it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from .options import GatherOptions
 from .overlap import make_writable, refuse_transforms_of_backward
 from .recompute import DiscardedTensors, UnderHooksError, autocast_of, needs_saved_tensors, refuse_saved_tensor_hooks
 
-# (parameters of a block, x, the block's own argument) -> (x, an output of the block)
+# (parameters of a block, x, the block's extra argument) -> (x, an output of the block)
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
-class Schedule(GatherOptions):
+class ScanOptions(GatherOptions):
     """Options of `scan`: when weights are gathered, and what is kept for backward."""
 
     remat: bool = False
@@ -59,14 +59,14 @@ class Schedule(GatherOptions):
 
 @dataclass
 class FlatTree:
-    """A tree as its detached tensors, the rest of it, and for each tensor whether it is differentiated."""
+    """A tree as its detached tensors, the rest of the tree, and for each tensor whether it is differentiated."""
 
     tensors: list[Tensor]
     rest: Rest
     differentiated: list[bool]
 
     @staticmethod
-    def of(x: Any) -> FlatTree:
+    def from_tree(x: Any) -> FlatTree:
         tensors, rest = split_tensors(x)
         differentiated = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
         return FlatTree([t.detach() for t in tensors], rest, differentiated)
@@ -78,7 +78,7 @@ class FlatTree:
 
 @dataclass
 class BlockGraph:
-    """The autograd graph of one block: its differentiated leaves, and an edge for each result, those of x first.
+    """The autograd graph of one block: its differentiated leaves, and an edge for each result, first for x.
 
     An edge, unlike the result itself, lets backward free what the graph has saved as soon as it is used.
     """
@@ -93,19 +93,19 @@ class Executor:
 
     def __init__(
         self, region: Region, step: Step, x: FlatTree, params: Sequence[FlatTree], each: Sequence[FlatTree],
-        plans: Sequence[BucketPlan], schedule: Schedule,
+        plans: Sequence[BucketPlan], options: ScanOptions,
     ) -> None:  # fmt: skip
-        self.region, self.step, self.schedule = region, step, schedule
+        self.region, self.step, self.options = region, step, options
         self.x, self.params, self.each, self.plans, self.n = x, params, each, plans, len(params)
         self.origin: Site | None = site() if is_observed() else None
         self.token = object()  # marks the buffers that this executor has filled; the executor itself would be a cycle
         self.autocast = autocast_of(region.device.type)
         # Without discarding, remat runs a block without a graph and recomputes all of it. A checker and a dry run need
-        # all of it; and a graph would keep an x that is to be offloaded.
-        self.discards = not schedule.offload and checker() is None and region.comm.is_scheduled
-        # x before each block that is differentiated; its tensors only for remat: a block's graph saves those it needs.
+        # every operation, and a graph would keep an x that is to be offloaded.
+        self.discards = not options.offload and checker() is None and region.comm.is_scheduled
+        # x before each differentiated block; with its tensors only for remat: a block's graph saves what it needs.
         self.block_inputs: list[FlatTree | None] = [None] * self.n
-        self.input_copies: dict[int, PendingTransfer] = {}  # pending copies of those to the device
+        self.input_copies: dict[int, PendingTransfer] = {}  # pending copies of these tensors to the device
         self.graphs: list[BlockGraph | None] = [None] * self.n
         self.widths: list[int] = []  # number of tensors in x before each block
         self.results: list[FlatTree] = []  # x after the last block, and each block's output, without tensors
@@ -115,29 +115,29 @@ class Executor:
         self.kept: dict[int, tuple[BucketPlan, list[Tensor]]] = {}  # parts of weights kept for backward, and their plan
         self.is_differentiated = False
         sizes = [p.nbytes for p in plans]
-        if schedule.release:
-            sizes = [max(sizes)] * min(self.n, schedule.most_ahead + 1)
+        if options.release:
+            sizes = [max(sizes)] * min(self.n, options.most_ahead + 1)
         self.buffers = buffer_pool(region).take(sizes, region)
 
     # --- forward ---
 
     def run_forward(self) -> list[Tensor]:
-        """Return the tensors of x after the last block, then those of each block's output."""
+        """Return the tensors of x after the last block, then the tensors of each block's output."""
         x, outs = self.x, []
         graph: BlockGraph | None
         refuse_saved_tensor_hooks("scan")
         with self._reserved_buffers():
             for i in range(self.n):
                 differentiated = any((*x.differentiated, *self.params[i].differentiated, *self.each[i].differentiated))
-                weights = self._gather(i, 1, self.n, self.schedule.prefetch)
-                if differentiated and self.schedule.remat:
+                weights = self._gather(i, 1, self.n, self.options.prefetch)
+                if differentiated and self.options.remat:
                     graph, y, out = self._run_and_discard(i, weights, x)
                 else:
                     graph, y, out = self._run_block(i, weights, x, differentiated)
                 if differentiated:
-                    if self.schedule.offload:
+                    if self.options.offload:
                         x = replace(x, tensors=[start_copy_to_host(t) for t in x.tensors])
-                    self.block_inputs[i] = x if self.schedule.remat else replace(x, tensors=[])
+                    self.block_inputs[i] = x if self.options.remat else replace(x, tensors=[])
                     self.graphs[i] = graph
                     self._keep(i, weights)
                 self.widths.append(len(x.tensors))
@@ -175,7 +175,7 @@ class Executor:
     def _run_block(
         self, i: int, weights: Sequence[Tensor], x: FlatTree, make_graph: bool
     ) -> tuple[BlockGraph, FlatTree, FlatTree]:
-        """Run a block from leaves of its own; return its graph, x after it, and its output."""
+        """Run a block from new leaves; return its graph, x after it, and its output."""
         inputs: list[Tensor] = []
 
         def as_leaves(flat: FlatTree, tensors: Sequence[Tensor]) -> Any:
@@ -188,7 +188,7 @@ class Executor:
         with torch.set_grad_enabled(make_graph):
             results = self.step(as_leaves(params, weights), as_leaves(x, x.tensors), as_leaves(each, each.tensors))
             results = tree.map(self._copy_from_buffer, results)
-            y, out = (FlatTree.of(result) for result in results)
+            y, out = (FlatTree.from_tree(result) for result in results)
         tensors = [t for t in tree.leaves(results) if isinstance(t, Tensor)]
         return BlockGraph(inputs, [get_gradient_edge(t) if t.requires_grad else None for t in tensors]), y, out
 
@@ -201,7 +201,7 @@ class Executor:
     # --- backward ---
 
     def run_backward(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the differentiated tensors: of x, of each block's shards, of each block's own."""
+        """Return the gradients of the differentiated tensors: of x, of each block's shards, of its extra argument."""
         remaining = iter(cotangents)
         dx, *douts = [[next(remaining) for _ in flat.differentiated] for flat in self.results]
         param_grads: list[list[Tensor | None]] = [[None] * len(p.tensors) for p in self.params]
@@ -214,7 +214,7 @@ class Executor:
                 dx = [None] * self.widths[i]
                 if x is None:  # neither this block nor one before it is differentiated
                     continue
-                weights = self._gather(i, -1, first - 1, self.schedule.ahead)
+                weights = self._gather(i, -1, first - 1, self.options.ahead)
                 self.kept.pop(i, None)
                 if graph is None:
                     graph = self._recompute_block(i, weights, x)
@@ -228,9 +228,9 @@ class Executor:
                 others = [*dy, *dx, *each_grads[i]]
                 pending.append(self._start_reduces(i, dp, shapes, param_grads[i], others))
                 del dp, dy, others
-                if self.schedule.backward_prefetch == "post":
+                if self.options.backward_prefetch == "post":
                     self._start_gathers(i - 1, -1, first - 1, 0)
-                while len(pending) > self.schedule.pending_sums:
+                while len(pending) > self.options.pending_sums:
                     pending.popleft()()
             while pending:
                 pending.popleft()()
@@ -240,9 +240,9 @@ class Executor:
         return [g for flat, gs in pairs for g, d in zip(gs, flat.differentiated, strict=True) if d]
 
     def _block_input(self, i: int) -> FlatTree | None:
-        """Return x before a block, on the device; if offloaded, start to copy x before the block before it, too."""
+        """Return x before a block, on the device; if offloaded, also start the copy for the block before it."""
         x = self.block_inputs[i]
-        if x is None or not self.schedule.offload:
+        if x is None or not self.options.offload:
             return x
         for j in (i, i - 1):
             before = self.block_inputs[j] if j >= 0 else None
@@ -286,14 +286,14 @@ class Executor:
     # --- weights ---
 
     def _gather(self, i: int, direction: int, end: int, ahead: int) -> list[Tensor]:
-        """Return the whole weights of a block, after the start of the gathers of the `ahead` next ones."""
+        """Return the gathered weights of a block; first start the gathers of the `ahead` next blocks."""
         self._start_gathers(i, direction, end, ahead)
         for wait in self.gathers.pop(i, ()):
             wait()
         return self.weights[i]
 
     def _start_gathers(self, i: int, direction: int, end: int, ahead: int) -> None:
-        """Start the gathers of block i and of the `ahead` next ones, before block `end`, that are not gathered.
+        """Start the missing gathers of block i and of the `ahead` next blocks, before block `end`.
 
         Copies from host memory start a block earlier, so that the shards are on the device when their gather starts.
         """
@@ -317,8 +317,8 @@ class Executor:
 
     def _keep(self, i: int, weights: Sequence[Tensor]) -> None:
         """Keep parts of a block's weights for backward, by `release`, unless its buffer keeps all of them."""
-        if self.schedule.kept_axes and i < self.n - len(self.buffers):
-            plan = plan_kept(self.plans[i], self.schedule.kept_axes)
+        if self.options.kept_axes and i < self.n - len(self.buffers):
+            plan = plan_kept(self.plans[i], self.options.kept_axes)
             if plan is not None:
                 self.kept[i] = plan, keep_parts(self.plans[i], plan, weights, self.params[i].tensors)
 
@@ -349,7 +349,7 @@ def _input_grads(graph: BlockGraph, cotangents: Sequence[Tensor | None]) -> Sequ
 
 
 class _BlockLoop(torch.autograd.Function):
-    """The whole loop as one operation: (executor, differentiated tensors) -> results."""
+    """The loop over all blocks as one operation: (executor, differentiated tensors) -> results."""
 
     @staticmethod
     def forward(ctx: Any, executor: Executor, *differentiated: Tensor) -> tuple[Tensor, ...]:

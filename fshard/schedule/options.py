@@ -1,4 +1,4 @@
-"""Options of a schedule of gathers: when whole weights are freed, and how many are gathered ahead."""
+"""Options of a schedule of gathers: when gathered weights are freed, and how many are gathered ahead."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class GatherOptions:
 
     @property
     def kept_axes(self) -> tuple[str, ...]:
-        """The axes over which released weights stay split; none if they are released to shards, or kept."""
+        """Return the axes over which released weights stay split; none if they are released to shards, or kept."""
         return () if isinstance(self.release, bool) else names_of(self.release)
 
     @property
     def ahead(self) -> int:
-        """Number of blocks to gather ahead in backward, before the gradients of a block are computed."""
+        """Return the number of blocks to gather ahead in backward, before the gradients of a block are computed."""
         if self.backward_prefetch == "post":
             return 0
         return self.prefetch if self.backward_prefetch is None else self.backward_prefetch
 
     @property
     def most_ahead(self) -> int:
-        """The most blocks gathered ahead, forward or backward."""
+        """Return the largest number of blocks gathered ahead, forward or backward."""
         return max(self.prefetch, self.ahead)
 
     @property
     def pending_sums(self) -> int:
-        """Number of blocks whose gradients may still be summed when the gradients of the next are there."""
+        """Return the number of blocks whose gradients may still be in transfer when the next block's are computed."""
         return 1 if self.backward_prefetch == "post" else self.ahead

@@ -22,9 +22,9 @@ from fshard.grad import fill_tensors, split_tensors
 def apply_then_compute(m: Map, f: Callable[..., Tensor], x: Tensor, *weights: Any) -> Tensor:
     """Return f(m(x), *weights); in backward the transpose of `m` overlaps the gradients of the weights (trees).
 
-    `m` is the collective before the first layer `f` of a part that a mesh axis splits (`pvary`, or `all_gather` under
-    sequence parallelism). The numbers are those of f(m(x), *weights): backward passes f's graph twice, first for x,
-    then for the weights.
+    `f` is the first layer of a part that a mesh axis splits, and `m` the collective before it (`pvary`, or `all_gather`
+    under sequence parallelism). The numbers equal f(m(x), *weights). Backward passes f's graph twice, first for x, then
+    for the weights.
 
     Source: Shoeybi et al., "Megatron-LM", its asynchronous all-reduce of column parallel layers.
     """
@@ -38,7 +38,7 @@ def apply_then_compute(m: Map, f: Callable[..., Tensor], x: Tensor, *weights: An
 
 
 def make_writable(grad: Tensor, used: set[int]) -> Tensor:
-    """Return a gradient that a sum may overwrite: contiguous, in a storage that is not `used`; add that to `used`."""
+    """Return a gradient that a sum may overwrite: contiguous, in a storage not in `used`; add its storage to `used`."""
     key = storage_key(grad)
     if key in used or not grad.is_contiguous():
         return grad.clone(memory_format=torch.contiguous_format)
@@ -47,7 +47,7 @@ def make_writable(grad: Tensor, used: set[int]) -> Tensor:
 
 
 def refuse_transforms_of_backward(what: str, grads: Sequence[Tensor | None], fix: str) -> None:
-    """Raise in a backward pass that is differentiated itself (create_graph=True), or that has a batch of gradients."""
+    """Raise in a backward pass that is itself differentiated (create_graph=True), or that has a batch of gradients."""
     if torch.is_grad_enabled():
         raise fail(f"{what} cannot be differentiated by torch.autograd", fix=fix)
     if any(g is not None and (is_wrapped(g) or is_legacy_batched(g)) for g in grads):
@@ -66,7 +66,7 @@ class _Overlapped(torch.autograd.Function):
         ctx.is_differentiated, ctx.transpose, ctx.origin = False, m.transpose, site() if is_observed() else None
         mapped = run_map(m, [x])[0].detach()
         with torch.enable_grad():
-            h = _Leaf.apply(torch.empty(0, requires_grad=True), mapped)  # type: ignore[no-untyped-call]
+            h = _ValuelessLeaf.apply(torch.empty(0, requires_grad=True), mapped)  # type: ignore[no-untyped-call]
             leaves = [w.detach().requires_grad_(w.requires_grad) for w in weights]
             y = f(h, *leaves)
         # Gradient edges instead of tensors: tensors that the graph has not saved are freed.
@@ -91,7 +91,7 @@ class _Overlapped(torch.autograd.Function):
         return None, None, wait()[0], *grads
 
 
-class _Leaf(torch.autograd.Function):
+class _ValuelessLeaf(torch.autograd.Function):
     """A leaf of a graph that does not keep the leaf's value."""
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Activation checkpointing of one block: its saved tensors, discarded after forward and recomputed before backward.
+"""Activation checkpointing of one block: discard its saved tensors after forward, recompute them before backward.
 
 torch.utils.checkpoint does not serve here: it does not notice a saved tensor that is modified in place, and its early
 stop may skip transfers that other ranks wait for.
@@ -27,7 +27,7 @@ class UnderHooksError(ShardingError):
 
 
 class SavedTensor:
-    """A tensor that autograd saved, and that lives as long as its node; `x` is None while it is discarded."""
+    """A tensor that autograd saved, alive as long as its node; `x` is None while the tensor is discarded."""
 
     __slots__ = ("__weakref__", "dtype", "shape", "version", "x")
 
@@ -52,11 +52,12 @@ class SavedTensor:
 
 
 class DiscardedTensors:
-    """The saved tensors of one computation, discarded until `recompute`, but for those saved after its last transfer.
+    """The saved tensors of one computation, discarded until `recompute`.
 
-    So the recomputation stops before the last transfer, on every rank: ranks may save different tensors, but all start
-    the same transfers, and none may wait for one that another rank skips. It also stops before a large product whose
-    result only that transfer needs: at the last saved tensor that backward needs. Without transfers all are discarded.
+    Tensors that are saved after the last transfer are kept. So the recomputation stops before that transfer, on every
+    rank: ranks may save different tensors, but all start the same transfers, and no rank may wait for a transfer that
+    another rank skips. It also stops before a large product whose result only that transfer needs: at the last saved
+    tensor that backward needs. Without transfers all are discarded.
     """
 
     def __init__(self) -> None:
@@ -105,7 +106,7 @@ class DiscardedTensors:
 def refill(discarded: Sequence[weakref.ref[SavedTensor]], run: Callable[[], Any], may_stop: Callable[[], bool]) -> None:
     """Call `run`, which repeats a computation, to fill its discarded tensors that are still needed.
 
-    It is stopped when all are filled and `may_stop()` is true.
+    Stop it when all are filled and `may_stop()` is true.
     """
     needed = [saved() for saved in discarded]
     while needed and needed[-1] is None:
@@ -133,7 +134,7 @@ def refill(discarded: Sequence[weakref.ref[SavedTensor]], run: Callable[[], Any]
 
 
 class _StopRecomputation(BaseException):
-    """All saved tensors that are needed are recomputed, and all transfers but the last are started."""
+    """Raised when all saved tensors that are needed are recomputed, and all transfers except the last are started."""
 
 
 def _differs(how: str) -> ShardingError:
@@ -142,10 +143,10 @@ def _differs(how: str) -> ShardingError:
 
 
 def needs_saved_tensors(e: Exception) -> bool:
-    """Return whether an error says that a computation cannot run where its saved tensors are discarded.
+    """Return whether an error means that a computation cannot run where its saved tensors are discarded.
 
-    torch.func raises a plain RuntimeError. Do not run a block again after an error of its own: its transfers would wait
-    for ranks that had no error.
+    torch.func raises a plain RuntimeError. Do not run a block again after another error: its transfers would wait for
+    ranks that had no error.
     """
     return isinstance(e, UnderHooksError) or "saved tensor hooks" in str(e)
 

@@ -42,7 +42,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         check_captured("remat", f)
         tensors, rest = split_tensors((args, kwargs))
-        result_rest: list[Any] = []  # the result without its tensors, which alone leave the Function
+        result_rest: list[Any] = []  # the result without its tensors: only tensors leave the Function
 
         def of_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
             full_args, full_kwargs = fill_tensors(rest, tensors)
@@ -93,8 +93,8 @@ class _Body:
     def vjp(self, xs: Sequence[Tensor], wanted: Sequence[bool], grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Return the vjp of `f` at `xs`, recomputed; `None` for dtypes without gradients, and if not `wanted`.
 
-        It is the gradient of <f(xs), grads>, and not torch.func.vjp: the pullback of that runs after its level of
-        torch.func has ended, and a remat inside `f` would begin a new level under tensors of the old one.
+        It computes the gradient of <f(xs), grads>. The pullback of torch.func.vjp would run after its level of
+        torch.func has ended, and a remat inside `f` would begin a new level under tensors of the old level.
         """
         which = [i for i, x in enumerate(xs) if differentiable_dtype(x) and (wanted[i] or not any(wanted))]
 
@@ -108,7 +108,7 @@ class _Body:
     def vjp_by_autograd(
         self, xs: Sequence[Tensor], wanted: Sequence[bool], grads: Sequence[Any]
     ) -> tuple[Tensor | None, ...]:
-        """Return the vjp by plain autograd, which frees saved tensors as backward passes them, but only once."""
+        """Return the vjp by plain autograd, which frees saved tensors as backward passes them, and works only once."""
         which = [i for i, x in enumerate(xs) if wanted[i]]
         inputs = [xs[i].detach().requires_grad_() for i in which]
         with torch.enable_grad():
@@ -167,7 +167,7 @@ class _Remat(_RematCompiled):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _RematCompiled.setup_context(ctx, inputs, output)
         ctx.save_for_forward(*inputs[1:])
-        if not any(is_batched(x) for x in inputs[1:]):  # a batched tensor does not say whether it requires a gradient
+        if not any(is_batched(x) for x in inputs[1:]):  # a batched tensor does not show whether it requires a gradient
             ctx.wanted = [x.requires_grad for x in inputs[1:]]
 
     @staticmethod
@@ -185,7 +185,7 @@ class _Remat(_RematCompiled):
 
 
 class _RematDiscarded(torch.autograd.Function):
-    """A body whose graph is made in forward, without saved tensors; backward recomputes those, and no more."""
+    """A body whose graph is made in forward, without saved tensors; backward recomputes only these."""
 
     @staticmethod
     def forward(ctx: Any, body: _Body, *xs: Tensor) -> tuple[Tensor, ...]:

@@ -22,13 +22,13 @@ from fshard.grad import split_tensors
 from fshard.spec import Axis, P, any_on_host, is_spec
 
 from .buckets import BucketPlan, plan_buckets
-from .executor import Executor, FlatTree, Schedule, run_blocks
+from .executor import Executor, FlatTree, ScanOptions, run_blocks
 from .options import BackwardPrefetch, Release
 from .remat import check_captured
 from .remat import remat as rematerialize
 from .unshard import make_whole, placements, routes
 
-# (parameters of a block, x[, the block's own argument]) -> x, or (x, an output of the block)
+# (parameters of a block, x[, the block's extra argument]) -> x, or (x, an output of the block)
 Block = Callable[..., Any]
 
 
@@ -39,15 +39,15 @@ def scan(
     prefetch: int = 1, backward_prefetch: BackwardPrefetch = None, dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Any:  # fmt: skip
-    """Apply a stack of blocks to x, each made whole over `axis` just before it runs: FSDP's schedule as a function.
+    """Apply a stack of blocks to x, each unsharded over `axis` just before it runs: FSDP's schedule as a function.
 
         block: (params of one block {V axis}, x) -> x          scan: (all params {by specs}, x) -> x
 
-    The numbers are those of `for p, s in zip(params, specs): x = block(unshard(p, s, axis), x)`. The schedule differs:
+    The result equals `for p, s in zip(params, specs): x = block(unshard(p, s, axis), x)`. The schedule differs:
     `prefetch` blocks are gathered while one computes, forward and backward; at most `prefetch + 1` gathered blocks
-    (of the larger prefetch) exist at a time, those in transfer included; gradients are summed over the ranks while
-    the blocks before compute theirs. Leaves whose specs lack the axis (data parallel) are used without a copy, and
-    their gradients summed. Leaves in host memory (`P(..., memory="host")`) are copied to the device one block
+    (of the larger prefetch) exist at a time, including blocks in transfer; gradients are summed over the ranks while
+    earlier blocks compute theirs. Leaves whose specs lack the axis (data parallel) are used without a copy, and their
+    gradients are summed. Leaves in host memory (`P(..., memory="host")`) are copied to the device one block
     before their gather, and freed there after use.
 
     Args:
@@ -56,15 +56,16 @@ def scan(
         each: a list of one tree for each block, passed to it as a third argument: keys, caches.
         shapes: as for `unshard`, needed only for leaves that the axis does not divide.
         has_aux: `block` returns `(x, out)`; then the result is `(x, outs)`, a list, or stacked like the parameters.
-        release: free gathered weights after use and gather them again in backward; if False, keep them. An axis, or
-            axes, of `axis`: between forward and backward keep the part that a split over these alone gives, and gather
-            it over these alone in backward: more memory, and less traffic over the other axes.
+        release: free gathered weights after use and gather them again in backward; if False, keep them. With one or
+            more axes of `axis`, keep weights split only over these between forward and backward, and gather only over
+            these in backward: more memory, and less traffic over the other axes.
         remat: keep only x before each block, and tensors saved after the last transfer of a block that has any; in
             backward recompute the block up to its last saved tensor or before that transfer.
         offload: with `remat`, keep x before each block in host memory, and copy it back one block ahead.
         prefetch: number of blocks to gather ahead; 0 gathers when needed.
-        backward_prefetch: the same in backward, by default as many; "post" gathers one block ahead after the gradients
-            of a block are computed, while they are summed: with prefetch=0 one whole block fewer in memory than 1.
+        backward_prefetch: the same in backward, by default equal to `prefetch`; "post" gathers one block ahead after
+            the gradients of a block are computed, while they are summed: with prefetch=0 it keeps one gathered block
+            fewer in memory than 1.
         dtype, reduce_dtype: as for `unshard`: mixed precision.
 
     Transfers, for each dtype of a block: a gather in forward, one in backward (except for the last `prefetch + 1`
@@ -77,13 +78,13 @@ def scan(
     Raises ShardingError for the errors of `unshard`, if `block` captures a tensor that is being differentiated, for a
     second backward pass, and inside torch.utils.checkpoint, which does not know that weights are freed.
     """
-    schedule = Schedule(release, prefetch, backward_prefetch, remat, offload)
-    schedule.check("scan", axis)
+    options = ScanOptions(release, prefetch, backward_prefetch, remat, offload)
+    options.check("scan", axis)
     if offload and not remat:
         raise fail("scan: offload=True offloads x before each block, and without remat=True more is kept",
                    fix="remat=True")  # fmt: skip
     tree.check_leaves("scan", "params", params, Tensor)
-    blocks = _Blocks.of(params, specs, each, shapes)
+    blocks = _Blocks.from_args(params, specs, each, shapes)
     if not len(blocks):
         return (x, []) if has_aux else x
     live = axis is not None and live_axes(region("scan").comm, known_axes("scan", region(), axis))
@@ -100,24 +101,24 @@ def scan(
         plans = blocks.plans(axis, dtype, reduce_dtype)
     if plans is not None:
         check_captured("scan", block)
-        step = lambda p, x, own: split(block(p, x, *own))  # noqa: E731
-        flat_params, flat_each = ([FlatTree.of(t) for t in trees] for trees in (blocks.params, blocks.each))
-        executor = Executor(region("scan"), step, FlatTree.of(x), flat_params, flat_each, plans, schedule)
+        step = lambda p, x, extra: split(block(p, x, *extra))  # noqa: E731
+        flat_params, flat_each = ([FlatTree.from_tree(t) for t in trees] for trees in (blocks.params, blocks.each))
+        executor = Executor(region("scan"), step, FlatTree.from_tree(x), flat_params, flat_each, plans, options)
         x, outs = run_blocks(executor, x, blocks.params, blocks.each)
     else:
 
-        def whole(p: Any, specs: Any, shapes: Any) -> Any:
+        def unsharded(p: Any, specs: Any, shapes: Any) -> Any:
             return make_whole(p, specs, axis, shapes=shapes, dtype=dtype, reduce_dtype=reduce_dtype)
 
         if remat:
             check_captured("scan", block)
-        x, outs = _plain_loop(block, blocks, x, whole, split, remat)
+        x, outs = _plain_loop(block, blocks, x, unsharded, split, remat)
     return (x, blocks.like_params(outs)) if has_aux else x
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The arguments of each block: its parameters, their specs and shapes, and its own argument."""
+    """The arguments of each block: its parameters, their specs and shapes, and its extra argument."""
 
     params: Sequence[Any]
     specs: Sequence[Any]
@@ -126,13 +127,13 @@ class _Blocks:
     stacked: bool
 
     @staticmethod
-    def of(params: Any, specs: Any, each: Sequence[Any] | None, shapes: Any) -> _Blocks:
+    def from_args(params: Any, specs: Any, each: Sequence[Any] | None, shapes: Any) -> _Blocks:
         stacked = not isinstance(params, (list, tuple))
         rows, spec_rows, shape_rows = (_unstack if stacked else _as_lists)(params, specs, shapes)
         if each is not None and len(each) != len(rows):
             raise fail(f"scan: each has {len(each)} trees for {len(rows)} blocks", fix="one for each block")
-        own = [()] * len(rows) if each is None else [(one,) for one in each]
-        return _Blocks(rows, spec_rows, shape_rows, own, stacked)
+        extra = [()] * len(rows) if each is None else [(one,) for one in each]
+        return _Blocks(rows, spec_rows, shape_rows, extra, stacked)
 
     def __len__(self) -> int:
         return len(self.params)
@@ -172,7 +173,7 @@ def _as_lists(params: Sequence[Any], specs: Any, shapes: Any) -> tuple[Any, Any,
 def _unstack(params: Any, specs: Any, shapes: Any) -> tuple[Any, Any, Any]:
     """Return stacked params, their specs and shapes as one tree for each block."""
     if any(map(is_weight, tree.leaves(params, is_weight))):
-        raise fail("scan: stacked parameters, of which one is a Weight", fix="pass a list of trees, one for each block")
+        raise fail("scan: one of the stacked parameters is a Weight", fix="pass a list of trees, one for each block")
     leaves, treedef = tree.flatten(params)
     counts = {len(x) if isinstance(x, Tensor) and x.ndim else None for x in leaves}
     if len(counts) != 1 or None in counts:
@@ -200,16 +201,16 @@ def _check_pair(result: Any) -> tuple[Any, Any]:
 
 
 def _plain_loop(
-    block: Block, blocks: _Blocks, x: Any, whole: Callable[[Any, Any, Any], Any],
+    block: Block, blocks: _Blocks, x: Any, unsharded: Callable[[Any, Any, Any], Any],
     split: Callable[[Any], tuple[Any, Any]], remat: bool,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
     """Run the blocks without a schedule: the definition that every schedule must equal."""
     outs = []
-    for p, specs, shapes, own in zip(blocks.params, blocks.specs, blocks.shapes, blocks.each, strict=True):
+    for p, specs, shapes, extra in zip(blocks.params, blocks.specs, blocks.shapes, blocks.each, strict=True):
 
-        def run(p: Any, x: Any, own: Any, specs: Any = specs, shapes: Any = shapes) -> Any:
-            return block(whole(p, specs, shapes), x, *own)
+        def run(p: Any, x: Any, extra: Any, specs: Any = specs, shapes: Any = shapes) -> Any:
+            return block(unsharded(p, specs, shapes), x, *extra)
 
-        x, out = split((rematerialize(run) if remat else run)(p, x, own))
+        x, out = split((rematerialize(run) if remat else run)(p, x, extra))
         outs.append(out)
     return x, outs

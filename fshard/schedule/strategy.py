@@ -15,7 +15,7 @@ NAMES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHA
 
 
 class Optimizer(Protocol):
-    """What a strategy asks of an optimizer: the specs of its state, from those of the parameters."""
+    """What a strategy needs of an optimizer: the specs of its state, computed from the parameters' specs."""
 
     def specs(self, param_specs: Any, /) -> Any: ...
 
@@ -26,9 +26,9 @@ class Strategy:
     """Axes that split the state of training, and when weights are gathered; made by `fs.strategy`.
 
     Fields:
-        axis: the axes of the batch, and of `scan`, `unshard` and `Apply.unshard`: each rank over them has its own data.
-        shard: those of them that split parameters, gradients and the optimizer's state; over the others these are
-            replicated.
+        axis: the axes of the batch, and of `scan`, `unshard` and `Apply.unshard`: their ranks have different data.
+        shard: the axes that also split parameters, gradients and the optimizer's state, which are replicated over the
+            rest.
         release, prefetch, backward_prefetch: options of `scan`, `Apply.unshard` and the models' `Layout`.
         offload_params, offload_optimizer: keep parameters and gradients, or the optimizer's state, in host memory.
 
@@ -50,18 +50,18 @@ class Strategy:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options for `scan(..., **options)`, `apply.unshard(..., **options)` and `Layout(..., **options)`."""
+        """Return the options to pass to `scan`, `apply.unshard` and `Layout`, as `scan(..., **options)`."""
         return {"release": self.release, "prefetch": self.prefetch, "backward_prefetch": self.backward_prefetch}
 
     @checked
     def param_specs(self, tree: Any, specs: Any = P()) -> Any:  # noqa: B008 - a P is immutable
         """Return the specs of parameters and of their gradients.
 
-        `tree` has leaves with a `.shape`; `specs` those of its other axes, as a model's `specs(cfg, model=...)`, or a
-        prefix.
+        The leaves of `tree` have a `.shape`; `specs`, or a prefix of it, splits them over other axes, as a model's
+        `specs(cfg, model=...)` does.
         """
-        own = fully_shard(specs, tree, axis=self.shard)
-        return on_host(own) if self.offload_params else own
+        sharded = fully_shard(specs, tree, axis=self.shard)
+        return on_host(sharded) if self.offload_params else sharded
 
     @checked
     def state_specs(self, optimizer: Optimizer, param_specs: Any) -> Any:
@@ -85,8 +85,8 @@ def strategy(
         4, HYBRID_SHARD            split, but for the first axis      as FULL_SHARD, over the axes that split them
         5, _HYBRID_SHARD_ZERO2     split, but for the first axis      as SHARD_GRAD_OP
 
-    The numbers of a program are those of every other strategy, bit for bit where the gradients are summed over the same
-    axes in one step, and to rounding for the two sums of hybrid sharding.
+    A program computes the same numbers with every strategy: bit for bit if the gradients are summed over the same axes
+    in one step, and to rounding for the two sums of hybrid sharding.
 
     Args:
         axis: by default "data"; for the hybrid strategies ("replica", "shard").
@@ -95,7 +95,7 @@ def strategy(
         prefetch, backward_prefetch: as for `scan`. torch's BACKWARD_PRE is 1, BACKWARD_POST "post" and none 0; its
             `forward_prefetch=False` is prefetch=0, and `limit_all_gathers` always holds.
         offload_params: keep parameters and gradients in host memory.
-        offload_optimizer: the same for the optimizer's state; by default as `offload_params`, as torch does.
+        offload_optimizer: the same for the optimizer's state; by default equal to `offload_params`, as in torch.
 
     >>> s = strategy("FULL_SHARD")
     >>> s.param_specs({"w": torch.empty(64, 8)})
@@ -116,7 +116,7 @@ def strategy(
     names = names_of(axis)
     if not names or (hybrid and len(names) < 2) or len(set(names)) < len(names):
         raise fail(f"strategy: {known} with axis={axis!r}",
-                   fix="the axis that replicates first, then those that split: ('replica', 'shard')" if hybrid
+                   fix="the axis that replicates first, then the axes that split: ('replica', 'shard')" if hybrid
                    else "one or more axes: 'data'")  # fmt: skip
     shard = () if known == "NO_SHARD" else names[1:] if hybrid else names
     release = (not keeps) if release is None else release

@@ -1,29 +1,29 @@
-"""Units of a program that calls them in an order of its own: their leaves are gathered for each call, and in backward.
+"""Units of a program that calls them in any order: their leaves are gathered for each call, and in backward.
 
     forward   gather 1 | run unit 0, gather 2 | run unit 1, gather 3 | ...
     backward  ... | differentiate unit 3, gather 2 | reduce 3, differentiate unit 2, gather 1 | ...
 
-`scan` owns its loop, and gives each block a graph of its own. Here a program that knows nothing of units runs as it is,
-in one graph, so that tensors which pass from unit to unit by any way keep their gradients:
+`scan` has its loop, and gives each block a separate graph. Here a program that does not know about units runs
+unchanged, in one graph, so that tensors keep their gradients on every way from unit to unit:
 
-    trained shards -> _Collect -> token -> _Weights of each call -> whole leaves -> the operations of the unit
+    trained shards -> _Collect -> token -> _Weights of each call -> gathered leaves -> the operations of the unit
 
-1. A tensor that autograd saves in a unit is stored as a `_SavedWeight` if it is a view of a gathered leaf: as that leaf
-   and a place in it. So the gathered leaves can be freed after the call.
+1. If autograd saves a view of a gathered leaf in a unit, it is stored as a `_SavedWeight`: the number of the leaf, and
+   the view's offset, size and stride. So the gathered leaves can be freed after the call.
 2. In backward the first `_SavedWeight` of a call that is needed gathers its unit again, and starts the gather of the
    unit that was called before. The leaves are freed with the last `_SavedWeight` of the call.
-3. `_Weights` runs backward when all gradients of a call's leaves are there, and starts their sum over the ranks. The
-   sum is waited for later: `_Weights` returns no gradient but that of the token, and `_Collect`, which runs when all
-   units have, returns the sums as the gradients of the shards.
+3. `_Weights` runs backward when all gradients of a call's leaves are computed, and starts their sum over the ranks. The
+   wait comes later: `_Weights` returns only the gradient of the token. `_Collect` runs after all units, and returns the
+   sums as the gradients of the shards.
 
-A gathered leaf has memory of its own, freed when nothing refers to it. So a tensor that outlives its unit is never
+A gathered leaf has separate memory, freed when nothing refers to it. So a tensor that outlives its unit is never
 overwritten.
 
 Only memory depends on the lifetimes of objects. They differ between ranks (one keeps an output to log it; another
 collects a reference cycle earlier), and all ranks must start the same transfers. So a schedule shares only gathers that
 it holds itself, in `ready` and `ahead`, and gathers ahead for each call that saved a leaf, even if that part of the
-graph is gone. autograd runs nodes in the reverse order of their operations, so a call that it has passed is not needed:
-what was gathered for it is freed.
+graph is gone. autograd runs nodes in the reverse order of their operations, so it does not return to a call that it has
+passed: the leaves gathered for that call are freed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Unit:
     differentiated: list[bool]
 
     @staticmethod
-    def of(shards: Sequence[Tensor], plan: BucketPlan) -> Unit:
+    def from_shards(shards: Sequence[Tensor], plan: BucketPlan) -> Unit:
         differentiated = [torch.is_grad_enabled() and x.requires_grad for x in shards]
         return Unit([x.detach() for x in shards], plan, differentiated)
 
@@ -75,25 +75,25 @@ Rerun = Callable[[list[Tensor], Any, Any, Any], Any]
 
 
 class _Gathered:
-    """The whole leaves of a unit, or their pending gather."""
+    """The gathered leaves of a unit, or their pending gather."""
 
     def __init__(self, region: Region, name: str, plan: BucketPlan, shards: Sequence[Tensor]) -> None:
         self.name, buffer = name, None
         if plan.nbytes:
             buffer = GatherBuffer(torch.empty(0), torch.empty(0))  # of an abstract mesh
             if region.comm.is_scheduled:
-                buffer = GatherBuffer.of(plan.nbytes, region.device)
-        self._whole, self._pending = start_gather(region, plan, shards, buffer)
+                buffer = GatherBuffer.allocate(plan.nbytes, region.device)
+        self._leaves, self._pending = start_gather(region, plan, shards, buffer)
         self.starts: dict[int, list[tuple[int, int]]] = {}  # storage -> (first byte, leaf) of each leaf in it, sorted
-        for leaf, (x, part) in enumerate(zip(self._whole, plan.slices, strict=True)):
+        for leaf, (x, part) in enumerate(zip(self._leaves, plan.slices, strict=True)):
             if part is not None and x.numel():
                 self.starts.setdefault(storage_key(x), []).append((int(x.storage_offset()) * x.itemsize, leaf))
-        self.versions = [version_of(x) for x in self._whole]
+        self.versions = [version_of(x) for x in self._leaves]
 
     def wait(self) -> list[Tensor]:
         while self._pending:
             self._pending.pop(0)()
-        return self._whole
+        return self._leaves
 
     def __del__(self) -> None:
         """Wait, if a guess was wrong or backward does not reach the unit: a transfer must not write to freed memory."""
@@ -101,25 +101,25 @@ class _Gathered:
             self.wait()
 
     def leaf_of(self, x: Tensor) -> int | None:
-        """Return the leaf that a tensor in the memory of this unit is a view of; `None` if its values are others."""
+        """Return the leaf that a tensor in the memory of this unit is a view of; `None` if it has other values."""
         if x.is_conj() or x.is_neg():
             return None
         starts = self.starts[storage_key(x)]
-        leaf = starts[bisect_right(starts, (x.storage_offset() * x.itemsize, len(self._whole))) - 1][1]
-        same = x.dtype == self._whole[leaf].dtype and version_of(x) == self.versions[leaf]
+        leaf = starts[bisect_right(starts, (x.storage_offset() * x.itemsize, len(self._leaves))) - 1][1]
+        same = x.dtype == self._leaves[leaf].dtype and version_of(x) == self.versions[leaf]
         return leaf if same else None
 
 
 class _SavedWeight:
-    """A view of a gathered leaf that autograd saved: its place in the leaf. It lives as long as its node."""
+    """A view of a gathered leaf that autograd saved, as a position in the leaf. It lives as long as its node."""
 
     gathered: _Gathered | None
     __slots__ = ("__weakref__", "call", "gathered", "leaf", "offset", "size", "stride")
 
-    def __init__(self, call: int, leaf: int, whole: Tensor, x: Tensor) -> None:
+    def __init__(self, call: int, leaf: int, gathered: Tensor, x: Tensor) -> None:
         self.call, self.gathered = call, None  # gathered: in backward
         self.leaf, self.size, self.stride = leaf, x.size(), x.stride()
-        self.offset = x.storage_offset() - whole.storage_offset()
+        self.offset = x.storage_offset() - gathered.storage_offset()
 
 
 class _Call:
@@ -131,12 +131,12 @@ class _Call:
         self.saved: list[weakref.ref[Any]] = []  # _SavedWeight, or with `remat` SavedTensor
         self.rerun: Callable[[list[Tensor], Any], Any] | None = None  # (leaves, calls of units inside)
         self.autocast: Callable[[], Any] = contextlib.nullcontext  # for the repetition
-        self.transfers = False  # whether the unit's own computation starts any, or units inside it may
+        self.transfers = False  # whether its computation starts any, or units inside it may
         self.is_differentiated = False  # whether its backward pass has begun
 
     @property
     def is_needed(self) -> bool:
-        """True if a backward pass may gather the unit for this call: the same on all ranks."""
+        """Return whether a backward pass may gather the unit for this call: the same on all ranks."""
         return not self.is_differentiated and bool(self.saved)
 
 
@@ -150,15 +150,15 @@ class UnitOptions(GatherOptions):
 class UnitSchedule:
     """The units of one forward pass and its backward pass.
 
-    The graph refers to it. It refers to no tensor of the graph: that would be a cycle, which Python cannot free.
+    The graph refers to it. It must not refer to a tensor of the graph: Python could not free such a cycle.
     """
 
     def __init__(self, region: Region, units: Mapping[str, Unit], options: UnitOptions) -> None:
         self.region, self.units, self.options = region, units, options
-        self.order = list(units)  # that of their definition
+        self.order = list(units)  # as they are defined
         self.position = {name: i for i, name in enumerate(self.order)}
         self.origin: Site | None = site() if is_observed() else None
-        self.ready: dict[str, _Gathered] = {}  # in forward: gathered, or to be gathered
+        self.ready: dict[str, _Gathered] = {}  # in forward: gathered, or pending
         self.before: str | None = None  # in forward: the unit of the call before
         self.copies: dict[str, tuple[BucketPlan, PendingTransfer]] = {}  # pending copies of shards from host memory
         self.kept: dict[str, tuple[BucketPlan, list[Tensor]]] = {}  # parts of released leaves, and their plan
@@ -192,12 +192,12 @@ class UnitSchedule:
             self.copies[name] = self._start_copy(name)
 
     def _start_copy(self, name: str) -> tuple[BucketPlan, PendingTransfer]:
-        """Start to copy the tensors that a unit is gathered from to the device; return the plan of the gather, too."""
+        """Start to copy the tensors that a unit is gathered from to the device; also return the plan of the gather."""
         plan, shards = self.kept.get(name) or (self.units[name].plan, self.units[name].shards)
         return plan, start_copy(self.region, plan, shards)
 
     def gather_forward(self, name: str, running: Sequence[str]) -> list[Tensor]:
-        """Return the leaves of a unit that is called now, and start the gathers of those defined after it."""
+        """Return the leaves of a unit that is called now, and start the gathers of the units defined after it."""
         at, ahead = self.position[name], self.options.prefetch
         window = self.order[at : at + 1 + ahead]
         if self.options.release:
@@ -210,7 +210,7 @@ class UnitSchedule:
         return self.ready[name].wait()
 
     def start_forward(self) -> None:
-        """Start the gathers of the first units, while what comes before them runs."""
+        """Start the gathers of the first units, while the program before them runs."""
         for name in self.order[: self.options.prefetch]:
             self.ready[name] = self.start(name)
 
@@ -220,7 +220,7 @@ class UnitSchedule:
             self.ready.pop(name).wait()
 
     def release(self, name: str) -> None:
-        """Free the leaves of a unit after its call, if the call before was not of the same unit: then keep them."""
+        """Free the leaves of a unit after its call; keep them if the call before was of the same unit."""
         repeated, self.before = self.before == name, name
         if self.options.release and not repeated:
             self.keep(name)
@@ -240,7 +240,7 @@ class UnitSchedule:
             self.drop(list(self.ready))
 
     def gather_backward(self, at: int) -> _Gathered:
-        """Return the leaves for the backward pass of a call, and start the gathers of those called before it."""
+        """Return the leaves for the backward pass of a call, and start the gathers for the calls before it."""
         call = self.calls[at]
         call.is_differentiated = True
         with self._transposing():
@@ -265,21 +265,21 @@ class UnitSchedule:
                     self.gather_ahead(i)
 
     def gather_ahead(self, at: int) -> _Gathered:
-        """Return the leaves for the backward pass of a call, or their pending gather: that of another call, if held."""
+        """Return the leaves for the backward pass of a call, or their pending gather; calls of a unit share them."""
         name = self.calls[at].unit
         if at not in self.ahead:
             self.ahead[at] = self.held(name) or self.start(name)
         return self.ahead[at]
 
     def drop_ahead(self, calls: Sequence[int]) -> None:
-        """Free the leaves that were gathered for calls which the backward pass did not reach."""
+        """Free the leaves gathered for calls that the backward pass did not reach."""
         for at in calls:
             self.ahead.pop(at).wait()
 
     # --- saved tensors ---
 
     def pack(self, x: Tensor) -> _SavedWeight | SavedTensor:
-        """Return what autograd keeps of a tensor that it saves in a unit."""
+        """Return what autograd keeps in place of a tensor that it saves in a unit."""
         owner = self.owners.get(storage_key(x))
         leaf = None if owner is None else owner.leaf_of(x)
         if owner is None or leaf is None or owner.name not in self.latest:  # not there: gathered under no_grad
@@ -299,11 +299,11 @@ class UnitSchedule:
                 if (other := ref()) is not None:
                     other.gathered = gathered
             saved.gathered = gathered
-        whole = saved.gathered.wait()[saved.leaf]
+        leaf = saved.gathered.wait()[saved.leaf]
         # No offset in the buffer: it differs between ranks if other axes split the leaves before this one unevenly.
         if saved.offset:
-            whole = whole.as_strided((saved.offset + 1,), (1,))[saved.offset :]
-        return whole.as_strided(saved.size, saved.stride)
+            leaf = leaf.as_strided((saved.offset + 1,), (1,))[saved.offset :]
+        return leaf.as_strided(saved.size, saved.stride)
 
     def discard(self, call: _Call, x: Tensor) -> SavedTensor:
         """Keep nothing of a tensor that a unit saves, with `remat`."""
@@ -321,15 +321,15 @@ class UnitSchedule:
     def recompute(self, at: int) -> None:
         """Run a unit again, to fill its discarded tensors that are still needed."""
         call = self.calls[at]
-        whole = self.gather_backward(at).wait()
+        gathered = self.gather_backward(at).wait()
         # Ranks must start the same transfers; a checker and a dry run need all operations.
-        whole_unit = call.transfers or checker() is not None or not self.region.comm.is_scheduled
+        repeats_all = call.transfers or checker() is not None or not self.region.comm.is_scheduled
         assert call.rerun is not None
         differentiated = self.units[call.unit].differentiated
-        leaves = [x.detach().requires_grad_(d) for x, d in zip(whole, differentiated, strict=True)]
+        leaves = [x.detach().requires_grad_(d) for x, d in zip(gathered, differentiated, strict=True)]
         run = functools.partial(call.rerun, leaves, _UnitCallsAgain(self))
         with self._transposing(), torch.enable_grad(), call.autocast():
-            refill(call.saved, run, lambda: not whole_unit)
+            refill(call.saved, run, lambda: not repeats_all)
         call.rerun = None  # and with it the arguments
 
     # --- gradients ---
@@ -381,7 +381,7 @@ class UnitSchedule:
         self.sums[name, leaf] = g if before is None else before + g
 
     def _zeros(self, unit: Unit, leaf: int) -> Tensor:
-        """Return the gradient of a leaf that this rank did not use, and another may have."""
+        """Return the gradient of a leaf that this rank did not use; another rank may have used it."""
         part, x = unit.plan.slices[leaf], unit.shards[leaf]
         shape, dtype = (x.shape, x.dtype) if part is None else (part.shape, part.dtype)
         return torch.zeros(shape, dtype=dtype, device=self.region.device)
@@ -394,7 +394,7 @@ class UnitCalls:
     """The forward pass of a schedule, in which a program calls its units by `run`."""
 
     def __init__(self, schedule: UnitSchedule, shards: Sequence[Tensor]) -> None:
-        """`shards`: those of all units, in order, with their graph."""
+        """Begin the forward pass, with the shards of all units, in order, with their graph."""
         self.schedule, self.units, self._running = schedule, schedule.units, list[str]()
         trained = [x for x in shards if x.requires_grad] if torch.is_grad_enabled() else []
         self._token = _Collect.apply(schedule, *trained) if trained else None  # type: ignore[no-untyped-call]
@@ -404,23 +404,23 @@ class UnitCalls:
     def run(self, name: str, f: Callable[..., Any], args: Any, kwargs: Any, rerun: Callable[[], Rerun]) -> Any:
         """Return `f(leaves, args, kwargs)` with the leaves of a unit; with `remat`, `rerun()` is kept to repeat it."""
         schedule = self.schedule
-        whole = schedule.gather_forward(name, self._running)
+        gathered = schedule.gather_forward(name, self._running)
         if not torch.is_grad_enabled():
             with self._in(name):
-                return f(whole, args, kwargs)
+                return f(gathered, args, kwargs)
         at = len(schedule.calls)
         unit, call = schedule.units[name], _Call(name, at)
         schedule.calls.append(call)
         schedule.latest[name] = at
-        leaves = whole
+        leaves = gathered
         if any(unit.differentiated):
-            trained = iter(_Weights.apply(self._token, schedule, at, whole))  # type: ignore[no-untyped-call]
-            leaves = [next(trained) if d else x for x, d in zip(whole, unit.differentiated, strict=True)]
+            trained = iter(_Weights.apply(self._token, schedule, at, gathered))  # type: ignore[no-untyped-call]
+            leaves = [next(trained) if d else x for x, d in zip(gathered, unit.differentiated, strict=True)]
         with self._in(name, call):
             if not schedule.options.remat:
                 with saved_tensors_hooks(schedule.pack, schedule.unpack):
                     return f(leaves, args, kwargs)
-            if self._discarding is not None:  # that unit is recomputed, and with it the units in it, gathered again
+            if self._discarding is not None:  # an outer unit is recomputed, with the units in it, gathered again
                 self._discarding.transfers = True
                 return f(leaves, args, kwargs)
             tensors, rest = split_tensors((args, kwargs))
@@ -470,18 +470,18 @@ class _UnitCallsAgain:
 
     def run(self, name: str, f: Callable[..., Any], args: Any, kwargs: Any, rerun: Callable[[], Rerun]) -> Any:
         gathered, unit = self.schedule.held(name) or self.schedule.start(name), self.schedule.units[name]
-        whole = gathered.wait()
-        return f([x.detach().requires_grad_(d) for x, d in zip(whole, unit.differentiated, strict=True)], args, kwargs)
+        leaves = [x.detach().requires_grad_(d) for x, d in zip(gathered.wait(), unit.differentiated, strict=True)]
+        return f(leaves, args, kwargs)
 
 
 class _Weights(torch.autograd.Function):
-    """The differentiated leaves of a unit for one call: (token, schedule, its position, whole leaves) -> leaves."""
+    """The differentiated leaves of a unit for one call: (token, schedule, its position, gathered leaves) -> leaves."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, schedule: UnitSchedule, at: int, whole: list[Tensor]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, token: Tensor, schedule: UnitSchedule, at: int, leaves: list[Tensor]) -> tuple[Tensor, ...]:
         ctx.schedule, ctx.at, ctx.name = schedule, at, schedule.calls[at].unit
         ctx.set_materialize_grads(False)
-        return tuple(x.detach() for x, d in zip(whole, schedule.units[ctx.name].differentiated, strict=True) if d)
+        return tuple(x.detach() for x, d in zip(leaves, schedule.units[ctx.name].differentiated, strict=True) if d)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:

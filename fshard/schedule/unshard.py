@@ -1,4 +1,4 @@
-"""Whole leaves over an axis, by their specs: data parallel, fully sharded, or both, by one call."""
+"""Unshard leaves over an axis by their specs: data parallel, fully sharded, or both, by one call."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def unshard(
     params: Any, specs: Any, axis: Axis, *, shapes: Any = None, dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Any:  # fmt: skip
-    """Make leaves whole over `axis`, ready for each rank's own data: DDP, FSDP and HSDP by this one call.
+    """Unshard leaves over `axis`, ready for data that differs between its ranks: DDP, FSDP and HSDP by one call.
 
         [D@axis, F]{V} -> [D, F]{V}     all_gather     transpose: psum_scatter
         [D, F]{I}      -> [D, F]{V}     pvary          transpose: psum
 
-    Leaves whose spec names the axis are gathered, the others varied; one transfer per dtype in each direction. Dims
+    Leaves whose spec names the axis are gathered, for the others `pvary` is called; one transfer per dtype in each
+    direction. Dims
     stay split over other axes of the specs. Leaves in host memory are copied to the device first, and their gradients
     are copied back.
 
@@ -46,8 +47,8 @@ def unshard(
     >>> unshard(parts, split, "data")["w"].shape                      # data=2
     torch.Size([4, 3])
 
-    Raises ShardingError if a dim is split by `axis` and, minor to it, by another axis that stays: the pieces of such a
-    dim cannot be joined.
+    Raises ShardingError if a dim is split by `axis` and, minor to it, by another axis that stays: its parts cannot be
+    joined.
     """
     current = region("unshard")
     tree.check_leaves("unshard", "params", params, Tensor)
@@ -75,7 +76,7 @@ def make_whole(
     params: Any, specs: Any, axis: Axis, *, shapes: Any = None, dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Any:  # fmt: skip
-    """`unshard`; where there is no axis and nothing in host memory a cast alone, which needs no region."""
+    """Call `unshard`, or without an axis and without leaves in host memory only cast, which needs no region."""
     if axis or any_on_host(specs):
         return unshard(params, specs, axis, shapes=shapes, dtype=dtype, reduce_dtype=reduce_dtype)
     return params if dtype is None else tree.map(lambda x: x.to(dtype) if x.is_floating_point() else x, params)
@@ -91,7 +92,7 @@ def _cast(xs: Sequence[Tensor], cast: Precision | None) -> Sequence[Tensor]:
 
 @dataclass(frozen=True)
 class Joined:
-    """A dim whose pieces over `axes` are to be joined; `size` is the sum of their sizes, if known."""
+    """A dim whose parts over `axes` are to be joined; `size` is the sum of their sizes, if known."""
 
     axes: tuple[str, ...]
     dim: int
@@ -100,7 +101,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Route:
-    """Steps that make one leaf whole: a copy from host memory, pvary over some axes, gathers over others."""
+    """Steps that unshard one leaf: a copy from host memory, pvary over some axes, gathers over others."""
 
     vary: tuple[str, ...]
     gathers: tuple[Joined, ...]
@@ -111,9 +112,9 @@ def routes(
     verb: str, region: Region, params: Any, leaves: Sequence[Tensor], specs: Sequence[P | None], axis: Axis,
     shapes: Sequence[tuple[int, ...] | None],
 ) -> list[Route]:  # fmt: skip
-    """Return the route of each leaf, over the axes of more than one rank. Raises if pieces cannot be joined.
+    """Return the route of each leaf, over the axes of more than one rank. Raises if parts cannot be joined.
 
-    A leaf without a spec stays as it is. `params` is the tree of the leaves.
+    A leaf without a spec does not change. `params` is the tree of the leaves.
     """
     names = known_axes(verb, region, axis)
     live = live_axes(region.comm, names)
@@ -130,7 +131,7 @@ def routes(
             out.append(Route((), ()))
             continue
         if host_is_other_memory and x.device == region.host and spec.memory != "host":
-            errors.append(fail(f"{label(i)} is in host memory, its spec says {spec}",
+            errors.append(fail(f"{label(i)} is in host memory, its spec is {spec}",
                                fix="pass fs.on_host(specs), or fs.to_device(params)"))  # fmt: skip
         if shape is not None and len(shape) != x.ndim:
             errors.append(fail(f"{label(i)} has {x.ndim} dims, and {len(shape)} in shapes", leaf=list(x.shape),
@@ -159,9 +160,9 @@ def routes(
 def placements(
     verb: str, params: Any, specs: Any, shapes: Any = None
 ) -> tuple[list[P | None], list[tuple[int, ...] | None]]:
-    """Return the spec and the global shape of each tensor of `params`; a `Weight` makes its tensors' from its own one.
+    """Return the spec and the global shape of each tensor of `params`; a `Weight` computes them for its tensors.
 
-    `specs` may be a prefix. The shapes are `None` without the `shapes` of the caller.
+    `specs` may be a prefix. Without `shapes` of the caller the shapes are `None`.
     """
     weights = tree.leaves(params, is_weight)
     flat = tree.broadcast(specs, params, name=f"{verb}: specs", leaf=is_spec, is_leaf=is_weight)
@@ -182,7 +183,7 @@ def placements(
 def _gather_leaves(
     region: Region, which: list[tuple[int, Joined]], casts: Sequence[Precision | None], out: list[Tensor]
 ) -> None:
-    """Gather leaves over the same axes, in one transfer per dtype; a leaf that is split on two dims in two rounds."""
+    """Gather leaves over the same axes, in one transfer per dtype; two transfers if a leaf is split on two dims."""
     axes = which[0][1].axes
     while which:
         first: dict[int, Joined] = {}

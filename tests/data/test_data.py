@@ -400,7 +400,7 @@ ERRORS = {
         lambda: load(lambda i: {"x": IMAGES[i], "y": IMAGES[i]}, spec={"x": P("data"), "y": P()}),
         (
             "load: batch['y']: its spec is P(), other leaves split dim 0 by P('data')\n"
-            "  fix: split dim 0 alike in every leaf, and fs.reshard afterwards"
+            "  fix: split dim 0 by the same axes in every leaf, and fs.reshard afterwards"
         ),
     ),
     "load specs that are too long": (

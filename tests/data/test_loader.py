@@ -334,10 +334,10 @@ def test_an_image_is_read_by_the_format_of_its_suffix_alone(tmp_path: Path, monk
 
 def test_errors_of_image_folders_name_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert error_text(data.image_folder, tmp_path / "x") == (
-        f"image_folder: {tmp_path / 'x'} is no folder\n  fix: a folder with a sub-folder of images for each class"
+        f"image_folder: {tmp_path / 'x'} is not a folder\n  fix: a folder with a sub-folder of images for each class"
     )
     assert error_text(data.image_folder, tmp_path) == (
-        f"image_folder: {tmp_path} has no sub-folders\n  fix: a folder of its own for the images of each class"
+        f"image_folder: {tmp_path} has no sub-folders\n  fix: one sub-folder for the images of each class"
     )
     (tmp_path / "empty").mkdir()
     write_image(tmp_path / "full" / "a.png", [[0]])

@@ -230,24 +230,25 @@ def difference(x: Tensor, y: Tensor, least: float = 0.0) -> float:
 
 HEAD = """# Architectures
 
-Each row is a class of transformers or diffusers, made small, that `fs.defer` records without a change in it. It is
-compared with the module itself, run by torch:
+Each row is a class of transformers or diffusers, made small, that `fs.defer` records without changes to its code. It is
+compared with the same module run by torch:
 
-- *leaves*, *parameters*: parameters and buffers of the described tree, and numbers in its parameters. Their names, ties
-  and constants are those of the constructor, their draws are distributed as its own, and their values on a mesh of
-  data=2, model=2, sharded over both axes, are bitwise those on one device.
+- *leaves*, *parameters*: parameters and buffers of the described tree, and numbers in its parameters. The
+  constructor determines their names, ties and constants, and the distributions of their draws. Their values on a mesh
+  of data=2, model=2, sharded over both axes, are bitwise equal to the values on one device.
 - *units*: the classes of its blocks (transformers' `_no_split_modules`, or the largest class that its lists repeat),
   as for `fs.defer(constructor, units=...)`.
-- *forward*: the outputs in eval mode on data=2, fully sharded, beside the module's own outputs for each rank's
+- *forward*: the outputs in eval mode on data=2, fully sharded, compared with the module's outputs for each rank's
   examples: *equal*, bit by bit, or the largest difference relative to the largest number. Caches are left out, and
   `logits_per_image`, which compares each image of a batch with each text: on a mesh, all-gather the embeddings.
-- *FSDP*: the gradient of all parameters there beside torch's autograd on each rank's examples, summed. Forward and
-  gradient are compared with all leaves gathered at once and, by `apply.unshard`, unit by unit; the larger difference
-  stands here. A unit that runs more than once adds its sums in another order.
-- *one device*: the same gradient beside torch's autograd on the whole batch. Sums of float32 have another order there.
+- *FSDP*: the gradient of all parameters there, compared with torch's autograd on each rank's examples, summed. Forward
+  and gradient are compared with all leaves gathered at once and, by `apply.unshard`, unit by unit; the table has the
+  larger difference. A unit that runs more than once adds its sums in another order.
+- *one device*: the same gradient compared with torch's autograd on the full batch. Sums of float32 have another order
+  there.
   *mixes examples*: the module's answer for an example depends on the others in its batch, in torch too.
-- *check*: *yes* if `fs.check` accepts that step on data=4 from shapes alone. Some modules read values of tensors to
-  choose what they compute. Torch knows the shapes of grouped products, which experts use, in bfloat16 only; *no* is
+- *check*: *yes* if `fs.check` accepts that step on data=4, from shapes only. Some modules read values of tensors to
+  choose what they compute. Torch knows the shapes of grouped products, which experts use, in bfloat16 only; *no* marks
   such a module that does not run in bfloat16.
 - *s*: seconds of one core for all of this.
 

@@ -280,7 +280,7 @@ def refusal(*flags):
     ("--mesh data=4,model=4", "--batch 8: the 16 ranks must have equal parts, and 8 % 16 = 8: give --batch 16"),
     ("--mesh data=9", "--mesh data=9: data=9 ranks have nothing to do with --batch 8: give at most data=8"),
     ("--folder {tmp}", "image_folder: {tmp} has no sub-folders"),
-    ("--folder {tmp}/none", "image_folder: {tmp}/none is no folder"),
+    ("--folder {tmp}/none", "image_folder: {tmp}/none is not a folder"),
     ("--folder {folder} --batch 64", "--batch 64: there are only "),
     ("--folder {folder} --classes 3", "--classes 3: the images have 5: give 5 or more, or leave it out"),
     ("--folder {folder} --resume {saved} --steps 2 --lr 1",

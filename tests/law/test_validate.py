@@ -231,7 +231,7 @@ def test_error_texts_of_leaves_without_values():
           fix: fs.materialize its description, or do not free its storage
         validate: tree[5] is a P, not a leaf
           fix: a Sharded, a tensor or a number
-        validate: tree[6] is not placed as its spec says
+        validate: tree[6] is not placed by its spec
           leaf  f32[4@data]    mesh  data=2
           rank 1 has f32[3], and its part is f32[2]
           fix: make it with fs.materialize, fs.device_put or fs.from_callback
@@ -272,7 +272,7 @@ def test_error_texts_of_missing_extra_and_mismatched_leaves():
         4 problems
         validate: tree['t'] is missing
           described  f32[] = ones
-          fix: materialize the whole tree
+          fix: materialize the full tree
         validate: tree['h'][2]['w'] is not described
           fix: remove it, or describe it too
         validate: tree['empty'] is f32[3, 0], and is described as f32[0, 3]

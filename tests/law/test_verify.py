@@ -295,7 +295,7 @@ def test_meshes_of_other_sizes_keep_axes_that_they_leave_out(mesh):
         ),
         ([{"data": 1}, {"data": 0}], "verify: meshes[1]={'data': 0}\n  not sizes of axes, integers of 1 or more"),
         (["data"], "verify: meshes must be a Sequence of Mapping of int or None, got ['data']"),
-        ([{"data": 2}], "verify: meshes[0]={'data': 2}: is the mesh of the function itself"),
+        ([{"data": 2}], "verify: meshes[0]={'data': 2}: is the mesh of the function"),
     ],
 )
 def test_error_text_of_wrong_meshes(mesh, meshes, text):
@@ -362,7 +362,7 @@ def test_examples_of_trees_and_placed_arguments_are_ordered_alike(mesh):
 def test_error_text_of_arguments_that_hold_no_examples(mesh, examples):
     f = mapped(mesh, lambda w, x, y: w, (P(), P("data"), P("data")), P())
     text = error_text(fs.verify, f, torch.ones(3), torch.ones(8), torch.ones(4), examples=examples)
-    assert "those arguments do not hold one number of examples\n  lengths of dim 0 where it is split\n  args[" in text
+    assert "these arguments do not hold one number of examples\n  lengths of dim 0 where it is split\n  args[" in text
     assert text.endswith("fix: name the positions of the arguments that hold examples, counted from 0")
 
 

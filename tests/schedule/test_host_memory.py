@@ -166,7 +166,7 @@ def test_user_code_copies_host_leaves_by_to_device() -> None:
 
     with pytest.raises(RuntimeError, match="on the same device"):
         apply(lambda w: w)
-    with pytest.raises(ShardingError, match=r"params is in host memory, its spec says P\('data'\)"):
+    with pytest.raises(ShardingError, match=r"params is in host memory, its spec is P\('data'\)"):
         apply(lambda w: fs.unshard(w, P("data"), "data"))
     loss, grad = apply(lambda w: fs.to_device([w, 3])[0])
     assert repr((loss, grad)) == "(f32[], f32<host>[4@data, 4])"

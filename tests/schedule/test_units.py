@@ -27,7 +27,7 @@ def run_by_units(
         xs, specs = [p["w"], p["b"]], [SPECS[name]["w"], SPECS[name]["b"]]
         plan = plan_buckets(region(), xs, routes("test", region(), xs, xs, specs, "data", [(D, D), (D,)]))
         assert plan is not None
-        units[name] = Unit.of(xs, plan)
+        units[name] = Unit.from_shards(xs, plan)
     schedule = UnitSchedule(region(), units, UnitOptions(**options))
     calls = UnitCalls(schedule, [x for p in params.values() for x in (p["w"], p["b"])])
 
@@ -102,7 +102,7 @@ def test_gradients_that_share_a_tensor_are_each_summed_once() -> None:
         for name, w in params.items():
             plan = plan_buckets(region(), [w, w], routes("test", region(), w, [w, w], [P(), P()], "data", [(D,), (D,)]))
             assert plan is not None
-            units[name] = Unit.of([w, w], plan)
+            units[name] = Unit.from_shards([w, w], plan)
         calls = UnitCalls(UnitSchedule(region(), units, UnitOptions()), [w for w in params.values() for _ in "ab"])
         y = torch.zeros(D)
         for name in params:
