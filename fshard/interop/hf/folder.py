@@ -115,13 +115,12 @@ def explain_names(
                     fix="dequantize it first, with the library that wrote it; or give the folder of the model "
                         "before it was quantized")  # fmt: skip
     wanted, unread = {*lacking, *(name.removeprefix(prefix) for name in lacking)}, set(extra)
-    theirs = Counter(e[:i] for e in extra for i in _after_dots(e) if e[i:] in wanted)
-    ours = Counter(name[:i] for name in lacking for i in _after_dots(name) if name[i:] in unread)
-    for prefixes, has in ((theirs, "its names begin with {!r}"), (ours, "its names lack {!r} at their start")):
+    in_files, here = _prefixes(extra, wanted), _prefixes(lacking, unread)
+    for prefixes, has in ((in_files, "its names begin with {!r}"), (here, "its names lack {!r} at their start")):
         for found, count in prefixes.most_common(1):
             if 2 * count < len(lacking):
                 continue
-            change = f"name.removeprefix({found!r})" if prefixes is theirs else f"{found!r} + name"
+            change = f"name.removeprefix({found!r})" if prefixes is in_files else f"{found!r} + name"
             return fail(f"{verb}: {headers.path}: {has.format(found)}",
                         fix=f"{call}(..., prefix={found!r})" if call else _renaming(change))  # fmt: skip
     wrapped = [name for name in extra if _WRAPPERS.sub("", name) in wanted]
@@ -132,8 +131,11 @@ def explain_names(
                 fix=_renaming(f'name.replace({part!r}, "")'))  # fmt: skip
 
 
-def _after_dots(name: str) -> list[int]:
-    return [i + 1 for i, c in enumerate(name) if c == "."]
+def _prefixes(names: Sequence[str], wanted: set[str]) -> Counter[str]:
+    """Count the prefixes, with a dot at the end, after which one of the names is a wanted one."""
+    lengths = {len(name) for name in wanted}
+    ends = ((name, i + 1) for name in names for i, c in enumerate(name) if c == "." and len(name) - i - 1 in lengths)
+    return Counter(name[:i] for name, i in ends if name[i:] in wanted)
 
 
 def _renaming(change: str) -> str:

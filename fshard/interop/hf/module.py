@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from .traced import Traced, trace
 from .weights import FilePart, FromFile, with_dot
 
 KINDS = ("params", "buffers")
+_MOST_PARTS = 16  # at the start of a name, in a pattern
 
 
 def write_module(
@@ -390,18 +392,30 @@ def globs(chosen: Sequence[str], every: Iterable[str]) -> list[str]:
     >>> globs(["h.0.lora_A.weight", "h.1.lora_A.weight"], ["h.0.lora_A.weight", "h.1.lora_A.weight", "h.0.weight"])
     ['*.lora_A.*']
     """
-
-    def candidates(name: str) -> list[str]:
-        parts = name.split(".")
-        return [*(".".join(parts[:i]) + ".*" for i in range(1, len(parts))),
-                *(f"*.{part}.*" for part in parts[1:-1] if not part.isdigit())]  # fmt: skip
-
-    refused = {glob for name in set(every) - set(chosen) for glob in candidates(name)}
-    rest = list(dict.fromkeys(chosen))
+    rest = set(chosen)
+    refused = {glob for name in every if name not in rest for glob in _globs_of(name)}
+    names_of: dict[str, list[str]] = {}
+    for name in dict.fromkeys(chosen):
+        for glob in _globs_of(name):
+            if glob not in refused:
+                names_of.setdefault(glob, []).append(name)
+    best_first = [(-len(names), glob[0] == "*", len(glob), i, glob) for i, (glob, names) in enumerate(names_of.items())]
+    heapq.heapify(best_first)
     out: list[str] = []
-    while rest and len(out) < 16:
-        count = Counter(glob for name in rest for glob in candidates(name) if glob not in refused)
-        best = min(count, key=lambda glob: (-count[glob], glob[0] == "*", len(glob)), default=rest[0])
-        out.append(best)
-        rest = [name for name in rest if not matches([name], [best])]
-    return out + rest
+    while rest and best_first and len(out) < 16:
+        before, inside, length, i, glob = heapq.heappop(best_first)
+        names_of[glob] = [name for name in names_of[glob] if name in rest]
+        now = -len(names_of[glob])  # of the names that no pattern matches yet: others have taken some
+        if now == before:
+            out.append(glob)
+            rest.difference_update(names_of[glob])
+        elif now:
+            heapq.heappush(best_first, (now, inside, length, i, glob))
+    return out + [name for name in dict.fromkeys(chosen) if name in rest]
+
+
+def _globs_of(name: str) -> dict[str, None]:
+    """Return patterns that match a name: of its first parts, and of each part inside it."""
+    parts = [] if {*name} & {*"[?*"} else name.split(".")
+    starts = (".".join(parts[:i]) + ".*" for i in range(1, min(len(parts), _MOST_PARTS)))
+    return dict.fromkeys([*starts, *(f"*.{part}.*" for part in parts[1:-1] if not part.isdigit())])
