@@ -48,32 +48,31 @@ _ASSIGNED = re.compile(r"cannot assign '.*' as parameter '(\w+)'")  # torch's er
 class Apply:
     """A module's forward as a pure function: `apply(params, buffers, *args, **kwargs)`.
 
-        params, buffers: {dotted name: tensor}, whole leaves; a tied leaf once, by the name that comes first
+        params, buffers: {dotted name: tensor}, full leaves; a tied leaf once, by the name that comes first
 
-    The module is a skeleton: its own parameters and buffers are never read and may be on meta. All changes that
-    `forward` makes to the module (an attribute, an entry of a list or dict, a hook) are undone after each call. Calls
-    that run at the same time, as those of simulated ranks do, each use a copy of the module, which shares its tensors.
-    Functions that the module has (a lambda, a hook, a replaced forward) are copied with it, and read the leaves of the
-    call. One that reads the module by a global name, or that stores a tensor outside of the module, is an error.
+    At init the module becomes a skeleton: its parameters and buffers, which may be on meta, are never read. Their
+    names, ties and shapes are found, the leaves of units, and the specs of replaced modules.
+
+    Before forward a call takes a copy of the module that no other call uses, since simulated ranks call at the same
+    time. Copies share tensors; functions that the module has (a lambda, a hook, a replaced forward) are copied with it.
+    The leaves of the call are put in the places of the parameters, and clones of its buffers in those of the buffers.
+
+    In forward draws are by a key, see `with_key`; without one they are from torch's generator, which is an error in a
+    region. A write to a parameter (`self.weight.data.clamp_(...)`, `nn.Embedding(max_norm=)`, RWKV in eval mode), and a
+    tensor stored outside of the module or read by a global name, are errors.
+
+    After forward all changes that it made to the module (an attribute, an entry of a list or dict, a hook) are undone,
+    and the leaves are taken out. `with_buffers` returns the updated buffers; a plain call, which would lose them, is an
+    error. Buffers that are not persistent are a cache (the frequencies of dynamic rope): a plain call may lose them.
+
+    In backward the module has no leaves. `torch.utils.checkpoint` in forward, as by Hugging Face's
+    `gradient_checkpointing`, would run parts of it again: an error in a call that is differentiated. Use `fs.remat`
+    around the call, or `unshard(remat=True)`, which gathers each unit again. A hook that reads a leaf in backward is an
+    error too. An autograd.Function in the module needs a `setup_context`, or torch.func refuses it (as Bloom's GeLU).
 
     A float buffer is invariant over the mesh, like a parameter, and needs `unshard` (or `pvary`) too:
 
         apply(fs.unshard(params, specs, "data"), fs.unshard(buffers, P(), "data"), x)
-
-    A buffer that `forward` updates is returned by `with_buffers`; a plain call, which would lose it, is an error. A
-    buffer that is not persistent is a cache (the frequencies of dynamic rope) and no state: a plain call may lose it.
-
-    A forward that writes to a parameter (`self.weight.data.clamp_(...)`, `nn.Embedding(max_norm=)`, RWKV in eval mode)
-    is an error in the first call.
-
-    Dropout and other draws are by a key, `apply(params, buffers, x, key=key)`: see `with_key`. Without a key they are
-    from torch's generator, which is an error in a region; `.eval()` has none. An autograd.Function in the module needs
-    a `setup_context`, or torch.func refuses it (as Bloom's GeLU).
-
-    The module has the leaves of a call while `forward` runs, and no longer. `torch.utils.checkpoint` in `forward`, as
-    by Hugging Face's `gradient_checkpointing`, would run parts of it again in backward: an error in a call that is
-    differentiated. Use `fs.remat` around the call, or `unshard(remat=True)`. So is a hook that reads a leaf in
-    backward.
 
     Args:
         ties: tied name -> the name of the leaf it uses, beyond the ties of `module` itself.

@@ -6,6 +6,7 @@ dim split over an axis; {V} varies over it, {I} does not. Matrices are stored `[
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Literal, cast
@@ -31,28 +32,33 @@ def linear(
     x: Tensor, w: Tensor | Weight, b: Tensor | None = None, *, axis: Axis = None,
     split: Literal["column", "row"] = "column", out: Literal["split", "whole"] | None = None, size: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute x @ w + b: x [..., D], w [D, F], b [F] -> [..., F].
+    """Compute x @ w + b: x [..., D], w [D, F], b [F] -> [..., F]. With `axis`, w has split columns, or split rows.
 
-        column: x [..., D]{I}, w [D, F@axis], b [F@axis]       -> [..., F@axis]{V}, or [..., F]{I} for out="whole"
-        row:    x [..., D@axis]{V}, w [D@axis, F], b [F]{I}    -> [..., F]{I}, or [..., F@axis]{V}, with b [F@axis],
-                                                                  for out="split"
-        cost: column none, or an all_gather of the result, and in backward a psum of x's gradient; row a psum of the
-              result, or a psum_scatter, and in backward none, or an all_gather
+        columns: x [..., D]{I}, w [D, F@axis], b [F@axis]       -> [..., F@axis]{V}; out="whole": [..., F]{I}
+                 cost: none, or an all_gather of the result; backward, a psum of x's gradient
+        rows:    x [..., D@axis]{V}, w [D@axis, F], b [F]{I}    -> [..., F]{I}; out="split": b and result [..., F@axis]
+                 cost: a psum of the result, or a psum_scatter; backward, none, or an all_gather
 
-    Without `out` columns stay split and rows are summed. A table of classes `w [C@axis, D]` is used as `w.mT`. `size`
-    is F, needed only by a column split with out="whole" in a compiled program, where the axis does not divide it.
-    Without `axis` nothing moves, and x and w may be parts: x {V} @ w [D, F@model], or x [..., D@model] @ w [D@model, F]
-    and then a psum. Source: Shoeybi et al., 2019, "Megatron-LM".
+    `column_linear` and `row_linear` put the same two layers in the place of modules.
+
+    Args:
+        w: a table of classes [C@axis, D] is used as `w.mT`.
+        axis: without it nothing moves, and x and w may be parts: x {V} @ w [D, F@model].
+        split: what `axis` splits of w.
+        out: without it columns stay split, and rows are summed.
+        size: F, needed only by columns with out="whole" in a compiled program, where the axis does not divide it.
 
     >>> h = nn.linear(x, params["up"], axis="model")                                  # [B, F@model]
     >>> y = nn.linear(torch.relu(h), params["down"], axis="model", split="row")       # [B, D]
 
     Raises ShardingError for shapes that do not fit.
+
+    Source: Shoeybi et al., 2019, "Megatron-LM".
     """
     if isinstance(w, Tensor) and w.ndim != 2:
         raise fail(f"linear: w is {list(w.shape)}", fix="[D, F]; a table of classes [C, D] is used as w.mT")
     if not axis:
-        return _linear(x, w, b)
+        return _linear(w, x, b)
     if x.ndim and x.shape[-1] != w.shape[0]:
         parts = "[..., D@axis], w [D@axis, F]" if split == "row" else "[..., D], w [D, F@axis]"
         whole = "; fs.pslice(x, axis, -1) is the part of a whole x" if split == "row" else ""
@@ -62,11 +68,27 @@ def linear(
     if b is not None and b.shape != w.shape[1:] and not (split == "row" and out == "split"):
         own = "b [F@axis], split as w" if split == "column" else "b [F], whole"
         raise fail(f"linear: w has {w.shape[1]} outputs and b is {list(b.shape)}", fix=f"split={split!r} takes {own}")
-    if split == "column":
-        _check_whole("linear", "x", x, axis)
-        y = _linear(pvary(x, axis), w, b)
-        return y if out != "whole" else _gather_columns(y, axis, size)
-    return add_bias(_sum_parts(_linear(x, w, None), axis, out), b)
+    product = functools.partial(_linear, w)
+    if split == "row":
+        return row_product(product, x, b, axis, out=out)
+    _check_whole("linear", "x", x, axis)
+    return column_product(product, x, b, axis, out=out, size=size)
+
+
+Product = Callable[[Tensor, Tensor | None], Tensor]  # (x, b) -> x @ w + b, with this rank's part of w
+
+
+def column_product(
+    product: Product, x: Tensor, b: Tensor | None, axis: Axis, *, out: str | None, size: int | None
+) -> Tensor:
+    """Multiply by split columns: x [..., D]{I}, b [F@axis] -> [..., F@axis]{V}, or [..., F]{I} for out="whole"."""
+    y = product(pvary(x, axis), b)
+    return _gather_columns(y, axis, size) if out == "whole" else y
+
+
+def row_product(product: Product, x: Tensor, b: Tensor | None, axis: Axis, *, out: str | None) -> Tensor:
+    """Multiply by split rows: x [..., D@axis]{V}, b [F]{I} -> [..., F]{I}, or [..., F@axis]{V} for out="split"."""
+    return add_bias(_sum_parts(product(x, None), axis, out), b)
 
 
 def _check_whole(verb: str, name: str, x: Tensor, axis: Axis) -> None:
@@ -94,7 +116,7 @@ def add_bias(y: Tensor, b: Tensor | None) -> Tensor:
     return y if b is None else y + b.to(y.dtype)  # torch.autocast makes y half precision
 
 
-def _linear(x: Tensor, w: Tensor | Weight, b: Tensor | None) -> Tensor:
+def _linear(w: Tensor | Weight, x: Tensor, b: Tensor | None) -> Tensor:
     return w.linear(x, b) if isinstance(w, Weight) else F.linear(x, w.transpose(0, 1), b)
 
 
@@ -113,9 +135,10 @@ def mlp(
     >>> y = nn.mlp(x, params["up"], params["down"], activation=nn.gelu, axis="model")
     """
     _check_whole("mlp", "x", x, axis)
-    h = activation(_linear(pvary(x, axis) if axis else x, up, up_b))  # [..., F@axis]
-    y = _linear(h, down, None)
-    return add_bias(_sum_parts(y, axis, "whole") if axis else y, down_b)
+    if not axis:
+        return add_bias(_linear(down, activation(_linear(up, x, up_b)), None), down_b)
+    h = activation(column_product(functools.partial(_linear, up), x, up_b, axis, out="split", size=None))
+    return row_product(functools.partial(_linear, down), h, down_b, axis, out="whole")
 
 
 @checked

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard.collectives import all_gather, pslice, psum, pvary
+from fshard.collectives import pslice
 from fshard.errors import checked, fail
 from fshard.spec import P
 
-from .layers import add_bias, embedding
+from .layers import Product, add_bias, column_product, embedding, row_product
 
 Axes = str | tuple[str, ...]
 Form = Literal["whole", "split"]
@@ -180,10 +180,9 @@ def _row_specs(of: Any, *, axis: Axes) -> dict[str, P]:
     return {"weight": P(None, axis) if _is_transposed(of) else P(axis)}
 
 
-def _linear(x: Tensor, w: Tensor, b: Tensor | None, of: Any) -> Tensor:
-    if _is_transposed(of):
-        return F.linear(x, w, b)
-    return add_bias(torch.matmul(x, w), b)
+def _product(leaves: Mapping[str, Tensor], of: Any) -> Product:
+    w = leaves["weight"]
+    return lambda x, b: F.linear(x, w, b) if _is_transposed(of) else add_bias(torch.matmul(x, w), b)
 
 
 def _check_inputs(x: Tensor, expected: int, fix: str) -> None:
@@ -194,23 +193,18 @@ def _check_inputs(x: Tensor, expected: int, fix: str) -> None:
 def _column_linear(leaves: Mapping[str, Tensor], input: Tensor, *, of: Any, axis: Axes, out: Form) -> Tensor:
     inputs, outputs = _sizes(of)
     _check_inputs(input, inputs, "features that an axis splits are the input of row_linear(axis, input='split')")
-    y = _linear(pvary(input, axis), leaves["weight"], leaves.get("bias"), of)  # [..., F@axis]
-    return y if out == "split" else all_gather(y, axis, -1, size=outputs, to="invariant")
+    return column_product(_product(leaves, of), input, leaves.get("bias"), axis, out=out, size=outputs)
 
 
 def _row_linear(leaves: Mapping[str, Tensor], input: Tensor, *, of: Any, axis: Axes) -> Tensor:
     _check_inputs(input, _sizes(of)[0], "input='split', if the layer before has out='split'")
-    return _sum_of_parts(leaves, pslice(input, axis, -1), of, axis)
+    return row_product(_product(leaves, of), pslice(input, axis, -1), leaves.get("bias"), axis, out="whole")
 
 
 def _row_linear_of_parts(leaves: Mapping[str, Tensor], input: Tensor, *, of: Any, axis: Axes) -> Tensor:
     _check_inputs(input, leaves["weight"].shape[1 if _is_transposed(of) else 0],
                   "out='split' for the layer before, or leave input= out")  # fmt: skip
-    return _sum_of_parts(leaves, input, of, axis)
-
-
-def _sum_of_parts(leaves: Mapping[str, Tensor], x: Tensor, of: Any, axis: Axes) -> Tensor:
-    return add_bias(psum(_linear(x, leaves["weight"], None, of), axis), leaves.get("bias"))
+    return row_product(_product(leaves, of), input, leaves.get("bias"), axis, out="whole")
 
 
 # --- tables -----------------------------------------------------------------------------------------------------
