@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 import fshard as fs
 from fshard import ShardingError
-from tests.corpus import bugs_gpt2, bugs_mlp, bugs_optim, fixes, refused, reported_bugs
-from tests.corpus.test_reported_bugs import MESH
+from tests.corpus import bugs_gpt2, bugs_mlp, bugs_optim, fixes, refused
+from tests.corpus.wrong import reported
 from tests.corpus.wrong.test_wrong import MODULES, wrong
 
 Call = tuple[Any, tuple[Any, ...]]  # the mapped function and its arguments
@@ -22,15 +22,6 @@ def _bug(name: str) -> Callable[[Any], Call]:
     def build(module: Any) -> Call:
         bug = next(bug for bug in module.BUGS if str(bug) == name)
         return bug.build(bug.wrong, check="always")
-
-    return build
-
-
-def _reported(name: str) -> Callable[[Any], Call]:
-    def build(module: Any) -> Call:
-        bug = next(bug for bug in module.REPORTED_BUGS if bug.wrong.__name__ == name)
-        f = fs.shard_map(bug.wrong, mesh=MESH, in_specs=bug.in_specs, out_specs=bug.out_specs, check="always")
-        return f, bug.args
 
     return build
 
@@ -46,18 +37,29 @@ def _refused(name: str) -> Callable[[Any], Call]:
 def _wrong(name: str) -> Callable[[Any], Call]:
     def build(module: Any) -> Call:
         program = next(program for program in module.PROGRAMS if str(program) == name)
-        return program.mapped(program.wrong), program.args
+        return program.mapped(program.correct), program.args  # its source is that of the wrong one
 
     return build
 
 
-PROGRAMS: dict[str, tuple[Any, Callable[[Any], Call]]] = {
-    **{f"bug {bug}": (m, _bug(str(bug))) for m in (bugs_mlp, bugs_gpt2, bugs_optim) for bug in m.BUGS
-       if bug.caught_by == "types"},
-    **{f"reported {bug.wrong.__name__}": (reported_bugs, _reported(bug.wrong.__name__))
-       for bug in reported_bugs.REPORTED_BUGS if bug.caught_by == "types"},
-    **{f"refused {name}": (refused, _refused(name)) for name in refused.CASES},
-    **{f"wrong {p}": (m, _wrong(str(p))) for m in (sys.modules[f"{wrong.__name__}.{name}"] for name in MODULES)
+class Wrong(NamedTuple):
+    """A wrong program: its module, the source with the mistake, and how to make it from a module of such a source."""
+
+    module: Any
+    source: Callable[[], str]
+    build: Callable[[Any], Call]
+
+
+def _source_of(module: Any) -> Callable[[], str]:
+    return lambda: Path(module.__file__).read_text()
+
+
+PROGRAMS: dict[str, Wrong] = {
+    **{f"bug {bug}": Wrong(m, _source_of(m), _bug(str(bug))) for m in (bugs_mlp, bugs_gpt2, bugs_optim)
+       for bug in m.BUGS if bug.caught_by == "types"},
+    **{f"refused {name}": Wrong(refused, _source_of(refused), _refused(name)) for name in refused.CASES},
+    **{f"wrong {p}": Wrong(m, lambda p=p: p.source, _wrong(str(p)))
+       for m in (sys.modules[f"{wrong.__name__}.{name}"] for name in MODULES)
        for p in m.PROGRAMS if p.caught_by == "types"},
 }  # fmt: skip
 
@@ -71,12 +73,11 @@ def end(module: Any, source: str, build: Callable[[Any], Call], steps: int = 3) 
     "wrong": a program that the types accept and `verify` does not, after messages that offered one fix each.
     Anything else is the message of the last error, if no line of it could be applied, or after too many steps.
     """
-    f, args = build(fixes.loaded(module, source) if source else module)
+    f, args = build(fixes.loaded(module, source))
     try:
         f(*args)
     except Exception as e:
         message = str(e) if isinstance(e, ShardingError) else f"{type(e).__name__}: {e}"
-        source = source or Path(module.__file__).read_text()
         found = [new for option in fixes.options(message) if (new := fixes.applied(source, option)) is not None]
         ends = {end(module, new, build, steps - 1) for new in found} if steps else set()
         several = "\n  or, " in message
@@ -103,14 +104,15 @@ ADVICE = {  # messages with one fix that is right, and that is no line of code
 
 
 # Plain pytest follows the fixes of one small program for each text of an error; the slow tests follow all.
-TESTED = [name if name.startswith(("refused", "reported")) else pytest.param(name, marks=pytest.mark.slow)
+REPORTED = {f"wrong {p}" for p in reported.PROGRAMS}
+TESTED = [name if name.startswith("refused") or name in REPORTED else pytest.param(name, marks=pytest.mark.slow)
           for name in PROGRAMS]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TESTED)
 def test_fixes_lead_to_a_correct_program(name):
-    module, build = PROGRAMS[name]
-    found = end(module, "", build)
+    module, source, build = PROGRAMS[name]
+    found = end(module, source(), build)
     assert ADVICE[name] in found if name in ADVICE else found in ("right", "choice")
 
 
@@ -120,8 +122,8 @@ FIRST = ("noise_before_the_sum", "sum_of_products", "sum_of_sums", "cosine", "pa
 
 @pytest.mark.parametrize("name", FIRST)
 def test_first_fix_that_each_error_prints_leads_to_a_correct_program(name):
-    module, build = PROGRAMS[f"refused {name}"]
-    source = Path(refused.__file__).read_text()
+    module, read, build = PROGRAMS[f"refused {name}"]
+    source = read()
     for _ in range(3):
         f, args = build(module)
         try:

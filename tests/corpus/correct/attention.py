@@ -88,43 +88,6 @@ class _RingAttention(torch.autograd.Function):
         return dq, dk, dv
 
 
-def ring_attention_by_hand(qkv: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Any:  # each [B, H, T@seq, K]
-    """An autograd.Function that communicates in both passes, called by .backward()."""
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    loss = fs.pmean((_RingAttention.apply(*leaves) - target).square().mean(), "seq")
-    loss.backward()
-    return loss.detach(), tuple(x.grad for x in leaves)
-
-
-def dense_ring_attention_by_hand(qkv: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Any:
-    loss = lambda qkv: (F.scaled_dot_product_attention(*qkv, scale=1.0) - target).square().mean()  # noqa: E731
-    return dense_grad(loss)(qkv)
-
-
-def striped_ring_attention(p: Params, x: Tensor, positions: Tensor, target: Tensor) -> Tensor:
-    """Causal ring attention of tokens dealt to the ranks in turn, whose positions travel with their keys.
-
-    x [B, T@seq, D], positions [T@seq] (Brandon et al., 2023, "Striped attention").
-    """
-    p = fs.pvary(p, "seq")
-    q, k, v = (heads(x @ p[name], 3) for name in "qkv")
-    logs, outs, at = [], [], positions
-    for step in range(fs.axis_size("seq")):
-        if step:
-            k, v, at = fs.ppermute((k, v, at), "seq", ring("seq"))
-        scores = (q @ k.mT / math.sqrt(3)).masked_fill(at > positions[:, None], -1e30)
-        logs.append(scores.logsumexp(-1))
-        outs.append(scores.softmax(-1) @ v)
-    share = torch.stack(logs).softmax(0)[..., None]
-    return fs.pmean((merged((share * torch.stack(outs)).sum(0)) - target).square().mean(), "seq")
-
-
-def dense_striped_ring_attention(p: Params, x: Tensor, positions: Tensor, target: Tensor) -> Tensor:
-    q, k, v = (heads(x @ p[name], 3) for name in "qkv")
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=positions <= positions[:, None])
-    return (merged(out) - target).square().mean()
-
-
 def ulysses_attention(p: Params, x: Tensor, target: Tensor) -> Tensor:  # x [B, T@seq, D]
     """Heads are split during attention and positions elsewhere (Jacobs et al., 2023)."""
     p = fs.pvary(p, "seq")
@@ -156,26 +119,6 @@ def gathered_keys_attention(p: Params, x: Tensor, target: Tensor) -> Any:  # x [
     # Each rank differentiates its own loss; the gradients are averaged as in data parallelism.
     grads, value = torch.func.grad_and_value(loss)(p)
     return fs.pmean((value, grads), "seq")
-
-
-def sliding_window_attention(qkv: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Tensor:  # each [B, H, T@seq, K]
-    """Each position attends to itself and the 2 before it; a rank needs the last 2 keys of the rank before."""
-    q, k, v = qkv
-    n, length, window = fs.axis_size("seq"), q.shape[2], 3
-    halo = fs.ppermute((k[:, :, 1 - window :], v[:, :, 1 - window :]), "seq", [(i, i + 1) for i in range(n - 1)])
-    k, v = (torch.cat([before, own], 2) for before, own in zip(halo, (k, v), strict=True))
-    start = fs.axis_index("seq") * length
-    rows = start + torch.arange(length)[:, None]
-    columns = start + torch.arange(1 - window, length)
-    mask = (columns <= rows) & (columns > rows - window) & (columns >= 0)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return fs.pmean((out - target).square().mean(), "seq")
-
-
-def dense_sliding_window_attention(qkv: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Tensor:
-    ones = torch.ones(qkv[0].shape[2], qkv[0].shape[2], dtype=torch.bool)
-    out = F.scaled_dot_product_attention(*qkv, attn_mask=ones.tril() & ones.triu(-2))
-    return (out - target).square().mean()
 
 
 def linear_attention(qkv: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Tensor:  # each [B, H, T@seq, K]
@@ -224,40 +167,7 @@ def dense_selective_scan(p: Params, x: Tensor) -> Tensor:
     return torch.stack(out).square().sum()
 
 
-def split_cache_decoding(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
-    """Attend from one new token to a cache with split positions: partial softmaxes are combined (flash decoding).
-
-    q [B, H, K], k and v [B, H, T@seq, K], length [B]: the number of filled positions.
-    """
-    scores = torch.einsum("bhk,bhtk->bht", q, k) / math.sqrt(q.shape[-1])
-    at = fs.axis_index("seq") * k.shape[2] + torch.arange(k.shape[2])
-    scores = scores.masked_fill(at >= length[:, None, None], -math.inf)
-    top = fs.pmax(scores.amax(-1, keepdim=True), "seq")
-    weights = (scores - top).exp()
-    out, total = fs.psum((torch.einsum("bht,bhtk->bhk", weights, v), weights.sum(-1, keepdim=True)), "seq")
-    return out / total
-
-
-def dense_split_cache_decoding(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
-    mask = torch.arange(k.shape[2]) < length[:, None, None, None]
-    return F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask)[:, :, 0]
-
-
 # --- split heads ----------------------------------------------------------------------------------------------
-
-
-def tensor_parallel_attention(p: Params, x: Tensor, target: Tensor) -> Tensor:  # x [B@data, T, D]
-    """Split heads: q, k, v by columns, the output by rows, its bias added once (Shoeybi et al., 2019)."""
-    p = fs.pvary(p, "data")
-    h = fs.pvary(x, "model")
-    q, k, v = (heads(h @ p[name], 2) for name in "qkv")  # [B@data, H@model, T, K]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    out = fs.psum(merged(out) @ p["out"], "model") + p["bias"]
-    return fs.pmean((x + out - target).square().mean(), "data")
-
-
-def dense_tensor_parallel_attention(p: Params, x: Tensor, target: Tensor) -> Tensor:
-    return dense_causal_attention(p, x, target - x - p["bias"])
 
 
 def grouped_query_attention(p: Params, x: Tensor, target: Tensor) -> Tensor:
@@ -284,10 +194,7 @@ QKV = tuple(normal(f"attention {name}", 1, 2, 6, 3) for name in "qkv")
 PROJECTIONS = {name: normal(f"projection {name}", 4, 8, std=0.5) for name in "qkv"} | {
     "out": normal("projection out", 8, 4, std=0.5)
 }
-STRIPED = {name: normal(f"striped {name}", 4, 6, std=0.5) for name in "qkv"}
-STRIPES = torch.arange(6).view(2, 3).T.flatten()  # rank i has the positions i, i + 3
 X, Y = normal("x", 2, 4, 4), normal("y", 2, 4, 4)
-HEAD_SPECS = {"q": HEADS, "k": HEADS, "v": HEADS, "out": P("model"), "bias": P()}
 GROUPED = {"q": PROJECTIONS["q"], "kv": normal("kv", 2, 4, 2, 2), "out": PROJECTIONS["out"]}
 GROUPED_SPECS = {"q": HEADS, "kv": P(), "out": P("model")}
 THIRD = P(None, None, "seq")
@@ -295,28 +202,15 @@ THIRD = P(None, None, "seq")
 PROGRAMS = [
     Program(fs.value_and_grad(ring_attention), {"seq": 3}, (THIRD, THIRD), (P(), THIRD),
             (QKV, normal("target", 1, 2, 6, 3)), dense_grad(dense_ring_attention)),
-    Program(ring_attention_by_hand, {"seq": 3}, (THIRD, THIRD), (P(), THIRD),
-            (QKV, normal("target", 1, 2, 6, 3)), dense_ring_attention_by_hand),
-    Program(fs.value_and_grad(striped_ring_attention), {"seq": 3}, (P(), SEQ, P("seq"), SEQ), P(),
-            (STRIPED, normal("x", 1, 6, 4), STRIPES, normal("y", 1, 6, 6)),
-            dense_grad(dense_striped_ring_attention)),
     Program(fs.value_and_grad(ulysses_attention), {"seq": 2}, (P(), SEQ, SEQ), P(), (PROJECTIONS, X, Y),
             dense_grad(dense_causal_attention)),
     Program(gathered_keys_attention, {"seq": 2}, (P(), SEQ, SEQ), P(), (PROJECTIONS, X, Y),
             dense_grad(dense_causal_attention)),
-    Program(fs.value_and_grad(sliding_window_attention), {"seq": 3}, (THIRD, THIRD), (P(), THIRD),
-            (QKV, normal("target", 1, 2, 6, 3)), dense_grad(dense_sliding_window_attention)),
     Program(fs.value_and_grad(linear_attention), {"seq": 3}, (THIRD, THIRD), (P(), THIRD),
             (QKV, normal("target", 1, 2, 6, 3)), dense_grad(dense_linear_attention)),
     Program(fs.value_and_grad(selective_scan), {"seq": 4}, (P(), P("seq")), P(),
             ({"gate": normal("gate", 3, 3), "in": normal("in", 3, 3)}, normal("scan", 8, 3)),
             dense_grad(dense_selective_scan)),
-    Program(split_cache_decoding, {"seq": 4}, (P(), THIRD, THIRD, P()), P(),
-            (normal("q", 2, 2, 3), normal("k", 2, 2, 8, 3), normal("v", 2, 2, 8, 3), torch.tensor([5, 8])),
-            dense_split_cache_decoding),
-    Program(fs.value_and_grad(tensor_parallel_attention), {"data": 2, "model": 2},
-            (HEAD_SPECS, P("data"), P("data")), (P(), HEAD_SPECS), (PROJECTIONS | {"bias": normal("bias", 4)}, X, Y),
-            dense_grad(dense_tensor_parallel_attention)),
     Program(fs.value_and_grad(grouped_query_attention), {"model": 4}, (GROUPED_SPECS, P(), P()),
             (P(), GROUPED_SPECS), (GROUPED, X, Y), dense_grad(dense_grouped_query_attention)),
 ]  # fmt: skip

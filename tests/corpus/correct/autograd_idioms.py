@@ -65,23 +65,6 @@ def step_by_data(p, x, labels, lr):
     return {k: w.detach() for k, w in p.items()}
 
 
-def step_inside_backward(p, x, labels, lr):
-    """A step in a hook on each leaf, as soon as its gradient is complete."""
-    p = {k: w.clone().requires_grad_() for k, w in p.items()}
-
-    def step(w):
-        with torch.no_grad():
-            w -= lr * w.grad
-        w.grad = None
-
-    for w in p.values():
-        w.register_post_accumulate_grad_hook(step)
-    for _ in range(2):
-        hidden = torch.tanh(fs.pvary(x, "model") @ p["w"])
-        F.cross_entropy(fs.psum(hidden @ p["v"], "model"), labels).backward()
-    return {k: w.detach() for k, w in p.items()}
-
-
 def dense_steps(p, x, labels, lr):
     for _ in range(2):
         g = grad(lambda p: F.cross_entropy(torch.tanh(x @ p["w"]) @ p["v"], labels))(p)
@@ -157,19 +140,6 @@ def dense_frozen_embedding(head, table, positions, tokens, weights):
     return torch.func.grad_and_value(loss)(head)[::-1]
 
 
-def batched_jacobian(w, x):
-    """Squared Jacobians of the outputs by the inputs of a frozen layer, by batched autograd.grad."""
-    x = x.clone().requires_grad_()
-    out = torch.tanh(x @ w)  # [B@data, C]
-    directions = torch.eye(4)[:, None].expand(4, *out.shape)
-    (rows,) = torch.autograd.grad(out, x, directions, is_grads_batched=True)
-    return rows.square().sum((0, 2))
-
-
-def dense_batched_jacobian(w, x):
-    return torch.func.vmap(torch.func.jacrev(lambda row: torch.tanh(row @ w)))(x).square().sum((1, 2))
-
-
 def hessian_by_functional(w, x, y):
     """A Newton step by torch.autograd.functional."""
 
@@ -200,7 +170,6 @@ PROGRAMS = [
     Program(slope_along_a_direction, DATA, (P(), *FIT), P(), (W, W.flip(0), X, LABELS), dense_slope),
     Program(gauss_newton_by_forward_mode, DATA, FIT, P(), CURVE, dense_gauss_newton),
     Program(step_by_data, MODEL, STEPS, SPLIT, (NET, X, LABELS, RATE), dense_steps),
-    Program(step_inside_backward, MODEL, STEPS, SPLIT, (NET, X, LABELS, RATE), dense_steps),
     Program(local_leaves, DATA, (*FIT, P()), P(), (W, X, LABELS, RATE), dense_local_leaves),
     Program(hook_that_reduces, DATA, (*FIT, P()), P(), (W, X, LABELS, RATE), dense_local_leaves),
     Program(
@@ -213,6 +182,5 @@ PROGRAMS = [
         (normal("head", 5, 2), normal("table", 9, 5), normal("positions", 3, 5),
          torch.arange(12).view(4, 3) * 5 % 9, torch.tensor([2.0, 0.5])), dense_frozen_embedding,
     ),
-    Program(batched_jacobian, DATA, (P(), BATCH), BATCH, (W, X), dense_batched_jacobian),
     Program(hessian_by_functional, DATA, FIT, P(), (CURVE[0], CURVE[1], CURVE[2].sign()), dense_hessian_by_functional),
 ]  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch.func import grad, vmap
 
 import fshard as fs
@@ -31,22 +30,6 @@ def log_joint(w, x, y):
 
 def dense_log_joint(w, x, y):
     return -0.5 * (x @ w - y).square().sum() - 0.5 * w @ w
-
-
-def langevin_dynamics(w, x, y, step, key):
-    """SGLD: gradient of the data on all ranks, noise that is the same on each."""
-    for i in range(2):
-        g = fs.grad(log_joint)(w, x, y)
-        noise = fs.random.normal(fs.fold_in(key, i), w.shape, dtype=w.dtype)
-        w = w + 0.5 * step * g + step.sqrt() * noise
-    return w
-
-
-def dense_langevin(w, x, y, step, key):
-    for i in range(2):
-        noise = fs.random.normal(fs.fold_in(key, i), w.shape, dtype=w.dtype)
-        w = w + 0.5 * step * (x.T @ (y - x @ w) - w) + step**0.5 * noise
-    return w
 
 
 def hamiltonian_monte_carlo(w, x, y, step, key):
@@ -153,25 +136,6 @@ def dense_expectation_maximization(p, x):
     return p
 
 
-def lloyd_clustering(centers, x):
-    """k-means: local assignment to replicated centers, sums and counts over the ranks, empty clusters kept."""
-    for _ in range(2):
-        nearest = torch.cdist(x, centers).argmin(1)
-        hot = F.one_hot(nearest, len(centers)).to(x.dtype)
-        sums, counts = fs.psum((hot.T @ x, hot.sum(0)), "data")
-        centers = torch.where(counts[:, None] > 0, sums / counts.clamp(min=1)[:, None], centers)
-    inertia = fs.psum(torch.cdist(x, centers).amin(1).square().sum(), "data")
-    return centers, inertia
-
-
-def dense_lloyd(centers, x):
-    for _ in range(2):
-        nearest = (x[:, None] - centers).square().sum(-1).argmin(1)
-        rows = [x[nearest == k].mean(0) if (nearest == k).any() else centers[k] for k in range(len(centers))]
-        centers = torch.stack(rows)
-    return centers, (x[:, None] - centers).square().sum(-1).min(1).values.sum()
-
-
 def rbf(a, b, scale):
     return torch.exp(-0.5 * torch.cdist(a, b).square() / scale.square())
 
@@ -186,47 +150,6 @@ def kernel_regression(x, y, queries, scale):
 def dense_kernel_regression(x, y, queries, scale):
     distance = (queries[:, None] - x).square().sum(-1)
     return torch.softmax(-0.5 * distance / scale**2, -1) @ y
-
-
-def kernel_bandwidth_by_gradient(x, y, queries, goals, scale):
-    """The same, with the bandwidth learned: here it is differentiated, so it is pvaried."""
-
-    def loss(scale):
-        k = rbf(queries, x, fs.pvary(scale, "data"))
-        top, bottom = fs.psum((k @ y, k.sum(1)), "data")
-        return (top / bottom - goals).square().mean()
-
-    return fs.value_and_grad(loss)(scale)
-
-
-def dense_kernel_bandwidth(x, y, queries, goals, scale):
-    def loss(s):
-        return F.mse_loss(dense_kernel_regression(x, y, queries, s), goals)
-
-    return torch.func.grad_and_value(loss)(scale)[::-1]
-
-
-def gaussian_process(x, y, queries, scale, noise):
-    """GP posterior mean by conjugate gradients; rows of the kernel matrix are split, products are gathered."""
-    everyone, goal = fs.all_gather((x, y), "data", to="invariant")
-    rows = rbf(x, everyone, scale)  # [B@data, B]
-
-    def product(v):
-        return fs.all_gather(rows @ v, "data", to="invariant") + noise * v
-
-    alpha, r = torch.zeros_like(goal), goal
-    d = r
-    for _ in range(8):
-        kd = product(d)
-        step = r @ r / (d @ kd)
-        alpha, after = alpha + step * d, r - step * kd
-        d, r = after + (after @ after) / (r @ r) * d, after
-    return fs.psum(rbf(queries, x, scale) @ fs.pslice(alpha, "data"), "data")
-
-
-def dense_gaussian_process(x, y, queries, scale, noise):
-    gram = rbf(x, x, scale) + noise * torch.eye(len(x), dtype=x.dtype)
-    return rbf(queries, x, scale) @ torch.linalg.solve(gram, y)
 
 
 def marginal_likelihood(x, y, p):
@@ -249,25 +172,6 @@ def dense_marginal_likelihood(x, y, p):
         return -torch.distributions.MultivariateNormal(torch.zeros_like(y), cov).log_prob(y)
 
     return torch.func.grad_and_value(loss)(p)[::-1]
-
-
-def random_features_drawn_inside(x, y, key):
-    """Ridge regression on random features whose matrix is drawn in the region, the same on each rank."""
-    k1, k2 = fs.split(key)
-    frequencies = fs.random.normal(k1, (x.shape[1], 6), dtype=x.dtype)
-    phase = fs.random.uniform(k2, (6,), high=2 * math.pi, dtype=x.dtype)
-    z = torch.cos(x @ frequencies + fs.pvary(phase, "data"))
-    a, b = fs.psum((z.T @ z, z.T @ y), "data")
-    return torch.linalg.solve(a + 0.1 * torch.eye(6), b)
-
-
-def dense_random_features(x, y, key):
-    k1, k2 = fs.split(key)
-    frequencies = fs.random.normal(k1, (x.shape[1], 6), dtype=x.dtype)
-    phase = fs.random.uniform(k2, (6,), high=2 * math.pi, dtype=x.dtype)
-    z = torch.cos(torch.addmm(phase, x, frequencies))
-    rows = torch.cat([z, 0.1**0.5 * torch.eye(6, dtype=x.dtype)])
-    return torch.linalg.lstsq(rows, torch.cat([y, torch.zeros(6, dtype=x.dtype)])).solution
 
 
 def randomized_range_finder(x, key):
@@ -297,29 +201,6 @@ def dense_bootstrap(x, key):
     return means.var(0).sqrt()
 
 
-def variational_linear_model(q, x, y, key):
-    """Mean-field variational inference: weights drawn once for all ranks, pvaried where they meet the data."""
-
-    def loss(q):
-        noise = fs.random.normal(key, q["mean"].shape, dtype=x.dtype)
-        w = q["mean"] + q["log_std"].exp() * noise
-        kl = (0.5 * (q["mean"].square() + (2 * q["log_std"]).exp() - 1) - q["log_std"]).sum()
-        return fs.psum(0.5 * (x @ fs.pvary(w, "data") - y).square().sum(), "data") + kl
-
-    return fs.value_and_grad(loss)(q)
-
-
-def dense_variational(q, x, y, key):
-    noise = fs.random.normal(key, (3,), dtype=x.dtype)
-
-    def loss(q):
-        posterior = torch.distributions.Normal(q["mean"], q["log_std"].exp(), validate_args=False)
-        kl = torch.distributions.kl_divergence(posterior, torch.distributions.Normal(0.0, 1.0)).sum()
-        return 0.5 * (y - x @ (posterior.mean + posterior.stddev * noise)).square().sum() + kl
-
-    return torch.func.grad_and_value(loss)(q)[::-1]
-
-
 def scalar(x):
     return torch.tensor(x, dtype=torch.float64)
 
@@ -329,7 +210,6 @@ MIXTURE = {"weight": torch.full((3,), 1 / 3).double(), "mean": normal("mean", 3,
 QUERIES = normal("queries", 5, 3).double()
 SAMPLE = (P(), BATCH, BATCH, P(), P())
 PROGRAMS = [
-    Program(langevin_dynamics, DATA, SAMPLE, P(), (W, X, Y, scalar(0.01), KEY), dense_langevin),
     Program(hamiltonian_monte_carlo, DATA, SAMPLE, P(), (W, X, Y, scalar(0.1), KEY), dense_hamiltonian),
     Program(
         chains_over_ranks, {"chain": 2}, (P("chain"), P(), P(), P(), P()), (P("chain"), P()),
@@ -340,27 +220,13 @@ PROGRAMS = [
         (normal("particles", 6, 3).double(), X, Y, scalar(0.05)), dense_stein,
     ),
     Program(expectation_maximization, DATA, (P(), BATCH), P(), (MIXTURE, X), dense_expectation_maximization),
-    Program(lloyd_clustering, DATA, (P(), BATCH), P(), (normal("centers", 4, 3).double(), X), dense_lloyd),
     Program(
         kernel_regression, DATA, (BATCH, BATCH, P(), P()), P(), (X, Y, QUERIES, scalar(1.2)), dense_kernel_regression
-    ),
-    Program(
-        kernel_bandwidth_by_gradient, DATA, (BATCH, BATCH, P(), P(), P()), P(),
-        (X, Y, QUERIES, normal("goals", 5).double(), scalar(1.2)), dense_kernel_bandwidth,
-    ),
-    Program(
-        gaussian_process, DATA, (BATCH, BATCH, P(), P(), P()), P(), (X, Y, QUERIES, scalar(1.2), scalar(0.1)),
-        dense_gaussian_process,
     ),
     Program(
         marginal_likelihood, DATA, (BATCH, BATCH, P()), P(), (X, Y, torch.tensor([0.3, -0.4]).double()),
         dense_marginal_likelihood,
     ),
-    Program(random_features_drawn_inside, DATA, (BATCH, BATCH, P()), P(), (X, Y, KEY), dense_random_features),
     Program(randomized_range_finder, DATA, (BATCH, P()), P(), (X, KEY), dense_range_finder),
     Program(bootstrap_of_the_mean, DATA, (BATCH, P()), P(), (X, KEY), dense_bootstrap),
-    Program(
-        variational_linear_model, DATA, (P(), BATCH, BATCH, P()), P(),
-        ({"mean": W, "log_std": normal("log std", 3, std=0.3).double()}, X, Y, KEY), dense_variational,
-    ),
 ]  # fmt: skip

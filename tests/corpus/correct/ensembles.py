@@ -5,42 +5,18 @@ Legend: M members, I islands, B batch, D width; [M@member] is a dim split over a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from tests.corpus.correct.program import Program, dense_grad, normal
+from tests.corpus.correct.program import Program, normal
 
 Params = dict[str, Tensor]
 
 
 def predict(p: Params, x: Tensor) -> Tensor:
     return torch.tanh(x @ p["up"]) @ p["down"]
-
-
-def mean_error(p: Params, x: Tensor, y: Tensor) -> Tensor:
-    return (predict(p, x) - y).square().mean()
-
-
-def a_model_for_each_rank(p: Params, x: Tensor, y: Tensor) -> Any:  # up [M@member, D, F], x [B@data, D]
-    """Deep ensemble: each rank of `member` trains its own model, on the same data, which `data` splits."""
-
-    def loss(p: Params) -> Tensor:
-        model = fs.pvary({name: w.squeeze(0) for name, w in p.items()}, "data")
-        return fs.pmean(mean_error(model, fs.pvary(x, "member"), fs.pvary(y, "member")), "data")
-
-    value, grads = fs.value_and_grad(loss)(p)  # a loss for each member
-    p = fs.tree.map(lambda w, g: w - 0.1 * g, p, grads)
-    return p, value[None], fs.pmean(value, "member")
-
-
-def dense_a_model_for_each_rank(p: Params, x: Tensor, y: Tensor) -> Any:
-    grads, values = torch.func.vmap(torch.func.grad_and_value(mean_error), in_dims=(0, None, None))(p, x, y)
-    return {name: w - 0.1 * grads[name] for name, w in p.items()}, values, values.mean()
 
 
 def ensemble_prediction(p: Params, x: Tensor) -> tuple[Tensor, Tensor]:  # up [M@member, D, F], x [B, D]
@@ -84,34 +60,6 @@ def dense_best_of_a_grid(w: Tensor, rates: Tensor, x: Tensor, y: Tensor) -> tupl
     return models[int(losses.argmin())], losses.min()
 
 
-def population_exchange(p: Tensor, fitness: Tensor) -> Tensor:  # p [I@member, M, D], fitness [I@member, M]
-    """Island model: the best member of each island replaces the worst one of the next island."""
-    n, islands = fs.axis_size("member"), torch.arange(len(p))
-    best = p[islands, fitness.argmax(1)]  # [I@member, D]
-    from_before = fs.ppermute(best[-1:], "member", [(i, (i + 1) % n) for i in range(n)])
-    arrived = torch.cat([from_before, best[:-1]])
-    return p.index_put((islands, fitness.argmin(1)), arrived)
-
-
-def dense_population_exchange(p: Tensor, fitness: Tensor) -> Tensor:
-    best = torch.stack([island[s.argmax()] for island, s in zip(p, fitness, strict=True)]).roll(1, 0)
-    worst = F.one_hot(fitness.argmin(1), p.shape[1]).bool()
-    return torch.where(worst[..., None], best[:, None], p)
-
-
-def mixture_of_members(p: Params, x: Tensor, y: Tensor) -> Tensor:  # up [M@member, D, F], gate [D, M]
-    """Train members jointly: a gate weighs their predictions, which are summed over ranks."""
-    gate = fs.pslice((x @ p["gate"]).softmax(-1), "member", dim=1)  # [B, M@member]
-    x = fs.pvary(x, "member")
-    predictions = torch.func.vmap(predict, in_dims=(0, None))({"up": p["up"], "down": p["down"]}, x)
-    return (fs.psum(torch.einsum("bm,mbd->bd", gate, predictions), "member") - y).square().mean()
-
-
-def dense_mixture_of_members(p: Params, x: Tensor, y: Tensor) -> Tensor:
-    predictions = torch.stack([torch.tanh(x @ u) @ d for u, d in zip(p["up"], p["down"], strict=True)], 1)
-    return (((x @ p["gate"]).softmax(-1)[..., None] * predictions).sum(1) - y).square().mean()
-
-
 def replica_exchange_chain(p: Tensor, heat: Tensor, key: Tensor) -> Tensor:  # p [M@member, D], heat [M@member]
     """Parallel tempering: Langevin steps at each temperature, then odd and even neighbours swap by Metropolis."""
     energy = lambda p: ((p.square() - 1).square()).sum(-1)  # noqa: E731
@@ -148,20 +96,12 @@ def dense_replica_exchange_chain(p: Tensor, heat: Tensor, key: Tensor) -> Tensor
 
 MEMBER, DATA = P("member"), P("data")
 MODELS = {"up": normal("member up", 4, 2, 5), "down": normal("member down", 4, 5, 2)}
-GATED = MODELS | {"gate": normal("gate", 2, 4)}
-GATED_SPECS = {"up": MEMBER, "down": MEMBER, "gate": P()}
 X, Y = normal("x", 6, 2), normal("y", 6, 2)
 
 PROGRAMS = [
-    Program(a_model_for_each_rank, {"member": 4, "data": 2}, (MEMBER, DATA, DATA), (MEMBER, MEMBER, P()),
-            (MODELS, X, Y), dense_a_model_for_each_rank, meshes=({"member": 4, "data": 1},)),
     Program(ensemble_prediction, {"member": 2}, (MEMBER, P()), P(), (MODELS, X), dense_ensemble_prediction),
     Program(best_of_a_grid, {"member": 3}, (P(), MEMBER, P(), P()), P(),
             (normal("w", 2), torch.tensor([0.01, 0.3, 0.1, 1.5, 0.03, 0.05]), X, Y[:, 0]), dense_best_of_a_grid),
-    Program(population_exchange, {"member": 3}, (MEMBER, MEMBER), MEMBER,
-            (normal("population", 6, 3, 2), normal("fitness", 6, 3)), dense_population_exchange),
-    Program(fs.value_and_grad(mixture_of_members), {"member": 4}, (GATED_SPECS, P(), P()), (P(), GATED_SPECS),
-            (GATED, X, Y), dense_grad(dense_mixture_of_members)),
     Program(replica_exchange_chain, {"member": 4}, (MEMBER, MEMBER, P()), MEMBER,
             (normal("chains", 4, 2), torch.tensor([0.1, 0.5, 2.0, 5.0]), fs.key(3)), dense_replica_exchange_chain),
 ]  # fmt: skip

@@ -24,25 +24,6 @@ def run_layers(layers: Tensor, h: Tensor) -> Tensor:  # layers [L, D, D], h [B, 
     return h
 
 
-def dense_pipeline(p: Params, x: Tensor, y: Tensor) -> Tensor:  # x [M, B, D]
-    return (run_layers(p["layers"], x @ p["embed"]) @ p["head"] - y).square().mean()
-
-
-def gpipe(p: Params, x: Tensor, y: Tensor) -> Tensor:
-    """All microbatches forward, then all backward: the transpose of each send (Huang et al., 2018)."""
-    n, stage = fs.axis_size("stage"), fs.axis_index("stage")
-    embed, head, x, y = fs.pvary((p["embed"], p["head"], x, y), "stage")
-    received, results = torch.zeros(x.shape[1], embed.shape[1]), []
-    for tick in range(len(x) + n - 1):
-        first = x[min(tick, len(x) - 1)] @ embed
-        h = run_layers(p["layers"], torch.where(stage == 0, first, received))
-        if tick >= n - 1:
-            results.append(h)
-        received = fs.ppermute(h, "stage", [(i, i + 1) for i in range(n - 1)])
-    error = (torch.stack(results) @ head - y).square().mean()
-    return fs.psum(torch.where(stage == n - 1, error, 0.0), "stage")
-
-
 def one_forward_one_backward(p: Params, x: Tensor, y: Tensor) -> Any:
     """1F1B: each tick runs a microbatch forward and an earlier one backward (Narayanan et al., 2019).
 
@@ -83,32 +64,6 @@ def dense_one_forward_one_backward(p: Params, x: Tensor, y: Tensor) -> Any:
     return dense_grad(lambda p: (run_layers(p["layers"], x) - y).square().mean())(p)
 
 
-def interleaved_stages(p: Params, x: Tensor, y: Tensor) -> Tensor:  # layers [R, L@stage, D, D]
-    """Circular pipeline: a microbatch passes R times around the ring of stages (Narayanan et al., 2021)."""
-    n, stage = fs.axis_size("stage"), fs.axis_index("stage")
-    rounds = len(p["layers"])
-    x, y = fs.pvary((x, y), "stage")
-    total = torch.zeros(())
-    for wave in range(0, len(x), n):  # as many microbatches as stages, all in the ring at once
-        h = torch.zeros_like(x[0])
-        for tick in range(rounds * n + n - 1):
-            turn = tick - stage  # of the microbatch that is on this stage
-            layers = p["layers"][(turn // n).clamp(0, rounds - 1)]
-            if tick < n:
-                h = torch.where(stage == 0, x[wave + tick], h)
-            h = run_layers(layers, h)
-            done = tick - (rounds * n - 1)
-            if done >= 0:
-                error = (h - y[wave + done]).square().sum()
-                total = total + torch.where(stage == n - 1, error, 0.0)
-            h = fs.ppermute(h, "stage", [(i, (i + 1) % n) for i in range(n)])
-    return fs.psum(total, "stage") / y.numel()
-
-
-def dense_interleaved_stages(p: Params, x: Tensor, y: Tensor) -> Tensor:
-    return (run_layers(p["layers"].flatten(0, 1), x) - y).square().mean()
-
-
 def pipeline_with_data_parallel(p: Params, x: Tensor, y: Tensor) -> Any:  # x [M, B@data, D]
     """A pipeline for each part of the batch; .backward() inside the region, then one mean of gradients."""
     n, stage = fs.axis_size("stage"), fs.axis_index("stage")
@@ -125,20 +80,13 @@ def pipeline_with_data_parallel(p: Params, x: Tensor, y: Tensor) -> Any:  # x [M
 
 
 LAYERS = {"layers": normal("layers", 6, 3, 3)}
-WITH_ENDS = LAYERS | {"embed": normal("embed", 4, 3), "head": normal("head", 3, 2)}
 STAGES = {"layers": P("stage")}
-ENDS_SPECS = STAGES | {"embed": P(), "head": P()}
-ROUNDS = {"layers": P(None, "stage")}
 X, Y = normal("x", 4, 2, 3), normal("y", 4, 2, 3)
 BATCH = P(None, "data")
 
 PROGRAMS = [
-    Program(fs.value_and_grad(gpipe), {"stage": 3}, (ENDS_SPECS, P(), P()), (P(), ENDS_SPECS),
-            (WITH_ENDS, normal("x", 4, 2, 4), normal("y", 4, 2, 2)), dense_grad(dense_pipeline)),
     Program(one_forward_one_backward, {"stage": 3}, (STAGES, P(), P()), (P(), STAGES), (LAYERS, X, Y),
             dense_one_forward_one_backward),
-    Program(fs.value_and_grad(interleaved_stages), {"stage": 2}, (ROUNDS, P(), P()), (P(), ROUNDS),
-            ({"layers": normal("rounds", 2, 2, 3, 3)}, X, Y), dense_grad(dense_interleaved_stages)),
     Program(pipeline_with_data_parallel, {"data": 2, "stage": 2}, (STAGES, BATCH, BATCH), (P(), STAGES),
             (LAYERS, X, Y), dense_one_forward_one_backward),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ Legend: B points, D space, H hidden, N particles; [n@axis] is a dim split over a
 from __future__ import annotations
 
 import torch
-from torch.func import grad, grad_and_value, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad_and_value, jacrev, jvp, vjp, vmap
 
 import fshard as fs
 from fshard import P
@@ -77,59 +77,8 @@ def dense_physics_informed(p, x, edge, diffusivity):
     return grad_and_value(loss)(p)[::-1]
 
 
-def inverse_problem(p, log_diffusivity, x, values):
-    """The diffusivity learned with the network, from split measurements: replicated, so both are pvaried."""
-
-    def loss(p, k):
-        p, k = fs.pvary((p, k), "data")
-        t = vmap(jacfwd(grad(net, 1), 1), (None, 0))(p, x).diagonal(dim1=1, dim2=2).sum(-1)
-        residual = (k.exp() * t - 1).square().mean()
-        return fs.pmean(residual + (net(p, x) - values).square().mean(), "data")
-
-    return fs.grad(loss, (0, 1))(p, log_diffusivity)
-
-
-def dense_inverse_problem(p, log_diffusivity, x, values):
-    def loss(p, k):
-        return (k.exp() * dense_laplacian(p, x) - 1).square().mean() + (net(p, x) - values).square().mean()
-
-    return torch.func.grad(loss, (0, 1))(p, log_diffusivity)
-
-
 def field(p, z):
     return torch.tanh(z @ p["a"]) @ p["b"]
-
-
-def neural_ode(p, z, goal, step):
-    """Neural ODE: Runge-Kutta steps of a replicated size over a split batch, differentiated through."""
-
-    def loss(p):
-        p, x = fs.pvary(p, "data"), z
-        for _ in range(2):
-            k1 = field(p, x)
-            k2 = field(p, x + step / 2 * k1)
-            k3 = field(p, x + step / 2 * k2)
-            k4 = field(p, x + step * k3)
-            x = x + step / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
-        return fs.pmean((x - goal).square().sum(-1).mean(), "data")
-
-    return fs.value_and_grad(loss)(p)
-
-
-def dense_neural_ode(p, z, goal, step):
-    tableau, weights = [0.0, 0.5, 0.5, 1.0], [1 / 6, 1 / 3, 1 / 3, 1 / 6]
-
-    def loss(p):
-        x = z
-        for _ in range(2):
-            k, total = torch.zeros_like(x), torch.zeros_like(x)
-            for c, w in zip(tableau, weights, strict=True):
-                k = field(p, x + c * step * k)
-                total = total + w * k
-            x = x + step * total
-        return (x - goal).square().sum(-1).mean()
-
-    return grad_and_value(loss)(p)[::-1]
 
 
 def adjoint_of_euler(p, z, goal, step):
@@ -155,168 +104,13 @@ def dense_adjoint_of_euler(p, z, goal, step):
     return torch.func.grad(loss, (0, 1))(p, z)
 
 
-def hamiltonian_network(p, state, velocity, mass):
-    """Hamiltonian network: a learned potential whose gradient by the inputs must match observed accelerations."""
-
-    def loss(p):
-        p = fs.pvary(p, "data")
-        force = -vmap(grad(net, 1), (None, 0))(p, state)
-        return fs.pmean((force / mass - velocity).square().sum(-1).mean(), "data")
-
-    return fs.value_and_grad(loss)(p)
-
-
-def dense_hamiltonian_network(p, state, velocity, mass):
-    def loss(p):
-        slope = 1 - torch.tanh(state @ p["w"] + p["b"]).square()
-        force = -(slope * p["v"]) @ p["w"].T
-        return (force / mass - velocity).square().sum(-1).mean()
-
-    return grad_and_value(loss)(p)[::-1]
-
-
-def pair_energy(r, others, charge, charges):
-    distance = torch.sqrt((r[:, None] - others).square().sum(-1) + 0.1)
-    return charge[:, None] * charges / distance
-
-
-def particle_simulation(position, speed, charge, step):
-    """Leapfrog of charged particles [N@data, D]: each rank computes the forces on its own from all of them."""
-    everyone = fs.all_gather(charge, "data")
-
-    def force(position):
-        sources = fs.all_gather(position, "data")
-        return -grad(lambda r: pair_energy(r, sources, charge, everyone).sum())(position)
-
-    for _ in range(2):
-        speed = speed + 0.5 * step * force(position)
-        position = position + step * speed
-        speed = speed + 0.5 * step * force(position)
-    kinetic = fs.psum(0.5 * speed.square().sum(), "data")
-    return position, speed, kinetic
-
-
-def dense_particle_simulation(position, speed, charge, step):
-    def energy(r):
-        return 0.5 * pair_energy(r, r, charge, charge).sum()
-
-    for _ in range(2):
-        speed = speed - 0.5 * step * grad(energy)(position)
-        position = position + step * speed
-        speed = speed - 0.5 * step * grad(energy)(position)
-    return position, speed, 0.5 * speed.square().sum()
-
-
-def force_matching(p, molecules, forces):
-    """Interatomic potential fitted to forces: a gradient by positions [B@data, N, D] inside one by parameters."""
-
-    def energy(p, r):
-        distance = (r[:, None] - r).square().sum(-1)
-        return (p["depth"] * torch.exp(-distance[..., None] * p["width"])).sum()
-
-    def loss(p):
-        p = fs.pvary(p, "data")
-        guess = -vmap(grad(energy, 1), (None, 0))(p, molecules)
-        return fs.pmean((guess - forces).square().sum((1, 2)).mean(), "data")
-
-    return fs.value_and_grad(loss)(p)
-
-
-def dense_force_matching(p, molecules, forces):
-    def loss(p):
-        apart = molecules[:, :, None] - molecules[:, None]
-        bell = torch.exp(-apart.square().sum(-1)[..., None] * p["width"])
-        guess = 4 * torch.einsum("bijk,k,bijd->bid", bell, p["depth"] * p["width"], apart)
-        return (guess - forces).square().sum((1, 2)).mean()
-
-    return grad_and_value(loss)(p)[::-1]
-
-
-def ensemble_kalman(members, observed, matrix, noise, key):
-    """Ensemble Kalman filter: members [N@data, D], covariances over the ranks, a gain that is the same on each."""
-    n = len(members) * fs.axis_size("data")
-    mean = fs.pmean(members.mean(0), "data")
-    predicted = members @ matrix.T
-    predicted_mean = fs.pmean(predicted.mean(0), "data")
-    a, b = members - mean, predicted - predicted_mean
-    cross, cov = fs.psum((a.T @ b, b.T @ b), "data")
-    gain = torch.linalg.solve(cov / (n - 1) + noise * torch.eye(len(cov)), cross.T / (n - 1)).T
-    drawn = fs.random.normal(key, (n, len(observed)), spec=P("data"), dtype=members.dtype)
-    return members + (observed + noise.sqrt() * drawn - predicted) @ gain.T
-
-
-def dense_ensemble_kalman(members, observed, matrix, noise, key):
-    both = torch.cov(torch.cat([members, members @ matrix.T], 1).T)
-    d = members.shape[1]
-    gain = both[:d, d:] @ torch.linalg.inv(both[d:, d:] + noise * torch.eye(len(observed), dtype=noise.dtype))
-    drawn = fs.random.normal(key, (len(members), len(observed)), dtype=members.dtype)
-    new = observed + noise**0.5 * drawn
-    return torch.stack([m + gain @ (o - matrix @ m) for m, o in zip(members, new, strict=True)])
-
-
-def kalman_filter(series, transition, emission, noise):
-    """Kalman filters of a batch of series [B@data, T]: means are local, covariances and gains are shared."""
-    mean, cov, out = torch.zeros(len(series), 2, dtype=series.dtype), torch.eye(2, dtype=series.dtype), []
-    for t in range(series.shape[1]):
-        mean, cov = mean @ transition.T, transition @ cov @ transition.T + 0.1 * torch.eye(2)
-        gain = cov @ emission / (emission @ cov @ emission + noise)
-        mean = mean + (series[:, t] - mean @ emission)[:, None] * gain
-        cov = cov - torch.outer(gain, emission @ cov)
-        out.append(mean)
-    return torch.stack(out, 1), cov
-
-
-def dense_kalman_filter(series, transition, emission, noise):
-    """Each row by the information form of the update."""
-    rows = []
-    for row in series:
-        m, c, out = torch.zeros(2, dtype=series.dtype), torch.eye(2, dtype=series.dtype), []
-        for value in row:
-            m, c = transition @ m, transition @ c @ transition.T + 0.1 * torch.eye(2, dtype=series.dtype)
-            precision = torch.linalg.inv(c) + torch.outer(emission, emission) / noise
-            m = torch.linalg.solve(precision, torch.linalg.solve(c, m) + emission * value / noise)
-            c = torch.linalg.inv(precision)
-            out.append(m)
-        rows.append(torch.stack(out))
-    return torch.stack(rows), c
-
-
 FIELD = {"a": normal("a", 3, 5).double(), "b": normal("b", 5, 3, std=0.5).double()}
 START, GOAL = normal("start", 8, 3).double(), normal("goal", 8, 3).double()
 STEP = torch.tensor(0.2).double()
 EQUATION = (P(), BATCH, BATCH, P())
-POTENTIAL = {"depth": normal("depth", 2).double(), "width": torch.tensor([0.5, 1.5]).double()}
 PROGRAMS = [
     Program(physics_informed, DATA, EQUATION, P(), (NET, POINTS, EDGE, STEP), dense_physics_informed),
     Program(physics_informed_forward, DATA, EQUATION, P(), (NET, POINTS, EDGE, STEP), dense_physics_informed),
     Program(physics_informed_by_autograd, DATA, EQUATION, P(), (NET, POINTS, EDGE, STEP), dense_physics_informed),
-    Program(
-        inverse_problem, DATA, (P(), P(), BATCH, BATCH), P(), (NET, STEP, POINTS, normal("values", 8).double()),
-        dense_inverse_problem,
-    ),
-    Program(neural_ode, DATA, EQUATION, P(), (FIELD, START, GOAL, STEP), dense_neural_ode),
     Program(adjoint_of_euler, DATA, EQUATION, (P(), BATCH), (FIELD, START, GOAL, STEP), dense_adjoint_of_euler),
-    Program(
-        hamiltonian_network, DATA, EQUATION, P(),
-        (NET, POINTS, POINTS.flip(1), torch.tensor([1.0, 2.0]).double()), dense_hamiltonian_network,
-    ),
-    Program(
-        particle_simulation, DATA, (BATCH, BATCH, BATCH, P()), (BATCH, BATCH, P()),
-        (normal("r", 6, 2).double(), normal("v", 6, 2).double(), normal("q", 6).double(), STEP),
-        dense_particle_simulation,
-    ),
-    Program(
-        force_matching, DATA, (P(), BATCH, BATCH), P(),
-        (POTENTIAL, normal("molecules", 4, 3, 2).double(), normal("forces", 4, 3, 2).double()), dense_force_matching,
-    ),
-    Program(
-        ensemble_kalman, DATA, (BATCH, P(), P(), P(), P()), BATCH,
-        (normal("members", 8, 3).double(), normal("observed", 2).double(), normal("matrix", 2, 3).double(), STEP,
-         fs.key(31)), dense_ensemble_kalman,
-    ),
-    Program(
-        kalman_filter, DATA, (BATCH, P(), P(), P()), (BATCH, P()),
-        (normal("series", 4, 5).double(), normal("transition", 2, 2, std=0.7).double(),
-         torch.tensor([1.0, 0.5]).double(), STEP), dense_kalman_filter,
-    ),
 ]  # fmt: skip

@@ -87,20 +87,6 @@ def dense_sequence_parallel_block(p: Params, x: Tensor, target: Tensor) -> Any:
     return torch.func.grad_and_value(loss)(p)
 
 
-def two_dimensional_mlp(p: Params, x: Tensor, target: Tensor) -> Tensor:
-    """Weights split over both axes, activations over one at a time: each product is a sum over the other.
-
-    x [B, D@row], up [D@row, F@col], down [F@col, D@row] (Xu et al., 2021, "GSPMD").
-    """
-    h = torch.tanh(fs.psum(fs.pvary(x, "col") @ p["up"], "row"))  # [B, F@col]
-    y = fs.psum(fs.pvary(h, "row") @ p["down"], "col")  # [B, D@row]
-    return fs.psum((y - target).square().sum(), "row")
-
-
-def dense_two_dimensional_mlp(p: Params, x: Tensor, target: Tensor) -> Tensor:
-    return (torch.tanh(x @ p["up"]) @ p["down"] - target).square().sum()
-
-
 def vocabulary_parallel_model(p: Params, ids: Tensor, targets: Tensor) -> Tensor:  # ids [B@data, T]
     """Embedding and cross-entropy of a tied table with split rows (Shoeybi et al., 2019)."""
     table = fs.pvary(p["table"], "data")  # [V@model, D]
@@ -141,44 +127,6 @@ def dense_channel_parallel_convolutions(p: Params, x: Tensor, target: Tensor) ->
     return (F.conv2d(h, p["second"], padding=1) - target).abs().mean()
 
 
-def split_features_layer_norm(p: Params, x: Tensor, target: Tensor) -> Tensor:  # x [B, D@model]
-    """Layer norm over a split dim, then a linear layer whose result is gathered."""
-    mean = fs.pmean(x.mean(-1, keepdim=True), "model")
-    centered = x - fs.pvary(mean, "model")
-    variance = fs.pmean(centered.square().mean(-1, keepdim=True), "model")
-    h = centered * fs.pvary(torch.rsqrt(variance + 1e-5), "model") * p["scale"] + p["shift"]
-    h = fs.all_gather(h, "model", dim=1)  # [B, D], used by each rank for its own columns
-    y = fs.all_gather(h @ p["w"], "model", dim=1, to="invariant")
-    return (y - target).square().mean()
-
-
-def dense_split_features_layer_norm(p: Params, x: Tensor, target: Tensor) -> Tensor:
-    return (F.layer_norm(x, (x.shape[-1],), p["scale"], p["shift"]) @ p["w"] - target).square().mean()
-
-
-def group_norm_across_ranks(p: Params, x: Tensor) -> Any:  # x [B, C@group+part, L]
-    """Group norm of channels split over two axes: a group is on the ranks of `part`. Gradients by .backward().
-
-    A group is never on more than the ranks of `part`, so `group` cannot be collapsed alone.
-    """
-    leaves = {name: w.detach().requires_grad_() for name, w in p.items()}
-    x = x.detach().requires_grad_()
-    groups = x.unflatten(1, (2 // fs.axis_size("group"), -1))  # [B, groups, C@part, L]
-    mean = fs.pvary(fs.pmean(groups.mean((2, 3), keepdim=True), "part"), "part")
-    variance = fs.pvary(fs.pmean((groups - mean).square().mean((2, 3), keepdim=True), "part"), "part")
-    y = ((groups - mean) * torch.rsqrt(variance + 1e-5)).flatten(1, 2)
-    y = y * leaves["scale"][:, None] + leaves["shift"][:, None]
-    loss = fs.psum(torch.sin(y).sum(), ("group", "part"))
-    loss.backward()
-    return loss.detach(), {name: w.grad for name, w in leaves.items()}, x.grad
-
-
-def dense_group_norm_across_ranks(p: Params, x: Tensor) -> Any:
-    loss = lambda p, x: torch.sin(F.group_norm(x, 2, p["scale"], p["shift"])).sum()  # noqa: E731
-    value, (grads, x_grad) = dense_grad(loss, (0, 1))(p, x)
-    return value, grads, x_grad
-
-
 def three_axis_block(p: Params, x: Tensor, target: Tensor) -> Tensor:
     """Split batch, positions and heads: attention gathers the keys over `seq`, projections reduce over `model`.
 
@@ -199,16 +147,6 @@ def dense_three_axis_block(p: Params, x: Tensor, target: Tensor) -> Tensor:
     return (x + out @ p["out"] - target).square().mean()
 
 
-def int8_weights_inference(x: Tensor, w: dict[str, Tensor]) -> Tensor:  # up [D, F@model] and down [F@model, D] as int8
-    """Inference with quantized weights and a scale for each output column; the scales of `down` are on every rank."""
-    h = torch.relu((x @ w["up"].float()) * w["up_scale"])  # [B, F@model]
-    return fs.psum(h @ w["down"].float(), "model") * w["down_scale"]
-
-
-def dense_int8_weights_inference(x: Tensor, w: dict[str, Tensor]) -> Tensor:
-    return torch.relu((x @ w["up"].float()) * w["up_scale"]) @ w["down"].float() * w["down_scale"]
-
-
 COLUMN, ROW, DATA = P(None, "model"), P("model"), P("data")
 MLP = {"up": normal("up", 4, 8), "up_bias": normal("up bias", 8), "down": normal("down", 8, 4),
        "down_bias": normal("down bias", 4)}  # fmt: skip
@@ -217,21 +155,12 @@ BLOCK = {"scale": normal("scale", 4), "gate": normal("gate", 4, 6), "up": normal
          "down": normal("down", 6, 4), "bias": normal("bias", 4)}  # fmt: skip
 BLOCK_SPECS = {"scale": P(), "gate": COLUMN, "up": COLUMN, "down": ROW, "bias": P()}
 FUNCTIONS_SPECS = {name: BLOCK_SPECS[name] for name in ("scale", "up", "down")}
-SQUARE = {"up": normal("up", 6, 8, std=0.5), "down": normal("down", 8, 6, std=0.5)}
-SQUARE_SPECS = {"up": P("row", "col"), "down": P("col", "row")}
 CONVOLUTIONS = {"first": normal("first", 4, 2, 3, 3), "bias": normal("bias", 4), "second": normal("second", 2, 4, 3, 3)}
 CONVOLUTION_SPECS = {"first": P("model"), "bias": P("model"), "second": P(None, "model")}
-NORM = {"scale": normal("scale", 8), "shift": normal("shift", 8)}
-GROUPED = P(("group", "part"))
 IDS = torch.arange(12).view(4, 3) * 5 % 8
 THREE = {"qkv": normal("qkv", 3, 4, 8, std=0.5), "out": normal("out", 8, 4, std=0.5)}
 THREE_SPECS = {"qkv": P(None, None, "model"), "out": P("model")}
 POSITIONS = P("data", "seq")
-QUANTIZED = {
-    "up": (normal("up", 4, 8) * 40).to(torch.int8), "up_scale": normal("up scale", 8).abs(),
-    "down": (normal("down", 8, 4) * 40).to(torch.int8), "down_scale": normal("down scale", 4).abs(),
-}  # fmt: skip
-QUANTIZED_SPECS = {"up": COLUMN, "up_scale": ROW, "down": ROW, "down_scale": P()}
 
 PROGRAMS = [
     Program(fs.value_and_grad(megatron_mlp), {"data": 2, "model": 4}, (MLP_SPECS, DATA, DATA), (P(), MLP_SPECS),
@@ -242,9 +171,6 @@ PROGRAMS = [
             dense_grad(dense_mlp_with_functions_f_and_g)),
     Program(sequence_parallel_block, {"model": 2}, (BLOCK_SPECS, P(None, "model"), P(None, "model")),
             (BLOCK_SPECS, P()), (BLOCK, normal("x", 2, 4, 4), normal("y", 2, 4, 4)), dense_sequence_parallel_block),
-    Program(fs.value_and_grad(two_dimensional_mlp), {"row": 3, "col": 2},
-            (SQUARE_SPECS, P(None, "row"), P(None, "row")), (P(), SQUARE_SPECS),
-            (SQUARE, normal("x", 3, 6), normal("y", 3, 6)), dense_grad(dense_two_dimensional_mlp)),
     Program(fs.value_and_grad(vocabulary_parallel_model), {"data": 2, "model": 2}, ({"table": ROW}, DATA, DATA),
             (P(), {"table": ROW}), ({"table": normal("table", 8, 3)}, IDS, IDS.roll(-1)),
             dense_grad(dense_vocabulary_parallel_model)),
@@ -252,17 +178,7 @@ PROGRAMS = [
             (CONVOLUTION_SPECS, DATA, DATA), (P(), CONVOLUTION_SPECS),
             (CONVOLUTIONS, normal("x", 2, 2, 4, 4), normal("y", 2, 2, 4, 4)),
             dense_grad(dense_channel_parallel_convolutions)),
-    Program(fs.value_and_grad(split_features_layer_norm), {"model": 4},
-            ({"scale": ROW, "shift": ROW, "w": COLUMN}, COLUMN, P()), (P(), {"scale": ROW, "shift": ROW, "w": COLUMN}),
-            (NORM | {"w": normal("w", 8, 4)}, normal("x", 3, 8), normal("y", 3, 4)),
-            dense_grad(dense_split_features_layer_norm)),
-    Program(group_norm_across_ranks, {"group": 2, "part": 2},
-            (GROUPED, P(None, ("group", "part"))), (P(), GROUPED, P(None, ("group", "part"))),
-            (NORM, normal("x", 2, 8, 3)), dense_group_norm_across_ranks,
-            meshes=({"group": 2, "part": 1}, {"group": 1, "part": 1})),
     Program(fs.value_and_grad(three_axis_block), {"data": 2, "seq": 2, "model": 2},
             (THREE_SPECS, POSITIONS, POSITIONS), (P(), THREE_SPECS),
             (THREE, normal("x", 2, 4, 4), normal("y", 2, 4, 4)), dense_grad(dense_three_axis_block)),
-    Program(int8_weights_inference, {"model": 2}, (P(), QUANTIZED_SPECS), P(), (normal("x", 3, 4), QUANTIZED),
-            dense_int8_weights_inference),
 ]  # fmt: skip

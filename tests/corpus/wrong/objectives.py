@@ -22,162 +22,87 @@ Params = dict[str, Tensor]
 # --- similarities with all examples ---------------------------------------------------------------------------
 
 
-def negatives_of_local_examples(w: Tensor, x: Tensor, y: Tensor) -> Any:  # pairs x and y [B@data, D]
-    def loss(w: Tensor) -> Tensor:
-        w = fs.pvary(w, "data")
-        logits = (x @ w) @ (y @ w).T  # BUG
-        return nn.cross_entropy(logits, torch.arange(len(x)), over="data")
-
-    return fs.value_and_grad(loss)(w)
-
-
-def negatives_of_all_examples(w: Tensor, x: Tensor, y: Tensor) -> Any:
+def negatives_of_all_examples(w: Tensor, x: Tensor, y: Tensor) -> Any:  # pairs x and y [B@data, D]
     def loss(w: Tensor) -> Tensor:
         w = fs.pvary(w, "data")
         logits = (x @ w) @ fs.all_gather(y @ w, "data").T
+        # WRONG negatives_of_local_examples: logits = (x @ w) @ (y @ w).T  # BUG
+        # WRONG gathered_features_detached: mine, n, me = y @ w, fs.axis_size("data"), fs.axis_index("data")
         return nn.cross_entropy(logits, fs.axis_index("data") * len(x) + torch.arange(len(x)), over="data")
+        # WRONG negatives_of_local_examples: return nn.cross_entropy(logits, torch.arange(len(x)), over="data")
+        # WRONG gathered_features_detached: others = fs.all_gather(mine.detach(), "data").unflatten(0, (n, -1))  # BUG
+        # WRONG gathered_features_detached: parts = torch.where(torch.arange(n).view(-1, 1, 1) == me, mine, others)
+        # WRONG gathered_features_detached: logits = (x @ w) @ parts.flatten(0, 1).T
+        # WRONG gathered_features_detached: targets = me * len(x) + torch.arange(len(x))
+        # WRONG gathered_features_detached: return nn.cross_entropy(logits, targets, over="data")
 
     return fs.value_and_grad(loss)(w)
-
-
-def pairs_numbered_locally(w: Tensor, x: Tensor, y: Tensor) -> Any:
-    def loss(w: Tensor) -> Tensor:
-        w = fs.pvary(w, "data")
-        logits = (x @ w) @ fs.all_gather(y @ w, "data").T
-        return nn.cross_entropy(logits, torch.arange(len(x)), over="data")  # BUG: columns are of all ranks
-
-    return fs.value_and_grad(loss)(w)
-
-
-def gathered_features_detached(w: Tensor, x: Tensor, y: Tensor) -> Any:
-    def loss(w: Tensor) -> Tensor:
-        w = fs.pvary(w, "data")
-        mine, n, me = y @ w, fs.axis_size("data"), fs.axis_index("data")
-        others = fs.all_gather(mine.detach(), "data").unflatten(0, (n, -1))  # BUG: without its gradient
-        everything = torch.where(torch.arange(n).view(-1, 1, 1) == me, mine, others).flatten(0, 1)
-        return nn.cross_entropy((x @ w) @ everything.T, me * len(x) + torch.arange(len(x)), over="data")
-
-    return fs.value_and_grad(loss)(w)
-
-
-def hardest_of_local_examples(x: Tensor) -> Tensor:  # errors [B@data]: mean of the two largest
-    return fs.pmean(x.topk(2).values.mean(), "data")  # BUG
-
-
-def hardest_of_all_examples(x: Tensor) -> Tensor:
-    return fs.all_gather(x, "data", to="invariant").topk(2).values.mean()
 
 
 # --- statistics in a loss -------------------------------------------------------------------------------------
 
 
-def variance_of_local_features(w: Tensor, x: Tensor) -> Any:
+def variance_of_all_features(w: Tensor, x: Tensor) -> Any:
     """VICReg: keep the deviation of each feature, over the batch, above 1."""
 
     def loss(w: Tensor) -> Tensor:
-        deviation = (x @ fs.pvary(w, "data")).std(0, correction=0)  # BUG
-        return fs.pmean(torch.relu(1 - deviation).mean(), "data")
-
-    return fs.value_and_grad(loss)(w)
-
-
-def variance_of_all_features(w: Tensor, x: Tensor) -> Any:
-    def loss(w: Tensor) -> Tensor:
+        # WRONG:
+        # WRONG: def loss(w: Tensor) -> Tensor:
         z = x @ fs.pvary(w, "data")
         mean, square = fs.pmean((z.mean(0), z.square().mean(0)), "data")
         return torch.relu(1 - (square - mean.square()).sqrt()).mean()
+        # WRONG (3 lines): deviation = (x @ fs.pvary(w, "data")).std(0, correction=0)  # BUG
+        # WRONG: return fs.pmean(torch.relu(1 - deviation).mean(), "data")
 
     return fs.value_and_grad(loss)(w)
 
 
-def entropy_of_local_mean(w: Tensor, x: Tensor) -> Any:
-    """Spread examples over clusters: minus the entropy of the mean assignment."""
-
-    def loss(w: Tensor) -> Tensor:
-        mean = torch.softmax(x @ fs.pvary(w, "data"), -1).mean(0)
-        return fs.pmean((mean * mean.log()).sum(), "data")  # BUG
-
-    return fs.value_and_grad(loss)(w)
-
-
-def entropy_of_the_mean(w: Tensor, x: Tensor) -> Any:
-    def loss(w: Tensor) -> Tensor:
-        mean = fs.pmean(torch.softmax(x @ fs.pvary(w, "data"), -1).mean(0), "data")
-        return (mean * mean.log()).sum()
-
-    return fs.value_and_grad(loss)(w)
-
-
-def class_weights_of_local_counts(logits: Tensor, y: Tensor) -> Tensor:  # logits [B@data, K], y [B@data]
-    weight = 1 / torch.bincount(y, minlength=logits.shape[-1]).clamp(min=1)  # BUG
-    losses = functional.cross_entropy(logits, y, reduction="none")
-    return fs.psum((losses * weight[y]).sum(), "data")
-
-
-def class_weights_of_all_counts(logits: Tensor, y: Tensor) -> Tensor:
+def class_weights_of_all_counts(logits: Tensor, y: Tensor) -> Tensor:  # logits [B@data, K], y [B@data]
     counts = fs.psum(torch.bincount(y, minlength=logits.shape[-1]), "data")
     weight = 1 / counts.clamp(min=1)
+    # WRONG (2 lines): weight = 1 / torch.bincount(y, minlength=logits.shape[-1]).clamp(min=1)
     losses = functional.cross_entropy(logits, y, reduction="none")
     return fs.psum((losses * weight[y]).sum(), "data")
 
 
-def mixed_with_local_partners(x: Tensor, w: Tensor) -> Tensor:  # x [B@data, D]: mixup with the next example
-    mixed = 0.7 * x + 0.3 * x.roll(-1, 0)  # BUG
-    return fs.pmean(torch.tanh(mixed @ fs.pvary(w, "data")).mean(), "data")
-
-
-def mixed_with_global_partners(x: Tensor, w: Tensor) -> Tensor:
+def mixed_with_global_partners(x: Tensor, w: Tensor) -> Tensor:  # x [B@data, D]: mixup with the next example
     n = fs.axis_size("data")
     after = fs.ppermute(x[:1], "data", [((i + 1) % n, i) for i in range(n)])
     mixed = 0.7 * x + 0.3 * torch.cat([x[1:], after])
+    # WRONG (3 lines): mixed = 0.7 * x + 0.3 * x.roll(-1, 0)
     return fs.pmean(torch.tanh(mixed @ fs.pvary(w, "data")).mean(), "data")
 
 
 # --- generative models ----------------------------------------------------------------------------------------
 
 
-def prior_term_counted_by_every_rank(p: Params, x: Tensor) -> Any:  # a Bayesian weight: mean and log_std [D]
-    def loss(p: Params) -> Tensor:
-        p = fs.pvary(p, "data")
-        errors = (x @ p["mean"]).square().sum()
-        kl = (p["mean"].square() + (2 * p["log_std"]).exp() - 2 * p["log_std"] - 1).sum() / 2
-        return fs.psum(errors + kl, "data")  # BUG
-
-    return fs.value_and_grad(loss)(p)
-
-
-def prior_term_counted_once(p: Params, x: Tensor) -> Any:
+def prior_term_counted_once(p: Params, x: Tensor) -> Any:  # a Bayesian weight: mean and log_std [D]
     def loss(p: Params) -> Tensor:
         errors = (x @ fs.pvary(p["mean"], "data")).square().sum()
+        # WRONG: p = fs.pvary(p, "data")
+        # WRONG: errors = (x @ p["mean"]).square().sum()
         kl = (p["mean"].square() + (2 * p["log_std"]).exp() - 2 * p["log_std"] - 1).sum() / 2
         return fs.psum(errors, "data") + kl
+        # WRONG: return fs.psum(errors + kl, "data")  # BUG
 
     return fs.value_and_grad(loss)(p)
 
 
-def latents_of_local_shape(w: Tensor, x: Tensor) -> Any:  # w [D, Z], x [B@data, D]
+def latents_of_global_shape(w: Tensor, x: Tensor) -> Any:  # w [D, Z], x [B@data, D]
     def loss(w: Tensor) -> Tensor:
         mean = x @ fs.pvary(w, "data")
-        noise = fs.random.normal(fs.key(5), mean.shape)
+        noise = fs.random.normal(fs.key(5), (fs.global_shape(x, P("data"))[0], w.shape[1]), spec=P("data"))
+        # WRONG: noise = fs.random.normal(fs.key(5), mean.shape)
         z = mean + noise  # BUG
         return fs.pmean(torch.tanh(z).square().mean(), "data")
 
     return fs.value_and_grad(loss)(w)
 
 
-def latents_of_global_shape(w: Tensor, x: Tensor) -> Any:
-    def loss(w: Tensor) -> Tensor:
-        mean = x @ fs.pvary(w, "data")
-        noise = fs.random.normal(fs.key(5), (fs.global_shape(x, P("data"))[0], w.shape[1]), spec=P("data"))
-        z = mean + noise
-        return fs.pmean(torch.tanh(z).square().mean(), "data")
-
-    return fs.value_and_grad(loss)(w)
-
-
-def diffusion_times_of_local_shape(w: Tensor, x: Tensor) -> Any:
+def diffusion_times_of_global_shape(w: Tensor, x: Tensor) -> Any:
     """Noise examples to random times: the first of each rank have the same ones."""
-    times = fs.random.randint(fs.key(5), (len(x),), high=10)
+    times = fs.random.randint(fs.key(5), (fs.global_shape(x, P("data"))[0],), high=10, spec=P("data"))
+    # WRONG: times = fs.random.randint(fs.key(5), (len(x),), high=10)
     scale = (1 - times / 10).unsqueeze(-1)
 
     def loss(w: Tensor) -> Tensor:
@@ -187,108 +112,35 @@ def diffusion_times_of_local_shape(w: Tensor, x: Tensor) -> Any:
     return fs.value_and_grad(loss)(w)
 
 
-def diffusion_times_of_global_shape(w: Tensor, x: Tensor) -> Any:
-    times = fs.random.randint(fs.key(5), (fs.global_shape(x, P("data"))[0],), high=10, spec=P("data"))
-    scale = (1 - times / 10).unsqueeze(-1)
-
-    def loss(w: Tensor) -> Tensor:
-        h = torch.tanh((scale * x) @ fs.pvary(w, "data"))
-        return fs.pmean((h * scale).square().mean(), "data")
-
-    return fs.value_and_grad(loss)(w)
-
-
-def critic_loss_of_local_examples(p: Params, x: Tensor) -> Any:  # generator [Z, D], critic [D]
+def critic_loss_of_all_examples(p: Params, x: Tensor) -> Any:  # generator [Z, D], critic [D]
     """Return the gradients of a generator and its critic, which has the opposite loss."""
 
     def scores(p: Params) -> Tensor:
-        p = fs.pvary(p, "data")
-        noise = fs.random.normal(fs.key(5), (4, 3), spec=P("data"))
-        return torch.tanh(x @ p["critic"]) - torch.tanh((noise @ p["generator"]) @ p["critic"])
-
-    generator = fs.grad(lambda g: fs.pmean(scores({**p, "generator": g}).mean(), "data"))(p["generator"])
-    critic = fs.grad(lambda c: -scores({**p, "critic": c}).mean())(p["critic"])  # BUG
-    return {"generator": generator, "critic": critic}
-
-
-def critic_loss_of_all_examples(p: Params, x: Tensor) -> Any:
-    def scores(p: Params) -> Tensor:
+        # WRONG:
+        # WRONG: def scores(p: Params) -> Tensor:
         p = fs.pvary(p, "data")
         noise = fs.random.normal(fs.key(5), (4, 3), spec=P("data"))
         return torch.tanh(x @ p["critic"]) - torch.tanh((noise @ p["generator"]) @ p["critic"])
 
     generator = fs.grad(lambda g: fs.pmean(scores({**p, "generator": g}).mean(), "data"))(p["generator"])
     critic = fs.grad(lambda c: -fs.pmean(scores({**p, "critic": c}).mean(), "data"))(p["critic"])
+    # WRONG: critic = fs.grad(lambda c: -scores({**p, "critic": c}).mean())(p["critic"])  # BUG
     return {"generator": generator, "critic": critic}
 
 
 # --- teachers and codebooks -----------------------------------------------------------------------------------
 
 
-def center_of_local_outputs(center: Tensor, w: Tensor, x: Tensor) -> Any:  # center [K], w [D, K], x [B@data, D]
+def center_of_all_outputs(center: Tensor, w: Tensor, x: Tensor) -> Any:  # center [K], w [D, K], x [B@data, D]
     """DINO: the teacher's outputs are centered by a running mean."""
     outputs = x @ fs.pvary(w, "data")
     targets = torch.softmax(outputs - fs.pvary(center, "data"), -1)
-    center = center.lerp(outputs.mean(0), 0.1)  # BUG
-    return center, fs.pmean(targets.square().mean(), "data")
-
-
-def center_of_all_outputs(center: Tensor, w: Tensor, x: Tensor) -> Any:
-    outputs = x @ fs.pvary(w, "data")
-    targets = torch.softmax(outputs - fs.pvary(center, "data"), -1)
     center = center.lerp(fs.pmean(outputs.mean(0), "data"), 0.1)
+    # WRONG: center = center.lerp(outputs.mean(0), 0.1)
     return center, fs.pmean(targets.square().mean(), "data")
-
-
-def teacher_of_local_students(teacher: Tensor, student: Tensor, x: Tensor) -> Any:  # both [D], x [B@data, D]
-    grad = fs.grad(lambda w: torch.tanh(x @ w).square().mean())(fs.pvary(student, "data"))
-    new = fs.pvary(student, "data") - 0.1 * grad
-    teacher = 0.9 * teacher + 0.1 * new  # BUG
-    return teacher, fs.pmean(new, "data")
-
-
-def teacher_of_the_student(teacher: Tensor, student: Tensor, x: Tensor) -> Any:
-    grad = fs.grad(lambda w: torch.tanh(x @ w).square().mean())(fs.pvary(student, "data"))
-    new = student - 0.1 * fs.pmean(grad, "data")
-    teacher = 0.9 * teacher + 0.1 * new
-    return teacher, new
-
-
-def codebook_moved_by_local_codes(book: Tensor, x: Tensor) -> Tensor:  # book [K, D], x [B@data, D]
-    """VQ-VAE: each code moves to the mean of the vectors that chose it."""
-    hot = functional.one_hot(torch.cdist(x, fs.pvary(book, "data")).argmin(1), len(book)).to(x.dtype)
-    means = hot.T @ x / hot.sum(0).clamp(min=1).unsqueeze(1)
-    return 0.9 * book + 0.1 * means  # BUG
-
-
-def codebook_moved_by_all_codes(book: Tensor, x: Tensor) -> Tensor:
-    hot = functional.one_hot(torch.cdist(x, fs.pvary(book, "data")).argmin(1), len(book)).to(x.dtype)
-    sums, counts = fs.psum((hot.T @ x, hot.sum(0)), "data")
-    return 0.9 * book + 0.1 * sums / counts.clamp(min=1).unsqueeze(1)
 
 
 # --- reinforcement learning -----------------------------------------------------------------------------------
-
-
-def baseline_of_local_returns(logits: Tensor, returns: Tensor) -> Any:  # log-probabilities and returns, [B@data]
-    advantages = returns - returns.mean()  # BUG
-    return fs.pmean((logits * advantages).mean(), "data")
-
-
-def baseline_of_all_returns(logits: Tensor, returns: Tensor) -> Any:
-    advantages = returns - fs.pvary(fs.pmean(returns.mean(), "data"), "data")
-    return fs.pmean((logits * advantages).mean(), "data")
-
-
-def groups_cut_by_ranks(rewards: Tensor) -> Tensor:  # [groups, samples@data]: GRPO
-    return (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True, correction=0)  # BUG
-
-
-def groups_of_all_samples(rewards: Tensor) -> Tensor:
-    mean, square = fs.pvary(
-        fs.pmean((rewards.mean(1, keepdim=True), rewards.square().mean(1, keepdim=True)), "data"), "data"
-    )
-    return (rewards - mean) / (square - mean.square()).sqrt()
 
 
 def _discounted(rewards: Tensor, last: Tensor) -> Tensor:  # [T]
@@ -299,22 +151,15 @@ def _discounted(rewards: Tensor, last: Tensor) -> Tensor:  # [T]
     return torch.stack(out).flip(0)
 
 
-def returns_cut_at_the_part(rewards: Tensor) -> Tensor:  # [T@data]
-    return _discounted(rewards, torch.zeros(()))  # BUG
-
-
-def returns_with_the_later_parts(rewards: Tensor) -> Tensor:
+def returns_with_the_later_parts(rewards: Tensor) -> Tensor:  # [T@data]
     return fs.pslice(_discounted(fs.all_gather(rewards, "data", to="invariant"), torch.zeros(())), "data")
+    # WRONG: return _discounted(rewards, torch.zeros(()))
 
 
-def penalty_adapted_to_local_divergence(beta: Tensor, divergence: Tensor) -> Tensor:  # beta [], divergence [B@data]
-    too_far = divergence.mean() > 0.5
-    return torch.where(too_far, beta * 2, beta / 2)  # BUG
-
-
-def penalty_adapted_to_mean_divergence(beta: Tensor, divergence: Tensor) -> Tensor:
+def penalty_adapted_to_mean_divergence(beta: Tensor, divergence: Tensor) -> Tensor:  # beta [], divergence [B@data]
     too_far = fs.pmean(divergence.mean(), "data") > 0.5
-    return torch.where(too_far, beta * 2, beta / 2)
+    # WRONG: too_far = divergence.mean() > 0.5
+    return torch.where(too_far, beta * 2, beta / 2)  # BUG
 
 
 B, D, K = 4, 4, 3
@@ -328,58 +173,41 @@ ONE, PAIRS = (P(), DATA), (P(), DATA, DATA)
 
 PROGRAMS = [
     WrongProgram(
-        teacher_of_local_students, teacher_of_the_student, DATA2, (P(), P(), DATA), P(), (normal("teacher", D),
-        normal("student", D), X), "types", "data",
-    ),
-    WrongProgram(
-        negatives_of_local_examples, negatives_of_all_examples, DATA2, PAIRS, P(), (SQUARE, X, Y), "verify", "data"
-    ),
-    WrongProgram(
-        pairs_numbered_locally, negatives_of_all_examples, DATA2, PAIRS, P(), (SQUARE, X, Y), "verify", "data"
-    ),
-    WrongProgram(
-        gathered_features_detached, negatives_of_all_examples, DATA2, PAIRS, P(), (SQUARE, X, Y), "verify", "data"
-    ),
-    WrongProgram(hardest_of_local_examples, hardest_of_all_examples, DATA2, (DATA,), P(), (ERRORS,), "verify", "data"),
-    WrongProgram(variance_of_local_features, variance_of_all_features, DATA2, ONE, P(), (SQUARE, X), "verify", "data"),
-    WrongProgram(entropy_of_local_mean, entropy_of_the_mean, DATA2, ONE, P(), (W, X), "verify", "data"),
-    WrongProgram(
-        class_weights_of_local_counts, class_weights_of_all_counts, DATA2, (DATA, DATA), P(), (X, LABELS), "verify",
+        "negatives_of_local_examples", negatives_of_all_examples, DATA2, PAIRS, P(), (SQUARE, X, Y), "verify",
         "data",
     ),
     WrongProgram(
-        mixed_with_local_partners, mixed_with_global_partners, DATA2, (DATA, P()), P(), (X, W), "verify", "data"
+        "gathered_features_detached", negatives_of_all_examples, DATA2, PAIRS, P(), (SQUARE, X, Y), "verify", "data",
     ),
     WrongProgram(
-        prior_term_counted_by_every_rank, prior_term_counted_once, DATA2, ONE, P(), (BAYES, X), "verify", "data"
-    ),
-    WrongProgram(latents_of_local_shape, latents_of_global_shape, DATA2, ONE, P(), (W, X), "types", "data"),
-    WrongProgram(
-        diffusion_times_of_local_shape, diffusion_times_of_global_shape, DATA2, ONE, P(), (W, X), "types", "data"
+        "variance_of_local_features", variance_of_all_features, DATA2, ONE, P(), (SQUARE, X), "verify", "data",
     ),
     WrongProgram(
-        critic_loss_of_local_examples, critic_loss_of_all_examples, DATA2, ONE, P(), (GAN, X), "types", "data"
+        "class_weights_of_local_counts", class_weights_of_all_counts, DATA2, (DATA, DATA), P(), (X, LABELS),
+        "verify", "data",
     ),
     WrongProgram(
-        center_of_local_outputs, center_of_all_outputs, DATA2, (P(), P(), DATA), P(), (normal("center", K), W, X),
+        "mixed_with_local_partners", mixed_with_global_partners, DATA2, (DATA, P()), P(), (X, W), "verify", "data",
+    ),
+    WrongProgram(
+        "prior_term_counted_by_every_rank", prior_term_counted_once, DATA2, ONE, P(), (BAYES, X), "verify", "data",
+    ),
+    WrongProgram("latents_of_local_shape", latents_of_global_shape, DATA2, ONE, P(), (W, X), "types", "data"),
+    WrongProgram(
+        "diffusion_times_of_local_shape", diffusion_times_of_global_shape, DATA2, ONE, P(), (W, X), "types", "data",
+    ),
+    WrongProgram(
+        "critic_loss_of_local_examples", critic_loss_of_all_examples, DATA2, ONE, P(), (GAN, X), "types", "data",
+    ),
+    WrongProgram(
+        "center_of_local_outputs", center_of_all_outputs, DATA2, (P(), P(), DATA), P(), (normal("center", K), W, X),
         "types", "data",
     ),
     WrongProgram(
-        codebook_moved_by_local_codes, codebook_moved_by_all_codes, DATA2, ONE, P(), (normal("book", K, D), X),
-        "types", "data",
+        "returns_cut_at_the_part", returns_with_the_later_parts, DATA2, (DATA,), DATA, (RETURNS,), "verify", "data",
     ),
     WrongProgram(
-        baseline_of_local_returns, baseline_of_all_returns, DATA2, (DATA, DATA), P(), (ERRORS, RETURNS), "verify",
-        "data",
-    ),
-    WrongProgram(
-        groups_cut_by_ranks, groups_of_all_samples, DATA2, (P(None, "data"),), P(None, "data"), (X,), "verify", "data"
-    ),
-    WrongProgram(
-        returns_cut_at_the_part, returns_with_the_later_parts, DATA2, (DATA,), DATA, (RETURNS,), "verify", "data"
-    ),
-    WrongProgram(
-        penalty_adapted_to_local_divergence, penalty_adapted_to_mean_divergence, DATA2, (P(), DATA), P(),
+        "penalty_adapted_to_local_divergence", penalty_adapted_to_mean_divergence, DATA2, (P(), DATA), P(),
         (torch.tensor(0.2), torch.tensor([0.9, 0.8, 0.2, 0.3])), "types", "data",
     ),
 ]  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 
 import fshard as fs
 from tests.corpus import wrong
-from tests.corpus.located import names_the_line
+from tests.corpus.located import marked_lines, names_the_line
 from tests.corpus.wrong.program import WrongProgram
 from tests.lib.assertions import error_text
 
@@ -23,6 +23,9 @@ PROGRAMS: list[WrongProgram] = [
 # order are numbers of ranks.
 NEXT_LINE = {"gathered_features_detached", "flat_rank_in_the_wrong_order"}
 
+# The first call compares the results that are declared to be one value, but knows no line.
+ANOTHER_VALUE_PER_RANK = {"skip"}
+
 CORRECT = list({program.correct: program for program in PROGRAMS}.values())  # some are of many wrong ones
 
 
@@ -35,11 +38,14 @@ def test_correct_program_passes_the_types_and_verify(program: WrongProgram):
 def test_wrong_program_is_caught(program: WrongProgram):
     if program.caught_by == "types":
         text = error_text(program.mapped(program.wrong), *program.args)
-        errors = [line for line in text.splitlines() if line.startswith(f"{program.line} in ")]
-        assert errors, text
+        (place,) = marked_lines(program.wrong)
+        assert [line for line in text.splitlines() if line.startswith(f"{place} in ")], text
         assert f"'{program.axis}'" in text
         return
-    program.mapped(program.wrong)(*program.args)  # its types are right
+    if program.name in ANOTHER_VALUE_PER_RANK:
+        assert "is not one value" in error_text(program.mapped(program.wrong), *program.args)
+    else:
+        program.mapped(program.wrong)(*program.args)  # its types are right
     if program.caught_by == "verify":
         verify_names_the_axis_and_the_line(program)
     else:
@@ -51,7 +57,11 @@ def verify_names_the_axis_and_the_line(program: WrongProgram) -> None:
     by_verify = program.caught_by == "verify"
     text = error_text(fs.verify, program.mapped(program.wrong, check="never"), *program.args, locate=by_verify)
     assert f"'{program.axis}'" in text
-    assert names_the_line(text, program.wrong) == (by_verify and program.wrong.__name__ not in NEXT_LINE), text
+    assert names_the_line(text, program.wrong) == (by_verify and program.name not in NEXT_LINE), text
+    assert program.leaf in text
+    if program.factor is not None:
+        of_leaf = text.partition(program.leaf)[2].partition("result[")[0]
+        assert f"every value is {program.factor} times what it should be" in of_leaf
 
 
 @pytest.mark.slow

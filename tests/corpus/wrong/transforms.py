@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import P, nn
@@ -21,96 +20,39 @@ Params = dict[str, Tensor]
 # --- autograd -------------------------------------------------------------------------------------------------
 
 
-def gain_by_backward(p: Params, x: Tensor) -> Params:  # x [B@data, D]
-    leaves = {k: v.detach().clone().requires_grad_() for k, v in p.items()}
-    h = nn.rms_norm(x, leaves["gain"])  # BUG
-    loss = fs.pmean(torch.tanh(h @ fs.pvary(leaves["w"], "data")).square().mean(), "data")
-    loss.backward()
-    return {k: v.grad for k, v in leaves.items()}
-
-
-def pvaried_gain_by_backward(p: Params, x: Tensor) -> Params:
+def pvaried_gain_by_backward(p: Params, x: Tensor) -> Params:  # x [B@data, D]
     leaves = {k: v.detach().clone().requires_grad_() for k, v in p.items()}
     varying = fs.pvary(leaves, "data")
     h = nn.rms_norm(x, varying["gain"])
     loss = fs.pmean(torch.tanh(h @ varying["w"]).square().mean(), "data")
+    # WRONG (3 lines): h = nn.rms_norm(x, leaves["gain"])  # BUG
+    # WRONG: loss = fs.pmean(torch.tanh(h @ fs.pvary(leaves["w"], "data")).square().mean(), "data")
     loss.backward()
     return {k: v.grad for k, v in leaves.items()}
-
-
-def argument_by_backward(w: Tensor, x: Tensor) -> Tensor:
-    w = w.clone().requires_grad_()
-    loss = fs.pmean(torch.tanh(x @ w).mean(), "data")  # BUG
-    loss.backward()
-    return w.grad
-
-
-def pvaried_argument_by_backward(w: Tensor, x: Tensor) -> Tensor:
-    w = w.clone().requires_grad_()
-    loss = fs.pmean(torch.tanh(x @ fs.pvary(w, "data")).mean(), "data")
-    loss.backward()
-    return w.grad
-
-
-def local_losses_of_microbatches(w: Tensor, x: Tensor) -> Tensor:
-    w = w.clone().requires_grad_()
-    for part in x.chunk(2):
-        loss = torch.tanh(part @ fs.pvary(w, "data")).mean()  # BUG
-        loss.backward()
-    return w.grad / 2
 
 
 def global_losses_of_microbatches(w: Tensor, x: Tensor) -> Tensor:
     w = w.clone().requires_grad_()
     for part in x.chunk(2):
         loss = fs.pmean(torch.tanh(part @ fs.pvary(w, "data")).mean(), "data")
+        # WRONG: loss = torch.tanh(part @ fs.pvary(w, "data")).mean()
         loss.backward()
     return w.grad / 2
 
 
-def penalty_by_create_graph(w: Tensor, x: Tensor) -> Tensor:
+def pvaried_penalty_by_create_graph(w: Tensor, x: Tensor) -> Tensor:
     """Differentiate the norm of a gradient."""
     w = w.clone().requires_grad_()
     loss = fs.pmean(torch.tanh(x @ fs.pvary(w, "data")).square().mean(), "data")
     (grad,) = torch.autograd.grad(loss, w, create_graph=True)
-    decay = x.square().mean(0) * w  # BUG: weights of local features
-    total = grad.square().sum() + fs.pmean(decay.square().sum(), "data")
-    return torch.autograd.grad(total, w)[0]
-
-
-def pvaried_penalty_by_create_graph(w: Tensor, x: Tensor) -> Tensor:
-    w = w.clone().requires_grad_()
-    loss = fs.pmean(torch.tanh(x @ fs.pvary(w, "data")).square().mean(), "data")
-    (grad,) = torch.autograd.grad(loss, w, create_graph=True)
     decay = fs.pmean(x.square().mean(0), "data") * w
+    # WRONG: decay = x.square().mean(0) * w  # BUG: weights of local features
     total = grad.square().sum() + decay.square().sum()
+    # WRONG: total = grad.square().sum() + fs.pmean(decay.square().sum(), "data")
     return torch.autograd.grad(total, w)[0]
 
 
-def checkpointed_block(p: Params, x: Tensor) -> Params:
-    def block(x: Tensor, gain: Tensor, w: Tensor) -> Tensor:
-        h = nn.rms_norm(x, gain)  # BUG
-        return x + torch.tanh(h @ w)
-
-    leaves = {k: v.detach().clone().requires_grad_() for k, v in p.items()}
-    y = checkpoint(block, x, leaves["gain"], fs.pvary(leaves["w"], "data"), use_reentrant=False)
-    fs.pmean(y.square().mean(), "data").backward()
-    return {k: v.grad for k, v in leaves.items()}
-
-
-def checkpointed_block_with_pvary(p: Params, x: Tensor) -> Params:
-    def block(x: Tensor, gain: Tensor, w: Tensor) -> Tensor:
-        h = nn.rms_norm(x, gain)
-        return x + torch.tanh(h @ w)
-
-    leaves = {k: v.detach().clone().requires_grad_() for k, v in p.items()}
-    varying = fs.pvary(leaves, "data")
-    y = checkpoint(block, x, varying["gain"], varying["w"], use_reentrant=False)
-    fs.pmean(y.square().mean(), "data").backward()
-    return {k: v.grad for k, v in leaves.items()}
-
-
-def function_of_the_user(w: Tensor, x: Tensor) -> Any:
+def function_of_the_user_with_pvary(w: Tensor, x: Tensor) -> Any:
     class Rounded(torch.autograd.Function):
         """Round x @ w, with the gradient of x @ w: a straight-through estimator."""
 
@@ -125,28 +67,8 @@ def function_of_the_user(w: Tensor, x: Tensor) -> Any:
             return grad @ w.T, x.T @ grad
 
     def loss(w: Tensor) -> Tensor:
-        y = Rounded.apply(x, w)
-        return fs.pmean(torch.tanh(y).square().mean(), "data")
-
-    return fs.value_and_grad(loss)(w)
-
-
-def function_of_the_user_with_pvary(w: Tensor, x: Tensor) -> Any:
-    class Rounded(torch.autograd.Function):
-        """Round x @ w, with the gradient of x @ w: a straight-through estimator."""
-
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-            ctx.save_for_backward(x, w)
-            return (x @ w * 8).round() / 8
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-            x, w = ctx.saved_tensors
-            return grad @ w.T, x.T @ grad
-
-    def loss(w: Tensor) -> Tensor:
         y = Rounded.apply(x, fs.pvary(w, "data"))
+        # WRONG: y = Rounded.apply(x, w)
         return fs.pmean(torch.tanh(y).square().mean(), "data")
 
     return fs.value_and_grad(loss)(w)
@@ -155,87 +77,43 @@ def function_of_the_user_with_pvary(w: Tensor, x: Tensor) -> Any:
 # --- torch.func -----------------------------------------------------------------------------------------------
 
 
-def gain_by_torch_func(p: Params, x: Tensor) -> Any:
-    def loss(p: Params) -> Tensor:
-        h = nn.rms_norm(x, p["gain"])  # BUG
-        return fs.pmean(torch.tanh(h @ fs.pvary(p["w"], "data")).square().mean(), "data")
-
-    return torch.func.grad_and_value(loss)(p)
-
-
 def pvaried_gain_by_torch_func(p: Params, x: Tensor) -> Any:
     def loss(p: Params) -> Tensor:
         p = fs.pvary(p, "data")
-        h = nn.rms_norm(x, p["gain"])
+        # WRONG:
+        h = nn.rms_norm(x, p["gain"])  # BUG
         return fs.pmean(torch.tanh(h @ p["w"]).square().mean(), "data")
+        # WRONG: return fs.pmean(torch.tanh(h @ fs.pvary(p["w"], "data")).square().mean(), "data")
 
     return torch.func.grad_and_value(loss)(p)
-
-
-def weight_by_vjp(w: Tensor, x: Tensor) -> Tensor:
-    def features(w: Tensor) -> Tensor:
-        h = torch.tanh(x @ w)  # BUG
-        return fs.pmean(h.mean(0), "data")
-
-    y, pullback = torch.func.vjp(features, w)
-    return pullback(y)[0]
 
 
 def pvaried_weight_by_vjp(w: Tensor, x: Tensor) -> Tensor:
     def features(w: Tensor) -> Tensor:
         h = torch.tanh(x @ fs.pvary(w, "data"))
+        # WRONG: h = torch.tanh(x @ w)
         return fs.pmean(h.mean(0), "data")
 
     y, pullback = torch.func.vjp(features, w)
     return pullback(y)[0]
 
 
-def weight_by_jacrev(w: Tensor, x: Tensor) -> Tensor:
-    def moments(w: Tensor) -> Tensor:
-        h = torch.tanh(x @ w)  # BUG
-        return fs.pmean(torch.stack([h.mean(), h.square().mean()]), "data")
-
-    return torch.func.jacrev(moments)(w)
-
-
 def pvaried_weight_by_jacrev(w: Tensor, x: Tensor) -> Tensor:
     def moments(w: Tensor) -> Tensor:
         h = torch.tanh(x @ fs.pvary(w, "data"))
+        # WRONG: h = torch.tanh(x @ w)
         return fs.pmean(torch.stack([h.mean(), h.square().mean()]), "data")
 
     return torch.func.jacrev(moments)(w)
-
-
-def hessian_times_a_vector(w: Tensor, v: Tensor, x: Tensor) -> Tensor:
-    def loss(w: Tensor) -> Tensor:
-        h = torch.tanh(x @ w)  # BUG
-        return fs.pmean(h.square().mean(), "data")
-
-    return torch.func.jvp(torch.func.grad(loss), (w,), (v,))[1]
 
 
 def pvaried_hessian_times_a_vector(w: Tensor, v: Tensor, x: Tensor) -> Tensor:
     def loss(w: Tensor) -> Tensor:
         h = torch.tanh(x @ fs.pvary(w, "data"))
+        # WRONG: h = torch.tanh(x @ w)
         return fs.pmean(h.square().mean(), "data")
 
     return torch.func.jvp(torch.func.grad(loss), (w,), (v,))[1]
-
-
-def members_by_vmap(w: Tensor, x: Tensor) -> Tensor:  # w [M, D]{I}: each member sees all examples
-    def loss(w: Tensor) -> Tensor:
-        h = torch.tanh(x @ w)  # BUG
-        return fs.pmean(h.square().mean(), "data")
-
-    return torch.func.vmap(fs.grad(loss))(w)
-
-
-def pvaried_members_by_vmap(w: Tensor, x: Tensor) -> Tensor:
-    def loss(w: Tensor) -> Tensor:
-        h = torch.tanh(x @ fs.pvary(w, "data"))
-        return fs.pmean(h.square().mean(), "data")
-
-    return torch.func.vmap(fs.grad(loss))(w)
 
 
 DATA2, ONE = {"data": 2}, (P(), P("data"))
@@ -243,18 +121,19 @@ X, W, SQUARE = normal("x", 4, 4), normal("w", 4), normal("square", 4, 4, std=0.5
 TREE = {"gain": normal("gain", 4, mean=1.0), "w": SQUARE}
 
 PROGRAMS = [
-    WrongProgram(gain_by_backward, pvaried_gain_by_backward, DATA2, ONE, P(), (TREE, X), "types", "data"),
-    WrongProgram(argument_by_backward, pvaried_argument_by_backward, DATA2, ONE, P(), (W, X), "types", "data"),
-    WrongProgram(local_losses_of_microbatches, global_losses_of_microbatches, DATA2, ONE, P(), (W, X), "types", "data"),
-    WrongProgram(penalty_by_create_graph, pvaried_penalty_by_create_graph, DATA2, ONE, P(), (W, X), "types", "data"),
-    WrongProgram(checkpointed_block, checkpointed_block_with_pvary, DATA2, ONE, P(), (TREE, X), "types", "data"),
-    WrongProgram(function_of_the_user, function_of_the_user_with_pvary, DATA2, ONE, P(), (SQUARE, X), "types", "data"),
-    WrongProgram(gain_by_torch_func, pvaried_gain_by_torch_func, DATA2, ONE, P(), (TREE, X), "types", "data"),
-    WrongProgram(weight_by_vjp, pvaried_weight_by_vjp, DATA2, ONE, P(), (SQUARE, X), "types", "data"),
-    WrongProgram(weight_by_jacrev, pvaried_weight_by_jacrev, DATA2, ONE, P(), (W, X), "types", "data"),
+    WrongProgram("gain_by_backward", pvaried_gain_by_backward, DATA2, ONE, P(), (TREE, X), "types", "data"),
     WrongProgram(
-        hessian_times_a_vector, pvaried_hessian_times_a_vector, DATA2, (P(), P(), P("data")), P(), (W, normal("v", 4),
-        X), "types", "data",
+        "local_losses_of_microbatches", global_losses_of_microbatches, DATA2, ONE, P(), (W, X), "types", "data",
     ),
-    WrongProgram(members_by_vmap, pvaried_members_by_vmap, DATA2, ONE, P(), (SQUARE, X), "types", "data"),
+    WrongProgram("penalty_by_create_graph", pvaried_penalty_by_create_graph, DATA2, ONE, P(), (W, X), "types", "data"),
+    WrongProgram(
+        "function_of_the_user", function_of_the_user_with_pvary, DATA2, ONE, P(), (SQUARE, X), "types", "data",
+    ),
+    WrongProgram("gain_by_torch_func", pvaried_gain_by_torch_func, DATA2, ONE, P(), (TREE, X), "types", "data"),
+    WrongProgram("weight_by_vjp", pvaried_weight_by_vjp, DATA2, ONE, P(), (SQUARE, X), "types", "data"),
+    WrongProgram("weight_by_jacrev", pvaried_weight_by_jacrev, DATA2, ONE, P(), (W, X), "types", "data"),
+    WrongProgram(
+        "hessian_times_a_vector", pvaried_hessian_times_a_vector, DATA2, (P(), P(), P("data")), P(),
+        (W, normal("v", 4), X), "types", "data",
+    ),
 ]  # fmt: skip
