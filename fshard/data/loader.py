@@ -159,10 +159,10 @@ def batches(loader: DataLoader[Any], *, spec: Any = None) -> Iterator[Any]:
         if leaf.parts(max(1, len(leaf.entries)))[0] != made_by.spec.parts(1)[0]:
             raise fail(f"batches: spec={leaf} splits dim 0 by other axes than the sampler, {made_by.spec}",
                        fix="sampler(..., axis=) and spec= name the same axes")  # fmt: skip
-    return _placed(loader, made_by, spec)
+    return _load_batches(loader, made_by, spec)
 
 
-def _placed(loader: DataLoader[Any], rows: Sampler, spec: Any) -> Iterator[Any]:
+def _load_batches(loader: DataLoader[Any], rows: Sampler, spec: Any) -> Iterator[Any]:
     for step, local in zip(rows._steps(), loader, strict=True):
         size = rows._length(step)
         drawn = rows._local_rows(size)
