@@ -61,5 +61,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return the public names alone, which are those that a notebook completes."""
+    """Return only the public names, which a notebook completes."""
     return sorted([*__all__, "__version__"])

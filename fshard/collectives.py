@@ -147,7 +147,7 @@ def all_gather(
 
 @checked
 def psum_scatter(x: Any, axis: Axis, dim: int = 0) -> Any:
-    """Sum over the ranks, each keeping its own part of a dim.
+    """Sum over the ranks, each keeping its part of a dim.
 
         [B, D]{V} -> [B@axis, D]{V}     transpose: all_gather     cost: (n-1)/n bytes
 
@@ -278,7 +278,7 @@ def global_shape(x: Tensor, spec: P) -> tuple[int, ...]:
 def local_range(n: int, axis: Axis, *, size: int | None = None) -> tuple[int, int]:
     """Return (start, stop): the global indices of this rank's `n` entries of a dim that `axis` splits.
 
-    A custom layer or loss uses it to find its own rows, as `nn.embedding` and `nn.cross_entropy` do. `size` is the
+    A custom layer or loss uses it to find its rows, as `nn.embedding` and `nn.cross_entropy` do. `size` is the
     global size, needed only where the axis does not divide it; without it the ranks exchange their sizes if they can
     differ. Raises ShardingError if this rank's part of `size` is not `n`. For `None` the range is (0, n).
 

@@ -28,10 +28,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ShardingError(ValueError):
-    """Error of a program that fshard refuses. The message says what and where, shows the facts and names the fix.
+    """Error of a program that fshard refuses. The message states what and where, shows the facts and names the fix.
 
-    Its traceback has the frames of the user's code alone, in Python, pytest and IPython, which shows the message first.
-    With the environment variable FSHARD_TRACEBACK=full it has all frames, those of fshard and torch too.
+    Its traceback has only the frames of the user's code, in Python, pytest and IPython, which shows the message first.
+    With the environment variable FSHARD_TRACEBACK=full it has all frames, also of fshard and torch.
 
     >>> device_put(torch.ones(2, 2), P("modle"), mesh)
     Traceback (most recent call last):
@@ -59,13 +59,13 @@ class ShardingError(ValueError):
 
 
 def hide_library_frames(e: BaseException) -> None:
-    """Leave the frames of the user's code in the traceback of an error, and of its cause; raise it by `raise` alone.
+    """Leave the frames of the user's code in the traceback of an error, and of its cause; raise it by a bare `raise`.
 
-    An error of another kind than ShardingError keeps, below the user's innermost frame, those of other libraries, and
-    those of fshard if one of them raised it; and all frames if none is of the user.
+    An error of another kind than ShardingError keeps, below the user's innermost frame, the frames of other libraries,
+    and of fshard if one of them raised it; and all frames if none is of the user.
     """
     at: BaseException | None = e
-    seen: set[int] = set()  # an error may be among its own causes
+    seen: set[int] = set()  # an error may be among its causes
     while at is not None and id(at) not in seen and not _shows_all_frames():
         seen.add(id(at))
         frames = _users_frames(at.__traceback__)
@@ -105,10 +105,10 @@ def _frames(tb: types.TracebackType | None) -> list[types.TracebackType]:
 
 
 def _frames_below(tb: types.TracebackType) -> list[types.TracebackType]:
-    """Return the frames below one of the user: those of other libraries, or all if fshard raised the error."""
+    """Return the frames below one of the user: only of other libraries, or all if fshard raised the error."""
     below = _frames(tb.tb_next)
-    own = [tb.tb_frame.f_code.co_filename.startswith(callsite.HERE) for tb in below]
-    return below if own[-1:] == [True] else [tb for tb, is_own in zip(below, own, strict=True) if not is_own]
+    is_ours = [tb.tb_frame.f_code.co_filename.startswith(callsite.HERE) for tb in below]
+    return below if is_ours[-1:] == [True] else [tb for tb, ours in zip(below, is_ours, strict=True) if not ours]
 
 
 def _users_frames(tb: types.TracebackType | None) -> list[types.TracebackType]:
@@ -152,7 +152,7 @@ def fail(what: str, *notes: str, fix: str = "", **facts: object) -> ShardingErro
 def raise_all(errors: Sequence[ShardingError]) -> None:
     """Raise every collected error as one, so that a user sees all failing leaves at once; nothing if there is none.
 
-    Errors of one cause, which differ only in the leaf and in an index, are told once.
+    Errors of one cause, which differ only in the leaf and in an index, are shown once.
     """
     if len(errors) == 1:
         raise errors[0]
@@ -160,17 +160,17 @@ def raise_all(errors: Sequence[ShardingError]) -> None:
     for e in errors:
         cause = _PATH.sub(r"\1*", str(e))
         groups.setdefault(_INDEX.sub("*", _LEAF.sub("", cause)), []).append(str(e))
-    texts = [_told_once(group) for group in groups.values()]
+    texts = [_shown_once(group) for group in groups.values()]
     if texts:
         raise ShardingError(texts[0] if len(texts) == 1 else f"{len(texts)} problems\n" + "\n".join(texts))
 
 
 _PATH = re.compile(r"""\A([^\n]*?\w)(?:\[(?:\d+|'[^'\n]*'|"[^"\n]*")\])+""")  # of a leaf: `args[0]['wte']`
-_LEAF = re.compile(r"(?m)^  leaf  .*?(?=    |$)")  # the fact that says what the leaf is
+_LEAF = re.compile(r"(?m)^  leaf  .*?(?=    |$)")  # the fact that describes the leaf
 _INDEX = re.compile(r"(?<=[.\[])\d+(?=[.\]])")  # of a block: `['blocks'][3]['up']`, `h.3.attn.weight`
 
 
-def _told_once(errors: Sequence[str]) -> str:
+def _shown_once(errors: Sequence[str]) -> str:
     """Return the first of errors that differ in an index, and the words of the others' first lines that differ."""
     first, *others = [e.partition("\n")[0].split() for e in errors]
     names = [" ".join(a for a, b in zip(words, first, strict=False) if a != b).rstrip(":,") for words in others]
@@ -178,7 +178,7 @@ def _told_once(errors: Sequence[str]) -> str:
 
 
 def join_limited(items: Sequence[str], limit: int, separator: str = ", ") -> str:
-    """Join the first `limit` items, and say how many more there are.
+    """Join the first `limit` items, and count the others.
 
     >>> join_limited(["a", "b", "c"], 2)
     'a, b, and 1 more'
@@ -218,7 +218,7 @@ def must_be(what: str, words: str, x: object, fix: str = "") -> ShardingError:
 
 
 def call_of(x: object) -> str:
-    """Return the call of a function that stands where its result should, or "" if it cannot be called so.
+    """Return the call of a function that is in the place of its result, or "" if it cannot be called so.
 
     >>> def init(): ...
     >>> call_of(init), call_of(fail), call_of(3)
@@ -320,7 +320,7 @@ def _checked(f: F, verb: str, names: dict[str, Any]) -> F:
             kind = kinds.get(name if name in signature.parameters else others)
             if kind is not None and not isinstance(x, kind.types):
                 if not _fits(x, kind):
-                    raise _namesake(verb, name, kind, x) or must_be(f"{verb}: {name.rstrip('_')}", kind.words, x)
+                    raise _same_name_error(verb, name, kind, x) or must_be(f"{verb}: {name.rstrip('_')}", kind.words, x)
                 by_type &= type(x) is int  # which is in no `types`, since a bool is an int
         return by_type
 
@@ -360,14 +360,14 @@ def _call_note(verb: str, args: Mapping[str, Any]) -> str:
     return f"in {verb}({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
 
-def _namesake(verb: str, name: str, kind: _Kind, x: object) -> ShardingError | None:
+def _same_name_error(verb: str, name: str, kind: _Kind, x: object) -> ShardingError | None:
     """Return the error of an argument of another class with the same name, as every model has a `Config`."""
-    theirs = [_home(t) for t in kind.types if t.__name__ == type(x).__name__]
-    if not theirs:
+    homes = [_home(t) for t in kind.types if t.__name__ == type(x).__name__]
+    if not homes:
         return None
     ours = _home(type(x))
     fix = f"call {ours}.{verb}" if hasattr(sys.modules[ours], verb) else ""
-    return fail(f"{verb}: {name} must be {kind.words} of {theirs[0]}, got one of {ours}", fix=fix)
+    return fail(f"{verb}: {name} must be {kind.words} of {homes[0]}, got one of {ours}", fix=fix)
 
 
 def _home(kind: type) -> str:
@@ -384,12 +384,12 @@ def _too_many(verb: str, parameters: Sequence[inspect.Parameter], got: int, most
     by_name += [f"**{p.name}" for p in parameters if p.kind is p.VAR_KEYWORD]
     names = [*(p.name.rstrip("_") for p in parameters[:most]), *by_name]
     return fail(
-        f"{verb}: {number_of(got, 'argument')} by position, of which it takes {most}", fix=f"{verb}({', '.join(names)})"
+        f"{verb}: {number_of(got, 'argument')} by position, and it takes {most}", fix=f"{verb}({', '.join(names)})"
     )
 
 
 class _Kind(NamedTuple):
-    """Values that an annotation accepts: those of some types, others that pass a test; and the kind in words."""
+    """Values that an annotation accepts: by their types, or by a test; and the kind in words."""
 
     words: str
     types: tuple[type, ...] = ()

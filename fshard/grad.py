@@ -28,7 +28,7 @@ def value_and_grad(
     """Return a function that computes the value of `f` and its gradient, as `jax.value_and_grad` does.
 
         f: (params, ...) -> loss [] {I}     returns (loss, grads); a gradient has its parameter's shape and type
-        (the loss may vary over an axis over which all differentiated leaves vary: each rank has its own problem)
+        (the loss may vary over an axis over which all differentiated leaves vary: each rank solves a separate problem)
 
     Args:
         argnums: positions of the arguments to differentiate, all of their leaves; for a tuple, grads is a tuple.
@@ -244,7 +244,7 @@ def accumulate(
     """Return `value_and_grad` over `steps` microbatches in sequence: the mean of their values and gradients.
 
     Every positional argument that is not differentiated is split along dim 0 into `steps` equal parts (leaf by leaf;
-    0-d leaves and numbers are passed whole). Keyword arguments are passed whole: frozen parameters, a key. Only the
+    0-d leaves and numbers are passed unsplit). Keyword arguments are passed unsplit: frozen parameters, a key. Only the
     activations of one microbatch exist at a time. With `has_aux`, aux leaves are stacked, [steps, ...].
 
     The gradients of all ranks are added in one of three ways:
@@ -252,14 +252,15 @@ def accumulate(
     - in each microbatch, where `f` itself gathers the parameters, by `unshard` or `scan`. Gradients take twice the
       memory of a rank's part of the parameters.
     - once, with `gather`, which gathers the parameters before the microbatches: the fewest transfers. The parameters
-      and two copies of their gradients are whole on each rank.
-    - never, where the parameters and the loss vary over the axis: each rank has the gradients of its own examples, as
+      and two copies of their gradients are unsharded on each rank.
+    - never, where the parameters and the loss vary over the axis: each rank has the gradients of its examples, as
       in `accumulate(loss, 4)(pvary(params, "data"), x)` of a loss without `pmean`.
 
     Args:
         counted: `f` returns `(total, count)`: a sum over what it counts, as the tokens that have a target, and their
-            number, each of all ranks. The value is the sum of the totals divided by that of the counts: the mean over
-            the whole batch, also if the microbatches count different numbers. With `has_aux`, `((total, count), aux)`.
+            number, each of all ranks. The value is the sum of the totals divided by the sum of the counts: the mean
+            over the full batch, also if the microbatches count different numbers. With `has_aux`,
+            `((total, count), aux)`.
         gather: a function of the differentiated argument, called once; `f` gets its result. Its transpose reduces the
             sum of the gradients.
 
@@ -364,7 +365,7 @@ def _vjp(name: str, gather: Callable[..., Any], x: Any) -> tuple[Any, Callable[.
             raise fail(f"accumulate({name}): gather= returned no leaves", fix="return the gathered parameters")
         for path, leaf in tree.leaves_with_path(result):
             _check_leaf(f"accumulate({name}): {tree.show('the result of gather', path)}", leaf,
-                        "gather what is differentiated alone, and capture the rest")  # fmt: skip
+                        "gather only what is differentiated, and capture the rest")  # fmt: skip
         return tuple(out)
 
     vjp: Any = torch.func.vjp  # its result has two types
@@ -381,7 +382,7 @@ def _microbatch(i: int, arg: Any, step: int, steps: int) -> Any:
         if x.shape[0] % steps:
             raise fail(f"accumulate: {tree.show(f'args[{i}]', path)} cannot be split into {steps} equal microbatches",
                        f"{x.shape[0]} % {steps} = {x.shape[0] % steps}", shape=list(x.shape),
-                       fix="another number of steps, or another batch size; what is no batch, by keyword")  # fmt: skip
+                       fix="another number of steps, or another batch size; what is not split, by keyword")  # fmt: skip
         size = x.shape[0] // steps
         return x.narrow(0, step * size, size)
 

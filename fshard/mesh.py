@@ -75,7 +75,7 @@ class Mesh:
             tuple(range(self.size)) if kind == "simulated" else (dist.get_rank() if kind == "process" else rank,)
         )
         self.transfers: list[Transfer] = []
-        self.host = HOST  # the device of host memory; that of a plan is another than the device, which is fake
+        self.host = HOST  # the device of host memory; in a plan another one than the device, which is fake
         self._fakes: Any = None  # of an abstract mesh: buffers that calls share are of one mode
         self._comm: Comm | None = None  # simulated ranks have one for each run
         if kind == "abstract":
@@ -106,7 +106,7 @@ class Mesh:
     def gather_objects(self, mine: Any, purpose: str = "to exchange Python objects") -> list[Any]:
         """Return the object of each process of the mesh, by rank; there is one process if the ranks are threads.
 
-        `purpose` stands in the report of a long wait.
+        `purpose` appears in the report of a long wait.
         """
         objects = [mine] * (self.size if self.kind == "process" else 1)
         if len(objects) > 1:
@@ -139,7 +139,7 @@ class Mesh:
 def planned_mesh(axes: Mapping[str, int], rank: int, watch: Watch, *, accelerator: bool) -> Mesh:
     """Return an abstract mesh whose rank runs what a real rank runs; `watch` receives its transfers.
 
-    On CPUs these are messages between pairs of ranks, and host memory is that of the device. On an accelerator they are
+    On CPUs these are messages between pairs of ranks, and host memory is the device's. On an accelerator they are
     collectives of torch. Its tensors are fake ones of a CPU (autograd has no fake CUDA), so those in host memory are on
     the meta device.
     """
@@ -157,8 +157,8 @@ def mesh_grid(mesh: Mesh) -> View:
 
     def cell(rank: int) -> Cell:
         coords = mesh.coords(rank)
-        own = mesh.kind == "process" and rank in mesh.ranks
-        return Cell([rank], [f"rank {rank}: {format_axes(coords)}{', this process' * own}"], own)
+        is_here = mesh.kind == "process" and rank in mesh.ranks
+        return Cell([rank], [f"rank {rank}: {format_axes(coords)}{', this process' * is_here}"], is_here)
 
     down = [format_axes({a: mesh.coords(r)[a] for a in rest}) for r in range(0, mesh.size, n)]
     cells = [[cell(r + i) for i in range(n)] for r in range(0, mesh.size, n)]
@@ -180,21 +180,21 @@ def make_mesh(
     the default elsewhere: every rank is a thread of this process. "abstract" has no ranks: for dry runs, of any size.
     In a process mesh one axis may be -1: the rest of the world size.
 
-    `timeout`: seconds that a collective of a process mesh waits for another rank before it fails; by default that of
-    torch.distributed, 30 minutes with gloo and 10 with nccl. If torch.distributed is initialized already, its group of
-    all ranks keeps the timeout that it has: in collectives over all axes that are compiled or on CUDA, and where ranks
+    `timeout`: seconds that a collective of a process mesh waits for another rank before it fails; the default of
+    torch.distributed is 30 minutes with gloo and 10 with nccl. If torch.distributed is initialized already, its group
+    of all ranks keeps its timeout: in collectives over all axes that are compiled or on CUDA, and where ranks
     exchange Python objects (in a checked call, a checkpoint). It has no effect on other kinds of mesh, which find a
     deadlock at once.
     Where torch.distributed is started here, a rank that raises, is killed or loses its host ends every other one, with
-    a status that is not 0: by the error of its own collective, or else after 10 s, without its `finally` blocks. A rank
+    a status that is not 0: by the error of its collective, or else after 10 s, without its `finally` blocks. A rank
     under torchrun ends when its agent does. In every process mesh a rank that has waited for another one for 30 s
-    prints which, in which collective and at which line, once for each wait (on CUDA only NCCL knows, and says nothing).
+    prints which, in which collective and at which line, once for each wait (not on CUDA, where only NCCL knows).
 
     >>> make_mesh(data=2, model=4)
     Mesh(data=2, model=4; simulated, 8 x cpu)
 
     With gloo every transfer is checked: ranks that disagree on the operation, axes, dtype or sizes raise ShardingError.
-    With nccl only those of checked calls are (`shard_map(check="always")`), and all ranks must reach the first
+    With nccl only transfers of checked calls are (`shard_map(check="always")`), and all ranks must reach the first
     collective over each set of axes: it makes a process group.
 
     Raises ShardingError for sizes that are not positive or do not multiply to the world size, and where another job
@@ -237,7 +237,7 @@ def make_mesh(
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """Add to "cuda" the index that the launcher gave this process, or else that of the current device."""
+    """Add to "cuda" the index that the launcher gave this process, or else the index of the current device."""
     if device.type != "cuda" or device.index is not None:
         return device
     current = torch.cuda.current_device() if torch.cuda.is_available() else 0

@@ -21,10 +21,10 @@ from .spec import Box, P, box_of, box_shape, local_box, overlap, part_ranks, rel
 
 @checked
 def device_get(tree_: Any, *, rank: int | None = None) -> Any:
-    """Return the full leaves, as CPU tensors. Leaves that are not `Sharded` stay as they are.
+    """Return the full leaves, as CPU tensors. Leaves that are not `Sharded` stay unchanged.
 
     On a process mesh every rank must call it. With `rank`, only that rank gets the leaves (the others get `None`),
-    gathered into its host memory leaf by leaf and part by part, so no device needs memory for more than its own part.
+    gathered into its host memory leaf by leaf and part by part, so no device needs memory for more than its part.
 
     >>> device_get(params)["up"].shape
     torch.Size([64, 256])

@@ -77,11 +77,11 @@ def shard_map(
 ) -> ShardMapped | Callable[[Callable[..., Any]], ShardMapped]:
     """Run `f` on every device of `mesh`, on local tensors, with the mesh axes bound.
 
-    A `Sharded` argument is passed as its local part, and must be placed as `in_specs` says. A plain tensor is a global
-    value, the same on every rank (a checked call compares those of processes, by digests), and each rank is passed its
-    part of it. A numpy array is a plain tensor, as an argument and as a result. Anything else is passed on unchanged,
-    and is an error under a spec that names an axis. Results become `Sharded`, placed as `out_specs` says. Works as a
-    decorator too; `.on(mesh)` is the same function on another mesh.
+    A `Sharded` argument is passed as its local part, and must be placed by `in_specs`. A plain tensor is a global
+    value, the same on every rank (a checked call compares the processes' values, by digests), and each rank is passed
+    its part of it. A numpy array is a plain tensor, as an argument and as a result. Anything else is passed on
+    unchanged, and is an error under a spec that names an axis. Results become `Sharded`, placed by `out_specs`. Works
+    as a decorator too; `.on(mesh)` is the same function on another mesh.
 
     Args:
         in_specs: specs for the tuple of arguments, a prefix tree. `None`, for all or for one argument, takes each
@@ -141,7 +141,7 @@ class ShardMapped:
         self._live = [a for a, n in mesh.axes.items() if n > 1]
         self._plans: list[CallPlan] = []  # the last one used comes first; other threads read it, so it is replaced
         self._program: Program | None = None  # as the last call found it
-        self._scratch: list[list[dict[Any, Any]]] = []  # at most one entry: that of the last call that has ended
+        self._scratch: list[list[dict[Any, Any]]] = []  # at most one entry: of the last call that has ended
 
     @checked
     def on(self, mesh: Mesh, *, check: Check | None = None, compile: bool | None = None) -> ShardMapped:
@@ -261,7 +261,7 @@ class ShardMapped:
         arguments = [local[i] for i in plan.kept], [plan.specs[i] for i in plan.kept]
         region = Region(comm, rank, self.mesh.device, dict(plan.uneven), plan.split_sizes, donated, checker, scratch,
                         self.mesh.host, arguments)  # fmt: skip
-        # Backward runs on this thread, to which the region is bound, and not on one of autograd's own.
+        # Backward runs on this thread, to which the region is bound, and not on a thread of autograd.
         with bind(region), torch.autograd.set_multithreading_enabled(False), checker or contextlib.nullcontext():
             if checker is not None:
                 for x, spec, name in zip(local, plan.specs, plan.names, strict=True):
@@ -292,7 +292,7 @@ class ShardMapped:
         """Raise for results that vary over an axis which their out spec does not name."""
         specs = broadcast_out_specs(plan, out)
         wrong = checker.wrong_results(tree.leaves(out), specs)
-        if wrong:  # a result that its spec does not fit has an error of its own
+        if wrong:  # a result that its spec does not fit has another error
             paths = [tree.show("result", path) for path, _ in tree.leaves_with_path(out)]
             rows = [(paths[i], x, spec) for i, x, spec in wrong
                     if not spec_errors("", tuple(x.shape), spec, self.mesh.axes)]  # fmt: skip
@@ -317,7 +317,7 @@ def dry_run(f: ShardMapped, args: tuple[Any, ...], rank: int = 0) -> DryRun:
 
 
 def _described(x: Any, mesh: Mesh) -> Any:
-    """Return a placed leaf as one of an abstract mesh; anything else as it is."""
+    """Return a placed leaf as one of an abstract mesh; anything else unchanged."""
     return abstract_sharded(x.shape, x.dtype, x.spec, mesh) if isinstance(x, Sharded) else x
 
 

@@ -49,7 +49,7 @@ class Sharded:
 
     `shards` has one local tensor for each of `mesh.ranks`: all of them on a simulated mesh, one on a process mesh.
     A `Sharded` is not a tensor: compute with it inside `shard_map`, look at it with `device_get` or `item`. Operators,
-    indexing, functions of torch and numpy, and attributes of tensors are errors that say so; `==` too, which Python
+    indexing, functions of torch and numpy, and attributes of tensors are errors that explain it; `==` too, which Python
     would otherwise answer by identity.
 
     Its repr shows the value of a 0-d leaf, which every rank has.
@@ -141,7 +141,7 @@ class Sharded:
         return f"{describe(self, self.spec)} {self._value()}".rstrip()
 
     def _value(self) -> str:
-        """Return the number of a 0-d leaf, which is whole on every rank; "" for others, and for a donated one."""
+        """Return the number of a 0-d leaf, which every rank has; "" for others, and for a donated one."""
         return format_value(self._shards[0]) if self._shards and not self.shape else ""
 
     def _repr_html_(self) -> str:
@@ -168,7 +168,7 @@ def _no_tensor(leaf: Sharded, operation: str) -> ShardingError:
     """Return the error of an operation that a tensor has and a placed leaf has not."""
     value = "x.item() is its value" if leaf.numel() == 1 else "fs.device_get(x) is the full tensor"
     fix = f"{value}, x.shards are its local parts; compute inside fs.shard_map; fs.reshard moves it"
-    return fail(f"{operation}: {leaf!r} is a placed leaf and no tensor", fix=fix)
+    return fail(f"{operation}: {leaf!r} is a placed leaf, not a tensor", fix=fix)
 
 
 def _refused(operation: str) -> Callable[..., Any]:
@@ -188,7 +188,7 @@ for _name, _operation in [*_OTHERS.items(), *((f"{side}{n}", op) for n, op in _B
     setattr(Sharded, f"__{_name}__", _refused(_operation))
 
 
-# --- leaves that are no tensors -------------------------------------------------------------------------------
+# --- leaves that are not tensors ------------------------------------------------------------------------------
 
 
 def array_dtype(x: Any) -> torch.dtype | None:
@@ -263,7 +263,7 @@ def make_sharded(placement: Placement, shards: tuple[Tensor, ...]) -> Sharded:
 
 
 def local_parts(leaves: Sequence[Any], ranks: int) -> list[list[Any]]:
-    """Return the local leaves of each rank of this process: the shard of a `Sharded`, anything else as it is.
+    """Return the local leaves of each rank of this process: the shard of a `Sharded`, anything else unchanged.
 
     Raises ShardingError for a leaf that has been donated.
     """
@@ -278,19 +278,19 @@ def local_parts(leaves: Sequence[Any], ranks: int) -> list[list[Any]]:
 
 @checked
 def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch.dtype | None = None) -> Any:
-    """Place a described tree: every device fills only its own part of every `Deferred` leaf.
+    """Place a described tree: every device fills only its part of every `Deferred` leaf.
 
-    Each element depends on `key`, the leaf's path and the element's global index alone, so the values are bitwise the
+    Each element depends only on `key`, the leaf's path and the element's global index, so the values are bitwise the
     same on every mesh and with every spec, and adding a leaf changes no other. The path is that in `tree_`:
-    `materialize(tree["a"])` draws other values than `materialize(tree)["a"]`. Leaves of `fs.defer` have a name of their
-    own, so that the values are those of the whole tree for any part of it, `tree["params"]` or
+    `materialize(tree["a"])` draws other values than `materialize(tree)["a"]`. Leaves of `fs.defer` keep their
+    name, so that any part of the tree has the same values as the full tree, `tree["params"]` or
     `tree["params"]["weight"]`; in a larger tree the path of the module is added.
 
     Tensors and numpy arrays in the tree are placed unchanged. One object at several paths is one leaf, with the key of
     its first path. On a process mesh every rank must call it, with the same key.
 
     Args:
-        specs: a `P` per leaf, or a prefix: one `P` for a whole subtree.
+        specs: a `P` per leaf, or a prefix: one `P` for a subtree.
         dtype: replaces the dtype of floating-point `Deferred` leaves.
 
     >>> materialize({"w": init.normal((64, 256), std=0.02)}, {"w": column("model")}, mesh, key=fs.key(0))
@@ -323,7 +323,7 @@ def _check_names(tree_: Any) -> None:
 
 
 def _names_of(leaf: Deferred, path: tree.Path) -> tuple[str, list[str]]:
-    """Return the name of a leaf, and the names of the leaves of whose draws it is made, if these are not its own."""
+    """Return the name of a leaf, and the names of the leaves whose draws it is made of, if others."""
     name, scope = tree.dotted(path), leaf.scope
     module = None if scope is None else scope.module_path(name)
     if scope is not None and module is not None:
@@ -358,7 +358,7 @@ def abstract_sharded(shape: Sequence[int], dtype: torch.dtype, spec: P, mesh: Me
 
 @checked
 def device_put(tree_: Any, specs: Any, mesh: Mesh) -> Any:
-    """Place global tensors, the same on every rank: each device receives a copy of its own part.
+    """Place global tensors, the same on every rank: each device receives a copy of its part.
 
     `specs` may be a prefix. Numpy arrays and Python numbers become tensors.
 
@@ -388,7 +388,7 @@ def _put(x: Any, spec: P, mesh: Mesh) -> Sharded:
 
 @checked
 def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box], Tensor]) -> Sharded:
-    """Make a placed leaf from `fn(global slices)`, so that each rank loads only its own data.
+    """Make a placed leaf from `fn(global slices)`, so that each rank loads only its data.
 
     `fn` is called once for each different part of this process; replicas on a simulated mesh get copies.
 
@@ -432,7 +432,7 @@ def place_tree(
 ) -> Any:
     """Check every leaf against its spec, then place them all. An object at several paths, a tie, stays one leaf.
 
-    Without a mesh, each leaf is `Sharded` and stays on its own mesh.
+    Without a mesh, each leaf is `Sharded` and stays on its mesh.
     """
     leaves = tree.leaves_with_path(tree_)
     leaf_specs = tree.broadcast(specs, tree_, name="specs", leaf=is_spec)

@@ -29,7 +29,7 @@ class P:
     """A partition spec: one entry per dim, each `None`, an axis name, or a tuple of names (major first).
 
     Trailing dims are unsplit. `...` means as many unsplit dims as fit, so `P(..., "model")` splits the last dim. Each
-    device keeps its part in its own memory; with `memory="host"`, in that of its computer: see `on_host`.
+    device keeps its part in its memory; with `memory="host"`, in the computer's: see `on_host`.
 
     >>> P("data", None) == P("data")
     True
@@ -326,13 +326,13 @@ def fully_shard(specs: Any, tree: Any, *, axis: str | tuple[str, ...], min_size:
 
     The best dim is the one that splits evenly on most axis sizes (the largest power of two up to 256 in it), the
     first of several, since its parts are contiguous. Where no dim is free `axis` becomes the minor axis of the largest
-    split dim. Leaves with fewer than `min_size` elements and 0-d leaves stay as they are.
+    split dim. Leaves with fewer than `min_size` elements and 0-d leaves stay unchanged.
 
     >>> fully_shard({"w": P(None, "model"), "b": P()}, {"w": torch.empty(64, 8), "b": torch.empty(8)}, axis="data")
     {'w': P('data', 'model'), 'b': P('data')}
 
     `specs` may be a prefix of `tree`, whose leaves need a `.shape`. Leaves that already name one of the axes stay
-    as they are.
+    unchanged.
 
     Raises ShardingError listing every leaf without a shape.
     """
@@ -380,7 +380,7 @@ def format_value(x: torch.Tensor) -> str:
 
 
 def format_number(x: torch.Tensor) -> str:
-    """Format the number of a 0-d tensor, with the digits that its dtype can tell apart.
+    """Format the number of a 0-d tensor, with the digits that its dtype distinguishes.
 
     >>> format_number(torch.tensor(0.1)), format_number(torch.tensor(0.1, dtype=torch.float64) * 3)
     ('0.1', '0.30000000000000004')
@@ -434,7 +434,7 @@ class _Typed(Protocol):
 
 
 def describe(x: _Typed, spec: P | None = None) -> str:
-    """Format the dtype and shape of a tensor, or of what stands for one, as `format_tensor`.
+    """Format the dtype and shape of a tensor, or of its description, as `format_tensor`.
 
     >>> describe(torch.ones(2, 3))
     'f32[2, 3]'

@@ -160,7 +160,7 @@ def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return unflatten(treedef, [f(*row) for row in zip(*columns, strict=True)])
 
 
-# Dynamo replaces optree by its own implementation, which cannot pass the structure of a dict to another graph (torch
+# Dynamo replaces optree by another implementation, which cannot pass the structure of a dict to another graph (torch
 # 2.13 with optree 0.20), so traced programs use these functions. The order of the leaves is the same.
 
 
@@ -297,12 +297,12 @@ def transpose(outer: PyTreeSpec, inner: PyTreeSpec, tree: Any) -> Any:
     >>> transpose(structure([0, 0]), structure({"a": 0}), [{"a": 1}, {"a": 2}])
     {'a': [1, 2]}
 
-    Raises ShardingError for a tree that has not the structure of `outer` with `inner` at each leaf.
+    Raises ShardingError for a tree without the structure of `outer` with `inner` at each leaf.
     """
     try:
         return optree.tree_transpose(outer, inner, tree)
     except (TypeError, ValueError) as e:
-        raise fail("transpose: the tree has not the structure of outer with inner at each leaf", str(e),
+        raise fail("transpose: the tree does not have the structure of outer with inner at each leaf", str(e),
                    outer=outer, inner=inner) from None  # fmt: skip
 
 
@@ -330,10 +330,10 @@ def broadcast(
     prefix: Any, tree: Any, *, name: str, leaf: Callable[[Any], bool], kind: str = "P",
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> list[Any]:  # fmt: skip
-    """Return one entry of `prefix` per leaf of `tree`: a leaf of the prefix applies to the whole subtree below it.
+    """Return one entry of `prefix` per leaf of `tree`: a leaf of the prefix applies to the subtree below it.
 
     `leaf` returns whether an object is a leaf of the prefix; errors call the prefix `name` and its leaves `kind`.
-    `is_leaf` is that of `flatten`, for the tree.
+    `is_leaf`: as in `flatten`, for the tree.
 
     >>> broadcast({"a": 1, "b": 2}, {"a": [5, 6], "b": 7}, name="specs", leaf=lambda x: isinstance(x, int))
     [1, 1, 2]
@@ -371,7 +371,7 @@ def _broadcast(
 def _not_a_prefix(
     label: str, prefix: Any, children: dict[Any, Any], tree: Any, expected: dict[Any, Any] | None, kind: str
 ) -> ShardingError:  # fmt: skip
-    """Return the error of a container whose children differ from those of the tree at its path."""
+    """Return the error of a container whose children differ from the tree's at its path."""
     whole = f"one {kind} for the whole subtree"
     missing, extra = (
         [k for k in expected or () if k not in children],

@@ -311,11 +311,11 @@ def test_every_form_of_parameter_is_checked():
 
 def test_error_text_of_too_many_arguments_by_position():
     assert error_text(fs.show, {}, P(), None) == (
-        "show: 3 arguments by position, of which it takes 1\n  fix: show(tree, mesh=, specs=, against=, fold=)"
+        "show: 3 arguments by position, and it takes 1\n  fix: show(tree, mesh=, specs=, against=, fold=)"
     )
     f, mesh = (lambda x: x), fs.make_mesh(data=1)
     assert error_text(fs.shard_map(f, mesh=mesh, out_specs=P()).on, mesh, "never") == (  # a method, without self
-        "on: 2 arguments by position, of which it takes 1\n  fix: on(mesh, check=, compile=)"
+        "on: 2 arguments by position, and it takes 1\n  fix: on(mesh, check=, compile=)"
     )
     assert error_text(fs.plan, f, device="H100").startswith("plan: f must be a ShardMapped")
     assert error_text(fs.plan, fs.shard_map(f, mesh=mesh, out_specs=P()), device="H100").endswith(

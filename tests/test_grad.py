@@ -95,7 +95,7 @@ def test_second_derivatives():
          "value_and_grad(<lambda>): argument 0 has no leaves\n  fix: pass the parameters, or other argnums"),
         (lambda: fs.accumulate(loss, 3)(*data()),
          ("accumulate: args[1] cannot be split into 3 equal microbatches\n  shape  [4, 3]\n  4 % 3 = 1\n"
-          "  fix: another number of steps, or another batch size; what is no batch, by keyword")),
+          "  fix: another number of steps, or another batch size; what is not split, by keyword")),
         (lambda: fs.accumulate(loss, 0), "accumulate: steps=0\n  fix: one or more"),
         (lambda: fs.accumulate(loss, 2, argnums=(0, 1), gather=lambda p: p),
          "accumulate: argnums=(0, 1): gather= is a function of one argument\n  fix: argnums=0"),
@@ -109,7 +109,7 @@ def test_second_derivatives():
          "accumulate(loss): argnums=2, and the call has 2 positional arguments\n  fix: count from 0"),
         (lambda: fs.accumulate(loss, 2, gather=lambda p: {**p, "ids": torch.arange(3)})(*data()),
          ("accumulate(loss): the result of gather['ids'] is int64, which has no gradient\n"
-          "  fix: gather what is differentiated alone, and capture the rest")),
+          "  fix: gather only what is differentiated, and capture the rest")),
         (lambda: fs.accumulate(lambda p, x: (loss(p, x), {"n": 3}), 2, has_aux=True)(*data()),
          "accumulate(<lambda>): aux['n'] is 3, and cannot be stacked\n  fix: return tensors: torch.tensor(x)"),
     ],

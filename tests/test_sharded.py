@@ -409,7 +409,7 @@ OPERATORS_WITH_TENSORS = {
 def test_operations_on_a_placed_leaf_are_errors_that_say_what_to_do(operation):
     text = error_text({**OPERATORS, **OPERATORS_WITH_TENSORS}[operation], LEAF)
     assert text == (
-        f"{operation}: f32[4@a] is a placed leaf and no tensor\n  fix: fs.device_get(x) is the full tensor, {ADVICE}"
+        f"{operation}: f32[4@a] is a placed leaf, not a tensor\n  fix: fs.device_get(x) is the full tensor, {ADVICE}"
     )
 
 
@@ -418,7 +418,7 @@ def test_attributes_of_tensors_are_errors_that_say_what_to_do(name):
     with pytest.raises(AttributeError) as e:
         getattr(LEAF, name)
     assert str(e.value) == (
-        f".{name}: f32[4@a] is a placed leaf and no tensor\n  fix: fs.device_get(x) is the full tensor, {ADVICE}"
+        f".{name}: f32[4@a] is a placed leaf, not a tensor\n  fix: fs.device_get(x) is the full tensor, {ADVICE}"
     )
     assert not hasattr(LEAF, name)
     assert getattr(LEAF, name, None) is None
@@ -428,7 +428,7 @@ def test_a_leaf_of_one_element_has_a_value():
     assert (ONE_ELEMENT.item(), float(ONE_ELEMENT), int(ONE_ELEMENT), bool(ONE_ELEMENT)) == (3.0, 3.0, 3, True)
     assert f"{ONE_ELEMENT:.2f}" == "3.00"
     text = error_text(lambda x: x < 4, ONE_ELEMENT)
-    assert text == f"<: f32[] 3.0 is a placed leaf and no tensor\n  fix: x.item() is its value, {ADVICE}"
+    assert text == f"<: f32[] 3.0 is a placed leaf, not a tensor\n  fix: x.item() is its value, {ADVICE}"
     assert "has 4 elements" in error_text(bool, LEAF)
 
 

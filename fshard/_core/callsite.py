@@ -52,7 +52,7 @@ def is_users_frame(frame: FrameType) -> bool:
 
 
 def caller_of_models(frame: FrameType | None) -> FrameType | None:
-    """Return the frame that called into fshard.models, if `frame` is one of theirs: a mistake is in its arguments."""
+    """Return the frame that called into fshard.models, if `frame` is inside it: its arguments are wrong."""
     caller = frame
     while caller is not None and caller.f_code.co_filename.startswith(MODELS):
         caller = user_frame(caller.f_back)
@@ -76,7 +76,7 @@ _is_users_file = _IsUsersFile()
 
 @functools.cache
 def is_own_file(file: str) -> bool:
-    """Return whether a file is the user's own: not of torch, fshard, the standard library or an installed package."""
+    """Return whether a file is the user's: not of torch, fshard, the standard library or an installed package."""
     return not (file.startswith((HERE, TORCH, *STANDARD_LIBRARY, *GENERATED)) or INSTALLED.search(file))
 
 
@@ -106,7 +106,7 @@ class Site:
 
     @property
     def function(self) -> str:
-        """Name of the function; of a comprehension, that of the function around it."""
+        """Name of the function; of a comprehension, the name of the function around it."""
         parts = [p for p in self.code.co_qualname.split(".") if p == "<lambda>" or not p.startswith("<")]
         return parts[-1] if parts else "<module>"
 
@@ -122,7 +122,7 @@ class Site:
 
 
 def site(frame: FrameType | None = None) -> Site | None:
-    """Return the place that a frame executes; by default that of the user's code."""
+    """Return the place that a frame executes; by default the user's innermost frame."""
     frame = user_frame(sys._getframe(1)) if frame is None else frame
     return None if frame is None else Site(frame.f_code, frame.f_lasti)
 

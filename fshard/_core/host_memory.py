@@ -1,4 +1,4 @@
-"""The memories of leaves, that of a device and that of its host, and the copies between them.
+"""The memories of leaves, on a device and on its host, and the copies between them.
 
 A leaf in host memory is copied to the device while it is needed there. On CPUs both are one memory, without copies.
 """
@@ -28,7 +28,7 @@ def memory_device(spec: P, device: torch.device) -> torch.device:
 
 
 def host_device() -> torch.device:
-    """Return the device of host memory: the CPU, or in a plan for an accelerator the place that stands for it."""
+    """Return the device of host memory: the CPU, or in a plan for an accelerator the device that represents it."""
     return region().host if in_region() else HOST
 
 
@@ -47,7 +47,7 @@ def empty_part(shape: Sequence[int], dtype: torch.dtype, spec: P, device: torch.
 
 
 def common_device(xs: Sequence[Tensor]) -> torch.device | None:
-    """Device for results of tensors in several memories: that of this rank, or outside a region that of the first."""
+    """Return the device for results of tensors in several memories: this rank's; outside a region the first one's."""
     return region().device if in_region() else xs[0].device if xs else None
 
 
@@ -57,7 +57,7 @@ def to_device(x: Any) -> Any:
 
         [*S] in host memory -> [*S] on the device     transpose: the cotangent goes to host memory
 
-    Takes a tree. Tensors on the device, and leaves that are no tensors, are returned as they are. On CUDA the copy is
+    Takes a tree. Tensors on the device, and leaves that are not tensors, are returned unchanged. On CUDA the copy is
     queued: do not write to its source in the same call. `scan`, `unshard` and the optimizers copy leaves themselves.
 
     >>> double = shard_map(lambda w: 2 * to_device(w), mesh=mesh, out_specs=P("data"))

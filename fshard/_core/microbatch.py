@@ -40,10 +40,10 @@ class Microbatch:
         dim = self.dim_of_rows(verb, shape, [s.stop - s.start for s in box], parts, sizes)
         if dim is None:
             return tuple(shape), box
-        whole, cut = list(shape), list(box)
-        whole[dim] *= self.steps
+        full, cut = list(shape), list(box)
+        full[dim] *= self.steps
         cut[dim] = self.range_of(box[dim].start, box[dim].stop - box[dim].start)
-        return tuple(whole), tuple(cut)
+        return tuple(full), tuple(cut)
 
     def range_of(self, start: int, n: int) -> slice:
         """Return the place in the batch of the `n` rows that this rank has from `start` on in the microbatch."""

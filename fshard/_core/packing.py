@@ -37,7 +37,7 @@ def pad(x: Tensor, dim: int, length: int) -> Tensor:
 
 # --- the parts of a dim over some axes, as in `part_lengths` ---
 #
-# `sizes` are those of the axes, major first, and n is their product.
+# `sizes` are the sizes of the axes, major first, and n is their product.
 
 Positions = tuple[slice, ...]  # of ranks, along each axis
 
@@ -59,10 +59,10 @@ def parts_by_rank(xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int
 
 
 def equal_parts(x: Tensor, dim: int, sizes: Sequence[int]) -> list[tuple[Positions, Tensor]]:
-    """Return the parts of a dim, those of one length in one view: [.., size, ..] -> [*positions, .., length, ..].
+    """Return the parts of a dim, one view for all of one length: [.., size, ..] -> [*positions, .., length, ..].
 
-    Each view has the positions of its parts. Empty parts beside others are left out. There is one view if the axes
-    divide the dim, and at most 2 ** len(sizes) in any case: the work of a transfer does not grow with the ranks.
+    Each view has the positions of its parts. Empty parts are left out if others are not. There is one view if
+    the axes divide the dim, and at most 2 ** len(sizes): the work of a transfer does not grow with the ranks.
     """
     views: list[tuple[Positions, Tensor]] = [((), x)]
     for d, n in enumerate(sizes, dim):
@@ -75,8 +75,8 @@ def _cut(x: Tensor, dim: int, n: int) -> list[tuple[slice, Tensor]]:
     """Return the parts of a dim over one axis of n ranks: the full ones, [.., full, length, ..], and the short one."""
     size, length = x.shape[dim], -(-x.shape[dim] // n)
     full, short = divmod(size, length) if size else (n, 0)
-    whole = x.narrow(dim, 0, full * length) if short else x
-    out = [(slice(full), whole.view(*x.shape[:dim], full, length, *x.shape[dim + 1 :]))]
+    even = x.narrow(dim, 0, full * length) if short else x
+    out = [(slice(full), even.view(*x.shape[:dim], full, length, *x.shape[dim + 1 :]))]
     if short:
         out.append((slice(full, full + 1), x.narrow(dim, size - short, short).unsqueeze(dim)))
     return out

@@ -51,7 +51,7 @@ class Comm(Place, Protocol):
     ) -> None:  # fmt: skip
         """Call `f` once, on one rank, with the text of each rank of the mesh; no other rank goes on before its text.
 
-        All ranks must call it. It is no transfer of the program: it is neither recorded nor counted.
+        All ranks must call it. It is not a transfer of the program: it is neither recorded nor counted.
         """
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
@@ -69,13 +69,13 @@ class Comm(Place, Protocol):
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
         """Send to rank b for a pair (me, b), and receive from rank a for (a, me); without one, zeros: [*S] -> [*S]."""
 
-    # All ranks start the same transfers in one order, and wait for them in one order, which may differ from that of the
-    # starts. Until a rank has waited for a transfer, it must not write to its arguments.
+    # All ranks start the same transfers in one order, and wait for them in one order, which may differ from the order
+    # of the starts. Until a rank has waited for a transfer, it must not write to its arguments.
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
         """Start to join the ranks' xs[i] along dim dims[i], in the contiguous into[i]. The result is empty.
 
-        The parts of into[i] are those of a spec: rank r's is the r-th of `part_lengths`, and xs[i] has this shape.
+        into[i] is split as by a spec: rank r's part has the r-th of `part_lengths`, and xs[i] has this shape.
         """
 
     def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
@@ -86,12 +86,12 @@ class Comm(Place, Protocol):
 
 
 def size_of(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
-    """Number of ranks over the flattened `axes`."""
+    """Return the number of ranks over the flattened `axes`."""
     return math.prod([sizes[a] for a in axes])  # a list: dynamo refuses a generator here
 
 
 def index_of(axes: Axes, sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
-    """Position over the flattened `axes`, the first the most major."""
+    """Return the position over the flattened `axes`, the first the most major."""
     at = 0
     for a in axes:
         at = at * sizes[a] + coords[a]
@@ -99,7 +99,7 @@ def index_of(axes: Axes, sizes: Mapping[str, int], coords: Mapping[str, int]) ->
 
 
 def coords_of(position: int, sizes: Sequence[int]) -> list[int]:
-    """Coordinates of a position over flattened axes of these sizes: undoes `index_of`."""
+    """Return the coordinates of a position over flattened axes of these sizes: undoes `index_of`."""
     coords = [0] * len(sizes)
     for i in reversed(range(len(sizes))):
         position, coords[i] = divmod(position, sizes[i])
@@ -107,6 +107,6 @@ def coords_of(position: int, sizes: Sequence[int]) -> list[int]:
 
 
 def ranks_over(axes: Axes, sizes: Mapping[str, int], coords: Mapping[str, int]) -> list[int]:
-    """Ranks over the flattened `axes`, in their order, which have these coordinates on the other axes."""
+    """Return the ranks over the flattened `axes`, in their order, which have these coordinates on the other axes."""
     positions = itertools.product(*[range(sizes[a]) for a in axes])
     return [index_of(tuple(sizes), sizes, {**coords, **dict(zip(axes, at, strict=True))}) for at in positions]

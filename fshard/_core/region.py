@@ -76,7 +76,7 @@ def has_values() -> bool:
 
 
 def is_scheduled() -> bool:
-    """Return whether loops run, and memory is used, as on a device: all but where types alone are checked."""
+    """Return whether loops run, and memory is used, as on a device: not where only types are checked."""
     return not in_region() or region().comm.is_scheduled
 
 
@@ -121,7 +121,7 @@ def checker() -> Any:
 
 
 def axes_of_own_values(x: Tensor) -> frozenset[str]:
-    """Return the axes over which ranks have values of their own, not copies of one; none in calls without checks."""
+    """Return the axes over which ranks have different values, not copies of one; none in calls without checks."""
     types = checker()
     if types is None:
         return frozenset()

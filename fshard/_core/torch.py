@@ -1,12 +1,12 @@
-"""Every private or semi-private API of torch that fshard uses, each under a public name of our own.
+"""Every private or semi-private API of torch that fshard uses, each under a public name.
 
-Nothing else in fshard uses a name of torch that begins with an underscore, or that stands in such a module. Each entry
-says why there is no public way; `tests/_core/test_torch.py` tests each on its own, on torch 2.13 to 2.15.
+Nothing else in fshard uses a name of torch that begins with an underscore, or that is in such a module. Each entry
+explains why there is no public way; `tests/_core/test_torch.py` tests each separately, on torch 2.13 to 2.15.
 """
 
 from __future__ import annotations
 
-import fshard._core.torch_version  # noqa: F401  first: where a name below is missing, its warning says why
+import fshard._core.torch_version  # noqa: F401  first: where a name below is missing, its warning explains why
 
 # isort: split
 import functools
@@ -38,7 +38,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 # --- transforms of torch.func -----------------------------------------------------------------------------------------
 
-# torch.func does not say publicly if a tensor is wrapped by a transform, by which, or what is inside.
+# torch.func does not show publicly if a tensor is wrapped by a transform, by which, or what is inside.
 is_wrapped = is_functorch_wrapped_tensor
 is_batched = is_batchedtensor
 is_grad_tracking = is_gradtrackingtensor
@@ -198,7 +198,7 @@ def replace_trunc_normal(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def storage_id(x: Tensor) -> int:
-    """Return an integer that tells one storage from another while both live, empty and fake ones too."""
+    """Return an integer that differs for two storages while both live, also for empty and fake ones."""
     return int(x.untyped_storage()._cdata)
 
 

@@ -10,7 +10,7 @@ import warnings
 
 import torch
 
-OLDEST, NEWEST = (2, 13), (2, 15)  # the whole suite passes on both; OLDEST is the floor in pyproject.toml
+OLDEST, NEWEST = (2, 13), (2, 15)  # all tests pass on both; OLDEST is the floor in pyproject.toml
 
 _OLDER = (
     "known faults: torch.compile fails in optimizers; before 2.12, gradients under torch.inference_mode are zero,\n"

@@ -30,7 +30,7 @@ class Transfer:
     """One collective of one rank. `bytes` is the size of its argument on that rank; `where` the line that called it.
 
     `ranks` is the number of ranks over its axes, and `rank` the one that called it, in the mesh. `kept` are the bytes
-    of the argument that stay on this rank: its own part of a sum that is scattered, its own row of an exchange, and all
+    of the argument that stay on this rank: its part of a sum that is scattered, its row of an exchange, and all
     that a rank without a target has in a permute. In the backward pass, `where` is the line of the forward collective
     whose transpose it is.
     """
@@ -52,7 +52,7 @@ class Transfer:
             all_reduce      2 (n-1)/n b     all_gather  (n-1) b
             reduce_scatter  b - kept        all_to_all  b - kept        permute  b - kept
 
-        `b` is `bytes`, n is `ranks`. Where the axes divide the dim, `b - kept` is (n-1)/n b. Rounded up to whole bytes.
+        `b` is `bytes`, n is `ranks`. Where the axes divide the dim, `b - kept` is (n-1)/n b. Rounded up to full bytes.
         A sum of at most 16 KiB takes one round on gloo instead of two, in which a rank sends (n-1) b.
         """
         if self.op == "all_gather":
@@ -96,10 +96,10 @@ def transfer_rows(transfers: Sequence[Transfer]) -> list[str]:
 def transfer_table(transfers: Sequence[Transfer]) -> Html:
     """Return the rows of `transfer_rows` as a table, with bars of the bytes sent."""
     listed, rest = _grouped(transfers)
-    whole = max(1, sum(t.sent for t in transfers))
-    rows = [(f"{count}", op, axes, phase, size(sent), bar(sent / whole, f"{100 * sent / whole:.3g} %"), where)
+    total = max(1, sum(t.sent for t in transfers))
+    rows = [(f"{count}", op, axes, phase, size(sent), bar(sent / total, f"{100 * sent / total:.3g} %"), where)
             for count, op, axes, phase, where, sent in listed]  # fmt: skip
-    rows += [(f"{count}", text, "", "", size(sent), bar(sent / whole, f"{100 * sent / whole:.3g} %"), "")
+    rows += [(f"{count}", text, "", "", size(sent), bar(sent / total, f"{100 * sent / total:.3g} %"), "")
              for count, text, sent in rest]  # fmt: skip
     return table(rows, head=("transfers", "operation", "axes", "", "bytes sent", "", "line"), align="rlllrll")
 
@@ -148,7 +148,7 @@ def recording() -> Iterator[Recording]:
 
 
 def note(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> None:
-    """Count a transfer, and add it to the record if there is one; `split` is that of `transfer`."""
+    """Count a transfer, and add it to the record if there is one; for `split` see `transfer`."""
     if not torch.compiler.is_dynamo_compiling():
         refuse_tracing(op)
         limit: tuple[int, type[BaseException]] | None = getattr(_thread, "limit", None)
@@ -168,7 +168,7 @@ def refuse_tracing(verb: str) -> None:
 
 
 def transfer_count() -> int:
-    """Number of transfers that this rank has started."""
+    """Return the number of transfers that this rank has started."""
     count: int = getattr(_thread, "count", 0)
     return count
 
@@ -205,7 +205,7 @@ def transfer(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Spl
 
 
 def call_site() -> callsite.Site | None:
-    """Return the line of the current collective; in a recorded backward pass, that of the forward collective."""
+    """Return the line of the current collective; in a recorded backward pass, the line of the forward collective."""
     return getattr(_thread, "origin", None) or callsite.site()
 
 

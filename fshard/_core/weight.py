@@ -1,7 +1,7 @@
-"""A parameter that stands where a model has a matrix, and is made of several tensors: adapted, or quantized.
+"""A parameter used in place of a matrix, and made of several tensors: adapted, or quantized.
 
 A `Weight` is a node of the tree: all that flattens trees (`unshard`, `scan`, `remat`, gradients) sees its tensors.
-Models use a matrix by `nn.linear`, `nn.embedding`, `flatten` and `transpose` alone, and so take a Weight in its place.
+Models use a matrix by `nn.linear`, `nn.embedding`, `flatten` and `transpose` only, and so take a Weight in its place.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Part = tuple[P | None, tuple[int, ...] | None]  # the spec and the global shape 
 class Weight(Node):
     """Base of parameters of several tensors. A subclass is a frozen dataclass that names its `children`.
 
-    In a tree of specs, or of described leaves, one `P` and one shape describe a Weight: those of the matrix it stands
-    for. `parts` makes from them those of its tensors.
+    In a tree of specs, or of described leaves, one `P` and one shape describe a Weight: the matrix's, which it
+    replaces. `parts` makes the specs and the shapes of its tensors from them.
     """
 
     @property
@@ -42,9 +42,9 @@ class Weight(Node):
         return len(self.shape)
 
     def parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
-        """Return the spec and the global shape of each tensor, from those of the matrix, in the order of the leaves.
+        """Return the spec and the global shape of each tensor, from the matrix's, in the order of the leaves.
 
-        A tensor without a spec is left as it is by `unshard` and `scan`: a key.
+        `unshard` and `scan` leave a tensor without a spec unchanged: a key.
         """
         raise NotImplementedError
 
@@ -65,7 +65,7 @@ class Weight(Node):
     def flattened(self, inputs: int, start: int, end: int) -> tuple[int, int, int]:
         """Return the first and the last dim of a `flatten`, and the number of input dims, now `inputs`, after it.
 
-        Raises ShardingError for dims of which some are inputs and others outputs.
+        Raises ShardingError for dims that are partly inputs and partly outputs.
         """
         end = end + self.ndim if end < 0 else end
         if start < inputs <= end:
@@ -87,7 +87,7 @@ class Weight(Node):
         return self.transpose(-2, -1)
 
     def map_rows(self, f: Callable[[Tensor], Tensor]) -> Any:
-        """Return the Weight of the matrix whose rows are a function of these, each of its own row alone."""
+        """Return the Weight of the matrix after a function of each row."""
         raise self._refused("a function of the rows")
 
     def __getitem__(self, index: Any) -> Any:
@@ -105,8 +105,8 @@ class Weight(Node):
 
     def _refused(self, operation: str) -> ShardingError:
         name = f"{type(self).__name__}{list(self.shape)}"
-        return fail(f"{operation}: {name} is no tensor", "it takes part in nn.linear, nn.embedding and flatten alone",
-                    fix="a model that uses it by these; or leave this parameter as it is")  # fmt: skip
+        return fail(f"{operation}: {name} is not a tensor", "only nn.linear, nn.embedding and flatten accept it",
+                    fix="a model that uses it by these; or leave this parameter unchanged")  # fmt: skip
 
 
 def is_weight(x: object) -> bool:
@@ -119,12 +119,12 @@ class Leaf:
     """A leaf as adapters see it: its module, its name there, and, of a matrix, its layout.
 
     Attributes:
-        module: the dotted name of the module, of which targets are matched.
+        module: the dotted name of the module, which targets are matched with.
         part: "weight", "bias", or another name.
         layout: "io" for a matrix [in.., out..], "oi" for one [out, in], "table" for embeddings [in, out] that are
-            looked up; None for a leaf that is no matrix.
+            looked up; None for a leaf that is not a matrix.
         inputs: the number of input dims.
-        why: the reason why it is no matrix.
+        why: the reason why it is not a matrix.
 
     >>> Leaf("layers.0.mlp.down", "w", "io")
     Leaf(module='layers.0.mlp.down', part='w', layout='io', inputs=1, why='')
@@ -137,11 +137,11 @@ class Leaf:
     why: str = ""
 
     def split(self, entries: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Split one entry for each dim of the leaf into those of inputs and those of outputs."""
+        """Split one entry for each dim of the leaf into entries of inputs and of outputs."""
         return split_dims(entries, self.inputs, self.layout)
 
 
 def split_dims(entries: tuple[Any, ...], inputs: int, layout: str | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Split one entry for each dim of a matrix into those of its input dims and those of its output dims."""
+    """Split one entry for each dim of a matrix into entries of its input dims and of its output dims."""
     first, second = entries[:inputs], entries[inputs:]
     return (second, first) if layout == "oi" else (first, second)

@@ -1,4 +1,4 @@
-"""Checkpoints: a whole train state saved from one mesh and restored, bitwise, on any other.
+"""Checkpoints: a train state saved from one mesh and restored, bitwise, on any other.
 
     checkpoint.save("out", state, step=25, keep=3)                      # out/step_000025; the three newest stay
     step = checkpoint.latest("out")                                     # 25, or None

@@ -1,6 +1,6 @@
 """Saves in the background: a thread writes copies of the leaves while the program goes on.
 
-Its transfers are over a group of ranks that only these threads use, so that they never mix with those of the program.
+Its transfers are over a group of ranks that only these threads use, so that they never mix with the program's.
 A failure is raised by the next `save` or by `wait`; at the end of the program it is printed, and the status is 1.
 """
 
@@ -52,7 +52,7 @@ class _Save:
 
 _saves: list[_Save] = []
 _buffers: list[Tensor] = []  # copies of the last save
-_groups: dict[Any, Any] = {}  # group of all ranks -> that of the threads
+_groups: dict[Any, Any] = {}  # group of all ranks -> group of the threads
 
 
 def start(final: AnyPath, job: Callable[[], object]) -> None:
@@ -74,8 +74,8 @@ def group_of_ranks() -> Any:
 def copy_to_host(xs: Sequence[Tensor]) -> tuple[list[Tensor], list[torch.cuda.Event]]:
     """Copy tensors to host memory; return the copies, and events after which those from CUDA devices are complete.
 
-    The latter are queued: what the program queues later may overwrite the tensors. The memory is that of the last
-    copies, where these had the same shapes: new memory costs several times as much as the copy, for its page faults.
+    The latter are queued: what the program queues later may overwrite the tensors. The memory of the last copies is
+    used again where these had the same shapes: new memory costs several times as much as the copy, for its page faults.
     """
     free: dict[Any, list[Tensor]] = {}
     for x in _buffers:
@@ -136,5 +136,5 @@ def _end() -> None:
 
 atexit.register(_end)  # at the import: it runs after the handlers that are registered later
 # Earlier than that, and than Python ends the executors, without which a storage cannot connect: the last that is
-# registered is the first that runs, so that of the module imported above follows.
+# registered is the first that runs, and the one of the module imported above follows.
 threading._register_atexit(join)  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Digests of a tree that do not depend on its placement: a checkpoint of a part says by them to what it belongs.
+"""Digests of a tree that do not depend on its placement: by them a checkpoint of a part names what it belongs to.
 
 The digest of a leaf is two sums over all of its 32-bit words v, mod 2^64: of v[i, j] * a[i] * b[j], for a matrix, with
-random 64-bit a and b that depend on the dim and the position alone (one such factor for each dim). Each rank adds the
-words of its own part, of any split of any dims, and the sums are added over the ranks.
+random 64-bit a and b that depend only on the dim and the position (one such factor for each dim). Each rank adds the
+words of its part, of any split of any dims, and the sums are added over the ranks.
 
 For two different leaves one of the sums is the same with a probability of about 2^-29 at most, and both with 2^-58. For
 let the words of a row i differ by D[j], and let 2^k, with k < 32, be the largest power of two that divides all of them.
@@ -150,7 +150,7 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 
 
 def check_base(directory: AnyPath, saved: Mapping[str, str], base: Mapping[str, str] | None) -> None:
-    """Raise ShardingError, naming the leaves that differ, unless the base of a checkpoint is that of the caller."""
+    """Raise ShardingError, naming the leaves that differ, unless a checkpoint has the caller's base."""
     if base is None:
         if saved:
             raise fail(f"restore: {directory} belongs to a base: it was saved with base=",

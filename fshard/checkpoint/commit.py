@@ -15,7 +15,7 @@ returned on any rank, the new one; a save that was killed may have been committe
 program by the order of the operations, and for a machine that loses power since all files are flushed before the
 rename, and the directory after it.
 
-A storage of objects has no rename: there the part files are put in their final place, under names of their own, and the
+A storage of objects has no rename: there the part files are put in their final place, under new names, and the
 put of `manifest.json` is the commit.
 """
 
@@ -226,7 +226,7 @@ def _remove_unused_parts(final: Path) -> None:
 
 
 def _begin_objects(final: UrlPath, held: contextlib.ExitStack, *, overwrite: bool) -> tuple[UrlPath, int]:
-    """Return the place of the part files, and a generation number of their own: the time, in ns.
+    """Return the place of the part files, and a new generation number: the time, in ns.
 
     Nothing names them until the manifest is put, which commits the save. When `held` ends, of the part files that the
     manifest does not name three kinds are removed: of this save, which then has failed; of the checkpoint that was

@@ -54,8 +54,8 @@ def restore(
     type of a Python value. A leaf that was saved at two paths is one leaf again if both have the same placement.
 
     Args:
-        specs: the placement of the leaves, a prefix of `like`. Without it each `Sharded` leaf keeps its own.
-        mesh: the mesh of the leaves. Without it each `Sharded` leaf stays on its own.
+        specs: the placement of the leaves, a prefix of `like`. Without it each `Sharded` leaf keeps its placement.
+        mesh: the mesh of the leaves. Without it each `Sharded` leaf stays on its mesh.
         step: restore `path/step_000025` instead of `path` itself.
         at: the dotted path of the subtree to restore: `"params"` for the parameters of a train state.
         base: `digest` of the tree that the leaves belong to, if they were saved with one.
@@ -180,7 +180,7 @@ def _target(label: str, leaf: Any, spec: P | None, mesh: Mesh | None) -> Target:
 def _plan(targets: Mapping[str, Target], directory: AnyPath, manifest: Manifest, at: str) -> Reads:
     """Allocate the targets, and return the slices that fill them, by file in the order of their bytes.
 
-    Raises ShardingError if the leaves differ from those of the manifest, and for files that are damaged.
+    Raises ShardingError if the leaves differ from the manifest's, and for files that are damaged.
     """
     _check_leaves(targets, directory, manifest.leaves, at)
     reads: Reads = {}

@@ -16,7 +16,7 @@
         "params.head": {"same_as": "params.up"},            two paths of one leaf
         "cursor":      {"type": "int", "value": 1200}}      a Python value; floats as text, by `repr`
 
-The chunks of a leaf form a grid that fills it, and those of a file fill it, so that none overlap. A file is named
+The chunks of a leaf form a grid that fills it, and the chunks of a file fill it, so that none overlap. A file is named
 without a directory, so that none is outside. Every part file has the `leaves_digest` in its header, and the manifest
 has the CRC-32 of that header: a manifest that was saved with other Python values, paths or shapes does not fit the part
 files. A manifest changed on purpose, with a new blake2b, does: the digest itself is not compared.
@@ -68,7 +68,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint, except the bytes of tensors; `digest` is that of the text, once it is written.
+    """Contents of a checkpoint, except the bytes of tensors; `digest` is set once the text is written.
 
     `base` has the digests of the tree that the leaves belong to; without one it is empty.
     """
@@ -165,7 +165,7 @@ def _decode(body: Any) -> Manifest:
         _sizes([body["step"]])
     base = body.get("base", {})
     if not all(isinstance(x, str) for x in base.values()):
-        raise ValueError("the digests of the base are no texts")
+        raise ValueError("the digests of the base are not texts")
     return Manifest(body["step"], files, leaves, base)
 
 
@@ -208,7 +208,7 @@ def _is_grid(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
 
 
 def _check_files_are_filled(files: Mapping[str, PartFile], leaves: Sequence[Saved]) -> None:
-    """Raise ValueError unless the chunks in each file follow its header end to end, as they are written."""
+    """Raise ValueError unless the chunks in each file follow its header end to end, in the order of writing."""
     ranges: dict[str, list[tuple[int, int]]] = {file: [] for file in files}
     for leaf in leaves:
         for c in leaf.chunks:

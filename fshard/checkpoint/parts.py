@@ -193,7 +193,7 @@ def read_chunk(f: Any, leaf: str, chunk: Chunk, wanted: Sequence[tuple[Box, Tens
 
 def stream(directory: AnyPath, leaf: str, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[Chunk],
            nbytes: int = 1 << 26) -> Iterator[Tensor]:  # fmt: skip
-    """Read a whole leaf in pieces of at most `nbytes`, in the order of their bytes.
+    """Read a leaf in pieces of at most `nbytes`, in the order of their bytes.
 
     A block of a chunk that reaches into two pieces is read for each: with much smaller pieces, many times.
     """

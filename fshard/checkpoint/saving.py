@@ -1,4 +1,4 @@
-"""Save a checkpoint: every rank writes its own part file, then rank 0 writes the manifest and publishes."""
+"""Save a checkpoint: every rank writes its part file, then rank 0 writes the manifest and publishes."""
 
 from __future__ import annotations
 

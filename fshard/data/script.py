@@ -1,4 +1,4 @@
-"""The few things that a script does outside `shard_map`: one process first, a barrier, a told end, rows to evaluate.
+"""The few things that a script does outside `shard_map`: one process first, a barrier, signals, rows to evaluate.
 
 with fs.main_first(mesh):
     tokens = tokenize("corpus.txt", cache="tokens.bin")      # rank 0 writes the cache, the others find it
@@ -36,14 +36,14 @@ def main_first(mesh: Mesh, *, local: bool = False) -> Iterator[bool]:
     Gives True on the rank that runs first. A simulated mesh is one process, which runs the body once. All ranks leave
     together, when the last one has run the body. Cost: two exchanges of Python objects.
 
-    If the body raises on any rank, every rank raises: that rank its own exception, the others a ShardingError that
+    If the body raises on any rank, every rank raises: that rank its exception, the others a ShardingError that
     quotes it. If it raises on rank 0, the others do not run it. So no rank waits for one that has failed.
 
     What would wait for other ranks is an error in the body: `shard_map` on a process mesh, `checkpoint.save`, another
     `main_first`. The wait for rank 0 is limited by `make_mesh(timeout=)`.
 
     Args:
-        local: the first rank of each host runs first, by the LOCAL_RANK of torchrun: for files on a host's own disk.
+        local: the first rank of each host runs first, by the LOCAL_RANK of torchrun: for files on a host's disk.
 
     >>> with main_first(make_mesh(data=2)) as first:
     ...     print(first)
@@ -126,7 +126,7 @@ def _texts(verb: str, mesh: Mesh, mine: str) -> list[str]:
 
 @checked
 def preempted(mesh: Mesh) -> bool:
-    """Return whether the program was told to end: True on every rank at the same call, once a signal reached any rank.
+    """Return whether a signal asked the program to end: True on every rank at the same call, after one on any rank.
 
         for step in range(begin, steps):
             state = train_step(state, batch_of(step))
@@ -146,7 +146,7 @@ def preempted(mesh: Mesh) -> bool:
     >>> preempted(make_mesh(data=2))
     False
 
-    Raises ShardingError inside `shard_map`, for a first call outside of the main thread, which alone handles signals,
+    Raises ShardingError inside `shard_map`, for a first call outside of the main thread, where signals are handled,
     and if a rank does not answer within 20 s after a signal.
     """
     _refuse_region("preempted")
@@ -189,7 +189,7 @@ def gather_for_metrics(results: Any, counted: Any = None, *, rank: int | None = 
     >>> gather_for_metrics({"class": predictions}, torch.tensor([True, True, True, False]))
     {'class': tensor([3, 1, 2])}
 
-    Raises ShardingError listing every leaf that is no tensor or has another number of rows.
+    Raises ShardingError listing every leaf that is not a tensor or has another number of rows.
 
     Source: `Accelerator.gather_for_metrics`, which cuts off the end of the last batch.
     """
@@ -202,7 +202,7 @@ def gather_for_metrics(results: Any, counted: Any = None, *, rank: int | None = 
         if not isinstance(x, (Sharded, Tensor)):
             errors.append(must_be(f"gather_for_metrics: {at}", "a placed leaf or a tensor", x))
         elif not x.ndim:
-            errors.append(fail(f"gather_for_metrics: {at} has no dims: it is no row for each example",
+            errors.append(fail(f"gather_for_metrics: {at} has no dims, and no row for each example",
                                fix="return the values of the examples, not their mean"))  # fmt: skip
         else:
             rows.append((at, x.shape[0]))

@@ -216,7 +216,7 @@ def test_errors_of_gather_for_metrics() -> None:
     x = fs.device_put({"x": X, "loss": torch.tensor(1.0), "y": X[:5]}, {"x": P("data"), "loss": P(), "y": P()}, mesh)
     assert error_text(fs.gather_for_metrics, [x, "text"], torch.ones(11, dtype=torch.bool)) == (
         "3 problems\n"
-        "gather_for_metrics: results[0]['loss'] has no dims: it is no row for each example\n"
+        "gather_for_metrics: results[0]['loss'] has no dims, and no row for each example\n"
         "  fix: return the values of the examples, not their mean\n"
         "gather_for_metrics: results[1] must be a placed leaf or a tensor, got 'text'\n"
         "gather_for_metrics: results[0]['y'] has 5 rows, counted has 11\n"

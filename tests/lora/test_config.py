@@ -233,7 +233,7 @@ def test_uses_of_an_adapted_leaf_as_a_tensor_are_refused():
     }
     for operation, use in uses.items():
         assert error_text(use).startswith(f"{operation}: LoraWeight[4, "), operation
-    with pytest.raises(AttributeError, match=r"\.sum: LoraWeight\[4, 3, 2, 2\] is no tensor"):
+    with pytest.raises(AttributeError, match=r"\.sum: LoraWeight\[4, 3, 2, 2\] is not a tensor"):
         _ = w.sum
     assert error_text(w.flatten).startswith("flatten: dims 0 to 3 of [4, 3, 2, 2] are inputs and outputs")
     assert error_text(fs.nn.linear, x, w).startswith("linear: w is LoraWeight(f32[4, 3, 2, 2], rank=2)")

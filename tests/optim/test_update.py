@@ -365,7 +365,7 @@ REFUSED = {
     "moments": (lambda: run(change=lambda p: {**p, "fc": {"w": p["fc"]["w"][:3], "b": p["fc"]["b"]}}),
                 ["params['fc']['w'] is f64[3, 5], and a moment of it f64[7, 5]"]),
     "remat": (lambda: run(in_remat), ["params['fc']['w'] cannot be stepped", "remat"]),
-    "other use": (lambda: run(lambda p, x: (p["fc"]["w"] @ x.flatten(0, 1).mT).sum()), ["is no tensor"]),
+    "other use": (lambda: run(lambda p, x: (p["fc"]["w"] @ x.flatten(0, 1).mT).sum()), ["is not a tensor"]),
     "embedding": (lambda: run(lambda p, x: nn.embedding(torch.tensor([0]), p["fc"]["w"]).sum()), ["embedding"]),
     "gradient": (lambda: fs.grad(lambda x: fs.value_and_update(linear_loss, optim.sgd(0.1), in_backward="fc.w")(
         values()[0], optim.sgd(0.1).init(values()[0]), x)[0])(values()[1]), ["of another gradient"]),

@@ -25,7 +25,7 @@ from .plan import CallPlan
 class _ForceEager:
     """A context that any thread may enter: `torch.compile` does nothing while at least one thread is inside.
 
-    The compiler's stance belongs to the whole process, and leaving it restores the stance found on entering it. Calls
+    The compiler's stance belongs to the process, and leaving it restores the stance found on entering it. Calls
     that overlap would restore each other's, so the first to enter sets the stance and the last to leave restores it.
     """
 
@@ -64,7 +64,7 @@ _NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 def explain_missing_values() -> Iterator[None]:
     """Replace the error of an operation that needs values, on a fake tensor, by one that names the user's line.
 
-    Torch logs the traceback of each failed operation, too, before the error that says the same: that log is left out.
+    Torch logs the traceback of each failed operation, too, before its error: that log is left out.
     """
     _log_of_fake_tensors.addFilter(_is_no_failure)
     try:
@@ -91,7 +91,7 @@ def explain_shapes(plan: CallPlan) -> Iterator[None]:
     """Add to an error about shapes the arguments that may be involved: their global shapes, specs and local shapes.
 
     The error stays what it is, with its type and traceback; the note comes after its text. Without an argument that is
-    split there is none: the error is that of the function on one device.
+    split there is no note: the function raises the same error on one device.
     """
     try:
         yield
@@ -157,7 +157,7 @@ _REFUSAL = re.compile(r"raised exception ShardingError\(('.*'|\".*\")\)", re.DOT
 
 
 def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function. A ShardingError that ends the compilation is raised as one, from dynamo's own error."""
+    """Compile a function. A ShardingError that ends the compilation is raised as one, from dynamo's error."""
     body = torch.compile(f, fullgraph=True)
 
     @functools.wraps(f)

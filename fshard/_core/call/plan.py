@@ -38,7 +38,7 @@ class OutputPlan:
     types: list[list[Any]]  # by rank of this process: `leaf_types`
     placements: list[Placement | None]  # of each leaf; None for a leaf that is not a tensor
     tensors: list[int]  # positions of the leaves that are tensors
-    plain: bool  # all tensors can be kept as they are: none is of a subclass or requires grad
+    plain: bool  # all tensors can be kept unchanged: none is of a subclass or requires grad
 
     def fits(self, results: Sequence[RankResult]) -> bool:
         """Return whether all ranks returned the structure and types of this plan."""

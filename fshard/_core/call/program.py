@@ -90,7 +90,7 @@ class _Reader:
             return False
         key = (id(x), None if kind is FunctionType or issubclass(kind, type) else names)
         if key not in self._seen:
-            self._seen[key] = x, True  # the answer while its own parts refer to it
+            self._seen[key] = x, True  # the answer while its parts refer to it
             self._depth += 1
             self._seen[key] = x, self._visit_new(x, kind, names)
             self._depth -= 1
@@ -131,7 +131,7 @@ class _Reader:
         return kept
 
     def _visit_object(self, x: Any, kind: type, names: frozenset[str]) -> bool:
-        """Visit the class of an object, and those of its attributes whose names the class or the referrer uses."""
+        """Visit the class of an object, and its attributes whose names the class or the referrer uses."""
         kept, used = self._visit_own(kind), {"__wrapped__"}
         if kept:
             members = [item for c in kind.__mro__ for item in vars(c).items()]
@@ -149,7 +149,7 @@ class _Reader:
         return self._visit_parts(x, attributes.get, used & attributes.keys(), frozenset(used)) | kept
 
     def _visit_own(self, kind: type) -> bool:
-        """Visit the class of an object if it is the user's own; return whether it is."""
+        """Visit the class of an object if the user wrote it; return whether that is so."""
         return bool(_own_bases(kind)) and self.visit(kind, frozenset())
 
     def _visit_parts(self, owner: Any, get: Callable[[Any], Any], keys: Iterable[Any], names: frozenset[str]) -> bool:
@@ -168,7 +168,7 @@ class _Reader:
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: CodeType) -> frozenset[str]:
-    """Return the global names and attributes in a function's code, and in that of the functions inside it."""
+    """Return the global names and attributes in the code of a function and of the functions inside it."""
     return frozenset(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
@@ -182,7 +182,7 @@ def _is_flag(x: Any) -> bool:
 
 
 def _is_own(module: ModuleType | None) -> bool:
-    """Return whether a module is the user's own: a file, or the cells of a notebook."""
+    """Return whether a module is the user's: a file, or the cells of a notebook."""
     if module is None:
         return False
     file = getattr(module, "__file__", None)

@@ -109,7 +109,7 @@ def broadcast_out_specs(plan: CallPlan, out: Any) -> list[P]:
 
 
 def finish(plan: CallPlan, results: Sequence[RankResult], used: set[int]) -> Any:
-    """Join the results of this process's ranks by the out specs, and plan those of later calls.
+    """Join the results of this process's ranks by the out specs, and plan the results of later calls.
 
     `used` has the storages of the arguments that were not donated. A result in one of them, or in the storage of
     another result, is copied, since a later call may overwrite either of the two.
@@ -131,7 +131,7 @@ def finish(plan: CallPlan, results: Sequence[RankResult], used: set[int]) -> Any
 
 
 def _copy_shared(leaves: list[Any], plan: OutputPlan, mesh: Mesh, used: set[int]) -> list[Any]:
-    """Return one rank's leaves, each tensor in a storage of its own, and add these storages to `used`."""
+    """Return one rank's leaves, each tensor in a separate storage, and add these storages to `used`."""
     if mesh.kind == "abstract":
         return [torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x for x in leaves]
     leaves = list(leaves) if plan.plain else [x.detach() if isinstance(x, Tensor) else x for x in leaves]
@@ -140,7 +140,7 @@ def _copy_shared(leaves: list[Any], plan: OutputPlan, mesh: Mesh, used: set[int]
             leaves[i] = leaves[i].clone()
         elif storage:
             used.add(storage)
-    if mesh.device.type != "cpu":  # elsewhere a result may be in another memory than its spec says
+    if mesh.device.type != "cpu":  # elsewhere a result may be in another memory than its spec names
         for i, p in enumerate(plan.placements):
             if p is not None and leaves[i].device != memory_device(p.spec, mesh.device):
                 leaves[i] = to_spec_memory(leaves[i], p.spec, mesh.device)

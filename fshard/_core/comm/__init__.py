@@ -1,7 +1,7 @@
-"""Communication over one or more mesh axes: the comms of processes, of threads and of shapes, and what they stand on.
+"""Communication over one or more mesh axes: the comms of processes, of threads and of shapes, and their parts.
 
 `fshard._core.protocol` is their interface. `process` implements it over torch.distributed, `simulated` with threads,
-and `abstract` with shapes alone. Nothing outside this package, but `mesh`, depends on which of the three a mesh uses.
+and `abstract` with shapes only. Nothing outside this package, but `mesh`, depends on which of the three a mesh uses.
 """
 
 from .abstract import AbstractComm, fake_tensors, run_on_meta

@@ -1,6 +1,6 @@
 """A rank of a mesh that does not exist: the transfers of a real one, on tensors without values, and without messages.
 
-The groups are those of real meshes: pairs of ranks on CPUs, and collectives of torch elsewhere. So the packing of a
+A group works as in a real mesh: by pairs of ranks on CPUs, and by collectives of torch elsewhere. So the packing of a
 transfer, its buffers and their lifetimes need no second description.
 """
 
@@ -28,7 +28,7 @@ _MOST_PEERS = 64  # ranks beyond which no mesh exchanges messages between pairs:
 class AbstractComm(GroupComm):
     """One rank of a mesh of any size. Each transfer is added to `transfers`.
 
-    With `is_scheduled` loops and buffers are those of a real rank, for a plan; without it only types are checked.
+    With `is_scheduled` it runs the loops and makes the buffers of a real rank, for a plan; else only types are checked.
     `peers`: messages between pairs of ranks, as on CPUs; else collectives of torch.
     """
 

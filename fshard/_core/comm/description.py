@@ -22,7 +22,7 @@ _DETAILS = {"permute": "pairs", "all_gather": "dims", "reduce_scatter": "dims"}
 
 @dataclass(frozen=True, eq=False)
 class Description:
-    """Description of a collective over some axes, equal on every rank; `text` is that of errors."""
+    """Description of a collective over some axes, equal on every rank; errors show `text`."""
 
     axes: Axes
     text: str
@@ -31,7 +31,7 @@ class Description:
     number: int  # 16 bits of the digest
 
     @staticmethod
-    def of(axes: Axes, text: str, *details: Any, where: object = None) -> Description:
+    def make(axes: Axes, text: str, *details: Any, where: object = None) -> Description:
         """Describe a collective, called at `where`; its ranks must have equal axes, text and details."""
         digest = hashlib.blake2b(repr((axes, text, details)).encode(), digest_size=_DIGEST_BYTES).digest()
         line = f", at {where}".encode()[: _HEADER_BYTES // 2] if where else b""
@@ -54,7 +54,7 @@ def describe_transfer(
         sizes = " + ".join(str(list(shape)) for shape in shapes)
     along = f", {_DETAILS[op]} {list(details[:_MOST_SHAPES])}" if op in _DETAILS else ""
     text = f"{op} over {', '.join(axes)} of {str(dtype).removeprefix('torch.')} {sizes}{along}"
-    return Description.of(axes, text, shapes, details)
+    return Description.make(axes, text, shapes, details)
 
 
 def disagreement(mine: Description, headers: Sequence[bytes | None]) -> ShardingError:

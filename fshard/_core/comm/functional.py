@@ -19,9 +19,9 @@ _ops = functional_collectives
 
 
 class FunctionalGroup:
-    """The ranks over axes of these `sizes`, with this one at position `me`; the verbs are those of `Comm`.
+    """The ranks over axes of these `sizes`, with this one at position `me`, and the verbs of `Comm`.
 
-    `name` is that of the process group, whose ranks count the axes in the order `order`. No operation is called for
+    `name` names the process group, whose ranks count the axes in the order `order`. No operation is called for
     each rank, so the work of the host is the same for thousands of ranks as for two.
     """
 

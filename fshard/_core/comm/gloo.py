@@ -4,7 +4,7 @@ A large contiguous tensor is sent without a copy, and the small ones of a transf
 Every transfer begins with a header of a fixed size from each rank to each other one, which describes it. The headers
 of two ranks match in the order of their sends, so two ranks that start different transfers find out. The tag of the
 other messages is computed from the description and a number, so messages of different transfers never match, and the
-order of the waits may differ from that of the starts.
+order of the waits may differ from the order of the starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .description import Description, disagreement
 from .functional import call_distributed
 from .watchdog import SLOW, Wait
 
-_LARGE = 1 << 16  # bytes from which a message of its own costs less than two copies
+_LARGE = 1 << 16  # bytes from which a separate message costs less than two copies
 HEADER_TAG = 1 << 20
 _FIRST_TAG = 1 << 30
 _NUMBERS = 1 << 13  # more than there are pending transfers
@@ -68,7 +68,7 @@ class PendingMessages:
     """The messages of one transfer: `outgoing[r]` is being sent to rank r, and `incoming[r]` received from it.
 
     The sizes of `incoming[r]` are those that rank r sends. All `ranks` must start the same transfers with one another,
-    in the same order. A transfer may have a second round of messages, which is a `PendingMessages` of its own:
+    in the same order. A transfer may have a second round of messages, another `PendingMessages`:
     `second_round_of` is the first.
 
     Attributes: `description`, and `works`: the messages that are not known to have ended.
@@ -172,7 +172,7 @@ class PendingMessages:
 
 
 def _messages(xs: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indices of the tensors of each message, large ones alone; the sizes decide, equal on all ranks."""
+    """Return the indices of the tensors of each message, one large or all small ones; sizes are equal on all ranks."""
     large = [[i] for i, x in enumerate(xs) if x.nbytes >= _LARGE]
     small = [i for i, x in enumerate(xs) if 0 < x.nbytes < _LARGE]
     return [*large, small] if small else large

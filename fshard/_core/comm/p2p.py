@@ -1,6 +1,6 @@
-"""Transfers as messages between pairs of ranks, from the memory of one rank's tensors to that of the other's.
+"""Transfers as messages between pairs of ranks, from the memory of one rank's tensors to the memory of another's.
 
-Gloo's own all_gather and reduce_scatter copy into buffers, and take about twice as long over sockets. Here every rank
+Gloo's all_gather and reduce_scatter copy into buffers, and take about twice as long over sockets. Here every rank
 reduces in the order of the ranks, so the results have the same bits on all of them, and on a simulated mesh.
 """
 
@@ -28,7 +28,7 @@ _WHOLE = 1 << 14  # bytes up to which every rank reduces everything: half the by
 
 @dataclass(frozen=True)
 class PeerGroup:
-    """The ranks over some axes, in the order of the axes, with this one at `me`; the verbs are those of `Comm`."""
+    """The ranks over some axes, in the order of the axes, with this one at `me`, and the verbs of `Comm`."""
 
     connections: GlooConnections
     axes: Axes
@@ -93,12 +93,12 @@ class PeerGroup:
             return list(xs)
 
         if n == 2 or sum(x.nbytes for x in flats) <= _WHOLE:
-            whole = _Parts(self, description, dict.fromkeys(self.others, flats), flats)
-            return lambda: results(whole.reduce(op, outs))
+            full = _Parts(self, description, dict.fromkeys(self.others, flats), flats)
+            return lambda: results(full.reduce(op, outs))
 
-        # 1. Each rank reduces its n-th of the whole. 2. Every rank sends that to all others. A new total is the buffer
+        # 1. Each rank reduces its n-th of the tensors. 2. Every rank sends it to all others. A new total is the buffer
         # of both rounds: rank r's summand of this n-th is received where the n-th of rank r is received after it.
-        pieces = [_nths(flat, n) for flat in flats]
+        pieces = [_split_evenly(flat, n) for flat in flats]
         totals = [_empty(flat, [n * len(row[0])]) if out is None else out
                   for flat, row, out in zip(flats, pieces, outs, strict=True)]  # fmt: skip
         summands = {
@@ -110,12 +110,12 @@ class PeerGroup:
         parts = _Parts(self, description, outgoing, [row[me] for row in pieces], summands)
 
         def wait() -> list[Tensor]:
-            whole = [total[: len(flat)] for total, flat in zip(totals, flats, strict=True)]
-            into = [_nths(total, n) for total in whole]
+            full = [total[: len(flat)] for total, flat in zip(totals, flats, strict=True)]
+            into = [_split_evenly(total, n) for total in full]
             reduced = parts.reduce(op, [row[me] for row in into])
             incoming = {r: [row[r] for row in into] for r in self.others}
             self._exchange(description, dict.fromkeys(self.others, reduced), incoming, parts.messages).wait()
-            return results(whole)
+            return results(full)
 
         return wait
 
@@ -152,7 +152,7 @@ class PeerGroup:
 
 
 class _Parts:
-    """The parts of a reduction: those of this rank, and pending ones like them from each of the others."""
+    """The parts of a reduction: this rank's, and the pending ones of each other rank."""
 
     def __init__(
         self, peers: PeerGroup, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
@@ -172,7 +172,7 @@ class _Parts:
         ]
 
 
-def _nths(flat: Tensor, n: int) -> Sequence[Tensor]:
+def _split_evenly(flat: Tensor, n: int) -> Sequence[Tensor]:
     return flat.split_with_sizes(part_lengths(len(flat), [n]))
 
 

@@ -112,7 +112,7 @@ class _Process:
     def __init__(self) -> None:
         self.pid = 0  # of the process that calls `handle_signals`
         self.former: dict[int, Any] = {}  # handlers, by signal
-        self.told: int = 0  # the first signal that arrived
+        self.received: int = 0  # the first signal that arrived
         self.store: Any = None
         self.agreement: StopAgreement | None = None
 
@@ -126,7 +126,7 @@ class _Process:
             signal.signal(number, former)  # the second one interrupts at once
             if os.environ.get("RANK", "0") == "0":
                 os.write(2, b"fshard: Ctrl-C: the program stops after this step. Press it again to stop now.\n")
-        self.told = self.told or number
+        self.received = self.received or number
         if self.agreement is not None:
             self.agreement.ask()
         if callable(former) and former is not signal.default_int_handler:
@@ -142,8 +142,8 @@ def handle_signals() -> None:
     Raises ValueError if handlers must be installed, and this is not the main thread.
     """
     if _process.pid != os.getpid():  # the first call here, or after a fork
-        _process.pid, _process.told, _process.agreement = os.getpid(), 0, None
-    for number in SIGNALS if not _process.told else ():
+        _process.pid, _process.received, _process.agreement = os.getpid(), 0, None
+    for number in SIGNALS if not _process.received else ():
         former = signal.getsignal(number)
         if former not in (None, signal.SIG_IGN, _process.handle):
             signal.signal(number, _process.handle)
@@ -152,10 +152,10 @@ def handle_signals() -> None:
 
 def take_signal() -> bool:
     """Return whether a signal arrived. Ctrl-C ends one loop, not the session: it is reported once."""
-    told = _process.told
-    if told == signal.SIGINT:
-        _process.told = 0
-    return bool(told)
+    received = _process.received
+    if received == signal.SIGINT:
+        _process.received = 0
+    return bool(received)
 
 
 def stop_agreement(rank: int, world: int, share: Callable[[str], str]) -> StopAgreement:
@@ -173,6 +173,6 @@ def stop_agreement(rank: int, world: int, share: Callable[[str], str]) -> StopAg
             atexit.register(agreement.close)
         else:  # such a process may end by os._exit, after its finalizers
             multiprocessing.util.Finalize(None, agreement.close, exitpriority=0)
-        if _process.told:
+        if _process.received:
             agreement.ask()
     return _process.agreement

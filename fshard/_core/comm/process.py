@@ -23,7 +23,7 @@ from .p2p import PeerGroup
 
 
 class GroupComm:
-    """The transfers of a rank that are those of a group, which `_group` returns for axes and a tensor's device."""
+    """Base of comms whose transfers are verbs of a group: `_group` returns it for axes and a tensor's device."""
 
     sizes: Mapping[str, int]
     coords: Mapping[str, int]
@@ -68,11 +68,11 @@ class GroupComm:
 
 
 class ProcessComm(GroupComm):
-    """A rank of torch.distributed, whose rank in the mesh is that in torch.distributed's group of all, WORLD.
+    """A rank of torch.distributed, whose rank in the mesh is its rank in torch.distributed's group of all, WORLD.
 
     On CPUs a `PeerGroup` over each set of axes exchanges messages on the connections of WORLD. On CUDA, and while
-    dynamo traces, collectives are those of a `FunctionalGroup`: `torch.compile(fullgraph=True)` traces these, and keeps
-    their order the same on every rank. These have a process group, made at the first collective over its axes.
+    dynamo traces, a `FunctionalGroup` runs them: `torch.compile(fullgraph=True)` traces its operations, and keeps
+    their order the same on every rank. It has a process group, made at the first collective over its axes.
     """
 
     has_values = True
@@ -120,7 +120,7 @@ class ProcessComm(GroupComm):
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         """Compare digests of `what`. If a rank has left the program, the others wait until the timeout."""
-        mine = Description.of(axes, what, where=call_site())
+        mine = Description.make(axes, what, where=call_site())
         message = mine.message.to(device)
         group = self._group(axes, message)
         if isinstance(group, PeerGroup):
@@ -149,12 +149,12 @@ class ProcessComm(GroupComm):
 def _process_groups(timeout: datetime.timedelta) -> Callable[[Axes, tuple[Any, ...]], str]:
     """Return a function of axes and a grid that returns the name of a process group, made at the first call.
 
-    All ranks over these axes must call it. With nccl all ranks of the mesh must, each for its own group over these
-    axes: torch splits the communicator of all ranks.
+    All ranks over these axes must call it. With nccl all ranks of the mesh must, each for its group over these axes:
+    torch splits the communicator of all ranks.
     """
     names: dict[Axes, str] = {}
 
-    # Dynamo cannot trace the making of a group. It guards on arguments alone: the grid is one, since another mesh whose
+    # Dynamo cannot trace the making of a group. It guards only on arguments: the grid is one, since another mesh whose
     # grid is equal may use the same compiled program.
     @assume_constant_result
     def group_name(axes: Axes, grid: tuple[Any, ...]) -> str:
@@ -176,6 +176,6 @@ def _gloo_backend(group: dist.ProcessGroup) -> Any:
     """Return the gloo backend of a group, or `None`; calls through the dispatcher would take twice as long."""
     try:
         backend = backend_of(group, "cpu")
-    except RuntimeError:  # a group of nccl alone
+    except RuntimeError:  # a group of nccl only
         return None
     return backend if backend.name() == "gloo" else None

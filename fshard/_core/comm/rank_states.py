@@ -1,6 +1,6 @@
-"""Settings of torch and attributes of modules: a process has them once, and each simulated rank has its own.
+"""Settings of torch and attributes of modules: a process has them once, and each simulated rank needs them separately.
 
-Ranks that are threads take turns. When the turn changes, the state of one rank is stored and that of the next is set.
+Ranks that are threads take turns. When the turn changes, one rank's state is stored and the next one's is set.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fshard.errors import fail
 
 _cuda = torch.backends.cuda
 
-# Getter and setter of each setting that torch has for the whole process.
+# Getter and setter of each setting that torch keeps for the process.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
@@ -45,14 +45,14 @@ def _set_settings(values: list[Any]) -> None:
             set_(value)
 
 
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # those of every module: dicts of parameters, buffers, hooks
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # of every module: dicts of parameters, buffers, hooks
 
 
 class RankStates:
     """The states of all ranks of one run. After the run, the process has the state of rank 0.
 
     torch.func.functional_call swaps the parameters of a module in place. From a module's first such call on, each rank
-    has attributes of its own: a `__dict__` for the module and for each submodule, equal at first to the one before
+    has its attributes separately: a `__dict__` for the module and for each submodule, equal at first to the one before
     that call. Tensors are shared, and so are lists and other objects that modules refer to.
     """
 
@@ -72,14 +72,14 @@ class RankStates:
         if self._over:
             return
         _set_settings(self._settings[rank])
-        own = self._dicts[rank]
+        dicts = self._dicts[rank]
         for key, (module, original, before) in self._modules.items():
-            if key not in own:
-                own[key] = original if rank == 0 else _copy(before)
-            object.__setattr__(module, "__dict__", own[key])
+            if key not in dicts:
+                dicts[key] = original if rank == 0 else _copy(before)
+            object.__setattr__(module, "__dict__", dicts[key])
 
     def separate(self, module: nn.Module, rank: int) -> None:
-        """Give each rank attributes of its own for a module and its submodules."""
+        """Separate the ranks' attributes of a module and of its submodules."""
         new = {id(m): m for m in module.modules() if id(m) not in self._modules}
         if not new or self._over:
             return
@@ -96,7 +96,7 @@ class RankStates:
         self._release()
 
     def abandon(self) -> None:
-        """Set the state before the run: the ranks have not ended as they should, and may still write to theirs."""
+        """Set the state before the run: the ranks have not ended normally, and may still write to their state."""
         _set_settings(self._before)
         for module, _, before in self._modules.values():
             object.__setattr__(module, "__dict__", before)
@@ -109,7 +109,7 @@ class RankStates:
 
     @contextlib.contextmanager
     def on_thread(self, rank: int) -> Iterator[None]:
-        """Make functional calls on this thread those of a rank."""
+        """Run a rank's functional calls on this thread."""
         _thread.rank, _thread.has_level = (self, rank), False
         try:
             yield
@@ -122,7 +122,7 @@ def _copy(attributes: dict[str, Any]) -> dict[str, Any]:
     return {k: copy.copy(x) if k in _MODULE_ATTRIBUTES and type(x) in containers else x for k, x in attributes.items()}
 
 
-_separated: set[int] = set()  # the ids of modules that ranks of some run have attributes of their own for
+_separated: set[int] = set()  # the ids of modules whose attributes are separate for the ranks of some run
 _thread = threading.local()  # `rank`: the states and the rank of a thread that runs one
 
 

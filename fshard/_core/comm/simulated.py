@@ -246,8 +246,8 @@ def _joined(xs: Sequence[Tensor], dims: Sequence[int]) -> list[tuple[Any, ...]]:
 def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
     """Run `f(comm, rank)` on one thread per rank, and return the results in rank order.
 
-    The first rank that raises ends the others, and its exception, with its own traceback, is the one raised here. An
-    interrupt of the caller is raised in the ranks too; a rank that does not end is left to end on its own.
+    The first rank that raises ends the others, and its exception is the one raised here, with its traceback. An
+    interrupt of the caller is raised in the ranks too; nothing waits for a rank that does not end then.
     """
     n = math.prod(sizes.values())
     run = _Run(n)
@@ -336,14 +336,14 @@ def _position(run: _Run, rank: int, thread: RankThread) -> str:
 
 
 def _modes_of_this_thread() -> Callable[[], list[contextlib.AbstractContextManager[Any]]]:
-    """Return a function that makes the modes of torch on this thread again, for each rank to enter on its own."""
+    """Return a function that makes the modes of torch on this thread again, for each rank to enter."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
     cache = torch.is_autocast_cache_enabled()
     device = torch.get_default_device()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     return lambda: [
-        # Ranks differentiate on their own thread: all would share the engine's device threads.
+        # Each rank differentiates on its thread: all would share the engine's device threads.
         torch.autograd.set_multithreading_enabled(False),
         torch.inference_mode(inference),
         torch.set_grad_enabled(grad),

@@ -48,7 +48,7 @@ def check_same_arguments(name: str, mesh: Mesh, labels: Sequence[str], leaves: S
     """
     if mesh.kind != "process" or mesh.size == 1:
         return
-    mesh.run(lambda comm, _: _meet(comm, mesh.device))
+    mesh.run(lambda comm, _: _exchange_marker(comm, mesh.device))
     mine = {label: row for label, x in zip(labels, leaves, strict=True) if (row := _argument(x)) is not None}
     names, everyone = zip(*mesh.gather_objects((name, mine)), strict=True)
     if len(set(names)) > 1:
@@ -80,10 +80,10 @@ def _difference(name: str, label: str, column: list[_Argument], others: list[str
     return fail(f"{name}: {label} differs between rank 0 and rank {second}", *notes, fix=fix)
 
 
-def _meet(comm: Comm, device: torch.device) -> None:
-    """Exchange a constant, to fail at once beside a rank that is inside another call, and sends others.
+def _exchange_marker(comm: Comm, device: torch.device) -> None:
+    """Exchange a constant, so that a rank in another call fails now, not at the timeout.
 
-    On CPUs over each axis: an exchange between all ranks alone would wait for that rank until the timeout. Elsewhere
+    On CPUs over each axis: one exchange between all ranks would wait for that rank until the timeout. Elsewhere
     between all ranks, since each set of axes needs a process group.
     """
     axes = tuple(axis for axis, n in comm.sizes.items() if n > 1)

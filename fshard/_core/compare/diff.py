@@ -19,19 +19,19 @@ from fshard.spec import describe
 # Tolerance between two right answers.
 #
 # A sum in another order differs by roundings of its largest terms: by some eps of an element (rtol), and by some eps of
-# the largest value of its leaf (a floor). float32 and float64 are summed in their own precision, over thousands of
+# the largest value of its leaf (a floor). float32 and float64 are summed in that precision, over thousands of
 # terms; half precision is summed in float32 and rounded once. Hence 1000 and 100 eps, or 4 and 2.
 #
 # That is not enough where a leaf is small because large terms cancel (the gradient of a key's bias in attention is 0,
 # and is computed as 1e-9 of noise, different on each mesh), nor where a leaf of float32 is computed in bfloat16. The
-# results cannot show how large such noise may be: neither the dtype of a leaf nor the other leaves say what it was
+# results cannot show how large such noise may be: neither the dtype of a leaf nor the other leaves show what it was
 # computed from. The program can. It runs again with other last bits in its arguments and in the result of every
 # operation, forward and backward (`rounding.py`), and the noise of a leaf is its largest change d between such runs:
 #
 #   Let y(r) be the leaf as a function of the roundings r_i of its operations, each of at most half a unit in the last
 #   place of the dtype that it was rounded to. To first order y(r) = y + sum_i J_i r_i, and two meshes have different r.
 #   Two runs with other bits have the same J, and their r_i differ by 1 to 3 units (of half precision by 1, in 7 of 8
-#   values). So d is about twice the difference of two meshes, or more. J is that of the program: a leaf of float32 that
+#   values). So d is about twice the difference of two meshes, or more. J belongs to the program: a leaf of float32 that
 #   was computed in bfloat16 changes by 2^-8, a parameter that such a gradient was added to by 2^-8 of the step, and a
 #   value that stayed in float32 by 2^-23.
 #
@@ -319,7 +319,7 @@ def _constant_ratio(x: Tensor, y: Tensor, mask: Tensor, factors: Iterable[float]
 
 
 def _format_box(mask: Tensor) -> str:
-    """Format the smallest box around those elements, `""` if it is the whole leaf."""
+    """Format the smallest box around those elements, `""` if it is the full leaf."""
     if bool(mask.all()) or not mask.ndim:
         return ""
     at = mask.nonzero()

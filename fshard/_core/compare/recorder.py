@@ -166,16 +166,16 @@ class Recorder(Checker):  # type: ignore[no-untyped-call]
         place = self._place(op, lines, is_library)
         self.runs[place] += 1
         in_place = set(map(id, written))
-        for j, (x, own) in enumerate(zip(map(unwrapped, made), operands, strict=True)):
-            key, earlier = (place, self.runs[place], j), [self.records[k] for k in own]
+        for j, (x, sources) in enumerate(zip(map(unwrapped, made), operands, strict=True)):
+            key, earlier = (place, self.runs[place], j), [self.records[k] for k in sources]
             with self.paused(), without_functorch(), without_modes(), without_torch_function(), torch.no_grad():
                 numbers = _numbers(x)
             is_float = x.is_floating_point() or x.is_complex()
             eps = torch.finfo(x.dtype).eps if is_float else 0.0
             is_index = x.dtype == torch.int64 and (op == "axis_index" or any(r.is_index for r in earlier))
-            moved = own[0] if moves and len(own) == 1 else None
+            moved = sources[0] if moves and len(sources) == 1 else None
             record = Record(tuple(x.shape), numbers, self.info(x).type.invariant, max([eps, *(r.eps for r in earlier)]),
-                            own, is_float, is_index, moved, **facts)  # fmt: skip
+                            sources, is_float, is_index, moved, **facts)  # fmt: skip
             self.records[key] = record
             self.groups.setdefault((place, 0 if record.is_view else j), []).append(record)
             if id(x) in in_place and x.layout is torch.strided:
@@ -198,7 +198,7 @@ def _numbers(x: Tensor) -> tuple[float, ...]:
 
 
 def _weights(x: Tensor) -> Tensor:
-    """Return weights by position, between 0 and 1: multiples of the golden ratio, without their whole part."""
+    """Return weights by position, between 0 and 1: the fractional parts of multiples of the golden ratio."""
     return torch.arange(1, len(x) + 1, dtype=x.dtype, device=x.device).mul_(0.5 * (math.sqrt(5) - 1)).frac_()
 
 

@@ -27,7 +27,7 @@ _MULTIPLIER = {torch.int64: 0x1E3779B97F4A7C15, torch.int32: 0x1E3779B1, torch.i
 
 
 def reround(x: Any, key: int) -> Any:
-    """Return a tensor of floats with other last bits, by `key`; anything else as it is.
+    """Return a tensor of floats with other last bits, by `key`; anything else unchanged.
 
     Keys 2k and 2k + 1 replace the bits by opposite ones, so that the two results differ by 1 unit in the last place (or
     3) in each value.
@@ -80,7 +80,7 @@ class OtherRounding(OperationMode):
 @functools.cache
 def _effects(func: Any) -> tuple[bool, list[tuple[int, str]]]:
     """Return if an operation returns a view or computes nothing, and the positions and names of what it writes."""
-    if func.namespace not in ("aten", "prims"):  # a transfer; its sums are operations of their own
+    if func.namespace not in ("aten", "prims"):  # a transfer; its sums are separate operations
         return True, []
     schema = schema_of(func)
     if schema.name == "aten::_efficientzerotensor":  # zeros without memory, of forward-mode differentiation

@@ -1,7 +1,7 @@
 """Elements of HTML reprs: tables whose groups of rows collapse, bars, and a colour for each device.
 
 Pages of notebooks are light or dark, and an untrusted JupyterLab removes style sheets, scripts, and what its sanitizer
-does not know: `hsl()`, `inherit`, the unit `ch`. So every element has its own styles, of few kinds: no colour of text
+does not know: `hsl()`, `inherit`, the unit `ch`. So every element has inline styles, of few kinds: no colour of text
 or page is set, and lines, bars and blocks are translucent tints.
 """
 
@@ -29,7 +29,7 @@ _SIDE = {"l": "left", "r": "right", "c": "center"}
 class View:
     """Result of `show`: `text` when printed, `html`, which `make_html` returns, as the value of a notebook cell.
 
-    `per_device`: of a tree or a leaf the bytes on the device with the most, those of its table; else None.
+    `per_device`: of a tree or a leaf the bytes on the device with the most, as in its table; else None.
     """
 
     text: str
@@ -48,7 +48,7 @@ class View:
 
 
 class Html(str):
-    """Markup: elements take it as it is, and escape any other string."""
+    """Markup: elements take it unchanged, and escape any other string."""
 
     __slots__ = ()
 
@@ -63,7 +63,7 @@ class Row:
 
 
 def markup(text: str) -> Html:
-    """Return a text as markup, and markup as it is."""
+    """Return a text as markup, and markup unchanged."""
     return text if isinstance(text, Html) else Html(escape(text))
 
 
@@ -91,10 +91,10 @@ def bar(share: float, hover: str = "", *, device: int = 4) -> Html:
 
 
 def bars(shares: Mapping[str, float], *, first: int = 4) -> Html:
-    """Return one bar of several parts, each with a name that is shown under the mouse, and a colour of its own."""
-    whole = max(1.0, sum(shares.values()))
+    """Return one bar of several parts, each with a name that is shown under the mouse, and a separate colour."""
+    total = max(1.0, sum(shares.values()))
     parts = [
-        f'<div title="{escape(name)}" style="float: left; width: {100 * share / whole:.2f}%; height: 0.8em; '
+        f'<div title="{escape(name)}" style="float: left; width: {100 * share / total:.2f}%; height: 0.8em; '
         f'min-width: 1px; background: {rgba(first + i, 0.6)}"></div>'
         for i, (name, share) in enumerate(shares.items())
         if share > 0
@@ -154,7 +154,7 @@ def _widths(rows: Sequence[Row], least: Sequence[int], of: Callable[[str], int],
 
 
 def _open_depth(rows: Sequence[Row], most: int) -> int:
-    """Return the depth at which groups are closed, so that at most so many rows are seen."""
+    """Return the depth at which groups are closed, so that at most `most` rows are seen."""
     depth, seen = 0, len(rows)
     while rows:
         rows = [child for row in rows for child in row.children]

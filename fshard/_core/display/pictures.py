@@ -14,7 +14,7 @@ from .numbers import format_runs
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dim
 
 _MOST_LINES = 16  # blocks shown in each direction
-_MOST_DEVICES = 8  # of one block, each with a stripe of its own
+_MOST_DEVICES = 8  # of one block, each with a stripe
 _WIDE, _HIGH = 24, 8  # em, of a leaf in all its layouts; a block has at least the room that its text needs
 _BORDER = "1px solid rgba(128, 128, 128, 0.5)"
 
@@ -40,7 +40,7 @@ def picture(
 
     Args:
         title: the line above.
-        shape: sizes of the whole leaf.
+        shape: sizes of the full leaf.
         parts: the bounds of each different part, and the ranks that have it.
         itemsize: bytes of an element, for the bytes of a block under the mouse; 0 leaves them out.
         place: the position of a rank on the mesh, under the mouse.

@@ -185,7 +185,7 @@ def _acquire(verb: str, folder: Path, lock: Path) -> int:
 
 
 class Ranks:
-    """The processes that save, restore or write together: one process alone, or one for each rank.
+    """The processes that save, restore or write together: one process, or one for each rank.
 
     Errors begin with `verb`. Raises ShardingError inside `shard_map`.
     """
@@ -196,7 +196,7 @@ class Ranks:
         if not alone:
             refuse_transfer(verb)
         self.verb, self.alone = verb, alone
-        self.group: Any = None  # of torch.distributed; None is that of all ranks
+        self.group: Any = None  # of torch.distributed; None is the group of all ranks
         self.rank, self.size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
 
     @classmethod
@@ -248,7 +248,7 @@ class Ranks:
         return [value for value, _ in gathered]
 
     def run_on_first(self, job: Callable[[], T]) -> T:
-        """Run `job` on rank 0 alone and return its result on every rank. Errors are those of `run`."""
+        """Run `job` only on rank 0 and return its result on every rank. Raises as `run`."""
         return cast(T, self.run(lambda: job() if self.rank == 0 else None)[0])
 
     def check_equal(self, job: Callable[[], Mapping[str, str]], fix: str) -> None:

@@ -4,7 +4,7 @@
     header            JSON: name -> {"dtype": "F32", "shape": [2, 3], "data_offsets": [start, stop]}
     tensors           row-major, end to end, in the order of their offsets
 
-The package `safetensors` cannot write a header alone, for tensors that several processes write later. Its errors name
+The package `safetensors` cannot write only a header, for tensors that several processes write later. Its errors name
 at most one damaged tensor, and no duplicate name. It slices a memory map: for an eighth of the columns of a 128 MiB
 tensor it reads 128 MiB from a cold disk, and `preadv` at the offsets in the header reads 16 MiB. Source of the format: https://github.com/huggingface/safetensors.
 """
@@ -34,7 +34,7 @@ DTYPES = {
     "BOOL": torch.bool, "C64": torch.complex64,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_HEADER_BYTES = 100_000_000  # the format's limit
 # Of a tensor: most operations of torch take 64 dims, its bytes are counted by 63 bits, and its name is a path.
 MAX_DIMS, MAX_ELEMENTS, MAX_NAME = 64, 1 << 59, 512
 
@@ -44,7 +44,7 @@ class HeaderEntry:
     """A tensor in a file: `start` is its first byte, `dtype` is None if torch has no dtype for `dtype_name`.
 
     `file_size` and `file_mtime` (ns) are of the time when the header was read. `file` is absolute: the values may be
-    read later from another working directory. `strides` are those of a tensor that is not row-major, which a file of
+    read later from another working directory. `strides` are set for a tensor that is not row-major, which a file of
     torch may have.
     """
 

@@ -8,7 +8,7 @@ torch writes a file with holes for the storages (`torch.serialization.skip_data`
 
 A file from elsewhere may be hostile. `torch.load(weights_only=True)` runs no code of it either, but 600 bytes can have
 it hash a tuple of 2^40 parts, or fill the memory. So the pickle is read by Python's unpickler in Python, with a part of
-its opcodes, of which none calls a function that the file names, hashes a tuple, or takes more time or memory than its
+its opcodes. None of these calls a function that the file names, hashes a tuple, or takes more time or memory than its
 bytes. The CRC-32 in the archive is of a complete storage, so reading slices does not check it (neither does torch).
 
 Sources: the section "Serialized file format for torch.save" of torch's notes on serialization; APPNOTE.TXT of PKWARE.
@@ -212,7 +212,7 @@ def _entry(
 def _named(tree: Any, size: int) -> Iterator[tuple[str, _Tensor]]:
     """Yield the tensors in a tree, with their dotted names.
 
-    Raises ValueError if a file of `size` bytes has not so many, or not so long ones: a list may be in it 10^9 times.
+    Raises ValueError if a file of `size` bytes cannot have them all, or their names: it may repeat a list 10^9 times.
     """
     left = 64_000 + size
 
@@ -298,7 +298,7 @@ _OPCODES |= {code: functools.partial(_make, run=_OPCODES[code]) for code in b"(]
 class _Unpickler(pickle._Unpickler):
     """An unpickler of trees of tensors, that calls nothing but what `_KNOWN` has, and takes memory as the file does.
 
-    It has the opcodes that torch.save writes. `size` is that of the file.
+    It has the opcodes that torch.save writes. `size` is the size of the file.
     """
 
     dispatch = _OPCODES

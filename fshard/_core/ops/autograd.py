@@ -152,7 +152,7 @@ def _make_function(arity: int, compiling: bool) -> Any:
 def run_map(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Run a map without autograd; record its line, and check its types if the call is checked.
 
-    On an abstract mesh it runs on shapes alone. On processes the ranks of a checked call agree on it first.
+    On an abstract mesh it runs only on shapes. On processes the ranks of a checked call agree on it first.
     """
     if not torch.compiler.is_dynamo_compiling() and any(map(is_legacy_batched, xs)):
         raise _no_rule_for_legacy_batch(m.verb)

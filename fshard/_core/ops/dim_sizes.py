@@ -81,7 +81,7 @@ def _exchange_sizes(verb: str, axes: tuple[str, ...], local: Sequence[int], word
 
 
 def global_size(verb: str, n: int, axis: Axis, *, word: str = "size=") -> int:
-    """Return the global size of a dim that `axis` splits and of which this rank has `n`.
+    """Return the global size of a dim that `axis` splits; this rank has `n` entries of it.
 
     If no argument of the region is uneven over the axis, that is a product. Otherwise the ranks exchange their sizes.
     A compiled program cannot: the error names `word` as the argument to pass. Nor can an abstract mesh, where it is the
@@ -103,7 +103,7 @@ def global_sizes(verb: str, ns: Sequence[int], axis: Axis, *, word: str = "size=
 
 
 def described_size(n: int, axis: Axis) -> int | None:
-    """Return, on an abstract mesh, the one size of arguments' dims over `axis` of which this rank has `n`, or None."""
+    """Return, on an abstract mesh, the one size of arguments' dims whose part here has `n` entries; None if unsure."""
     current = region()
     if current.comm.has_values:
         return None

@@ -54,7 +54,7 @@ class Map:
         return self
 
     def only(self, which: Sequence[int]) -> Map:
-        """Return the map for the tensors at these positions alone."""
+        """Return the map for only the tensors at these positions."""
         return self
 
     def extent(self, xs: Sequence[Tensor]) -> Any:
@@ -152,16 +152,16 @@ class Gather(_DimMap):
 
     def start(self, xs: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> PendingTransfer:
         """Start to gather `into` contiguous tensors of the global shapes, or into new tensors."""
-        whole = list(into or [])
+        out = list(into or [])
         for x, (dim, size) in zip(xs, self.layout, strict=True):
             if into is None:
                 shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
-                whole.append(torch.empty(shape, dtype=x.dtype, device=x.device))
-        pending = self.comm.gather(xs, whole, [dim for dim, _ in self.layout], self.axes)
+                out.append(torch.empty(shape, dtype=x.dtype, device=x.device))
+        pending = self.comm.gather(xs, out, [dim for dim, _ in self.layout], self.axes)
 
         def wait() -> list[Tensor]:
             pending()
-            return whole
+            return out
 
         return wait
 
@@ -194,7 +194,7 @@ class GatherInvariant(Gather):
 
 @dataclass(frozen=True)
 class Scatter(_DimMap):
-    """psum_scatter: sum over the ranks; each rank keeps its own part."""
+    """psum_scatter: sum over the ranks; each rank keeps its part."""
 
     verb = "psum_scatter"
 
@@ -255,8 +255,8 @@ class AllToAll(Map):
         parts = torch.split(received, [r.shape[1] for r in rows], dim=1)
         out = []
         for part, s, (s_dim, s_size), (c_dim, c_size) in zip(parts, stacks, self.split, self.concat, strict=True):
-            whole = join_padded(part.reshape(s.shape), c_dim, c_size, sizes)
-            out.append(whole.narrow(s_dim, 0, part_range(s_size, sizes, coords)[1]))
+            joined = join_padded(part.reshape(s.shape), c_dim, c_size, sizes)
+            out.append(joined.narrow(s_dim, 0, part_range(s_size, sizes, coords)[1]))
         return out
 
     @property

@@ -49,7 +49,7 @@ class _MinMaxCompiled(torch.autograd.Function):
 
     @staticmethod
     def _weights(ctx: Any) -> Tensor:
-        """Derivative of each result by this rank's element: 1 / (number of ranks with the same value), or 0."""
+        """Return the derivative of each result by this rank's element: 1 / (number of equal ranks), or 0."""
         m: MinMax = ctx.map
         if not ctx.tied:
             fix = f"detach the argument, or p{m.op}(x, axis, grad='tied') to split it among ties"

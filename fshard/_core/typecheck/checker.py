@@ -7,9 +7,9 @@ no result. Over each axis of more than one rank a tensor is one of
     I   invariant: one logical value, the same on every rank of the axis
     -   free: made in the region from nothing (zeros, arange), or from Python numbers; mixes with either
 
-A tensor from outside the region that is no argument (captured: a closure, a global, an attribute of a module) is I, and
-an error where an operation or a backward pass writes to it. A free tensor is I from where something differentiates it,
-or has the type of the tensor that it was made like (zeros_like).
+A tensor from outside the region that is not an argument (captured: a closure, a global, an attribute of a module) is I,
+and an error where an operation or a backward pass writes to it. A free tensor is I from where something differentiates
+it, or has the type of the tensor that it was made like (zeros_like).
 
 The result of an operation is V if any operand is, else I if any operand is. Where one operand is I and another V, and a
 gradient can flow to the first, that gradient needs a sum over ranks, which only `pvary` takes: without `pvary` that is
@@ -17,7 +17,7 @@ an error. Where nothing is differentiated (an optimizer, evaluation, a frozen or
 and the checker remembers the line: an error at the results names it. Random draws do not mix: a mask must vary over
 exactly the axes of the tensor that it is applied to.
 
-Source: the per-axis types are those of JAX's shard_map (varying manual axes).
+Source: the per-axis types of JAX's shard_map (varying manual axes).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _refused: WeakKeyDictionary[UntypedStorage, tuple[Mapping[str, int], TensorInfo]
 
 
 class Checker(OperationMode):
-    """The types of one rank's tensors during one call. `axes` are those of more than one rank."""
+    """The types of one rank's tensors during one call. `axes` are the axes of more than one rank."""
 
     supports_higher_order_operators = True
 
@@ -200,7 +200,7 @@ class Checker(OperationMode):
     def set_draw_type(
         self, x: Tensor, op: str, key: Tensor, spec_axes: Sequence[str], shared: Sequence[str] = ()
     ) -> None:
-        """Type a random draw, which varies over the axes of its spec and those of its key.
+        """Type a random draw, which varies over the axes of its spec and of its key.
 
         Over the axes of its spec, ranks have parts of one draw. Over other axes its numbers are the same on each rank,
         or by a key that varies they have nothing to do with each other. Over the `shared` ones of these it mixes with
@@ -225,7 +225,7 @@ class Checker(OperationMode):
         self.uneven_splits[verb, layout, axes, callsite.site()] = None
 
     def group_by_type(self, xs: Sequence[Tensor]) -> list[list[int]]:
-        """Return the positions of tensors, those of one type together."""
+        """Return the positions of tensors, grouped by type."""
         groups: dict[Type, list[int]] = {}
         for i, x in enumerate(xs):
             groups.setdefault(self.info(x).type, []).append(i)
@@ -233,7 +233,7 @@ class Checker(OperationMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Ignore operations: the caller types their result as a whole."""
+        """Ignore operations: the caller types the result of all of them."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -267,7 +267,7 @@ class Checker(OperationMode):
         return out
 
     def _collective_type(self, m: Any, t: Type, before: History, site: callsite.Site | None) -> tuple[Type, History]:
-        """Return the type and the history of a result of a linear map from those of its operand."""
+        """Return the type and the history of a linear map's result, by the operand's."""
         axes = frozenset(m.axes)
         varying = t.varying | axes if m.gives == "V" else t.varying - axes
         invariant = t.invariant - axes if m.gives == "V" else t.invariant | axes
@@ -327,7 +327,7 @@ class Checker(OperationMode):
         return out
 
     def _run_higher_order(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator that takes functions (torch.cond, flex_attention), typed by its operands alone."""
+        """Run an operator that takes functions (torch.cond, flex_attention), typed only by its operands."""
         operands = [Operand(x, self.info(x)) for x in op.read(args, kwargs)]
         new, history = self._result_type(op, operands, args, kwargs)
         with self.paused():
@@ -430,7 +430,7 @@ class Checker(OperationMode):
         """Return the mixture of operands that are invariant over an axis with some that vary; raise if it is wrong."""
         differentiated = [] if op.compares else [
             o for o in invariant if differentiable_dtype(o.tensor) and self.differentiated(o.tensor)
-            and not self._reaches_captured_alone(o.tensor)
+            and not self._reaches_only_captured(o.tensor)
         ]  # fmt: skip
         drawn = [o for o in varying if _is_draw(op, o, axis)]
         strict = [*differentiated]
@@ -458,8 +458,8 @@ class Checker(OperationMode):
             self.mixtures[site, axis] = mixture
         return mixture
 
-    def _reaches_captured_alone(self, x: Tensor) -> bool:
-        """Return whether a gradient to a plain tensor reaches captured leaves alone.
+    def _reaches_only_captured(self, x: Tensor) -> bool:
+        """Return whether a gradient to a plain tensor reaches only captured leaves.
 
         Such a leaf requires a gradient as every nn.Parameter does: only a backward pass shows if it is to have one.
         """
@@ -560,7 +560,7 @@ class Checker(OperationMode):
                 continue
             parameter, gradient = Operand(unwrapped(x), self.info(x)), Operand(unwrapped(grad), self.info(grad))
             want, have = parameter.info.type, gradient.info.type
-            # Constants alone make a gradient invariant too, such as a frozen layer's gradient by its input.
+            # Constants make a gradient invariant too, such as a frozen layer's gradient by its input.
             reduced = {r.axis for r in gradient.info.history.reductions}
             wrong = (have.varying & want.invariant) | (have.invariant & want.varying & reduced)
             if wrong:
@@ -612,7 +612,7 @@ class Checker(OperationMode):
 def same_numbers(mesh: Mesh, checkers: Mapping[int, Checker]) -> None:
     """Raise where a Python number that an invariant value was computed from differs between ranks of its axes.
 
-    `checkers` are those of this process's ranks; on a process mesh the numbers are gathered. An abstract mesh may have
+    `checkers` are given for this process's ranks; on a process mesh the numbers are gathered. An abstract mesh may have
     run a few of its ranks.
     """
     by_rank: dict[int, Any] = {rank: c.numbers for rank, c in checkers.items()}

@@ -1,6 +1,6 @@
 """The tensors that are being differentiated: those to which a gradient of autograd or of torch.func can flow.
 
-A plain tensor says by itself that it requires a gradient. What torch.func differentiates is a wrapper around a plain
+A plain tensor shows by itself that it requires a gradient. What torch.func differentiates is a wrapper around a plain
 tensor, and the modes below torch.func see only the plain one. So a mode above torch.func notes, for each function of
 torch, which plain tensors are inside wrappers that require a gradient.
 """

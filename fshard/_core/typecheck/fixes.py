@@ -84,7 +84,7 @@ class Scene:
         return hidden[0] == 0 < hidden[1]
 
     def without_pvary(self, o: Operand) -> str | None:
-        """Return the line without the pvary that made an operand; `None` if it stands elsewhere."""
+        """Return the line without the pvary that made an operand; `None` if it is elsewhere."""
         node = self.node(o) if o.info.op == "pvary" else None
         return self.expression.unwrapped(node) if self.expression and node else None
 
@@ -110,7 +110,7 @@ class Fix(NamedTuple):
 
     text: str
     condition: str = ""  # if there are several, the one under which it is right
-    site: callsite.Site | None = None  # if it is not that of the error
+    site: callsite.Site | None = None  # if it is not the line of the error
 
 
 def fix_lines(fixes: Sequence[Fix]) -> str:
@@ -181,7 +181,7 @@ def fix_of_partial(x: Operand, axes: Sequence[str]) -> str:
 
 
 def fix_of_gather(x: TensorInfo, axes: Sequence[str], line: int) -> Fix | None:
-    """Return the fix of a value that varies over the axes by an all_gather alone, and must not: at the all_gather."""
+    """Return the fix of a value that varies over the axes only by an all_gather, and must not: at the all_gather."""
     sites = {r.site for r in x.history.gathers if r.axis in axes}
     if len(sites) != 1 or not set(axes) <= {r.axis for r in x.history.gathers}:
         return None
@@ -201,7 +201,7 @@ def fixes_of_partials(x: TensorInfo, axes: Sequence[str], line: int) -> list[Fix
 
 
 def _fix_of_reduction(p: Partial, axes: Sequence[str], site: callsite.Site | None) -> Fix:
-    """Return the fix of an operation that reduced a dim of which each rank has a part."""
+    """Return the fix of an operation that reduced a dim that is split over the ranks."""
     called = called_at(p.site)
     name = called.rpartition(".")[2] if called else p.op
     if not (name in p.op or p.op in name or name in _REDUCES):  # a function that also does other things

@@ -271,7 +271,7 @@ def made_by_another_rank(x: Operand, coords: Mapping[str, int], axes: Sequence[s
 def copies_differ(
     checker: Facts, m: Mixture, axes: Sequence[str], what: str, rows: Sequence[tuple[str, str]]
 ) -> ShardingError:
-    """Word the error of an argument's new value, which varies over `axes`, some of which the argument does not."""
+    """Word the error of an argument's new value, which varies over `axes`; the argument does not over some of them."""
     axes = [a for a in mixed_axes(m.invariant, m.varying) if a in axes]
     name, n, over = m.text.rows[0][0], size_of(axes, checker.sizes), axes_text(axes)
     cause = (m.earlier or m).varying
@@ -312,7 +312,7 @@ def mixed_before(checker: Facts, m: Mixture) -> ShardingError:
 
 
 def draw_from_torch_generator(op: str) -> ShardingError:
-    """Word the error of a draw from torch's own generator."""
+    """Word the error of a draw from torch's generator."""
     return _error(callsite.site(), f"{op} draws from torch's own generator", [],
                   "its numbers depend on the process and on earlier draws, so another mesh would give another answer",
                   fix=fix_lines([

@@ -58,7 +58,7 @@ class Operation:
     pointwise: bool = False
     completed_by: str | None = None  # the collective that completes a result computed from a part of a dim
     view: bool = False  # the result has the values of the first argument, or some of them
-    copies: bool = False  # a `view` in memory of its own
+    copies: bool = False  # a `view` in separate memory
     overwrites: bool = False  # does not read the arguments that it writes
     writes: tuple[tuple[int, str], ...] = ()  # positions and names of the arguments that are written
     on_lists: bool = False  # computes row i of its results from row i of each list of tensors

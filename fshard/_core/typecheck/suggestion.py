@@ -23,7 +23,7 @@ import torch
 
 from fshard._core.callsite import PACKAGE, Site, text_of
 
-_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)  # bind names of their own
+_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)  # bind other names
 _ATOMS = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.Constant)  # need no parentheses anywhere
 TORCH_MODULES = ("torch", "F", "nn.functional", "torch.nn.functional", "torch.linalg")  # as people import them
 _FIELDS = (MemberDescriptorType, type(vars(namedtuple("_", "x"))["x"]))  # of __slots__ and namedtuples
@@ -50,7 +50,7 @@ class Expression:
     def find(self, is_it: Callable[[object], bool], position: int = -1, op: str = "") -> Any:
         """Return the node of a tensor, or `None` where its source is unknown or takes several lines.
 
-        `position` is that of the tensor among the operands of the operation `op`; -1 if it is unknown.
+        `position` is the tensor's among the operands of the operation `op`; -1 if it is unknown.
         """
         node = next((part for part in _parts(self.node) if is_it(self.value(part))), None)
         if node is None and position >= 0:
@@ -121,7 +121,7 @@ class Expression:
         return self.replaced((node, self.source(node.args[0])))
 
     def called(self) -> str | None:
-        """Return the name of the function that the expression calls; `None` if it is no call."""
+        """Return the name of the function that the expression calls; `None` if it is not a call."""
         func = getattr(self.node, "func", None)
         return getattr(func, "id", None) or getattr(func, "attr", None)
 
@@ -234,7 +234,7 @@ def _split_subscript(source: str, node: ast.Subscript) -> tuple[str, str]:
 
 
 def called_at(site: Site | None) -> str | None:
-    """Return the function that the expression at a place calls, as its source has it; `None` if it is no call."""
+    """Return the function that the expression at a place calls, as its source has it; `None` if it is not a call."""
     names: list[str] = []
 
     def note(source: str) -> None:

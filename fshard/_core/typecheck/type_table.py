@@ -1,8 +1,8 @@
 """Table of what is known of every tensor in a region, and of in-place writes to the memory that tensors share.
 
-The table forgets tensors and storages that are freed. torch's own weak reference to a storage would keep a block of the
-heap from being freed, beside that of the values: a step would leave such blocks between all the memory that it frees,
-and the allocator could not join it, use it for larger tensors or return it.
+The table forgets tensors and storages that are freed. torch's weak reference to a storage would keep a block of the
+heap from being freed, next to the block of the values: a step would leave such blocks between all the memory that it
+frees, and the allocator could not join it, use it for larger tensors or return it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class WeakTable(Generic[V]):
 
 
 class TypeTable:
-    """Facts by tensor; where a tensor has none, those of its storage; corrected by in-place writes to its bytes."""
+    """Facts by tensor; where a tensor has none, facts of its storage; corrected by in-place writes to its bytes."""
 
     def __init__(self) -> None:
         self._by_tensor: WeakTable[TensorInfo] = WeakTable()
@@ -109,7 +109,9 @@ class TypeTable:
             first = self._by_storage.get(storage)
             if first is None:
                 self._by_storage[storage] = info
-            elif first.type != info.type:  # parts of one buffer have several types: the leaves of one transfer, say
+            elif (
+                first.type != info.type
+            ):  # parts of one buffer have several types: for example the leaves of one transfer
                 self._by_storage[storage] = FREE
 
     def set_storage(self, x: Tensor, info: TensorInfo) -> None:
@@ -119,7 +121,7 @@ class TypeTable:
     def write(self, x: Tensor, new: TensorInfo, *, overwrites: bool) -> None:
         """Record that an in-place operation wrote values like `new` to `x`, and so to all tensors that share bytes.
 
-        `overwrites` says that the operation does not read the old values.
+        `overwrites`: the operation does not read the old values.
         """
         storage = x.untyped_storage()
         low, high = _byte_range(x)

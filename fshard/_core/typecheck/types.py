@@ -22,7 +22,7 @@ class Type(NamedTuple):
     varying: frozenset[str] = NONE
     invariant: frozenset[str] = NONE
     differentiable: bool = False  # may have a gradient: a float computed from a float argument
-    drawn: frozenset[str] = NONE  # axes of a random draw whose numbers are no part of one draw of all ranks
+    drawn: frozenset[str] = NONE  # axes of a random draw whose numbers are not part of one draw of all ranks
 
 
 class GlobalShape(tuple[int, ...]):
@@ -35,8 +35,10 @@ class History(NamedTuple):
     mixtures: tuple[Mixture, ...] = ()  # made it vary: at most one for each axis
     reductions: tuple[Reduction, ...] = ()  # made it invariant: at most one for each axis
     partials: tuple[Partial, ...] = ()  # the last two reductions of a dim that a value that varies was computed from
-    copies: frozenset[str] = NONE  # axes over which a value varies by pvary alone: each rank has a copy of one value
-    gathers: tuple[Reduction, ...] = ()  # all_gathers by which alone it varies over an axis: at most one for each
+    copies: frozenset[str] = NONE  # axes over which a value varies only by pvary: each rank has a copy of one value
+    gathers: tuple[
+        Reduction, ...
+    ] = ()  # all_gathers, by which it varies over an axis and by nothing else: at most one each
     like: frozenset[str] = NONE  # axes of a free value that was made like one that varies over them (zeros_like)
 
 
@@ -60,7 +62,7 @@ class Reduction(NamedTuple):
 class Partial(NamedTuple):
     """An operation that reduced dims of a value that varies: where an axis splits them, each rank has a partial result.
 
-    `verb` is the collective that completes the result, or "all_gather" if only the whole operand gives it.
+    `verb` is the collective that completes the result, or "all_gather" if only the full operand gives it.
     """
 
     op: str
