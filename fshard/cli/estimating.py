@@ -28,6 +28,7 @@ from fshard.errors import fail, number_of
 from fshard.interop.accelerate.keys import STRATEGIES
 from fshard.interop.accelerate.settings import read_launched
 from fshard.planning.search import rank_bytes
+from fshard.planning.table import aligned
 from fshard.spec import P, fully_shard, size
 
 from .inspecting import PATHS, Contents, cast_leaves, describe, read
@@ -106,7 +107,9 @@ def _run(options: Any) -> str:
         counts = f"{numbers['frozen']:,} frozen parameters, and {numbers['trained']:,} that train"
     where = number_of(ranks, "rank") + f" on {machines} machines" * (machines > 1)
     head = f"{counts}; {options.optimizer}; {where}; bytes of the rank with the most, without activations"
-    return "\n".join([f"{options.model}: {contents.source}", head, *_table(rows)])
+    names = [name for name in rows[0] if name != "host" or any(row["host"] for row in rows)]
+    cells = [[size(row[name]) if isinstance(row[name], int) else row[name] for name in names] for row in rows]
+    return "\n".join([f"{options.model}: {contents.source}", head, *aligned([names, *cells], [0, 1])])
 
 
 def _contents(name: str) -> Contents:
@@ -188,11 +191,3 @@ def _units(trees: Sequence[Any], one_unit: bool) -> list[int]:
         key = () if one_unit else tuple(parts[:numbered])
         units[key] = units.get(key, 0) + math.prod(x.shape)
     return list(units.values())
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    names = [name for name in rows[0] if name != "host" or any(row["host"] for row in rows)]
-    lines = [names] + [[size(row[name]) if isinstance(row[name], int) else row[name] for name in names] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(x.ljust(w) if i < 2 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths, strict=True)))
-            .rstrip() for line in lines]  # fmt: skip

@@ -9,7 +9,6 @@ Legend: B examples of a step, T time, C channels, L labels; [B@data] is a dim sp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -137,21 +136,26 @@ def train_step(
         options["layout"] = Layout(axes, over, sequence and model > 1, release=release, prefetch=prefetch, **casts)
         classes = module is models.heads and cfg.task == "sequence"
         args = (_integers(batch, job.length), _integers(batch) if classes else _integers(batch, job.length))
-    loss = _loss_of(module, cfg, options)
     adamw = optim.adamw(1e-4)
     state = {"params": described, "opt": adamw.init(described)}
     state_specs = {"params": specs, "opt": adamw.specs(specs)}
-    if module is models.resnet:
-        state, state_specs = {**state, "norms": module.state(cfg)}, {**state_specs, "norms": P()}
     has_aux = module is models.resnet
+    if has_aux:
+        state, state_specs = {**state, "norms": module.state(cfg)}, {**state_specs, "norms": P()}
     if has_aux and accumulate > 1:
         raise fail(f"plan: accumulate={accumulate} of a {job.name}", "the statistics of its norms are of a whole batch",
                    fix="accumulate=1")  # fmt: skip
-    differentiate = value_and_grad if accumulate == 1 else _accumulated(accumulate)
+
+    def loss(params: Any, *args: Any) -> Any:
+        return module.loss(cfg, params, *args, **options)
+
+    gradient = value_and_grad(loss, has_aux=has_aux)
+    if accumulate > 1:
+        gradient = accumulated(loss, accumulate, has_aux=has_aux)
 
     def step(state: Any, *batch: Tensor) -> Any:
         more = (state["norms"],) if has_aux else ()
-        value, grads = differentiate(loss, has_aux=has_aux)(state["params"], *more, *batch)
+        value, grads = gradient(state["params"], *more, *batch)
         params, opt = adamw.update(grads, state["opt"], state["params"])
         new = {"params": params, "opt": opt}
         return ({**new, "norms": value[1]}, value[0]) if has_aux else (new, value)
@@ -163,14 +167,3 @@ def train_step(
 
 def _integers(*shape: int) -> Any:
     return initial.zeros(shape, dtype=torch.int64)
-
-
-def _loss_of(module: ModuleType, cfg: Any, options: dict[str, Any]) -> Callable[..., Any]:
-    def loss(params: Any, *args: Any) -> Any:
-        return module.loss(cfg, params, *args, **options)
-
-    return loss
-
-
-def _accumulated(steps: int) -> Callable[..., Any]:
-    return lambda loss, has_aux: accumulated(loss, steps, has_aux=has_aux)

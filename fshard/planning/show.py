@@ -91,7 +91,8 @@ def show(
     others, _ = _leaves(tree, sizes, against, "show: against")
     moved = [_moved(a, b, sizes) for a, b in zip(leaves, others, strict=True)]
     if is_one:
-        before, after, said = _picture(leaves[0], sizes), _picture(others[0], sizes), _described_move(moved[0], sizes)
+        before, after = _picture(leaves[0], sizes), _picture(others[0], sizes)
+        said = f"{moved[0].init}: {_received(moved[0].local, sizes)}"
         pair = "".join('<div style="display: inline-block; vertical-align: top; margin-right: 3em">'
                        f"{view.html}</div>" for view in (before, after))  # fmt: skip
         return View(f"{before.text}\n{said}\n{after.text}", lambda: page(Html(pair), said), _most(moved[0].local))
@@ -122,7 +123,7 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any, label: str = "sho
     if mesh is None and len(meshes) > 1:
         names = [format_axes(dict(axes)) for axes in sorted(meshes)]
         raise fail("show: leaves on different meshes", *names, fix="pass mesh=, or show them one by one")
-    sizes = _sizes_of(mesh) if mesh is not None else dict(*meshes)
+    sizes = mesh.axes if isinstance(mesh, Mesh) else dict(*meshes) if mesh is None else dict(mesh)
     flat = [None] * len(leaves) if specs is None else tree.broadcast(specs, tree_, name="specs", leaf=is_spec)
     seen: dict[int, str] = {}
     errors: list[ShardingError] = []
@@ -156,10 +157,6 @@ def _value(x: Sharded | torch.Tensor) -> str:
     if isinstance(x, Sharded):
         return x._value()
     return "" if in_transform() else format_value(x)  # a transform's tensors have the values of all examples
-
-
-def _sizes_of(mesh: Mesh | Sizes) -> Sizes:
-    return mesh.axes if isinstance(mesh, Mesh) else dict(mesh)
 
 
 def _spec_errors(where: str, shape: tuple[int, ...], spec: P, sizes: Sizes) -> list[ShardingError]:
@@ -243,10 +240,6 @@ def _collectives(old: Sequence[Sequence[str]], new: Sequence[Sequence[str]], siz
     words = {"slice": [a for a in got if a not in lost], "all_to_all": [a for a in lost if a in got],
              "all_gather": [a for a in lost if a not in got]}  # fmt: skip
     return ", ".join(f"{name} {'+'.join(axes)}" for name, axes in words.items() if axes) or "stays"
-
-
-def _described_move(leaf: _Leaf, sizes: Sizes) -> str:
-    return f"{leaf.init}: {_received(leaf.local, sizes)}"
 
 
 def _received(local: Bytes, sizes: Sizes) -> str:

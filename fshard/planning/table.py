@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,11 +175,8 @@ class PlanTable:
 
     def __repr__(self) -> str:
         header, rows = self.cells()
-        lines = [header, *rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        texts = ["  ".join(x.rjust(w) if name else x for x, w, name in zip(line, widths, header, strict=True)).rstrip()
-                 for line in lines]  # fmt: skip
-        return "\n".join([self.head, *texts, *([self.note] if self.note else [])])
+        left = [i for i, name in enumerate(header) if not name]
+        return "\n".join([self.head, *aligned([header, *rows], left), *([self.note] if self.note else [])])
 
 
 @checked
@@ -282,6 +279,13 @@ def text(x: object) -> str:
     if isinstance(x, bool):
         return "yes" if x else "no"
     return str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else str(x)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Container[int]) -> list[str]:
+    """Return rows of text in columns: those numbered in `left` are aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(x.ljust(w) if i in left else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
+            .rstrip() for row in rows]  # fmt: skip
 
 
 def _equal(a: object, b: object) -> bool:

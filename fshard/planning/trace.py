@@ -35,6 +35,7 @@ from .measure import CudaClock, HostClock, Recorder, facts_of, own_clocks, timel
 from .plan import Plan, plan
 from .roofline import Roofline, roofline
 from .strip import LEGEND, strip
+from .table import aligned
 
 StrPath = str | os.PathLike[str]
 
@@ -321,7 +322,7 @@ def _rank_rows(timelines: Sequence[Timeline]) -> list[str]:
         busy, waits, peak = _totals(t)
         moved = [_covered(t.transfers.get(name, ())) for name in axes]
         rows.append([t.name, *map(duration, [busy, waits, *moved]), size(peak)])
-    return [*_aligned(rows), *([f"and {len(timelines) - _MOST_ROWS} more"] if len(timelines) > _MOST_ROWS else [])]
+    return [*aligned(rows, [0]), *([f"and {len(timelines) - _MOST_ROWS} more"] if len(timelines) > _MOST_ROWS else [])]
 
 
 def _totals(t: Timeline) -> tuple[float, float, int]:
@@ -348,15 +349,4 @@ def _line_rows(timelines: Sequence[Timeline]) -> list[str]:
     rows = [[f"{100 * t / total:.0f}%", duration(t), line] for line, t in seconds.most_common(_MOST_LINES) if total]
     if not rows:
         return []
-    return ["lines whose operations take the most time", *(f"  {row}" for row in _aligned(rows, last_left=True))]
-
-
-def _aligned(rows: Sequence[Sequence[str]], last_left: bool = False) -> list[str]:
-    """Return rows of text, the first column aligned left and the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = {len(widths) - 1} if last_left else {0}
-    cells = [
-        [f"{x:<{w}}" if i in left else f"{x:>{w}}" for i, (x, w) in enumerate(zip(row, widths, strict=True))]
-        for row in rows
-    ]
-    return ["  ".join(row).rstrip() for row in cells]
+    return ["lines whose operations take the most time", *(f"  {row}" for row in aligned(rows, [2]))]

@@ -186,8 +186,7 @@ def run(args: Options) -> dict[str, Score]:
     if on_t5 := [name for name in methods if name.startswith("t5")]:
         described, params = setup.t5_base()
         for name in on_t5:
-            part = t5_lora(setup, described, params) if name == "t5-lora" else t5_full(setup, described, params)
-            scores[name], state = train(setup, part)
+            scores[name], state = train(setup, t5_method(setup, name, described, params))
             if name == "t5-lora":
                 cfg = setup.adapter(args.targets.split(","), args.dropout)
                 setup.save_adapters(name, cfg, state["params"], described, t5.theirs, task_type="SEQ_2_SEQ_LM")
@@ -216,10 +215,7 @@ class Setup:
         once = {"release": False, "prefetch": 1000} if args.wrap == "none" else {}
         self.layout = t5.Layout(self.axis, "model", dtype=dtype, reduce_dtype=dtype and torch.float32,
                                 **{**self.strategy.options, **once})  # fmt: skip
-        self.remat = args.remat
-
-    def specs(self, described: Any, specs: Any) -> Any:
-        return self.strategy.param_specs(described, specs)
+        self.specs = self.strategy.param_specs
 
     def adapter(self, targets: Sequence[str], dropout: float) -> lora.Config:
         a = self.args
@@ -306,7 +302,7 @@ def t5_part(setup: Setup, described: Any, logits_of: Callable[..., Any]) -> dict
     def logits(trained: Any, frozen: Any, batch: Any, key: Tensor | None) -> Tensor:
         params = logits_of(trained, frozen, specs, key)
         out: Tensor = t5.apply(cfg, params, batch["ids"], t5.shifted(cfg, batch["targets"]), mask=batch["mask"],
-                               layout=setup.layout, specs=specs, key=key, remat=setup.remat)  # fmt: skip
+                               layout=setup.layout, specs=specs, key=key, remat=setup.args.remat)  # fmt: skip
         return out
 
     return {"logits": logits, "classes": cfg.vocab_size, "split": "model"}
@@ -357,32 +353,25 @@ def sentiment_batches(setup: Setup, rows: Any) -> tuple[Any, Any]:
             setup.batches(fetch, lengths, setup.texts.test, training=False))  # fmt: skip
 
 
-def t5_lora(setup: Setup, described: Any, params: Any) -> Part:
-    """Train adapters of a frozen T5."""
-    args, cfg = setup.args, setup.adapter(setup.args.targets.split(","), setup.args.dropout)
-    base_specs = setup.t5_specs(described)
+def t5_method(setup: Setup, name: str, described: Any, params: Any) -> Part:
+    """Train adapters of a frozen T5 (`t5-lora`), or all its parameters (`t5-full`)."""
+    args, base_specs = setup.args, setup.t5_specs(described)
+    train_batches, held_out = sentiment_batches(setup, setup.t5_rows)
+    steps, lr = args.steps_of(len(setup.t5_rows), args.epochs), args.lr or 1e-3
+    if name == "t5-full":
+        return Part(name, described, base_specs, {}, {}, **t5_part(setup, described, lambda trained, *_: trained),
+                    batches=train_batches, held_out=held_out, steps=steps, lr=lr, faster=FASTER,
+                    start=params)  # fmt: skip
+    cfg = setup.adapter(args.targets.split(","), args.dropout)
     adapter_specs = lora.specs(cfg, described, base_specs, of=t5.theirs)
 
     def adapted(adapters: Any, frozen: Any, specs: Any, key: Tensor | None) -> Any:
         return lora.apply(cfg, frozen, adapters, of=t5.theirs, specs=specs, adapter_specs=adapter_specs,
                           data=setup.axis, model="model", key=key, shapes=described)  # fmt: skip
 
-    train_batches, held_out = sentiment_batches(setup, setup.t5_rows)
-    steps = args.steps_of(len(setup.t5_rows), args.epochs)
-    return Part("t5-lora", lora.init(cfg, described, of=t5.theirs), adapter_specs, params, base_specs,
+    return Part(name, lora.init(cfg, described, of=t5.theirs), adapter_specs, params, base_specs,
                 **t5_part(setup, described, adapted), batches=train_batches, held_out=held_out, steps=steps,
-                lr=args.lr or 1e-3)  # fmt: skip
-
-
-def t5_full(setup: Setup, described: Any, params: Any) -> Part:
-    """Train all parameters of a T5."""
-    args = setup.args
-    specs = setup.t5_specs(described)
-    train_batches, held_out = sentiment_batches(setup, setup.t5_rows)
-    steps = args.steps_of(len(setup.t5_rows), args.epochs)
-    return Part("t5-full", described, specs, {}, {}, **t5_part(setup, described, lambda trained, *_: trained),
-                batches=train_batches, held_out=held_out, steps=steps, lr=args.lr or 1e-3, faster=FASTER,
-                start=params)  # fmt: skip
+                lr=lr)  # fmt: skip
 
 
 # --- MiniLM ---------------------------------------------------------------------------------------------------
@@ -405,7 +394,7 @@ def minilm_lora(setup: Setup) -> Score:
         adapted = lora.apply(cfg, frozen, trained["adapters"], of=bert.theirs, specs=specs, data=axis, model="model",
                              adapter_specs=adapter_specs, key=key, shapes=described)  # fmt: skip
         x = bert.apply(model, adapted, batch["ids"], mask=batch["mask"], layout=setup.layout, specs=specs, key=key,
-                       remat=setup.remat)  # fmt: skip
+                       remat=setup.args.remat)  # fmt: skip
         head = fs.unshard(trained["head"], head_specs, axis)
         return nn.linear(bert.pool(x.float(), batch["mask"]), head["w"], head["b"])
 
