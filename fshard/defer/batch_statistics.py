@@ -6,9 +6,10 @@ are found at the operation, whichever class or function calls it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import FrameType
 from typing import Any
 
@@ -22,11 +23,13 @@ from fshard._core.region import axes_of_own_values, checker
 from fshard._core.torch import in_transform
 from fshard.collectives import psum
 from fshard.errors import fail
-from fshard.spec import Axis
+from fshard.nn.batch_norm import normalize_batch
+from fshard.spec import Axis, describe, names_of
 
-from .batch_norm import LEAVES, UNSET, axes_of_channels, check_leaves, normalize, one_rank_error, state_of
 from .stand_ins import StandIn
 
+UNSET: Any = object()  # the axis of a function without `batch_norm_over`
+_LEAVES = ("weight", "bias", "running_mean", "running_var")
 _NORM = "input weight bias running_mean running_var training momentum eps"
 _PYTHON: tuple[Any, ...] = (F.batch_norm, F.instance_norm, F.embedding, F.embedding_bag)
 _NAMES: dict[Any, tuple[str, ...]] = {  # the names of each operation's arguments
@@ -66,34 +69,38 @@ class BatchStatistics(TorchFunctionMode):
 
     def _over_all_ranks(self, op: str, given: Mapping[str, Any]) -> Tensor:
         (what, _), x = self._caller(op), given["input"]
-        leaves = {name: leaf for name in LEAVES if (leaf := given.get(name)) is not None}
-        check_leaves(what, self.over, x, leaves)
+        leaves = _leaves(given)
+        _check_leaves(what, self.over, x, leaves)
         options = {"momentum": 0.1, "eps": 1e-5} | {k: given[k] for k in ("momentum", "eps") if k in given}
         w, b = leaves.get("weight"), leaves.get("bias")
         if "batch" in op:
-            y, *new = normalize(what, x, w, b, eps=options["eps"], over=self.over)
+            y, *new = normalize_batch(what, x, w, b, eps=options["eps"], over=self.over,
+                                      fix="a larger batch, or apply.eval()")  # fmt: skip
         else:  # the statistics of each example; running ones are their mean
             y, n = F.instance_norm(x, None, None, w, b, eps=options["eps"]), len(x)
-            own = [torch.zeros_like(leaves[name]) for name in LEAVES[2:]]
+            own = [torch.zeros_like(leaves[name]) for name in _LEAVES[2:]]
             if n:
                 F.instance_norm(x.detach(), own[0], own[1], momentum=1.0)
             *totals, count = psum((*(n * s for s in own), torch.tensor(float(n), device=x.device)), self.over)
             new = [total / count for total in totals]
         with torch.no_grad():
-            for name, statistic in zip(LEAVES[2:], new, strict=True):
+            for name, statistic in zip(_LEAVES[2:], new, strict=True):
                 if (running := leaves.get(name)) is not None:
                     running.add_((options["momentum"] * (statistic - running)).to(running.dtype))
         return y
 
     def _refuse(self, op: str, given: Mapping[str, Any]) -> None:
-        leaves = {name: leaf for name in LEAVES if (leaf := given.get(name)) is not None}
-        if axes := axes_of_own_values(given["input"]) - axes_of_channels(leaves.values()):
+        if axes := axes_of_own_values(given["input"]) - _axes_of_channels(_leaves(given).values()):
             what, line = self._caller(op)
             if self.over is not UNSET:
                 raise fail(what, *line, f"batch_norm_over({self.over!r}) computes F.batch_norm and F.instance_norm",
                            fix="one of these")  # fmt: skip
-            raise one_rank_error(what, *line, f"its input varies over {' and '.join(map(repr, sorted(axes)))}: the "
-                                 "statistics of each rank's own examples change with the mesh", axes=axes)  # fmt: skip
+            over = "the axes that split the batch" if len(axes) > 1 else f'"{min(axes)}"'
+            raise fail(what, *line, f"its input varies over {' and '.join(map(repr, sorted(axes)))}: the statistics of "
+                       "each rank's own examples change with the mesh",
+                       fix=f"apply = apply.batch_norm_over({over}): the statistics of all examples; or apply.eval(); "
+                       "or\n       apply.batch_norm_over(None), if each rank has channels or a model of its own"
+                       )  # fmt: skip
 
     def _check_embedding(self, op: str, given: Mapping[str, Any]) -> None:
         """Raise ShardingError for a table whose gradient no sum over ranks makes right."""
@@ -125,9 +132,44 @@ class BatchStatistics(TorchFunctionMode):
         if frame is None:
             return f"{self.name}: a {op}", line
         label = f"{self.name}: {repr(names[id(m)]) if names[id(m)] else 'it'} is a {type(m).__name__}"
-        if state := state_of(m):
+        if state := _state_of(m):
             return f"{label} {state}", line
         return (label if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) else f"{label} that calls {op}"), line
+
+
+def without_process_group(module: nn.Module) -> None:
+    """Let torch's SyncBatchNorm call `F.batch_norm`, as others do, and not a process group, whatever the mesh."""
+    for m in module.modules():
+        if isinstance(m, nn.SyncBatchNorm) and m.forward.__func__ is nn.SyncBatchNorm.forward:  # type: ignore[attr-defined]
+            m.forward = functools.partial(nn.BatchNorm1d.forward, m)  # type: ignore[method-assign]
+
+
+def _leaves(given: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: leaf for name in _LEAVES if (leaf := given.get(name)) is not None}
+
+
+def _state_of(m: object) -> str:
+    """Return why a norm of torch, or of a subclass, takes the statistics of its batch; "" for another module."""
+    if not isinstance(m, nn.modules.batchnorm._NormBase):
+        return ""
+    return "in train mode" if m.training else "without running statistics"
+
+
+def _axes_of_channels(leaves: Collection[Tensor]) -> frozenset[str]:
+    """Return the axes that split the channels of a norm: all its leaves but the counter vary over them."""
+    return frozenset[str].intersection(*map(axes_of_own_values, leaves)) if leaves else frozenset()
+
+
+def _check_leaves(what: str, axis: Axis, x: Tensor, leaves: Mapping[str, Tensor]) -> None:
+    """Raise ShardingError for leaves that do not have the channels of the input, or that `axis` splits."""
+    if split := sorted(_axes_of_channels(leaves.values()) & set(names_of(axis))):
+        raise fail(f"{what} whose leaves vary over {split[0]!r}: batch_norm_over({axis!r}) would take the mean over "
+                   "different channels", fix="leave that axis out: each rank has all examples of its channels; "
+                   "for no axis at all, leave out batch_norm_over")  # fmt: skip
+    for name, leaf in leaves.items():
+        if len(leaf) != x.shape[1]:
+            raise fail(f"{what} whose {name} has {len(leaf)} channels, and its input has {x.shape[1]}",
+                       input=describe(x))  # fmt: skip
 
 
 def _takes_statistics(op: str, given: Mapping[str, Any]) -> bool:

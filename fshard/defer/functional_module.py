@@ -28,8 +28,7 @@ from fshard.schedule.units import UnitOptions
 from fshard.spec import Axis, describe, format_tensor
 
 from .batch_draws import SplitBatch, draws_of
-from .batch_norm import UNSET, batch_norm_over, batch_norms, sync_batch_norm
-from .batch_statistics import BatchStatistics
+from .batch_statistics import UNSET, BatchStatistics, without_process_group
 from .draws import Draws
 from .module_copy import ModuleCopy, copy_module
 from .module_leaves import Named, leaves_at, places_of
@@ -192,12 +191,7 @@ class Apply:
 
         >>> apply = Apply(torch.nn.BatchNorm1d(3, device="meta")).batch_norm_over("data")
         """
-        module = copy_module(self.module, self._outside)
-        for name, m in batch_norms(module):
-            if name in self._replaced.by:
-                continue
-            m.forward = functools.partial(batch_norm_over, axis, f"{self!r}: {repr(name) if name else 'it'}", m)
-        other = self._with(module)
+        other = copy.copy(self)
         other._norms_over = axis
         return other
 
@@ -434,7 +428,7 @@ class Apply:
 
     def _statistics(self, mine: ModuleCopy) -> contextlib.AbstractContextManager[Any]:
         """Return the mode for operations that compute with all rows of a batch, if this call is to have it."""
-        if in_region() and (checker() is not None or self._has_norms_over or self._is_sparse):
+        if self._has_norms_over or (in_region() and (checker() is not None or self._is_sparse)):
             return BatchStatistics(repr(self), mine.module, self._norms_over)
         return contextlib.nullcontext()
 
@@ -450,10 +444,6 @@ class Apply:
         """Run forward on fake tensors with the shapes of these leaves, of the whole ones where they are split."""
         mine = self._take_copy()
         self._replaced.remove(mine.module)
-        norm: Any
-        for name, _ in batch_norms(self.module):
-            norm = mine.module.get_submodule(name)
-            norm.forward = functools.partial(nn.BatchNorm1d.forward, norm)  # without a collective
         for p in (*mine.places, *mine.references):
             x, split = (params if p.kind == "params" else buffers)[p.leaf], self._replaced.splits.get(p.leaf)
             p.holder[p.key] = fake(x, x.shape if split is None else split.shape)
@@ -533,10 +523,7 @@ class Apply:
                     raise recomputed(f"{self!r}: gradient checkpointing is on in {name or type(m).__name__!r}",
                                      AGAIN.format("torch.utils.checkpoint")) from None  # fmt: skip
             module = copy_module(self.module, self._outside)
-            for name, norm in batch_norms(module):
-                if isinstance(norm, nn.SyncBatchNorm) and "forward" not in vars(norm):  # set by `batch_norm_over`
-                    label = f"{self!r}: {repr(name) if name else 'it'}"
-                    norm.forward = functools.partial(sync_batch_norm, label, norm)  # type: ignore[method-assign]
+            without_process_group(module)
             self._replaced.install(repr(self), module)
             places = places_of(module, self.ties)
             return ModuleCopy(module, places, self.units, self._replaced.splits, self._between_calls, self._shared)

@@ -694,10 +694,8 @@ def test_batch_norm_of_one_ranks_examples_is_an_error(name):
     apply, given = on_meta(module), fs.tree.map(lambda b: b.clone(), leaves(module))
     same = fs.shard_map(lambda p, b, x: apply.with_buffers(p, b, x)[0], mesh=mesh, in_specs=(P(), P(), P()),
                         out_specs=P())  # fmt: skip
-    if kind == "SyncBatchNorm":  # refused in calls that are not checked too
-        assert error_text(run_norm, on_meta(module), module, mesh, x, check="never") == text
-    else:  # every rank has all examples
-        torch.testing.assert_close(fs.device_get(same(*given, x)), copy.deepcopy(module)(x).detach())
+    # Every rank has all examples.
+    torch.testing.assert_close(fs.device_get(same(*given, x)), copy.deepcopy(module)(x).detach())
     module.eval()
     if module[1].running_mean is None:
         assert f"'1' is a {kind} without running statistics" in error_text(run_norm, on_meta(module), module, mesh, x)
@@ -724,25 +722,21 @@ def test_batch_norm_of_split_channels_equals_one_device(kind):
 
     one = nn.BatchNorm1d(4)
     expected = one(x).detach(), {f"0.{n}": b for n, b in one.named_buffers()}
-    if kind == "BatchNorm1d":
-        torch.testing.assert_close(run(apply), expected)
-        assert "varies over 'data': the statistics" in error_text(run, apply, "data")
-    else:
-        assert 'batch_norm_over("data"): the statistics of all' in error_text(run, apply)
-        torch.testing.assert_close(run(apply.batch_norm_over(None)), expected)
+    torch.testing.assert_close(run(apply), expected)
+    assert "varies over 'data': the statistics" in error_text(run, apply, "data")
     torch.testing.assert_close(run(apply.batch_norm_over("data"), "data"), expected, rtol=1e-4, atol=1e-5)
     for axis in ("model", ("data", "model")):
         assert error_text(run, apply.batch_norm_over(axis), "data") == (
-            f"Apply(Sequential): '0' is a {kind} whose leaves vary over 'model': batch_norm_over({axis!r}) would take "
-            "the mean over different channels\n"
+            f"Apply(Sequential): '0' is a {kind} in train mode whose leaves vary over 'model': "
+            f"batch_norm_over({axis!r}) would take the mean over different channels\n"
             "  fix: leave that axis out: each rank has all examples of its channels; for no axis at all, leave out "
             "batch_norm_over"
         )
 
 
 WRONG = {
-    "dims": (nn.BatchNorm2d(3), (6, 3), "it is a BatchNorm2d, and its input has 2 dims"),
-    "channels": (nn.BatchNorm1d(1), (6, 3), "it is a BatchNorm1d whose weight has 1 channels, and its input has 3"),
+    "dims": (nn.BatchNorm2d(3), (6, 3), r"expected 4D input \(got 2D input\)"),  # by torch
+    "channels": (nn.BatchNorm1d(1), (6, 3), "it is a BatchNorm1d in train mode whose weight has 1 channels"),
     "one value": (nn.BatchNorm1d(3), (1, 3), "all ranks of 'data' together have one value of each channel"),
     "one value, no statistics": (nn.BatchNorm1d(3, track_running_stats=False), (1, 3), "have one value of each"),
 }
