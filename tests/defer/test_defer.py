@@ -50,14 +50,17 @@ def specs_for(shape, axes):
     return sorted(specs, key=repr)
 
 
-def check_same_on_meshes(tree, values, meshes=MESHES, most=2):
-    """Assert that every shard of every leaf, by any spec on any mesh, is that slice of its value on one device."""
-    for axes in meshes:
+def check_same_on_meshes(tree, values, meshes=MESHES, most=2, every=1):
+    """Assert that every shard of every leaf, by any spec on any mesh, is that slice of its value on one device.
+
+    With `every=2` each mesh has every second spec, the second mesh those that the first one has not.
+    """
+    for k, axes in enumerate(meshes):
         mesh = fs.make_mesh(**axes)
         leaves = fs.tree.leaves(tree)
         options = [specs_for(x.shape, axes) for x in leaves]
         for turn in range(
-            max(map(len, options), default=0) if len(leaves) < 6 else most
+            k % every, max(map(len, options), default=0) if len(leaves) < 6 else most, every
         ):  # many leaves: each turn another spec for each
             specs = iter([s[(i + turn) % len(s)] for i, s in enumerate(options)])
             specs = fs.tree.map(lambda _, specs=specs: next(specs), tree)
@@ -232,7 +235,7 @@ SLOW = ["TransformerEncoder", "TransformerDecoder", "TransformerEncoderLayer", "
 def test_layer_is_equal_on_every_mesh_and_distributed_as_eager(name):
     _, tree = deferred(name)
     values = values_on_one_device(tree)
-    check_same_on_meshes(tree, values)
+    check_same_on_meshes(tree, values, every=2)
     check_distribution(tree, values, construct_eagerly(without_warnings({**LAYERS, **VARIANTS}[name])))
 
 
@@ -697,9 +700,9 @@ def random_program(steps):
     return build
 
 
-@pytest.mark.parametrize("start", [0, *(pytest.param(start, marks=pytest.mark.slow) for start in (20, 40))])
+@pytest.mark.parametrize("start", slow_unless([0], range(0, 60, 12)))
 def test_random_program_of_views_and_writes_equals_eager(start):
-    for steps in range(start, start + 20):
+    for steps in range(start, start + 12):
         tree = defer(random_program(steps))[1]
         values = values_on_one_device(tree)
         for name, x in random_program(steps)().named_buffers():

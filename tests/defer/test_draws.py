@@ -442,7 +442,7 @@ TWO_AXES = "data=2, model=2"
 
 
 @pytest.mark.parametrize(("name", "layout"), [
-    *slow_unless([(name, TWO_AXES) for name in ("gpt2", "bert")], [(name, TWO_AXES) for name in MODELS]),
+    *slow_unless([("gpt2", TWO_AXES)], [(name, TWO_AXES) for name in MODELS]),
     *(pytest.param("gpt2", name, marks=pytest.mark.slow) for name in LAYOUTS if name != TWO_AXES),
     pytest.param("bert", "replica=2, shard=2", marks=pytest.mark.slow),
     pytest.param("t5", "data=3", marks=pytest.mark.slow),

@@ -162,7 +162,7 @@ SAME = [  # (model, changes of its config, layout, remat), and whether that is s
     (("gpt2", RATES["gpt2"], "uneven", False), True),
     *((("gpt2", {}, layout, False), True) for layout in cases.MORE_LAYOUTS),
     (("gptj", RATES["gptj"], EVERYTHING, True), True),
-    (("gptj", {"n_layer": 1}, "model=5, sequence", False), False),  # more ranks than heads
+    (("gptj", {"n_layer": 1}, "model=5, sequence", False), True),  # more ranks than heads
     (("gpt_neox", RATES["gpt_neox"], EVERYTHING, True), True),
     (("gpt_neox", SERIAL, "both", False), True),
     (("gpt_neox", {"num_hidden_layers": 1}, "model=5, sequence", False), True),

@@ -20,6 +20,7 @@ from fshard.models import t5
 from tests.lib import model_cases as cases
 from tests.lib.assertions import error_text
 from tests.lib.model_cases import EVERYTHING, close, placed, randomize_vectors
+from tests.lib.tiers import slow_unless
 
 transformers = pytest.importorskip("transformers")
 
@@ -90,8 +91,7 @@ PARITY = {
     "mt5, separate head": [ONE],
     "umt5": [EVERYTHING],
 }
-FAST = {("plain, tied", ONE), ("gated, separate head", EVERYTHING),
-        ("mt5, separate head", ONE)}  # fmt: skip
+FAST = {("plain, tied", ONE), ("gated, separate head", EVERYTHING)}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def generated(ref, layout, ids, mask=None, *, new=6, decoder_ids=None, **options
 
 
 GENERATION = [  # variant, layout, whether sources are padded, end, beams, and whether that is slow
-    ("gated, separate head", ONE, True, None, 1, False),
+    ("gated, separate head", ONE, True, None, 1, True),
     ("gated, separate head", EVERYTHING, True, 33, 1, True),
     ("gated, separate head", "both", True, 33, 3, False),
     ("plain, tied", "both", False, 52, 1, True),
@@ -244,8 +244,8 @@ def with_dropout(variant):
 
 @pytest.mark.parametrize(
     ("variant", "layout"),
-    [("plain, tied", ONE), ("gated, separate head", EVERYTHING),
-     pytest.param("umt5", "both", marks=pytest.mark.slow)],
+    slow_unless([("gated, separate head", EVERYTHING)],
+                [("plain, tied", ONE), ("gated, separate head", EVERYTHING), ("umt5", "both")]),
 )  # fmt: skip
 def test_dropout_is_that_of_transformers_with_masks_that_no_mesh_changes(variant, layout):
     cfg, params, inputs, want_loss, want, _ = with_dropout(variant)
@@ -426,8 +426,7 @@ def test_parameters_are_gathered_and_computed_with_in_bfloat16():
     torch.testing.assert_close(loss, ref.loss, rtol=0.02, atol=0)  # a rounding is up to 0.4% of an activation
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("sequence", "backward"), [(False, False), (True, True)])
 def test_a_decoder_block_sends_the_stream_of_targets_but_not_the_source(sequence, backward):
     def transfers(layers):
         """The transfers of one rank of model=2: (op, bytes of its argument) -> count."""

@@ -75,7 +75,7 @@ def test_top_k_of_rows_of_few_values_is_in_the_order_of_the_classes():
     assert_same(on({"m": 3}, run, (x,), (P(None, "m"),), P(), "never"), want)
 
 
-@pytest.mark.parametrize("name", ["1", "3", "two axes"])
+@pytest.mark.parametrize("name", ["1", "5", "two axes"])
 def test_top_k_of_a_sample_gives_the_numbers_of_its_classes(name):
     """`classes` are ascending numbers of the columns, of which ranks have different numbers."""
     sizes, a, c = MESHES[name], axis_of(MESHES[name]), 7

@@ -7,7 +7,7 @@ import torch
 
 import fshard as fs
 from fshard import P, ShardingError, checkpoint, optim
-from tests.lib.assertions import error_text
+from tests.lib.assertions import assert_same, error_text
 from tests.lib.compile_cases import by_aot_eager
 
 # up [D, F@model], down [F@model, D]; `wide` the same over data too, uneven where 3 ranks share 10 or 4
@@ -227,9 +227,7 @@ OPTIMIZERS = {
 BAD = (0, 1, 4, 7)  # the first, two in a row, of each kind; 4 and 7 come after a growth
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), [("adamw", "one device"), ("adamw", "uneven"), ("adamw", "2x2 sharded"), ("sgd", "uneven zero")]
-)
+@pytest.mark.parametrize(("name", "layout"), [("adamw", "uneven"), ("adamw", "2x2 sharded"), ("sgd", "uneven zero")])
 def test_all_ranks_skip_the_steps_that_grad_scaler_skips(name, layout):
     """In float32, so that all else is exact; a gradient overflows on the ranks with one row of `up`, or on all."""
     scale, data = fs.LossScale(**POWERS), batches(9, BAD)
@@ -244,10 +242,7 @@ def test_all_ranks_skip_the_steps_that_grad_scaler_skips(name, layout):
         for k, p in params.items():
             torch.testing.assert_close(p, right[k], rtol=1e-5, atol=1e-6)
         if i in BAD:
-            current = (params, state["opt"])
-            old = (before[0], before[1] or fs.tree.map(torch.zeros_like, state["opt"]))
-            for new, was in zip(fs.tree.leaves(current), fs.tree.leaves(old), strict=True):
-                torch.testing.assert_close(new, was, rtol=0, atol=0)
+            assert_same((params, state["opt"]), (before[0], before[1] or fs.tree.map(torch.zeros_like, state["opt"])))
         else:
             torch.testing.assert_close(loss / got[i - 1][1]["scale"]["scale"], right_loss, rtol=1e-5, atol=0.0)
         before = (params, state["opt"])
@@ -256,13 +251,11 @@ def test_all_ranks_skip_the_steps_that_grad_scaler_skips(name, layout):
 def test_a_finite_step_equals_the_optimizers_own():
     data, scale = batches(3), fs.LossScale(initial=2.0**10, interval=2)
     clipped = lambda specs: optim.chain(optim.clip_by_global_norm(0.5, specs), optim.adamw(0.05))  # noqa: E731
-    for layout in ("one device", "2x2 sharded", "2x2 zero"):
+    for layout in ("2x2 sharded", "2x2 zero"):
         for donate in (True, False)[: 2 if layout == "2x2 zero" else 1]:
             rows = (on_a_mesh(layout, fs.Policy(), clipped, data, scale=s, donate=donate) for s in (scale, None))
             for (params, state, _), (right, right_state, _) in zip(*rows, strict=True):  # powers of two round nothing
-                pairs = [fs.tree.leaves(x) for x in ((params, state["opt"]), (right, right_state))]
-                for a, b in zip(*pairs, strict=True):
-                    torch.testing.assert_close(a, b, rtol=0, atol=0)
+                assert_same((params, state["opt"]), (right, right_state))
 
 
 @pytest.mark.parametrize("layout", ["2x2 sharded", "2x2 zero"])
@@ -278,7 +271,7 @@ def test_one_bad_microbatch_skips_the_whole_step(layout):
             torch.testing.assert_close(p, right[k], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", ["one device", "2x2 sharded", "uneven zero"])
+@pytest.mark.parametrize("layout", ["2x2 sharded", "uneven zero"])
 def test_float16_trains_with_gradients_that_underflow_without_a_scale(layout):
     policy, weight = fs.Policy(compute=torch.float16), 2.0**-30
     sgd, data = (lambda specs: optim.sgd(2.0**23, momentum=0.9)), batches(12)
@@ -315,9 +308,9 @@ def test_one_element_on_one_rank_decides_for_all_ranks(leaf):
         assert x.dtype == grads[k].dtype
         want = (grads[k].to(torch.complex128 if x.is_complex() else torch.float64) / 48).to(x.dtype)
         torch.testing.assert_close(x, want, **({"rtol": 1e-15, "atol": 0.0} if x.dtype == torch.float64 else {}))
-    for at in range(grads[leaf].numel()):
+    for at in range(0, grads[leaf].numel(), 2):  # one on each rank, and more
         worse = {**grads, leaf: grads[leaf].clone()}
-        worse[leaf].view(-1)[at] = (torch.nan, -torch.inf)[at % 2]
+        worse[leaf].view(-1)[at] = (torch.nan, -torch.inf)[at % 4 // 2]
         placed = fs.device_put(worse, specs, mesh)
         with fs.recording() as log:
             new, finite = shares(placed, scale.init())

@@ -58,12 +58,15 @@ def loss_of(classes, *, over="model", compute=None):
     return loss_fn
 
 
-def train(mesh, opt, loss_fn, params, x, targets, *, over="model", in_backward=CHOSEN, donate=0, steps=2):
+def train(
+    mesh, opt, loss_fn, params, x, targets, *, over="model", in_backward=CHOSEN, donate=0, steps=2, check="first"
+):
     """Some steps: the state after each. Without `in_backward`, by value_and_grad and opt.update."""
     specs = specs_on(over)
     placed = {"params": specs, "opt": opt.specs(specs)}
 
-    @fs.shard_map(mesh=mesh, in_specs=(placed, P("data"), P("data")), out_specs=(placed, P()), donate=donate)
+    @fs.shard_map(mesh=mesh, in_specs=(placed, P("data"), P("data")), out_specs=(placed, P()), donate=donate,
+                  check=check)  # fmt: skip
     def step(state, x, targets):
         if in_backward:
             loss, p, own = fs.value_and_update(loss_fn, opt, in_backward=in_backward)(
@@ -104,8 +107,6 @@ BOTH = ("data", "model")
 CASES = [
     ("dampening", {"data": 2, "model": 2}, "model", 7),
     ("momentum", {"data": 1, "model": 4}, "model", 3),  # an empty part of the classes
-    ("adamw", {"data": 4, "model": 1}, "model", 7),
-    ("momentum", {"data": 2, "model": 2}, BOTH, 7),
     ("adamw", {"data": 2, "model": 2}, BOTH, 1),  # three empty parts
 ]
 
@@ -121,7 +122,9 @@ def test_steps_on_any_mesh(name, axes, over, classes):
     params, *batch = values(classes)
     mesh = fs.make_mesh(kind="simulated", **axes)
     donate = () if name == "dampening" else 0
-    got = train(mesh, OPTIMIZERS[name], loss_of(classes, over=over), params, *batch, over=over, donate=donate)
+    check = "never" if axes["data"] == 1 else "first"  # types do not depend on sizes
+    got = train(mesh, OPTIMIZERS[name], loss_of(classes, over=over), params, *batch, over=over, donate=donate,
+                check=check)  # fmt: skip
     assert_same(got, whole_steps(name, classes), rtol=1e-11, atol=1e-12)
 
 
@@ -283,7 +286,7 @@ def test_a_matrix_that_no_gradient_reaches_is_stepped_by_zero(use):
     assert_same(got, want, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("axes", [{"data": 1, "model": 9}, {"data": 2, "model": 2}], ids=str)  # 9: parts of no class
+@pytest.mark.parametrize("axes", [{"data": 1, "model": 5}, {"data": 2, "model": 2}], ids=str)  # 5: a part of no class
 def test_cosines_with_a_margin(axes):
     params, x, targets = values()
     params, specs, opt = {"w": params["fc"]["w"]}, {"w": P("model")}, optim.sgd(0.1, momentum=0.9)

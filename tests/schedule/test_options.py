@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -241,9 +242,14 @@ class Stack(nn.Module):
         return x
 
 
+@functools.cache
+def stack() -> Any:
+    return fs.defer(Stack, units="Linear")
+
+
 def unit_step(mesh: fs.Mesh, check: str = "never", **how: Any) -> Any:
     """Return (step, params): step is (params, x) -> (loss, gradients) of a Stack by units."""
-    apply, described = fs.defer(Stack, units="Linear")
+    apply, described = stack()
     f, specs = apply.unshard(P(AXES), AXES, **how), dict.fromkeys(described["params"], P(AXES))
 
     def loss(p: Any, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from fshard._core.ops.linear_maps import Gather, Vary
 from fshard._core.region import region
 from fshard.schedule.overlap import apply_then_compute
 
-MESHES = [{"data": 1, "model": 2}, {"data": 2, "model": 3}, {"data": 1, "model": 4}]
+MESHES = [{"data": 2, "model": 2}, {"data": 1, "model": 4}]
 X, W = (4, 7, 6), (6, 10)  # neither 7 nor 10 divides
 
 
@@ -62,7 +62,7 @@ def test_overlap_has_the_numbers_and_transfers_of_one_pass(
     axes: dict[str, int], kind: str, of: tuple[int, ...]
 ) -> None:
     want, moved = gradients(without_overlap, kind, axes, of, check="never")
-    for check in ("never", "always"):
+    for check in ("never", "always") if axes == MESHES[0] else ("never",):
         got, log = gradients(apply_then_compute, kind, axes, of, check=check)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         assert check == "always" or log == moved

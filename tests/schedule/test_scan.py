@@ -183,7 +183,7 @@ def test_hybrid_uneven_frozen_tied_and_half_precision_leaves_at_once() -> None:
     ("kind", "summed"), [("replicated", torch.float32), ("sharded", torch.float32), ("sharded", None)]
 )
 def test_mixed_precision_equals_the_plain_loop_and_approximates_one_device(kind: str, summed: Any) -> None:
-    tree, axes = described(), [{"data": 4, "model": 1}, {"data": 2, "model": 2}]
+    tree, axes = described(), [{"data": 2, "model": 1}, {"data": 2, "model": 2}]
     how = {"dtype": torch.bfloat16, "reduce_dtype": summed}
     specs, x = specs_for(kind, tree), batch()
 
@@ -197,7 +197,7 @@ def test_mixed_precision_equals_the_plain_loop_and_approximates_one_device(kind:
 
     one = fs.device_get(place(fs.make_mesh(data=1), tree, P()))
     whole = [{k: v.requires_grad_() for k, v in p.items()} for p in one]
-    for mesh, schedules in zip([fs.make_mesh(**a) for a in axes], (FEW[::2], FEW[1::2]), strict=True):
+    for mesh, schedules in zip([fs.make_mesh(**a) for a in axes], (FEW[:1], FEW[1::2]), strict=True):
         params = place(mesh, tree, specs)
         want = step_of(unsharded, mesh, specs)(params, x)
         assert {g.dtype for g in fs.tree.leaves(want[1])} == {torch.float32}
@@ -456,8 +456,7 @@ def test_forward_without_gradients_and_without_blocks() -> None:
     assert torch.equal(fs.device_get(none(x)), x)
 
 
-@pytest.mark.parametrize("kind", ["replicated", "sharded"])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("kind", "frozen"), [("sharded", False), ("replicated", False), ("sharded", True)])
 def test_each_schedule_has_the_fewest_transfers(kind: str, frozen: bool) -> None:
     """Count a gather in forward, one in backward for each released block, and a sum of each trained leaf."""
     tree, mesh, n = described(8, 16), fs.make_mesh(data=2, model=1), 2

@@ -99,8 +99,7 @@ def test_tensor_parallel_and_fully_sharded_together_have_the_transfers_of_each()
 
 
 @pytest.mark.parametrize(
-    ("model", "axes", "sequence"),
-    [(gpt2, {"model": 1}, False), (gpt2, {"model": N}, False), (llama, {"data": N, "model": N}, True)],
+    ("model", "axes", "sequence"), [(gpt2, {"model": N}, False), (llama, {"data": N, "model": N}, True)]
 )
 def test_remat_repeats_the_products_of_a_block_but_the_last(model: Any, axes: dict[str, int], sequence: bool) -> None:
     """Count products: backward needs the arguments of the last one, but not its result."""

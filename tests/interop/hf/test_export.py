@@ -164,7 +164,7 @@ def test_second_write_replaces_weights_and_keeps_other_files(tmp_path: Path, old
 
 
 @pytest.mark.parametrize(("old", "new"), slow_unless(
-    [(None, "three shards"), ("single", "two shards"), ("two shards", "two shards"), ("three shards", "single")],
+    [(None, "three shards"), ("two shards", "two shards")],
     itertools.product([*KINDS, None], KINDS)))  # fmt: skip
 def test_killed_write_leaves_the_old_weights_or_the_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str | None, new: str
