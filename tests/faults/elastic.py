@@ -15,7 +15,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fshard.recipes import pretrain
+from tests.lib.forked import free_port
 
 SMALL = "--batch 8 --context 16 --layers 2 --heads 3 --width 24 --lr 3e-3 --dropout 0.1 --fsdp --save-every 5"
 RTOL = 1e-4
@@ -94,8 +94,7 @@ def run_elastic(steps: int, root: Path) -> tuple[list[dict[str, Any]], list[dict
     pretrain.main([*flags, "--out", str(root / "one"), "--mesh", "data=1"])
     out, output = root / "out", root / "output"
     flags += ["--out", str(out), "--resume", "auto"]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
 
     def reached(step: int, begun: int) -> bool:
         return output.exists() and len(attempts(output)) >= begun and any(m["step"] >= step for m in metrics(out))

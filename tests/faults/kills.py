@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import gc
 import json
 import os
 import random
@@ -21,11 +20,9 @@ import resource
 import select
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +35,7 @@ import fshard as fs
 from fshard import P, ShardingError, checkpoint
 from fshard.recipes import pretrain
 from fshard.recipes.log import read_metrics
+from tests.lib.forked import ended, fork, free_port, set_rank
 
 SIZES = {"w": (64, 300), "b": (301,), "e": (0, 3)}
 
@@ -158,32 +156,10 @@ MESH = fs.make_mesh(data=1)
 # --- one run ------------------------------------------------------------------------------------------------------
 
 
-def fork(job: Callable[[], object]) -> int:
-    """Run `job` in a child process, which prints nothing, and return its process id."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about threads of this process, which the child does not need
-        pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        gc.freeze()
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
-        job()
-        status = 0
-    except SystemExit as e:
-        status = e.code if isinstance(e.code, int) else 1
-    finally:
-        os._exit(status)
-
-
 def save_for_ever(program: Program, folder: Path, first: int, rank: int, port: int, report: int) -> None:
     """Save state after state, and write the number of each to `report` when its `save` has returned."""
-    if program.ranks > 1:  # as started by a launcher
-        of_launcher = {"RANK": rank, "WORLD_SIZE": program.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ |= {name: str(value) for name, value in of_launcher.items()}
+    if program.ranks > 1:
+        set_rank(rank, program.ranks, port)
     mesh = fs.make_mesh(data=max(2, program.ranks))
     os.write(report, b"0\n")
     for n in range(first, first + 10_000):
@@ -198,8 +174,7 @@ def run_and_kill(program: Program, folder: Path, first: int, delay: float, victi
     The other ranks must end by themselves, within a minute.
     """
     reader, report = os.pipe()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     pids = [fork(lambda rank=rank: save_for_ever(program, folder, first, rank, port, report))  # type: ignore[misc]
             for rank in range(program.ranks)]  # fmt: skip
     os.close(report)
@@ -334,11 +309,6 @@ def attack_recipe(runs: int, rng: random.Random, root: Path, end: float) -> Tall
             shutil.rmtree(out, ignore_errors=True)
             last = 0
     return tally
-
-
-def ended(pid: int) -> int:
-    """Wait for a child; return its exit status, or minus the signal that killed it."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def main(argv: list[str] | None = None) -> int:

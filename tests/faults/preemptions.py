@@ -28,7 +28,7 @@ from fshard import checkpoint
 from fshard.recipes import classify, finetune, pretrain
 from fshard.recipes.command import PREEMPTED
 from tests.e2e import test_classify
-from tests.faults.kills import ended, fork
+from tests.lib.forked import ended, fork
 
 TEXT = "".join(f"def f{i}(x, y={i}):\n    return x * {i} + y\n" for i in range(60))
 RECIPES: dict[str, tuple[Callable[[list[str]], object], str]] = {

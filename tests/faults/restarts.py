@@ -37,6 +37,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard import P
 from fshard._core.comm.meeting import ACCEPTED, HELLO, KEY, OTHER_PORT
+from tests.lib.forked import free_port, set_rank
 
 WAYS: dict[str, Callable[[], object]] = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL), "os._exit": lambda: os._exit(7), "raise": lambda: 1 / 0,
@@ -105,18 +106,12 @@ def restart(runs: int, ranks: int, agents: int, folder: Path) -> list[str]:
 # --- strangers ----------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
 def start(rank: int, world: int, port: int, out: Path, job: Callable[..., object], *args: Any) -> Any:
     """Start a rank, whose stderr is a file, in a process that is forked from this one."""
 
     def main() -> None:
         os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), 2)
-        of_launcher = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ |= {name: str(value) for name, value in of_launcher.items()}
+        set_rank(rank, world, port)
         job(*args)
 
     process = multiprocessing.get_context("fork").Process(target=main)
