@@ -351,10 +351,8 @@ def _wrong_dtype(verb: str, dtype: torch.dtype) -> tuple[str, str] | None:
     if verb == "pmean" and not (dtype.is_floating_point or dtype.is_complex):
         return f"{str(dtype).removeprefix('torch.')}, and its mean is not", "cast to a floating dtype first"
     if verb != "pmean" and dtype == torch.bool:
-        fix = (
-            f"{verb}(x.int(), axis) counts; pmin(x, axis) is whether all ranks have True, pmax(x, axis) whether any has"
-        )
-        return "bool, and its sum would be a logical or", fix
+        others = "pmin(x, axis) is whether all ranks have True, pmax(x, axis) whether any has"
+        return "bool, and its sum would be a logical or", f"{verb}(x.int(), axis) counts; {others}"
     return None
 
 

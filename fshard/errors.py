@@ -383,9 +383,8 @@ def _too_many(verb: str, parameters: Sequence[inspect.Parameter], got: int, most
     by_name = [f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY]
     by_name += [f"**{p.name}" for p in parameters if p.kind is p.VAR_KEYWORD]
     names = [*(p.name.rstrip("_") for p in parameters[:most]), *by_name]
-    return fail(
-        f"{verb}: {number_of(got, 'argument')} by position, and it takes {most}", fix=f"{verb}({', '.join(names)})"
-    )
+    what = f"{verb}: {number_of(got, 'argument')} by position, and it takes {most}"
+    return fail(what, fix=f"{verb}({', '.join(names)})")
 
 
 class _Kind(NamedTuple):

@@ -191,10 +191,8 @@ def fill_tensors(rest: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
 def _check_argnums(label: str, numbers: Sequence[int], args: Sequence[Any]) -> None:
     if any(not -len(args) <= i < len(args) for i in numbers):
         shown_ = numbers[0] if len(numbers) == 1 else numbers
-        raise fail(
-            f"{label}: argnums={shown_}, and the call has {number_of(len(args), 'positional argument')}",
-            fix="count from 0",
-        )
+        count = number_of(len(args), "positional argument")
+        raise fail(f"{label}: argnums={shown_}, and the call has {count}", fix="count from 0")
 
 
 def _check_loss(name: str, loss: Any) -> None:

@@ -71,9 +71,8 @@ class Mesh:
         self.axes = dict(axes)
         self.kind, self.device = kind, device
         self.size = math.prod(self.axes.values())
-        self.ranks = (
-            tuple(range(self.size)) if kind == "simulated" else (dist.get_rank() if kind == "process" else rank,)
-        )
+        one = dist.get_rank() if kind == "process" else rank
+        self.ranks = tuple(range(self.size)) if kind == "simulated" else (one,)
         self.transfers: list[Transfer] = []
         self.host = HOST  # the device of host memory; in a plan another one than the device, which is fake
         self._fakes: Any = None  # of an abstract mesh: buffers that calls share are of one mode
@@ -256,9 +255,8 @@ def _start_process(sizes: str, device: torch.device, timeout: datetime.timedelta
         with Wait(lambda: (f"for all of {ranks} ranks to start", f"they meet at {host}:{port}")):
             watch = start_watchdog(int(os.environ["RANK"]), int(ranks))
             try:
-                store, rank, world = next(
-                    rendezvous("env://") if timeout is None else rendezvous("env://", timeout=timeout)
-                )
+                options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+                store, rank, world = next(rendezvous("env://", **options))
             except RuntimeError as e:
                 if "EADDRINUSE" not in str(e):
                     raise

@@ -165,45 +165,34 @@ def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def _flatten_traced(tree: Any, out: list[Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    if is_leaf is not None and is_leaf(tree):
+    """Append the leaves to `out`; return the structure: None for a leaf, else (type, static data, keys, children)."""
+    children = None if is_leaf is not None and is_leaf(tree) else _children(tree)
+    if children is None:
         out.append(tree)
-        return ("leaf",)
-    if tree is None:
-        return ("none",)
-
-    def each(children: Iterable[Any]) -> tuple[Any, ...]:
-        return tuple([_flatten_traced(x, out, is_leaf) for x in children])
-
+        return None
+    kind, static = type(tree), ()
     if isinstance(tree, dict):
-        keys = _keys(tree)
-        cls = OrderedDict if isinstance(tree, OrderedDict) else dict
-        return ("dict", cls, tuple(tree), tuple(keys), each([tree[k] for k in keys]))
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return ("namedtuple", type(tree), each(tree))
-    if isinstance(tree, (list, tuple)):
-        return ("list" if isinstance(tree, list) else "tuple", each(tree))
-    if isinstance(tree, Node) or type(tree) in _registered:
-        children, static, _ = _flatten_node(tree)
-        return ("node", type(tree), static, each(children))
-    out.append(tree)
-    return ("leaf",)
+        kind, static = OrderedDict if isinstance(tree, OrderedDict) else dict, tuple(tree)
+    elif isinstance(tree, (list, tuple)):
+        kind = kind if hasattr(tree, "_fields") else list if isinstance(tree, list) else tuple
+    elif tree is not None:
+        static = _static(tree)
+    return kind, static, tuple(children), tuple([_flatten_traced(x, out, is_leaf) for x in children.values()])
 
 
 def _unflatten_traced(treedef: Any, rest: Iterator[Any]) -> Any:
-    kind = treedef[0]
-    if kind == "leaf":
+    if treedef is None:
         return next(rest)
-    if kind == "none":
+    kind, static, keys, parts = treedef
+    children = [_unflatten_traced(part, rest) for part in parts]
+    if kind is type(None):
         return None
-    if kind == "dict":
-        made = {}
-        for key, child in zip(treedef[3], treedef[4], strict=True):
-            made[key] = _unflatten_traced(child, rest)
-        return treedef[1]([(key, made[key]) for key in treedef[2]])
-    children = [_unflatten_traced(child, rest) for child in treedef[-1]]
-    if kind == "node":
-        return _make_node(treedef[1], treedef[2], children)
-    return treedef[1](*children) if kind == "namedtuple" else children if kind == "list" else tuple(children)
+    if kind in (dict, OrderedDict):
+        made = dict(zip(keys, children, strict=True))
+        return kind([(key, made[key]) for key in static])
+    if kind in (list, tuple):
+        return kind(children)
+    return kind(*children) if hasattr(kind, "_fields") else _make_node(kind, static, children)
 
 
 def leaves_with_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Path, Any]]:
@@ -372,26 +361,22 @@ def _not_a_prefix(
     label: str, prefix: Any, children: dict[Any, Any], tree: Any, expected: dict[Any, Any] | None, kind: str
 ) -> ShardingError:  # fmt: skip
     """Return the error of a container whose children differ from the tree's at its path."""
-    whole = f"one {kind} for the whole subtree"
-    missing, extra = (
-        [k for k in expected or () if k not in children],
-        [k for k in children if k not in (expected or ())],
-    )
+    what, whole = f"{label}: not a prefix of the tree it describes", f"one {kind} for the whole subtree"
+    missing = [k for k in expected or () if k not in children]
+    extra = [k for k in children if k not in (expected or ())]
     difference = f"missing {_limited(missing)}    extra {_limited(extra)}"
     got, wanted = _container(prefix), _container(tree)
     facts = {} if got == wanted else {"got": got, "expected": wanted}
     if expected is None:
         fix = f"pass its result, {call_of(tree)}" if call_of(tree) else f"give the leaf a {kind}"
-        return fail(
-            f"{label}: not a prefix of the tree it describes", "the tree has a leaf at this path", fix=fix, **facts
-        )
+        return fail(what, "the tree has a leaf at this path", fix=fix, **facts)
     fix, notes = f"give every key a {kind}, or {whole}", [difference]
     if type(tree) is list and len(tree) > 1 and (not isinstance(prefix, (list, tuple)) or len(prefix) == 1):
         fix, notes = f"[{'spec' if kind == 'P' else kind}] * {len(tree)}, or {whole}", []  # one, for all blocks
     elif children and (same := [k for k, x in expected.items() if list(_children(x) or ()) == list(children)]):
         notes.append(f"its keys are those of the tree at {join_limited([f'[{k!r}]' for k in same], 3)}")
         fix = f"give every key a {kind}; opt.specs(specs) makes those of an optimizer's state"
-    return fail(f"{label}: not a prefix of the tree it describes", *notes, fix=fix, **facts)
+    return fail(what, *notes, fix=fix, **facts)
 
 
 def _container(x: Any) -> str:

@@ -130,10 +130,8 @@ def _sums(words: Tensor, dim: int, starts: Sequence[int]) -> Tensor:
         return total
     for i in range(0, len(words), _BLOCK // row):
         x = words[i : i + _BLOCK // row].long()
-        at = [starts[0] + i, *starts[1:]]
-        factors = [
-            _random_words(dim + d, a, a + n, words.device) for d, (a, n) in enumerate(zip(at, x.shape, strict=True))
-        ]
+        ranges = zip([starts[0] + i, *starts[1:]], x.shape, strict=True)
+        factors = [_random_words(dim + d, a, a + n, words.device) for d, (a, n) in enumerate(ranges)]
         for k in range(_SUMS):
             y = x
             for factor in reversed(factors):

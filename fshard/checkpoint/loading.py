@@ -127,9 +127,8 @@ class Target:
         return [(box, self.parts[key]) for key, box in out.items()]
 
     def is_placed_like(self, other: Target) -> bool:
-        return (self.mesh, self.device) == (other.mesh, other.device) and same_placement(
-            self.spec, other.spec, len(self.shape)
-        )
+        same_memory = (self.mesh, self.device) == (other.mesh, other.device)
+        return same_memory and same_placement(self.spec, other.spec, len(self.shape))
 
     def result(self) -> Any:
         if self.value_type is not None:

@@ -100,9 +100,8 @@ def _argument(x: Any) -> _Argument | None:
         if x.is_meta or x.layout != torch.strided or is_wrapped(x):  # refused later, on every rank
             return _Argument(text, text, _FIX_TENSOR)
         first, second, value = digest_and_value(x.detach().cpu()).tolist()  # digests of two kinds of device differ
-        return _Argument(
-            f"{text}  {format_digest((first >> 32, second, value), x)}", (text, first, second), _FIX_TENSOR
-        )
+        shown = format_digest((first >> 32, second, value), x)
+        return _Argument(f"{text}  {shown}", (text, first, second), _FIX_TENSOR)
     if isinstance(x, (np.ndarray, np.generic)) and x.dtype.hasobject is False:
         raw = np.ascontiguousarray(x).reshape(-1).view(np.uint8)  # no copy of an array that may be a file
         digest = hashlib.blake2b(raw.data, digest_size=16).hexdigest()

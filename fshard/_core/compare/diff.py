@@ -192,9 +192,7 @@ def describe_differences(
         what, notes = f"{leaves[0][0]} of {name} changes", leaves[0][1]
         if len(leaves) > 1:
             what = f"{len(leaves)} of {len(names) - 1} leaves of {name} change"
-            notes = [
-                line for leaf_name, lines in leaves[:FULL] for line in (leaf_name, *[f"  {text}" for text in lines])
-            ]
+            notes = [line for leaf, lines in leaves[:FULL] for line in (leaf, *(f"  {text}" for text in lines))]
             rest = [leaf_name for leaf_name, _ in leaves[FULL:]]
             notes += [f"and {len(rest)} more: {join_limited(rest, NAMED)}"] * bool(rest)
         if any(line.startswith(_NO_RATIO) for _, lines in leaves[:FULL] for line in lines):

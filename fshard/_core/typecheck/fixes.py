@@ -117,12 +117,9 @@ def fix_lines(fixes: Sequence[Fix]) -> str:
     """Return the fixes of an error, one on each line."""
     lines = []
     for x in fixes:
-        place, condition = (
-            f"at {str(x.site).partition(' in ')[0]}" if x.site else "",
-            f"if {x.condition}" if x.condition else "",
-        )
-        when = ", ".join(filter(None, (place, condition)))
-        lines.append(f"{when}:  {x.text}" if when else x.text)
+        when = [f"at {str(x.site).partition(' in ')[0]}"] if x.site else []
+        when += [f"if {x.condition}"] if x.condition else []
+        lines.append(f"{', '.join(when)}:  {x.text}" if when else x.text)
     return "\n  or, ".join(lines)
 
 
@@ -135,11 +132,10 @@ def fix_of_whole_tree(scene: Scene, axes: Sequence[str], leaf: Operand) -> str:
     leaves = [info for info in scene.checker.arguments if (info.name or "").startswith(f"{root}[")]
     if not is_item or len(leaves) < 2:
         return ""
+    line = f"{tree} = {scene.call('unshard', tree, 'its specs', axes_source(axes))}"
     if all(info.type.invariant.issuperset(axes) for info in leaves):
-        return (
-            f"\n  or, for all of {tree}:  {tree} = {scene.call('pvary', tree, axes_source(axes))}, before its first use"
-        )
-    return f"\n  or, for all of {tree}:  {tree} = {scene.call('unshard', tree, 'its specs', axes_source(axes))}"
+        line = f"{tree} = {scene.call('pvary', tree, axes_source(axes))}, before its first use"
+    return f"\n  or, for all of {tree}:  {line}"
 
 
 def fix_before_vmap(checker: Facts, leaf: Operand, axes: str) -> str:
@@ -211,9 +207,8 @@ def _fix_of_reduction(p: Partial, axes: Sequence[str], site: callsite.Site | Non
     name = qualified_name(callsite.user_frame(), "all_gather")
     arguments = f'{axes_source(axes)}, {-1 if p.dim is None else p.dim}, to="invariant"'
     line = rewritten(p.site, lambda source: with_first_operand(source, lambda x: f"{name}({x}, {arguments})"))
-    return Fix(
-        line or f"{name}(..., {arguments}) before this line", f"{axes_text(axes)} splits what {p.op} reduces", site
-    )
+    text = line or f"{name}(..., {arguments}) before this line"
+    return Fix(text, f"{axes_text(axes)} splits what {p.op} reduces", site)
 
 
 # --- axes, and parts of a line ---------------------------------------------------------------------------------

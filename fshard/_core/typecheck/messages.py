@@ -94,10 +94,8 @@ def _reason_and_fix(
     n, source = size_of(axes, scene.checker.sizes), axes_source(axes)
     one, many = scene.name(invariant), scene.name(varying)
     if scene.is_batched(invariant, varying):
-        notes = [
-            f"each of the {n} ranks of {axes_text(axes)} has examples of its own, with a gradient for each of them"
-        ]
-        return notes, fix_before_vmap(scene.checker, invariant, source)
+        why = f"each of the {n} ranks of {axes_text(axes)} has examples of its own, with a gradient for each of them"
+        return [why], fix_before_vmap(scene.checker, invariant, source)
     gathered = fix_of_gather(varying.info, axes, scene.line)
     if gathered and not scene.checker.is_differentiated(varying.tensor):
         choices = [
@@ -514,9 +512,8 @@ def gradient_has_wrong_type(checker: Facts, leaf: Operand, grad: Operand, axes: 
     rows = [(parameter, show_type(leaf)), ("gradient", show_type(grad))]
     if grad.info.type.varying & set(axes):
         state, opposite = f"varies over {over}", "does not"
-        why = (
-            f"{parameter} is the same on the {n} ranks of {over}, and each has a part of its gradient: a sum is missing"
-        )
+        same = f"{parameter} is the same on the {n} ranks of {over}"
+        why = f"{same}, and each has a part of its gradient: a sum is missing"
         fix = f"apply fs.pvary({parameter}, {axes_source(axes)}) before the ranks use it with values of their own"
     else:
         state, opposite = f"is the same on every rank of {over}", "is not"
@@ -545,16 +542,9 @@ def results_have_wrong_type(
         notes = [f"{path} varies since {m.site}: {m.op} of {m.text.rows[0][0]} with {m.text.rows[1][0]}"
                  for m in x.info.history.mixtures if m.axis in extra]  # fmt: skip
         why, fix = _reason_and_fix_of_varying_result(x, n, axes)
-        fix = "\n  or, ".join(
-            [
-                fix,
-                *(
-                    fix_lines([Fix(m.text.without_pvary, "both operands are the same on every rank", m.site)])
-                    for m in x.info.history.mixtures
-                    if m.axis in extra and m.text.without_pvary
-                ),
-            ]
-        )
+        without = [Fix(m.text.without_pvary, "both operands are the same on every rank", m.site)
+                   for m in x.info.history.mixtures if m.axis in extra and m.text.without_pvary]  # fmt: skip
+        fix = "\n  or, ".join(filter(None, (fix, fix_lines(without))))
         return _error(x.info.site or name, what, table, why, *notes, fix=fix)
     named = "their out specs name" if many else "its out spec names"
     what = f"{subject} {are} invariant over {over}, which {named}"
