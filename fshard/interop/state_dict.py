@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import secrets
 import zlib
@@ -35,6 +36,7 @@ from .hf.export import summaries, write_parts
 from .hf.folder import SUFFIX, WeightHeaders
 from .hf.layout import OutputFile, output_files, output_tensors
 from .hf.module import Names, name_of, read_leaves
+from .hf.places import count_elements
 from .hf.weights import FileTensor, file_tensor
 from .hf.weights import read as read_tree
 
@@ -257,11 +259,12 @@ def _aliases(leaves: Sequence[tuple[tree.Path, Any]], theirs: Theirs) -> dict[st
         if of_first == path:
             continue
         parts, others = (file_tensor("write", p, theirs(p)).parts(leaf.shape) for p in (of_first, path))
-        if [p.text for _, p in parts] != [p.text for _, p in others] or any(p.at for _, p in (*parts, *others)):
+        full = all(count_elements([p]) == math.prod(p.shape) for p in parts)
+        if not full or [(p.box, p.shape, p.places) for p in parts] != [(p.box, p.shape, p.places) for p in others]:
             errors.append(fail(f"write: {tree.show('tree', path)} is the leaf {tree.show('tree', of_first)}, and its "
                                "dims in the file are others", fix="make it a leaf of its own: x.clone()"))  # fmt: skip
             continue
-        for (a, _), (b, _) in zip(parts, others, strict=True):
+        for a, b in zip(parts, others, strict=True):
             if a.name != b.name and aliases.setdefault(b.name, a.name) != a.name:
                 errors.append(_two_leaves(b.name))
     raise_all(errors)

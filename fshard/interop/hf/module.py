@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import heapq
-import math
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +19,16 @@ from fshard.errors import ShardingError, checked, fail, join_limited, must_be, r
 from fshard.init import Deferred
 from fshard.init.initializers import Full
 from fshard.sharded import Sharded
-from fshard.spec import box_shape, describe, format_tensor
+from fshard.spec import describe, format_tensor
 
 from .carried import carried_files, complete_config
 from .conversion import Converted, Pretrained, from_files, pretrained_in, to_files
 from .export import write_files
 from .folder import WeightHeaders, explain_names, unsupported_dtype
 from .layout import OutputTensor, output_tensors
+from .places import FilePart
 from .traced import Traced, trace
-from .weights import FilePart, FromFile, with_dot
+from .weights import FromFile, rest_error, with_dot
 
 KINDS = ("params", "buffers")
 _MOST_PARTS = 16  # at the start of a name, in a pattern
@@ -225,7 +224,7 @@ def read_leaves(
              for part in stored.leaves[names.plain(name)].parts}  # fmt: skip
     extra = _extra(headers, names, stored, used, kinds, ignored, owner)
     errors += [_unused(headers, name, names.kinds.get(owner.get(name, ""))) for name in extra]
-    errors += _rests(headers, stored, used, set(extra))
+    errors += _partly_read(headers, stored, used, set(extra))
     own = [name for of_leaf in names_of.values() for name in of_leaf]
     verb = call.rpartition(".")[2]
     errors += [fail(f"{verb}: missing= has {pattern!r}, and no leaf has such a name", fix="correct it")
@@ -337,15 +336,13 @@ def _unused(headers: WeightHeaders, name: str, kind: str | None) -> ShardingErro
     return fail(f"{headers.path}: {name!r} is not part of this model", text)
 
 
-def _rests(headers: WeightHeaders, stored: Converted, used: set[str], extra: set[str]) -> list[ShardingError]:
-    """Return an error for each tensor of which the leaves use a part."""
-    count = Counter[str]()
+def _partly_read(headers: WeightHeaders, stored: Converted, used: set[str], extra: set[str]) -> list[ShardingError]:
+    """Return an error for each tensor that the leaves use only partly."""
+    parts: dict[str, list[FilePart]] = {}
     for name in used:
         for part in stored.leaves[name].parts:
-            count[part.name] += math.prod(box_shape(part.box))
-    totals = {name: math.prod(headers.tensors[name].shape) for name in count}
-    return [fail(f"{headers.path}: no leaf is the rest of {name!r}", f"{n} of its {totals[name]} elements are used")
-            for name, n in count.items() if n < totals[name] and name not in extra]  # fmt: skip
+            parts.setdefault(part.name, []).append(part)
+    return [error for name, of in parts.items() if name not in extra and (error := rest_error(headers.path, name, of))]
 
 
 # --- names that may be missing or unused ----------------------------------------------------------------------
