@@ -21,7 +21,7 @@ from torch import nn
 from fshard.errors import ShardingError, fail, join_limited
 from fshard.spec import box_shape
 
-from .places import Places
+from .places import FilePart, Places
 from .traced import Traced, trace
 
 Shape = tuple[int, ...]
@@ -160,11 +160,15 @@ def to_files(pretrained: Pretrained, shapes: Mapping[str, tuple[Shape, torch.dty
 
 def _is_complete(x: Traced | None, name: str, leaf: Traced) -> bool:
     """Return whether the parts of a tensor are all of a leaf, each element at its place."""
-    return x is not None and x.shape == leaf.shape and all(
-        part.name == name and [part.places.reshape(box_shape(part.box))] == [
-            places for _, places in Places.of(leaf.shape).boxes(part.box)]
-        for part in x.parts
-    )  # fmt: skip
+    if x is None or x.shape != leaf.shape:
+        return False
+
+    def at(places: Places, part: FilePart) -> Places:
+        return places.reshape(box_shape(part.box))  # its only form
+
+    own = Places.of(leaf.shape)
+    return all(part.name == name and [at(part.places, part)] == [at(places, part) for _, places in own.boxes(part.box)]
+               for part in x.parts)  # fmt: skip
 
 
 def _one(converted: Mapping[str, Any]) -> dict[str, Traced]:
