@@ -237,13 +237,8 @@ def _of_module(
         return leaves, {}
     names = Names.of(of)
     named = [(name_of(path, whole), path, leaf) for path, leaf in leaves]
-    found = {name for name, _, _ in named}
-    errors = [fail(f"write: {tree.show('tree', path)} is not a leaf of {of!r}")
-              for name, path, _ in named if name not in names.kinds]  # fmt: skip
-    optional = {*names.transient, *names.ties}
-    errors += [fail(f"write: {kind}[{name!r}] is missing", fix="write the whole tree: {'params': ..., 'buffers': ...}")
-               for name, kind in names.kinds.items() if name not in found and name not in optional]  # fmt: skip
-    raise_all(errors)
+    found = {name: path for name, path, _ in named}
+    raise_all(names.errors(found))
     not_stored = {*names.transient, *(tied for tied, name in names.ties.items() if name in names.transient)}
     stored = [(path, leaf) for name, path, leaf in named if name not in not_stored]
     return stored, {tied: name for tied, name in names.ties.items() if tied not in {*found, *not_stored}}

@@ -219,8 +219,7 @@ def read(
         paths_of.setdefault(id(leaf), []).append((path, file_tensor("read", path, theirs(path))))
 
     def names_in_file(name: str) -> list[str]:
-        names = dict.fromkeys([name, name.removeprefix(prefix), prefix + name])
-        return [n for n in names if n in headers.tensors]
+        return [n for n in names_with(prefix, name) if n in headers.tensors]
 
     out: dict[int, Deferred] = {}
     lacking: list[str] = []
@@ -274,11 +273,10 @@ def read(
         if error := rest_error(headers.path, name, parts):
             errors.append(error)
     in_use = {id(headers.tensors[name]) for name in used}  # an alias of a tensor has the same entry
-    extra = {name: entry for name, entry in headers.tensors.items()
-             if id(entry) not in in_use and not name.endswith(tuple(ignored))}  # fmt: skip
-    errors += [fail(f"{headers.path}: {name!r} is not part of this model",
-                    f"{entry.dtype_name.lower()}{list(entry.shape)}") for name, entry in extra.items()]  # fmt: skip
-    if advice := explain_names(headers, "read", lacking, list(extra), prefix):
+    extra = [name for name, entry in headers.tensors.items()
+             if id(entry) not in in_use and not name.endswith(tuple(ignored))]  # fmt: skip
+    errors += [unused(headers, name) for name in extra]
+    if advice := explain_names(headers, "read", lacking, extra, prefix):
         errors.append(advice)
     raise_all(errors)
     return tree.unflatten(tree.structure(described), [out[id(leaf)] for _, leaf in leaves])
@@ -289,6 +287,17 @@ def file_tensor(verb: str, path: tree.Path, found: Any) -> FileTensor:
     if not isinstance(found, FileTensor):
         raise must_be(f"{verb}: theirs({path!r})", "a FileTensor", found)
     return found
+
+
+def unused(headers: WeightHeaders, name: str, why: str = "is not part of this model", fix: str = "") -> ShardingError:
+    """Return the error for a tensor in the files that no leaf uses."""
+    entry = headers.tensors[name]
+    return fail(f"{headers.path}: {name!r} {why}", f"{entry.dtype_name.lower()}{list(entry.shape)}", fix=fix)
+
+
+def names_with(prefix: str, name: str) -> list[str]:
+    """Return a name unchanged, without a prefix, and with it."""
+    return list(dict.fromkeys([name, name.removeprefix(prefix), prefix + name]))
 
 
 def with_dot(prefix: str) -> str:
@@ -313,6 +322,15 @@ def _parts(path: tree.Path, tensor: FileTensor, leaf: Deferred) -> list[tuple[st
         raise ShardingError(f"{label}: {e}") from e
 
 
+def check_dtype(folder: AnyPath, entry: HeaderEntry, dtype: torch.dtype, shape: Sequence[int], label: str) -> None:
+    """Raise ShardingError unless a tensor in a file can be read as a `dtype`: both are floating, or neither."""
+    if entry.dtype is None:
+        raise unsupported_dtype(entry)
+    if entry.dtype.is_floating_point != dtype.is_floating_point:
+        raise fail(f"{folder}: {entry.name!r} has a dtype of another kind, for {label}",
+                   got=format_tensor(entry.dtype, entry.shape), expected=format_tensor(dtype, shape))  # fmt: skip
+
+
 def _check_entry(
     folder: AnyPath, entry: HeaderEntry, leaf: Deferred, label: str, part: FilePart, dims: str | None, copy: HeaderEntry
 ) -> None:
@@ -321,12 +339,7 @@ def _check_entry(
         note = [] if dims is None else [f"{dims}, the leaf is {list(leaf.shape)}"]
         raise fail(f"{folder}: {entry.name!r} has another shape, for {label}", *note,
                    got=list(entry.shape), expected=list(part.shape))  # fmt: skip
-    if entry.dtype is None:
-        raise unsupported_dtype(entry)
-    if entry.dtype.is_floating_point != leaf.dtype.is_floating_point:
-        raise fail(f"{folder}: {entry.name!r} has a dtype of another kind, for {label}",
-                   got=format_tensor(entry.dtype, entry.shape),
-                   expected=format_tensor(leaf.dtype, part.shape))  # fmt: skip
+    check_dtype(folder, entry, leaf.dtype, part.shape, label)
     if (copy.shape, copy.dtype_name) != (entry.shape, entry.dtype_name):
         raise fail(f"{folder}: {copy.name!r} is tied to {entry.name!r} by the config, and is another tensor",
                    got=f"{copy.dtype_name}{list(copy.shape)}",
