@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import secrets
 import zlib
@@ -35,6 +36,7 @@ from .hf.export import summaries, write_parts
 from .hf.folder import SUFFIX, WeightHeaders
 from .hf.layout import OutputFile, output_files, output_tensors
 from .hf.module import Names, name_of, read_leaves
+from .hf.places import count_elements
 from .hf.weights import FileTensor, file_tensor
 from .hf.weights import read as read_tree
 
@@ -235,13 +237,8 @@ def _of_module(
         return leaves, {}
     names = Names.of(of)
     named = [(name_of(path, whole), path, leaf) for path, leaf in leaves]
-    found = {name for name, _, _ in named}
-    errors = [fail(f"write: {tree.show('tree', path)} is not a leaf of {of!r}")
-              for name, path, _ in named if name not in names.kinds]  # fmt: skip
-    optional = {*names.transient, *names.ties}
-    errors += [fail(f"write: {kind}[{name!r}] is missing", fix="write the whole tree: {'params': ..., 'buffers': ...}")
-               for name, kind in names.kinds.items() if name not in found and name not in optional]  # fmt: skip
-    raise_all(errors)
+    found = {name: path for name, path, _ in named}
+    raise_all(names.errors(found))
     not_stored = {*names.transient, *(tied for tied, name in names.ties.items() if name in names.transient)}
     stored = [(path, leaf) for name, path, leaf in named if name not in not_stored]
     return stored, {tied: name for tied, name in names.ties.items() if tied not in {*found, *not_stored}}
@@ -257,11 +254,12 @@ def _aliases(leaves: Sequence[tuple[tree.Path, Any]], theirs: Theirs) -> dict[st
         if of_first == path:
             continue
         parts, others = (file_tensor("write", p, theirs(p)).parts(leaf.shape) for p in (of_first, path))
-        if [p.text for _, p in parts] != [p.text for _, p in others] or any(p.at for _, p in (*parts, *others)):
+        full = all(count_elements([p]) == math.prod(p.shape) for p in parts)
+        if not full or [(p.box, p.shape, p.places) for p in parts] != [(p.box, p.shape, p.places) for p in others]:
             errors.append(fail(f"write: {tree.show('tree', path)} is the leaf {tree.show('tree', of_first)}, and its "
                                "dims in the file are others", fix="make it a leaf of its own: x.clone()"))  # fmt: skip
             continue
-        for (a, _), (b, _) in zip(parts, others, strict=True):
+        for a, b in zip(parts, others, strict=True):
             if a.name != b.name and aliases.setdefault(b.name, a.name) != a.name:
                 errors.append(_two_leaves(b.name))
     raise_all(errors)

@@ -139,6 +139,8 @@ def file_functions(file: ModelFile) -> tuple[Callable[[tree.Path], FileTensor], 
         check_config("save", cfg, file.config_class)
         file.save(path, cfg, params, file.file_config(cfg), like=like, max_shard_bytes=max_shard_bytes)
 
+    # peft's default targets are by the type of the model: `fs.peft.load(..., of=t5.theirs)`.
+    vars(theirs)["model_type"] = file.config_class.__module__.rpartition(".")[2]
     return theirs, config, load, save
 
 

@@ -19,9 +19,8 @@ from fshard._core.files.io import StrPath, open_file
 from fshard._core.files.url import AnyPath, as_path
 from fshard.errors import fail
 
-from .folder import config_of, read_json
+from .folder import GENERATION_CONFIG, config_of, read_json
 
-GENERATION_CONFIG = "generation_config.json"
 _CARRIED = (
     GENERATION_CONFIG, "tokenizer*", "vocab*", "merges*", "added_tokens.json", "special_tokens_map.json", "*.model",
     "*.tiktoken", "chat_template*", "additional_chat_templates/*", "*processor_config.json", "*.py", "LICENSE*",
@@ -48,7 +47,7 @@ def complete_config(config: Mapping[str, Any], leaves: Sequence[Any], like: StrP
         most = max(numbers, key=lambda dtype: (numbers[dtype], dtype.itemsize))
         out["dtype"] = str(most).removeprefix("torch.")
         out.pop("torch_dtype", None)
-    return _json("config=", out)
+    return encode_json("config=", out)
 
 
 def _carried_keys(config: Mapping[str, Any], like: StrPath | None) -> dict[str, Any]:
@@ -86,7 +85,7 @@ def carried_files(config: Mapping[str, Any], like: StrPath | None) -> dict[str, 
         ours = {key: list(token) if isinstance(token, tuple) else token for key, token in config.items()}
         changed = {key: ours[key] for key in _TOKENS if key in before and key in ours and ours[key] != before[key]}
         if any(generation.get(key) != token for key, token in changed.items()):
-            out[GENERATION_CONFIG] = _json(GENERATION_CONFIG, generation | changed)
+            out[GENERATION_CONFIG] = encode_json(GENERATION_CONFIG, generation | changed)
     return out
 
 
@@ -95,7 +94,8 @@ def _read(path: AnyPath) -> bytes:
         return f.read()
 
 
-def _json(name: str, value: Mapping[str, Any]) -> bytes:
+def encode_json(name: str, value: Mapping[str, Any]) -> bytes:
+    """Return the contents of a file. Raises ShardingError if `value` is not JSON."""
     try:
         return (json.dumps(dict(value), indent=2, sort_keys=True) + "\n").encode()
     except (TypeError, ValueError) as e:

@@ -21,7 +21,7 @@ from torch import nn
 from fshard.errors import ShardingError, fail, join_limited
 from fshard.spec import box_shape
 
-from .places import Places
+from .places import FilePart, Places
 from .traced import Traced, trace
 
 Shape = tuple[int, ...]
@@ -150,7 +150,7 @@ def to_files(pretrained: Pretrained, shapes: Mapping[str, tuple[Shape, torch.dty
     back = from_files(pretrained, only_shapes, written)
     errors = [*back.errors, *(fail(f"{name!r} of the file is not read again") for name in back.unknown)]
     errors += [fail(f"{name!r} of the module is not the same when its file is read again")
-               for name, x in leaves.items() if not _is_whole(back.leaves.get(name), name, x)]  # fmt: skip
+               for name, x in leaves.items() if not _is_complete(back.leaves.get(name), name, x)]  # fmt: skip
     if errors:
         raise fail(f"{type(pretrained.model).__name__}: transformers cannot read what its conversion writes",
                    *map(str, errors[:3]))  # fmt: skip
@@ -158,16 +158,17 @@ def to_files(pretrained: Pretrained, shapes: Mapping[str, tuple[Shape, torch.dty
     return from_files(pretrained, only_shapes, stored).leaves
 
 
-def _is_whole(x: Traced | None, name: str, leaf: Traced) -> bool:
+def _is_complete(x: Traced | None, name: str, leaf: Traced) -> bool:
     """Return whether the parts of a tensor are all of a leaf, each element at its place."""
-    return (
-        x is not None
-        and x.shape == leaf.shape
-        and all(
-            part.name == name and part.places.reshape(box_shape(part.box)) == Places.of(leaf.shape, part.box)
-            for part in x.parts
-        )
-    )
+    if x is None or x.shape != leaf.shape:
+        return False
+
+    def at(places: Places, part: FilePart) -> Places:
+        return places.reshape(box_shape(part.box))  # its only form
+
+    own = Places.of(leaf.shape)
+    return all(part.name == name and [at(part.places, part)] == [at(places, part) for _, places in own.boxes(part.box)]
+               for part in x.parts)  # fmt: skip
 
 
 def _one(converted: Mapping[str, Any]) -> dict[str, Traced]:

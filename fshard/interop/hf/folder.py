@@ -22,6 +22,8 @@ from fshard._core.files.url import AnyPath, as_path, exists, is_file
 from fshard.errors import ShardingError, checked, fail
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION_CONFIG = "generation_config.json"
+ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 SUFFIX = ".safetensors"
 _SAVED = "give a folder that save_pretrained wrote"
@@ -154,10 +156,10 @@ def _no_weights(path: AnyPath) -> ShardingError:
         return fail(f"{path}: is neither a file nor a folder", fix=_SAVED)
     names = sorted(f.name for f in path.iterdir())
     pickles = [n for n in names if n.endswith(PICKLES)]
-    others = [n for n in names if n.endswith(".safetensors")]
+    others = [n for n in names if n.endswith(SUFFIX)]
     if pickles and not others:
         return _refuse_pickles(path, pickles)
-    if "adapter_model.safetensors" in names:
+    if ADAPTER in names:
         return fail(f"{path}: has the adapters of peft, and not the weights of the base model",
                     f"it holds {', '.join(others)}",
                     fix="give the folder of the base model, and read the adapters by fs.peft.load; or, into a module "
@@ -184,7 +186,7 @@ def config_of(folder: StrPath, name: str = CONFIG) -> dict[str, Any]:
     """
     path = as_path(folder) / name
     if not is_file(path):
-        if name == CONFIG and (path.parent / "adapter_config.json").is_file():
+        if name == CONFIG and (path.parent / ADAPTER_CONFIG).is_file():
             raise fail(f"{path}: there is no such file", "the folder has the adapters of peft",
                        fix="give the folder of the base model; fs.peft.load reads adapters")  # fmt: skip
         raise fail(f"{path}: there is no such file", fix=_SAVED)

@@ -11,9 +11,7 @@ from fshard._core.files.io import StrPath
 from fshard._core.files.url import as_path
 from fshard.errors import checked, fail, must_be, raise_all
 
-from .folder import CONFIG, config_of, read_json
-
-GENERATION_CONFIG = "generation_config.json"
+from .folder import CONFIG, GENERATION_CONFIG, config_of, read_json
 
 _OURS = {  # their name -> ours, and the values that change nothing
     "eos_token_id": ("eos", ()),

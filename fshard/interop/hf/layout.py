@@ -16,11 +16,11 @@ from fshard._core.files.io import writable
 from fshard._core.files.safetensors import DTYPES, encode_header
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.sharded import Sharded
-from fshard.spec import box_shape, format_tensor
+from fshard.spec import format_tensor
 
 from .folder import SINGLE
-from .pattern import Pattern, missing_parts
-from .weights import FilePart, FileTensor, file_tensor, with_dot
+from .places import FilePart, check_division, count_elements
+from .weights import FileTensor, file_tensor, with_dot
 
 Theirs = Callable[[tree.Path], FileTensor | tuple[FilePart, ...]]  # path of a leaf -> its places in the files
 
@@ -32,7 +32,6 @@ class Source:
     label: str
     leaf: Sharded | Tensor
     part: FilePart
-    pattern: Pattern | None = None  # which the part follows from
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,7 @@ def output_tensors(
     """
     errors: list[ShardingError] = []
     sources: dict[str, list[Source]] = {}
+    by_pattern: set[str] = set()
     seen: set[int] = set()
     prefix = with_dot(prefix)
     for path, leaf in leaves:
@@ -97,13 +97,16 @@ def output_tensors(
             target = file_tensor("write", path, found)
             if prefix and target.name.startswith(prefix):
                 raise fail(f"{target.name!r} begins with the prefix {prefix!r} already", fix="leave prefix= out")
-            for part, pattern in target.parts(leaf.shape):
-                sources.setdefault(prefix + part.name, []).append(Source(label, leaf, part, pattern))
+            for part in target.parts(leaf.shape):
+                by_pattern.add(prefix + part.name)
+                sources.setdefault(prefix + part.name, []).append(Source(label, leaf, part))
         except ShardingError as e:
             errors.append(ShardingError(f"write: {label}: {e}"))
     tensors = []
     for name, of_tensor in sources.items():
         try:
+            if name in by_pattern:
+                check_division([s.part for s in of_tensor])
             tensors.append(_output_tensor(name, of_tensor))
         except ShardingError as e:
             errors.append(ShardingError(f"write: {name!r} {e}"))
@@ -117,29 +120,17 @@ def _output_tensor(name: str, sources: Sequence[Source]) -> OutputTensor:
     if len(shapes) > 1 or len(dtypes) > 1:
         shown = [f"{s.label}  {format_tensor(s.leaf.dtype, s.part.shape)}" for s in sources]
         raise fail("has parts of different shapes or dtypes", *shown, fix="they are parts of one tensor in the file")
-    patterns = [s.pattern for s in sources if s.pattern is not None]
-    if not patterns:
-        _check_elements(sources)
-        return OutputTensor(name, dtypes.pop(), shapes.pop(), tuple(sources))
-    missing = missing_parts(patterns)
-    if missing:
-        raise fail("lacks a part", f"{', '.join(s.label for s in sources)} leave out {', '.join(missing)}",
-                   fix="give a leaf for each part")  # fmt: skip
     first: dict[Any, str] = {}
     for s in sources:
-        other = first.setdefault(s.pattern.part if s.pattern else None, s.label)
+        other = first.setdefault((s.part.places.offset, *s.part.places.runs), s.label)
         if other != s.label:
             raise fail("would be written twice", f"{other} and {s.label}", fix="give each leaf a name of its own")
-    return OutputTensor(name, dtypes.pop(), shapes.pop(), tuple(sources))
-
-
-def _check_elements(sources: Sequence[Source]) -> None:
-    """Raise ShardingError unless the parts have as many elements as the tensor in the file."""
-    written, total = sum(math.prod(box_shape(s.part.box)) for s in sources), math.prod(sources[0].part.shape)
+    parts, labels = [s.part for s in sources], ", ".join(dict.fromkeys(s.label for s in sources))
+    written, total = count_elements(parts), math.prod(parts[0].shape)
     if written != total:
-        labels = ", ".join(dict.fromkeys(s.label for s in sources))
         raise fail("lacks a part" if written < total else "would be written twice",
-                   f"{labels} give {written} of its {total} elements", fix="pass the whole tree")  # fmt: skip
+                   f"{labels} give {written} of its {total} elements", fix="give one leaf for each part")  # fmt: skip
+    return OutputTensor(name, dtypes.pop(), shapes.pop(), tuple(sources))
 
 
 def check_described(leaves: Sequence[tuple[tree.Path, Any]], described: Sequence[tuple[tree.Path, Any]]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import heapq
-import math
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +19,16 @@ from fshard.errors import ShardingError, checked, fail, join_limited, must_be, r
 from fshard.init import Deferred
 from fshard.init.initializers import Full
 from fshard.sharded import Sharded
-from fshard.spec import box_shape, describe, format_tensor
+from fshard.spec import describe, format_tensor
 
 from .carried import carried_files, complete_config
 from .conversion import Converted, Pretrained, from_files, pretrained_in, to_files
 from .export import write_files
-from .folder import WeightHeaders, explain_names, unsupported_dtype
+from .folder import WeightHeaders, explain_names
 from .layout import OutputTensor, output_tensors
+from .places import FilePart
 from .traced import Traced, trace
-from .weights import FilePart, FromFile, with_dot
+from .weights import FromFile, check_dtype, names_with, rest_error, unused, with_dot
 
 KINDS = ("params", "buffers")
 _MOST_PARTS = 16  # at the start of a name, in a pattern
@@ -74,22 +73,14 @@ def _file_parts(leaves: Any, of: Apply) -> Callable[[tree.Path], tuple[FilePart,
     Raises ShardingError listing every leaf that is missing or not the module's, and leaves that peft has added.
     """
     names = Names.of(of)
-    errors: list[ShardingError] = []
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    found: set[str] = set()
-    for path, leaf in tree.leaves_with_path(leaves):
-        name, label = name_of(path, leaves), tree.show("tree", path)
-        found.add(name)
-        if name not in names.kinds:
-            errors.append(fail(f"write: {label} is not a leaf of {of!r}"))
-        elif not isinstance(leaf, (Sharded, torch.Tensor)):
-            errors.append(must_be(f"write: {label}", "a tensor or a Sharded", leaf))
-        elif name not in names.transient:
-            shapes[names.stored(name)] = tuple(leaf.shape), leaf.dtype
-    errors += [fail(f"write: {kind}[{name!r}] is missing", fix="write the whole tree: {'params': ..., 'buffers': ...}")
-               for name, kind in names.kinds.items()
-               if name not in found and name not in names.transient and name not in names.ties]  # fmt: skip
-    raise_all(errors)
+    named = [(name_of(path, leaves), path, leaf) for path, leaf in tree.leaves_with_path(leaves)]
+    raise_all([
+        *names.errors({name: path for name, path, _ in named}),
+        *(must_be(f"write: {tree.show('tree', path)}", "a tensor or a Sharded", leaf)
+          for name, path, leaf in named if name in names.kinds and not isinstance(leaf, (Sharded, torch.Tensor))),
+    ])  # fmt: skip
+    shapes = {names.stored(name): (tuple(leaf.shape), leaf.dtype)
+              for name, _, leaf in named if name not in names.transient}  # fmt: skip
     parts = {name: trace(name, *of_leaf).parts for name, of_leaf in shapes.items()}
     if names.pretrained is not None:
         if names.pretrained.adapted:
@@ -134,6 +125,16 @@ class Names:
         leaves = {name: (kind, tuple(x.shape)) for kind in KINDS for name, x in named[kind]}
         return cls({name: kind for name, (kind, _) in leaves.items()}, {name: s for name, (_, s) in leaves.items()},
                    apply.ties, apply.transient, apply.frozen, pretrained_in(apply.module), repr(apply))  # fmt: skip
+
+    def errors(self, found: Mapping[str, tree.Path]) -> list[ShardingError]:
+        """Return an error for each leaf to write, by name, that is not the module's, and each that is missing."""
+        optional = {*self.transient, *self.ties, *found}
+        return [
+            *(fail(f"write: {tree.show('tree', path)} is not a leaf of {self.shown}")
+              for name, path in found.items() if name not in self.kinds),
+            *(fail(f"write: {kind}[{name!r}] is missing", fix="write the full tree: {'params': ..., 'buffers': ...}")
+              for name, kind in self.kinds.items() if name not in optional),
+        ]  # fmt: skip
 
     def plain(self, name: str) -> str:
         return self.pretrained.plain_name(name) if self.pretrained else name
@@ -187,8 +188,7 @@ def read_leaves(
         of_leaf += [tied for tied, name in names.ties.items() if name in of_leaf and tied not in of_leaf]
 
     def options(name: str) -> list[str]:
-        name = names.plain(name)
-        return list(dict.fromkeys([name, name.removeprefix(prefix), prefix + name]))
+        return names_with(prefix, names.plain(name))
 
     known = {n for of_leaf in (*names_of.values(), names.kinds) for name in of_leaf for n in options(name)}
     stored = _stored(headers, names, prefix, known)
@@ -225,7 +225,7 @@ def read_leaves(
              for part in stored.leaves[names.plain(name)].parts}  # fmt: skip
     extra = _extra(headers, names, stored, used, kinds, ignored, owner)
     errors += [_unused(headers, name, names.kinds.get(owner.get(name, ""))) for name in extra]
-    errors += _rests(headers, stored, used, set(extra))
+    errors += _partly_read(headers, stored, used, set(extra))
     own = [name for of_leaf in names_of.values() for name in of_leaf]
     verb = call.rpartition(".")[2]
     errors += [fail(f"{verb}: missing= has {pattern!r}, and no leaf has such a name", fix="correct it")
@@ -270,11 +270,7 @@ def _leaf(headers: WeightHeaders, found: Sequence[Traced], label: str, leaf: Def
             raise fail(f"{headers.path}: {which} another shape, for {label}",
                        got=list(x.shape), expected=list(leaf.shape))  # fmt: skip
         for entry, _ in parts:
-            if entry.dtype is None:
-                raise unsupported_dtype(entry)
-            if entry.dtype.is_floating_point != leaf.dtype.is_floating_point:
-                raise fail(f"{headers.path}: {entry.name!r} has a dtype of another kind, for {label}",
-                           got=format_tensor(entry.dtype, entry.shape), expected=describe(leaf))  # fmt: skip
+            check_dtype(headers.path, entry, leaf.dtype, leaf.shape, label)
         sources.append(parts)
     dtypes = {entry.dtype for parts in sources for entry, _ in parts if entry.dtype is not None} or {leaf.dtype}
     if len(dtypes) > 1:
@@ -329,23 +325,19 @@ def _extra(
 
 
 def _unused(headers: WeightHeaders, name: str, kind: str | None) -> ShardingError:
-    entry = headers.tensors[name]
-    text = f"{entry.dtype_name.lower()}{list(entry.shape)}"
-    if kind is not None:
-        return fail(f"{headers.path}: {name!r} is in the module's {kind}, and not in this tree", text,
-                    fix="read the whole tree: {'params': ..., 'buffers': ...}")  # fmt: skip
-    return fail(f"{headers.path}: {name!r} is not part of this model", text)
+    if kind is None:
+        return unused(headers, name)
+    fix = "read the full tree: {'params': ..., 'buffers': ...}"
+    return unused(headers, name, f"is in the module's {kind}, and not in this tree", fix)
 
 
-def _rests(headers: WeightHeaders, stored: Converted, used: set[str], extra: set[str]) -> list[ShardingError]:
-    """Return an error for each tensor of which the leaves use a part."""
-    count = Counter[str]()
+def _partly_read(headers: WeightHeaders, stored: Converted, used: set[str], extra: set[str]) -> list[ShardingError]:
+    """Return an error for each tensor that the leaves use only partly."""
+    parts: dict[str, list[FilePart]] = {}
     for name in used:
         for part in stored.leaves[name].parts:
-            count[part.name] += math.prod(box_shape(part.box))
-    totals = {name: math.prod(headers.tensors[name].shape) for name in count}
-    return [fail(f"{headers.path}: no leaf is the rest of {name!r}", f"{n} of its {totals[name]} elements are used")
-            for name, n in count.items() if n < totals[name] and name not in extra]  # fmt: skip
+            parts.setdefault(part.name, []).append(part)
+    return [error for name, of in parts.items() if name not in extra and (error := rest_error(headers.path, name, of))]
 
 
 # --- names that may be missing or unused ----------------------------------------------------------------------

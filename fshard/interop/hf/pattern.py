@@ -9,10 +9,9 @@ with `at={"two": 0}`: the leaf is that part of the tensor. A 1 on the left is a 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fshard.errors import ShardingError, fail
@@ -21,7 +20,7 @@ from .places import Places
 
 Group = tuple[str, ...]  # the names in one dim
 
-_TOKEN = re.compile(r"\s*(?:([()])|([A-Za-z_]\w*)(?:=(\d+))?(?!\w)|(1)(?!\w)|(->))")
+_TOKEN = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:=(?P<size>\d+))?(?!\w)|1(?!\w)|->|\S")
 
 
 @dataclass(frozen=True)
@@ -83,11 +82,6 @@ class Pattern:
         return tuple(math.prod(sizes[name] for name in group) for group in _parse(self.text).file)
 
     @property
-    def part(self) -> tuple[tuple[str, int, int], ...]:
-        """The part of the tensor in the file that the leaf is: (name, index, size), for each name of `at`."""
-        return tuple((name, index, _parse(self.text).sizes[name]) for name, index in sorted((self.at or {}).items()))
-
-    @property
     def origins(self) -> tuple[int, ...]:
         """The dim in the file that each dim of the leaf is of: its first name's.
 
@@ -115,22 +109,6 @@ def identity(ndim: int) -> Pattern:
     return Pattern(f"{names} -> {names}")
 
 
-def missing_parts(patterns: Iterable[Pattern]) -> list[str]:
-    """Return the parts of a tensor in the file, `two=1`, that are in none of the patterns of its leaves.
-
-    Raises ShardingError if the patterns do not divide the same dims, of the same sizes.
-    """
-    parts = [p.part for p in patterns]
-    divided = {tuple((name, size) for name, _, size in part): part for part in parts}
-    if len(divided) > 1:
-        shown = [" ".join(f"{name}={size}" for name, size in dims) or "all of it" for dims in divided]
-        raise fail("is divided in different ways", *shown, fix="name the same dims, of the same sizes, in at=")
-    present = {tuple(index for _, index, _ in part) for part in parts}
-    every = itertools.product(*(range(size) for dims in divided for _, size in dims))
-    names = [name for dims in divided for name, _ in dims]
-    return [" ".join(f"{n}={i}" for n, i in zip(names, index, strict=True)) for index in every if index not in present]
-
-
 # --- the text -------------------------------------------------------------------------------------------------
 
 
@@ -146,38 +124,33 @@ def _parse(text: str) -> _Parsed:
     sides: list[list[Group]] = [[]]
     group: list[str] | None = None
     sizes: dict[str, int] = {}
-    at, end = 0, len(text.rstrip())
-    while at < end:
-        match = _TOKEN.match(text, at)
-        if match is None:
-            raise _marked("neither a name, a parenthesis nor '->'", text, at + len(text[at:]) - len(text[at:].lstrip()))
-        parenthesis, name, size, one, arrow = match.groups()
-        start, at = match.end() - len(match[0].lstrip()), match.end()
-        if one:
-            name, size = f"1.{start}", "1"
+    for token in _TOKEN.finditer(text):
+        wrong = functools.partial(_marked, text=text, at=token.start())
+        word, name, size = token[0], token["name"], token["size"]
+        if word == "1":
+            name, size = f"1.{token.start()}", "1"
         if name:
-            if any(name in g for g in sides[-1]) or name in (group or ()):
-                raise _marked(f"{name!r} stands twice on one side", text, start)
+            if any(name in g for g in (*sides[-1], group or ())):
+                raise wrong(f"{name!r} appears twice on one side")
             if len(sides) == 2 and not any(name in g for g in sides[0]):
-                raise _marked("a 1 may stand on the left only" if one else f"{name!r} is not on the left", text, start)
+                raise wrong("a 1 may be on the left only" if word == "1" else f"{name!r} is not on the left")
             if size and sizes.setdefault(name, int(size)) != int(size):
-                raise _marked(f"{name!r} has two sizes, {sizes[name]} and {size}", text, start)
+                raise wrong(f"{name!r} has two sizes, {sizes[name]} and {size}")
             if group is None:
                 sides[-1].append((name,))
             else:
                 group.append(name)
-        elif arrow:
+        elif word == "->":
             if group is not None or len(sides) == 2:
-                raise _marked("one '->' separates the two sides, outside parentheses", text, start)
+                raise wrong("one '->' separates the two sides, outside parentheses")
             sides.append([])
-        elif (parenthesis == "(") != (group is None):
-            raise _marked(
-                "parentheses do not nest" if group is not None else "no parenthesis is open here", text, start
-            )
-        elif parenthesis == "(":
+        elif word not in "()":
+            raise wrong("neither a name, a parenthesis nor '->'")
+        elif (word == "(") != (group is None):
+            raise wrong("no parenthesis is open here" if group is None else "parentheses do not nest")
+        elif group is None:
             group = []
         else:
-            assert group is not None
             sides[-1].append(tuple(group))
             group = None
     if group is not None or len(sides) != 2:

@@ -1,17 +1,21 @@
-"""Places of the elements of a tensor within another one in a file: strides, offsets and contiguous runs."""
+"""Places of the elements of a tensor within another one in a file: strides, offsets and contiguous runs.
+
+A `FileTensor`'s pattern of dims, and a conversion of transformers, both become parts: a box of a leaf, and its places.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
+from fshard._core.files.safetensors import HeaderEntry
 from fshard.errors import fail
-from fshard.spec import Box, box_shape, full_box
+from fshard.spec import Box, box_shape
 
 Factor = tuple[int, int]  # (size, stride) of a part of a dim, as of `h` and `k` in `(h k)`
 _MAX_RUNS = 1 << 16  # in one chunk: the list of their offsets takes memory too
@@ -34,16 +38,22 @@ class Places:
     offset: int = 0
 
     @classmethod
-    def of(cls, shape: Sequence[int], box: Box | None = None) -> Places:
-        """Return the places of a whole tensor in the file, in its own order, or of a box of it."""
-        box = full_box(shape) if box is None else box
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        dims = tuple(((s.stop - s.start, stride),) for s, stride in zip(box, strides, strict=True))
-        return cls(dims, sum(s.start * stride for s, stride in zip(box, strides, strict=True))).reshape(box_shape(box))
+    def of(cls, shape: Sequence[int]) -> Places:
+        """Return the places of a complete tensor in the file, in its own order."""
+        return cls(tuple(((n, math.prod(shape[i + 1 :])),) for i, n in enumerate(shape))).reshape(shape)
+
+    @property
+    def factors(self) -> list[Factor]:
+        return [factor for of_dim in self.dims for factor in of_dim]
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(math.prod(n for n, _ in factors) for factors in self.dims)
+
+    @property
+    def runs(self) -> list[Factor]:
+        """The factors in the order of the file, those that are contiguous as one."""
+        return _merged(sorted(self.factors, key=lambda f: -f[1]))
 
     def permute(self, order: Sequence[int]) -> Places:
         return Places(tuple(self.dims[i] for i in order), self.offset)
@@ -51,20 +61,24 @@ class Places:
     def narrow(self, dim: int, start: int, stop: int) -> Iterator[tuple[int, int, Places]]:
         """Split a range of a dim into as few parts as possible; yield (start, stop, places) of each."""
         factors = self.dims[dim]
-        for part in split([n for n, _ in factors], start, stop):
-            inside = tuple((b - a, stride) for (a, b), (_, stride) in zip(part.ends, factors, strict=True))
-            offset = self.offset + sum(a * stride for (a, _), (_, stride) in zip(part.ends, factors, strict=True))
-            yield part.start, part.stop, Places((*self.dims[:dim], inside, *self.dims[dim + 1 :]), offset)
+        for a, b, ends in split([n for n, _ in factors], start, stop):
+            inside = tuple((last - first, stride) for (first, last), (_, stride) in zip(ends, factors, strict=True))
+            offset = self.offset + sum(first * stride for (first, _), (_, stride) in zip(ends, factors, strict=True))
+            yield a, b, Places((*self.dims[:dim], inside, *self.dims[dim + 1 :]), offset)
+
+    def boxes(self, box: Box) -> list[tuple[Box, Places]]:
+        """Split a box of the tensor into parts, most often one, that are boxes of the factors, with their places."""
+        out: list[tuple[Box, Places]] = [] if 0 in box_shape(box) else [((), self)]
+        for dim, s in enumerate(box):
+            out = [((*done, slice(a - s.start, b - s.start)), part) for done, places in out
+                   for a, b, part in places.narrow(dim, s.start, s.stop)]  # fmt: skip
+        return out
 
     def reshape(self, shape: Sequence[int]) -> Places:
         """Return the places of the tensor in another shape. Raises ShardingError if no factors have these sizes."""
         if 0 in shape:
             return Places(tuple(((n, 1),) for n in shape), self.offset)
-        rest: list[Factor] = []
-        for size, stride in (factor for factors in self.dims for factor in factors if factor[0] != 1):
-            if rest and rest[-1][1] == size * stride:  # one dim of the file
-                size *= rest.pop()[0]
-            rest.append((size, stride))
+        rest = _merged(self.factors)
         dims: list[tuple[Factor, ...]] = []
         for n in reversed(shape):
             dim: list[Factor] = []
@@ -106,42 +120,69 @@ class Places:
         return Places(dims, offset)
 
     def regions(self, box: Box) -> Iterator[FileRegion]:
-        """Split a box of the tensor into regions, most often one, that are boxes of the factors."""
-        if 0 in box_shape(box):
-            return
-        factors = [factor for of_dim in self.dims for factor in of_dim]
-        # A stride of 0, of an expanded tensor, is outside the others, where it makes no run shorter.
-        order = tuple(sorted(range(len(factors)), key=lambda i: (factors[i][1] > 0, -factors[i][1], -factors[i][0])))
-        ranges = [list(split([n for n, _ in of_dim], s.start, s.stop))
-                  for of_dim, s in zip(self.dims, box, strict=True)]  # fmt: skip
-        for of_dims in itertools.product(*ranges):
-            inner = [ends for r in of_dims for ends in r.ends]
-            yield FileRegion(
-                box=tuple(slice(r.start - s.start, r.stop - s.start) for r, s in zip(of_dims, box, strict=True)),
-                split_shape=tuple(b - a for a, b in inner),
-                order=order,
-                offset=self.offset + sum(a * stride for (a, _), (_, stride) in zip(inner, factors, strict=True)),
-                strides=tuple(factors[i][1] for i in order),
-            )
+        """Split a box of the tensor into regions, most often one."""
+        return itertools.starmap(FileRegion, self.boxes(box))
+
+
+def _merged(factors: Iterable[Factor]) -> list[Factor]:
+    """Return the factors without those of size 1, neighbours that are contiguous in the file as one."""
+    out: list[Factor] = []
+    for size, stride in factors:
+        if size == 1:
+            continue
+        if out and out[-1][1] == size * stride:
+            size *= out.pop()[0]
+        out.append((size, stride))
+    return out
 
 
 @dataclass(frozen=True)
-class FileRegion:
-    """A part of a box of a leaf, and its position in the tensor in the file, counted in elements.
+class FilePart:
+    """A box of a leaf, and the places of its elements in the tensor `name` in a file, which has `shape`.
 
-    `box`: slices of the leaf's box. `split_shape`: its shape with one dim for each name. `order`: these dims in the
-    order of the file. `offset`: the first element in the file. `strides`: those in the file, in that order.
+    A leaf is one part, its full box, or several: the experts of a layer, each a tensor in the file.
     """
 
     box: Box
-    split_shape: tuple[int, ...]
-    order: tuple[int, ...]
-    offset: int
-    strides: tuple[int, ...]
+    name: str
+    shape: tuple[int, ...]
+    places: Places
+
+    def places_in(self, entry: HeaderEntry) -> Places:
+        """Return the places in this tensor, which may not be row-major."""
+        return self.places if entry.strides is None else self.places.restride(self.shape, entry.strides)
+
+
+def count_elements(parts: Iterable[FilePart]) -> int:
+    """Return the number of elements of all parts."""
+    return sum(math.prod(box_shape(part.box)) for part in parts)
+
+
+def check_division(parts: Sequence[FilePart]) -> None:
+    """Raise ShardingError unless the parts that patterns give divide a tensor in one way.
+
+    Different parts are then disjoint: the dims that `at=` selects from are those between the runs of a part.
+    """
+    divisions = {tuple(part.places.runs): part for part in parts}
+    if len(divisions) > 1:
+        shown = [f"{list(box_shape(part.box))} of {list(part.shape)}" for part in divisions.values()]
+        raise fail("is divided in different ways", *shown, fix="name the same dims, of the same sizes, in at=")
+
+
+class FileRegion:
+    """A box of a leaf's box, and its places in the tensor in the file, which are a box of the factors."""
+
+    def __init__(self, box: Box, places: Places) -> None:
+        self._box, self._offset = box, places.offset
+        factors = places.factors
+        # A stride of 0, of an expanded tensor, is outside the others, where it makes no run shorter.
+        order = sorted(range(len(factors)), key=lambda i: (factors[i][1] > 0, -factors[i][1], -factors[i][0]))
+        self._shape, self._order = tuple(n for n, _ in factors), order
+        self._sizes, self._strides = [factors[i][0] for i in order], [factors[i][1] for i in order]
 
     def view_of(self, x: Tensor) -> Tensor:
         """Return the region as a view of `x`, the tensor of the box, with its dims in the order of the file."""
-        return x[self.box].view(self.split_shape).permute(self.order)
+        return x[self._box].view(self._shape).permute(self._order)
 
     def chunks(self, max_elements: int) -> Iterator[tuple[Box, list[int], int]]:
         """Split the region into chunks of at most `max_elements`, in the order of the file.
@@ -149,68 +190,47 @@ class FileRegion:
         Each is a box of `view_of(x)`, the offsets in the file of its contiguous runs, and the length of each run. The
         runs of a chunk, one after the other, are its elements in order.
         """
-        sizes = [self.split_shape[i] for i in self.order]
-        max_elements = min(max_elements, _MAX_RUNS * self._runs(sizes)[0])
-        dim, inner = len(sizes), 1
-        while dim and inner * sizes[dim - 1] <= max_elements:
-            dim -= 1
-            inner *= sizes[dim]
-        outer, rest = sizes[: max(0, dim - 1)], tuple(slice(0, n) for n in sizes[dim:])
-        rows = max(1, max_elements // inner)
-        ranges = [(slice(i, min(i + rows, sizes[dim - 1])),) for i in range(0, sizes[dim - 1], rows)] if dim else [()]
-        for index in itertools.product(*(range(n) for n in outer)):
-            for of_dim in ranges:
-                box = (*(slice(i, i + 1) for i in index), *of_dim, *rest)
-                run, dims = self._runs(box_shape(box))
-                first = self.offset + sum(s.start * stride for s, stride in zip(box, self.strides, strict=True))
-                offsets = np.array([first])
-                for n, stride in dims:
-                    offsets = np.add.outer(offsets, np.arange(n) * stride)
-                yield box, offsets.ravel().tolist(), run
+        most = min(max_elements, _MAX_RUNS * self._runs(self._sizes)[0])
 
-    def _runs(self, sizes: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
+        def boxes(box: Box) -> Iterator[Box]:
+            """Split a box along the slowest dim that it has more than one index of, until it is small enough."""
+            sizes = box_shape(box)
+            dim = next((d for d, n in enumerate(sizes) if n > 1), None)
+            if dim is None or math.prod(sizes) <= most:
+                yield box
+                return
+            rows = max(1, most // math.prod(sizes[dim + 1 :]))
+            for i in range(0, sizes[dim], rows):
+                part = (*box[:dim], slice(i, min(i + rows, sizes[dim])), *box[dim + 1 :])
+                yield from boxes(part) if rows == 1 else (part,)
+
+        for box in boxes(tuple(slice(0, n) for n in self._sizes)):
+            run, dims = self._runs(box_shape(box))
+            offsets = np.array([self._offset + sum(s.start * n for s, n in zip(box, self._strides, strict=True))])
+            for n, stride in dims:
+                offsets = np.add.outer(offsets, np.arange(n) * stride)
+            yield box, offsets.ravel().tolist(), run
+
+    def _runs(self, sizes: Sequence[int]) -> tuple[int, list[Factor]]:
         """Return the length of the contiguous runs in a box of these sizes, and (size, stride) of the dims of runs."""
-        run = 1
-        dims: list[tuple[int, int]] = []
-        for n, stride in zip(reversed(sizes), reversed(self.strides), strict=True):
-            if stride == run and not dims:
-                run *= n
-            elif n > 1:
-                dims.insert(0, (n, stride))
-        return run, dims
+        dims = _merged(zip(sizes, self._strides, strict=True))
+        return (dims.pop()[0] if dims and dims[-1][1] == 1 else 1), dims
 
 
-# --- a range of a dim that has several names ------------------------------------------------------------------
+def split(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, tuple[tuple[int, int], ...]]]:
+    """Split a range of a dim that has these factors into as few boxes of them as possible.
 
-
-@dataclass(frozen=True)
-class Range:
-    """A range of a dim of the leaf that is a box of the names in it: `ends` has (start, stop) for each name."""
-
-    start: int
-    stop: int
-    ends: tuple[tuple[int, int], ...]
-
-
-def split(sizes: Sequence[int], start: int, stop: int) -> Iterator[Range]:
-    """Split a range into as few boxes as possible: of (3 4), range(2, 11) is the end of a row, a row, and a start."""
+    Yield (start, stop, (start, stop) of each factor). Of (3 4), range(2, 11) is the end of a row, a row, and a start.
+    """
     if len(sizes) <= 1:
-        yield Range(start, stop, ((start, stop),) * len(sizes))
+        yield start, stop, ((start, stop),) * len(sizes)
         return
     row = math.prod(sizes[1:])
-    first, last = -(-start // row), stop // row  # the whole rows
-    if first > last:  # within one row
-        yield from _split_row(sizes, last, start, stop)
-        return
-    if start < first * row:
-        yield from _split_row(sizes, first - 1, start, first * row)
-    if first < last:
-        yield Range(first * row, last * row, ((first, last), *((0, n) for n in sizes[1:])))
-    if last * row < stop:
-        yield from _split_row(sizes, last, last * row, stop)
-
-
-def _split_row(sizes: Sequence[int], i: int, start: int, stop: int) -> Iterator[Range]:
-    base = i * math.prod(sizes[1:])
-    for r in split(sizes[1:], start - base, stop - base):
-        yield Range(r.start + base, r.stop + base, ((i, i + 1), *r.ends))
+    full = (min(max(n, start), stop) for n in (-(-start // row) * row, stop // row * row))  # of the full rows
+    for a, b in itertools.pairwise(sorted({start, *full, stop})):
+        first = a // row
+        if not a % row and not b % row:
+            yield a, b, ((first, b // row), *((0, n) for n in sizes[1:]))
+            continue
+        for inner, end, ends in split(sizes[1:], a - first * row, b - first * row):
+            yield inner + first * row, end + first * row, ((first, first + 1), *ends)

@@ -18,8 +18,7 @@ from torch import Tensor
 from fshard.errors import fail
 from fshard.spec import box_shape, full_box
 
-from .places import Places, split
-from .weights import FilePart
+from .places import FilePart, Places, split
 
 Parts = tuple[FilePart, ...]
 
@@ -95,12 +94,7 @@ def _chunk(results: Results, x: Traced, _: Any = None, dim: int = 0) -> list[Par
 
 
 def _unbind(results: Results, x: Traced, dim: int = 0) -> list[Parts]:
-    dim %= x.ndim
-    row = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
-    return [
-        tuple(new for part in _narrow(x.parts, dim, i, i + 1) for new in _reshape_part(part, row, tuple(y.shape)))
-        for i, y in enumerate(results)
-    ]
+    return [y.squeeze(dim).parts for y in x.split(1, dim)]  # type: ignore[no-untyped-call]
 
 
 def _cat(results: Results, tensors: Sequence[Traced], dim: int = 0) -> list[Parts]:
@@ -115,11 +109,7 @@ def _cat(results: Results, tensors: Sequence[Traced], dim: int = 0) -> list[Part
 
 def _stack(results: Results, tensors: Sequence[Traced], dim: int = 0) -> list[Parts]:
     dim %= results[0].ndim
-    return [tuple(
-        FilePart((*p.box[:dim], slice(i, i + 1), *p.box[dim:]), p.name, p.shape,
-                 Places((*p.places.dims[:dim], (), *p.places.dims[dim:]), p.places.offset))
-        for i, x in enumerate(tensors) for p in x.parts
-    )]  # fmt: skip
+    return _cat(results, [x.unsqueeze(dim) for x in tensors], dim)  # type: ignore[misc]
 
 
 _RULES: dict[str, Callable[..., list[Parts]]] = {
@@ -172,9 +162,9 @@ def _reshape_part(part: FilePart, before: tuple[int, ...], after: tuple[int, ...
                 yield from _reshape_part(replace(row, box=_moved(row, dim, i)), before, after)
         return
     flat = part.places.reshape([*kept[:head], last + 1 - start, *kept[old.stop :]])
-    for r in split(after[new], start, last + 1):
-        pieces = list(flat.narrow(head, r.start - start, r.stop - start))
+    for a, b, ends in split(after[new], start, last + 1):
+        pieces = list(flat.narrow(head, a - start, b - start))
         if len(pieces) > 1:
             raise fail(f"a part of a tensor cannot be reshaped from {list(before)} to {list(after)}")
-        box = (*part.box[:head], *(slice(a, b) for a, b in r.ends), *part.box[old.stop :])
+        box = (*part.box[:head], *(slice(*end) for end in ends), *part.box[old.stop :])
         yield replace(part, box=box, places=pieces[0][2].reshape(box_shape(box)))

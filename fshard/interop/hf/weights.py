@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -20,8 +21,8 @@ from fshard.init import Deferred
 from fshard.spec import Box, box_shape, describe, format_tensor, full_box, overlap, relative_box
 
 from .folder import WeightHeaders, explain_names, unsupported_dtype
-from .pattern import Pattern, identity, missing_parts
-from .places import Places
+from .pattern import Pattern, identity
+from .places import FilePart, Places, check_division, count_elements
 
 CHUNK_BYTES = 8 << 20  # in memory beside the part itself, while it is read or written
 
@@ -42,44 +43,27 @@ class FileTensor:
         """Return the pattern for a leaf with `ndim` dims."""
         return identity(ndim) if self.dims is None else Pattern(self.dims, self.at)
 
-    def parts(self, shape: Sequence[int]) -> list[tuple[FilePart, Pattern]]:
+    def parts(self, shape: Sequence[int]) -> list[FilePart]:
         """Return the places of a leaf of `shape`, which is all of the tensor in the file or a part of it: one part."""
         pattern = self.pattern(len(shape))
-        return [(FilePart(full_box(shape), self.name, pattern.file_shape(shape), pattern.places(shape)), pattern)]
+        return [FilePart(full_box(shape), self.name, pattern.file_shape(shape), pattern.places(shape))]
 
 
 @dataclass(frozen=True)
 class FileTensors(FileTensor):
     """Tensors in a file, one for each index of dim 0 of a leaf: a `*` in `name` is the index, `dims` are of the others.
 
-    >>> [part.name for part, _ in FileTensors("experts.*.w1.weight", "f d -> d f").parts((2, 16, 64))]
+    >>> [part.name for part in FileTensors("experts.*.w1.weight", "f d -> d f").parts((2, 16, 64))]
     ['experts.0.w1.weight', 'experts.1.w1.weight']
     """
 
-    def parts(self, shape: Sequence[int]) -> list[tuple[FilePart, Pattern]]:
+    def parts(self, shape: Sequence[int]) -> list[FilePart]:
         """Return the places of a leaf of `shape`: a part for each index of dim 0."""
         n, *rest = shape
-        ((one, pattern),) = super().parts(rest)
+        (one,) = super().parts(rest)
         places = Places(((), *one.places.dims), one.places.offset)
-        return [(FilePart((slice(i, i + 1), *one.box), self.name.replace("*", str(i)), one.shape, places), pattern)
+        return [FilePart((slice(i, i + 1), *one.box), self.name.replace("*", str(i)), one.shape, places)
                 for i in range(n)]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class FilePart:
-    """A box of a leaf, and the places of its elements in a tensor in a file, which has `shape`.
-
-    A leaf is one part, the whole of it, or several: the experts of a layer, each a tensor in the file.
-    """
-
-    box: Box
-    name: str
-    shape: tuple[int, ...]
-    places: Places
-
-    def places_in(self, entry: HeaderEntry) -> Places:
-        """Return the places in this tensor, which may not be row-major."""
-        return self.places if entry.strides is None else self.places.restride(self.shape, entry.strides)
 
 
 class FromFile:
@@ -197,7 +181,7 @@ def tensors(path: StrPath) -> dict[str, Deferred]:
     raise_all(headers.errors + [unsupported_dtype(entry) for entry in entries if entry.dtype is None])
     return {entry.name: Deferred(entry.shape, entry.dtype, FromFile([(entry, part)]))
             for entry in entries if entry.dtype is not None
-            for part, _ in FileTensor(entry.name).parts(entry.shape)}  # fmt: skip
+            for part in FileTensor(entry.name).parts(entry.shape)}  # fmt: skip
 
 
 @checked
@@ -235,13 +219,12 @@ def read(
         paths_of.setdefault(id(leaf), []).append((path, file_tensor("read", path, theirs(path))))
 
     def names_in_file(name: str) -> list[str]:
-        names = dict.fromkeys([name, name.removeprefix(prefix), prefix + name])
-        return [n for n in names if n in headers.tensors]
+        return [n for n in names_with(prefix, name) if n in headers.tensors]
 
     out: dict[int, Deferred] = {}
     lacking: list[str] = []
     used: set[str] = set()
-    patterns: dict[str, list[Pattern]] = {}
+    parts_of: dict[str, list[FilePart]] = {}
     for first, leaf in leaves:
         if id(leaf) in out:
             continue
@@ -266,35 +249,34 @@ def read(
                         raise fail(f"{headers.path}: {alternatives[0][1].name!r} is missing",
                                    f"for {tree.show('params', first)}, {describe(leaf)}")  # fmt: skip
                     continue
-                name, label, part, pattern = options[0]
+                name, label, part, dims = options[0]
                 tied = [n for other, of in (copies or {}).items() if of == part.name for n in names_in_file(other)]
                 used |= set(tied)
                 entry = headers.tensors[name]
                 copy = headers.tensors[tied[0]] if tied else entry
-                _check_entry(headers.path, entry, leaf, label, part, pattern, copy)
+                _check_entry(headers.path, entry, leaf, label, part, dims, copy)
                 stored.append((entry, part))
                 copied.append((copy, part))
-                patterns.setdefault(name, []).append(pattern)
+                parts_of.setdefault(name, []).append(part)
             except ShardingError as e:
                 errors.append(e)
         dtypes = [entry.dtype for entry, _ in stored if entry.dtype is not None]
         if dtypes:
             dtype = functools.reduce(torch.promote_types, dtypes)
             out[id(leaf)] = Deferred(leaf.shape, dtype, FromFile(stored, [FromFile(copied)] * (copied != stored)))
-    for name, of_tensor in patterns.items():
+    for name, parts in parts_of.items():
         try:
-            missing = missing_parts(of_tensor)
+            check_division(parts)
         except ShardingError as e:
             errors.append(ShardingError(f"{headers.path}: {name!r} {e}"))
             continue
-        if missing:
-            errors.append(fail(f"{headers.path}: no leaf is the rest of {name!r}", f"unused: {', '.join(missing)}"))
+        if error := rest_error(headers.path, name, parts):
+            errors.append(error)
     in_use = {id(headers.tensors[name]) for name in used}  # an alias of a tensor has the same entry
-    extra = {name: entry for name, entry in headers.tensors.items()
-             if id(entry) not in in_use and not name.endswith(tuple(ignored))}  # fmt: skip
-    errors += [fail(f"{headers.path}: {name!r} is not part of this model",
-                    f"{entry.dtype_name.lower()}{list(entry.shape)}") for name, entry in extra.items()]  # fmt: skip
-    if advice := explain_names(headers, "read", lacking, list(extra), prefix):
+    extra = [name for name, entry in headers.tensors.items()
+             if id(entry) not in in_use and not name.endswith(tuple(ignored))]  # fmt: skip
+    errors += [unused(headers, name) for name in extra]
+    if advice := explain_names(headers, "read", lacking, extra, prefix):
         errors.append(advice)
     raise_all(errors)
     return tree.unflatten(tree.structure(described), [out[id(leaf)] for _, leaf in leaves])
@@ -307,37 +289,57 @@ def file_tensor(verb: str, path: tree.Path, found: Any) -> FileTensor:
     return found
 
 
+def unused(headers: WeightHeaders, name: str, why: str = "is not part of this model", fix: str = "") -> ShardingError:
+    """Return the error for a tensor in the files that no leaf uses."""
+    entry = headers.tensors[name]
+    return fail(f"{headers.path}: {name!r} {why}", f"{entry.dtype_name.lower()}{list(entry.shape)}", fix=fix)
+
+
+def names_with(prefix: str, name: str) -> list[str]:
+    """Return a name unchanged, without a prefix, and with it."""
+    return list(dict.fromkeys([name, name.removeprefix(prefix), prefix + name]))
+
+
 def with_dot(prefix: str) -> str:
     """Return a prefix of names with a dot at its end; `""` unchanged."""
     return prefix and prefix.rstrip(".") + "."
 
 
-def _parts(path: tree.Path, tensor: FileTensor, leaf: Deferred) -> list[tuple[str, FilePart, Pattern]]:
+def rest_error(path: AnyPath, name: str, parts: Sequence[FilePart]) -> ShardingError | None:
+    """Return the error for a tensor in a file, at `path`, of which leaves use these parts and no others."""
+    different = list({(part.places.offset, *part.places.runs): part for part in parts}.values())
+    used, total = count_elements(different), math.prod(parts[0].shape)
+    if used == total:
+        return None
+    return fail(f"{path}: no leaf is the rest of {name!r}", f"{used} of its {total} elements are used")
+
+
+def _parts(path: tree.Path, tensor: FileTensor, leaf: Deferred) -> list[tuple[str, FilePart, str | None]]:
     label = tree.show("params", path)
     try:
-        return [(label, *part) for part in tensor.parts(leaf.shape)]
+        return [(label, part, tensor.dims) for part in tensor.parts(leaf.shape)]
     except ShardingError as e:
         raise ShardingError(f"{label}: {e}") from e
 
 
+def check_dtype(folder: AnyPath, entry: HeaderEntry, dtype: torch.dtype, shape: Sequence[int], label: str) -> None:
+    """Raise ShardingError unless a tensor in a file can be read as a `dtype`: both are floating, or neither."""
+    if entry.dtype is None:
+        raise unsupported_dtype(entry)
+    if entry.dtype.is_floating_point != dtype.is_floating_point:
+        raise fail(f"{folder}: {entry.name!r} has a dtype of another kind, for {label}",
+                   got=format_tensor(entry.dtype, entry.shape), expected=format_tensor(dtype, shape))  # fmt: skip
+
+
 def _check_entry(
-    folder: AnyPath, entry: HeaderEntry, leaf: Deferred, label: str, part: FilePart, pattern: Pattern, copy: HeaderEntry
+    folder: AnyPath, entry: HeaderEntry, leaf: Deferred, label: str, part: FilePart, dims: str | None, copy: HeaderEntry
 ) -> None:
     """Raise ShardingError unless a tensor in the file, and its copy, have the shape and dtype of a part of a leaf."""
     if entry.shape != part.shape:
-        note = (
-            []
-            if pattern.text == identity(len(part.shape)).text
-            else [f"{pattern.text}, the leaf is {list(leaf.shape)}"]
-        )
+        note = [] if dims is None else [f"{dims}, the leaf is {list(leaf.shape)}"]
         raise fail(f"{folder}: {entry.name!r} has another shape, for {label}", *note,
                    got=list(entry.shape), expected=list(part.shape))  # fmt: skip
-    if entry.dtype is None:
-        raise unsupported_dtype(entry)
-    if entry.dtype.is_floating_point != leaf.dtype.is_floating_point:
-        raise fail(f"{folder}: {entry.name!r} has a dtype of another kind, for {label}",
-                   got=format_tensor(entry.dtype, entry.shape),
-                   expected=format_tensor(leaf.dtype, part.shape))  # fmt: skip
+    check_dtype(folder, entry, leaf.dtype, part.shape, label)
     if (copy.shape, copy.dtype_name) != (entry.shape, entry.dtype_name):
         raise fail(f"{folder}: {copy.name!r} is tied to {entry.name!r} by the config, and is another tensor",
                    got=f"{copy.dtype_name}{list(copy.shape)}",

@@ -71,7 +71,8 @@ def load(
     modules = list(dict.fromkeys(leaf.module for _, leaf in leaves.values()))
     names = [name.removeprefix(prefix) for name in modules]
     kind = getattr(getattr(getattr(of, "module", None), "config", None), "model_type", None)
-    kind = kind or str(getattr(of, "__module__", "")).rpartition(".")[2]  # of `t5.theirs`
+    kind = kind or getattr(of, "model_type", None)  # of `t5.theirs`
+    kind = kind or str(getattr(of, "__module__", "")).rpartition(".")[2]
     contents = config_of(path, CONFIG)
     fields = config_fields(path / CONFIG, contents, names, model_type=kind, prefix=prefix)
     if not isinstance(fields["targets"], str):  # a list may have names that this model lacks, if it has some

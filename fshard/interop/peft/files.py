@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,11 +9,12 @@ from fshard._core.files.io import StrPath
 from fshard._core.files.url import AnyPath, as_path
 from fshard.errors import fail
 from fshard.interop.hf import PICKLES
-from fshard.interop.hf.carried import carried_files
+from fshard.interop.hf.carried import carried_files, encode_json
 from fshard.interop.hf.export import write_files
+from fshard.interop.hf.folder import ADAPTER, ADAPTER_CONFIG
 from fshard.interop.hf.layout import OutputTensor
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_CONFIG, ADAPTER
 
 
 def check_folder(folder: StrPath) -> AnyPath:
@@ -47,11 +47,7 @@ def write_folder(
 
     def as_bytes() -> tuple[list[OutputTensor], bytes]:
         out, config = contents()
-        try:
-            return out, json.dumps(config, indent=2, sort_keys=True).encode()
-        except (TypeError, ValueError) as e:
-            raise fail(f"write: {CONFIG} is not JSON", str(e),
-                       fix="numbers, strings, booleans, None, lists and dicts") from e  # fmt: skip
+        return out, encode_json(CONFIG, config).rstrip()  # as peft writes it
 
     write_files(folder, leaves, as_bytes, lambda: carried_files({}, like), names=(CONFIG, WEIGHTS))
 

@@ -96,7 +96,7 @@ def save_module(
     chosen = [((key, name), copy.copy(found[name])) for key, name in names.items() if name in found]
 
     def contents() -> tuple[list[OutputTensor], Mapping[str, Any]]:
-        raise_all([fail(f"write: {name!r} is missing", fix="write the whole tree: {'params': ..., 'buffers': ...}")
+        raise_all([fail(f"write: {name!r} is missing", fix="write the full tree: {'params': ..., 'buffers': ...}")
                    for name in names.values() if name not in found])  # fmt: skip
         return output_tensors(chosen, lambda p: FileTensor(p[0]), ""), _contents(model, adapter)
 

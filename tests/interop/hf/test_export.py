@@ -235,15 +235,15 @@ write: tree['number']: cannot write a int
 write: tree['p.x']: 'p.x' begins with the prefix 'p.' already
   fix: leave prefix= out
 write: 'p.cut' lacks a part
-  tree['bf'] leave out two=1
-  fix: give a leaf for each part
+  tree['bf'] give 3 of its 6 elements
+  fix: give one leaf for each part
 write: 'p.mixed' has parts of different shapes or dtypes
   tree['f16']  f16[6]
   tree['f32']  f32[6]
   fix: they are parts of one tensor in the file
 write: 'p.gate' lacks a part
-  tree['half'] leave out two=0
-  fix: give a leaf for each part
+  tree['half'] give 3 of its 6 elements
+  fix: give one leaf for each part
 write: 'p.twin' would be written twice
   tree['twin1'] and tree['twin2']
   fix: give each leaf a name of its own"""

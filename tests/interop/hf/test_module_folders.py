@@ -473,14 +473,14 @@ def test_buffers_are_read_and_never_forgotten(tmp_path: Path) -> None:
     text = error_text(fs.hf.weights, tmp_path, tree["params"], of=apply)
     assert (
         f"{tmp_path}: 'norm.running_var' is in the module's buffers, and not in this tree\n  f32[6]\n"
-        "  fix: read the whole tree: {'params': ..., 'buffers': ...}"
+        "  fix: read the full tree: {'params': ..., 'buffers': ...}"
     ) in text
     fs.hf.save(tmp_path / "again", {"model_type": "norms"}, full, of=apply)
     assert_same(load_file(tmp_path / "again" / "model.safetensors"), dict(theirs.state_dict()))
     text = error_text(fs.hf.save, tmp_path / "again", {}, full["params"], of=apply)
     assert text == (
         "write: buffers['norm.running_mean'] is missing\n"
-        "  fix: write the whole tree: {'params': ..., 'buffers': ...}\n"
+        "  fix: write the full tree: {'params': ..., 'buffers': ...}\n"
         "  the same for buffers['norm.running_var'], buffers['norm.num_batches_tracked']"
     )
     assert_same(load_file(tmp_path / "again" / "model.safetensors"), dict(theirs.state_dict()))

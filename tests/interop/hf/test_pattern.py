@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fshard.interop.hf.pattern import Pattern, identity, missing_parts
+from fshard.interop.hf.pattern import Pattern, identity
 from fshard.spec import Box, box_shape, full_box
 from tests.lib.assertions import error_text
 
@@ -144,10 +144,10 @@ WRONG = {
     "a -> (a": "a parenthesis is not closed\n  a -> (a\n         ^",
     "a) -> a": "no parenthesis is open here\n  a) -> a\n   ^",
     "a (b (c)) -> a b c": "parentheses do not nest\n  a (b (c)) -> a b c\n       ^",
-    "a a -> a": "'a' stands twice on one side\n  a a -> a\n    ^",
-    "(a a) -> a": "'a' stands twice on one side\n  (a a) -> a\n     ^",
+    "a a -> a": "'a' appears twice on one side\n  a a -> a\n    ^",
+    "(a a) -> a": "'a' appears twice on one side\n  (a a) -> a\n     ^",
     "a -> b": "'b' is not on the left\n  a -> b\n       ^",
-    "a -> 1 a": "a 1 may stand on the left only\n  a -> 1 a\n       ^",
+    "a -> 1 a": "a 1 may be on the left only\n  a -> 1 a\n       ^",
     "a * -> a": "neither a name, a parenthesis nor '->'\n  a * -> a\n    ^",
     "a=2x -> a": "neither a name, a parenthesis nor '->'\n  a=2x -> a\n   ^",
     "a=2 -> a=3": "'a' has two sizes, 2 and 3\n  a=2 -> a=3\n         ^",
@@ -189,16 +189,3 @@ def test_error_names_the_size_or_index_that_is_missing(text: str, at: dict[str, 
 )  # fmt: skip
 def test_error_of_unfitting_shape_shows_the_arithmetic(text: str, shape: tuple[int, ...], message: str) -> None:
     assert error_text(Pattern(text).file_shape, shape) == "Pattern: " + message.replace("{}", text)
-
-
-def test_missing_parts_of_a_divided_tensor() -> None:
-    gate = Pattern("(two=2 f) d -> d f", {"two": 0})
-    up = Pattern("(two=2 f) d -> d f", {"two": 1})
-    assert missing_parts([gate, up]) == missing_parts([identity(2)]) == []
-    assert missing_parts([up]) == ["two=0"]
-    nine = [Pattern("a=3 b=3 d -> d", {"a": i, "b": j}) for i in range(3) for j in range(3) if i != j]
-    assert missing_parts(nine) == ["a=0 b=0", "a=1 b=1", "a=2 b=2"]
-    fix = "fix: name the same dims, of the same sizes, in at="
-    assert (
-        error_text(missing_parts, [gate, identity(2)]) == f"is divided in different ways\n  two=2\n  all of it\n  {fix}"
-    )

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from fshard.interop.hf import export
 from fshard.interop.hf.conversion import Converted
-from fshard.interop.hf.module import _rests
-from fshard.interop.hf.places import Places
+from fshard.interop.hf.module import _partly_read
+from fshard.interop.hf.places import FilePart, Places
 from fshard.interop.hf.traced import Traced, trace
-from fshard.interop.hf.weights import FilePart
 from fshard.spec import full_box
 from tests.lib.assertions import error_text
 
@@ -125,8 +124,8 @@ def test_parts_that_do_not_fill_a_tensor_once_are_not_written(tmp_path: Path) ->
         export.write(tmp_path / "folder", {"x": torch.zeros(8, 6)}, lambda _: parts, config={})
 
     write(halves[0])
-    text = "write: 'w' would be written twice\n  tree['x'] give 48 of its 24 elements\n  fix: pass the whole tree"
-    assert error_text(write, *halves) == text
+    text = "write: 'w' would be written twice\n  tree['x'] give 48 of its 24 elements\n  fix: give one "
+    assert error_text(write, *halves) == text + "leaf for each part"
     row = trace("w", A, torch.float32).unbind(0)[1].unsqueeze(0).parts
     assert "write: 'w' lacks a part\n  tree['x'] give 6 of its 24 elements" in error_text(write, *row)
 
@@ -135,6 +134,6 @@ def test_tensor_of_which_the_leaves_are_a_part_is_an_error() -> None:
     q, k, v = trace("qkv", (6, 2), torch.float32).chunk(3)
     stored = Converted({"q": q, "k": k, "v": v})
     headers: Any = SimpleNamespace(path="folder", tensors={"qkv": SimpleNamespace(shape=(6, 2))})
-    assert _rests(headers, stored, {"q", "k", "v"}, set()) == []
-    (error,) = _rests(headers, stored, {"q", "k"}, set())
+    assert _partly_read(headers, stored, {"q", "k", "v"}, set()) == []
+    (error,) = _partly_read(headers, stored, {"q", "k"}, set())
     assert str(error) == "folder: no leaf is the rest of 'qkv'\n  8 of its 12 elements are used"

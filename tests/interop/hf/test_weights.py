@@ -235,10 +235,19 @@ params['list'][0]: is a int
 {f}: 'm.scale' has a dtype of another kind, for params['scale']
   got  i64[]    expected  f32[]
 {f}: no leaf is the rest of 'm.gate_up.weight'
-  unused: two=1
+  140 of its 280 elements are used
 {f}: 'more.weight' is not part of this model
   f16[2, 3]"""
     )
+
+
+def test_tensor_that_two_leaves_divide_in_different_ways_is_refused(tmp_path: Path) -> None:
+    by_path = {"half": FileTensor("x", "(two=2 f) -> f", {"two": 0}),
+               "odd": FileTensor("x", "(f two=2) -> f", {"two": 0})}  # fmt: skip
+    save_file({"x": torch.ones(8)}, tmp_path / "model.safetensors")
+    text = error_text(read, tmp_path, {n: fs.init.ones(4) for n in by_path}, lambda path: by_path[path[0]])
+    assert text == (f"{tmp_path}: 'x' is divided in different ways\n  [4] of [8]\n  [4] of [8]\n"
+                    "  fix: name the same dims, of the same sizes, in at=")  # fmt: skip
 
 
 def test_error_of_unfitting_pattern_names_the_leaf(single: Path) -> None:
