@@ -30,8 +30,8 @@ StepOf = Callable[..., Any]  # (**layout) -> (f, args)
 class PlanRow:
     """A layout, and the numbers of its plan for the device with the most.
 
-    `plan` is None after an error, which `error` is, and for a layout that a search has not planned as a whole, of which
-    `note` says why. `peak` is in bytes, of which the transfers of a step send `sent`; `seconds` are those of a step,
+    `plan` is None after an error, which `error` is, and for a layout that a search has not planned with all blocks:
+    `note` says why. `peak` is in bytes; the transfers of a step send `sent` bytes; a step takes `seconds`,
     in which all devices together compute `tokens`. Numbers that are not known are None; `warnings` are the plan's.
 
     >>> step_of = lambda data: (step.on(make_mesh(kind="abstract", data=data)), args)
@@ -242,7 +242,7 @@ class Task:
         return None if self.device is None else int(self.device.memory * (1 - self.headroom))
 
     def row(self, layout: Layout, made: tuple[ShardMapped, tuple[Any, ...]] | None = None) -> PlanRow:
-        """Plan one layout, of which the step may be `made` already; after an error a row with it."""
+        """Plan one layout, whose step may be `made` already; return a row, with the error if there is one."""
         try:
             return self.row_of(layout, self.plans(*(made or self.step(layout))))
         except Exception as e:  # of any kind: functions of the user run
@@ -266,7 +266,7 @@ class Task:
         made = self.step_of(**layout, **more)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], ShardMapped)
                 and isinstance(made[1], (tuple, list))):  # fmt: skip
-            raise must_be(f"{self.name}: the result of step_of", "a pair (f, args), of which fs.shard_map made f", made,
+            raise must_be(f"{self.name}: the result of step_of", "a pair (f, args), where fs.shard_map made f", made,
                           fix="return step, (state, batch)")  # fmt: skip
         return made[0], tuple(made[1])
 
@@ -316,7 +316,7 @@ def _remark(row: PlanRow) -> str:
 
 @contextlib.contextmanager
 def progress_bar(shown: bool) -> Iterator[Callable[[PlanRow, int], None]]:
-    """Yield a function that notes that one more row, of so many, is done: a bar on a terminal, lines elsewhere."""
+    """Yield a function to call after each row, with the number of all: a bar on a terminal, lines elsewhere."""
     done = 0
     bar: Progress | None = None
     if shown and sys.stderr.isatty():

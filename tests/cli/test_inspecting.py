@@ -505,7 +505,7 @@ def test_invalid_rules_are_refused(capsys):
     """)
     assert error(capsys, "tiny", "--specs", "auto", "**=P()") == text("""
         --specs auto: not a rule
-          fix: auto alone; GLOB=SPEC, such as '**.w=P(None, "model")'; or a .json file of them
+          fix: only auto; GLOB=SPEC, such as '**.w=P(None, "model")'; or a .json file of them
     """)
     assert error(capsys, "tiny", "--specs", "none.json") == "--specs none.json: there is no such file"
     assert error(capsys, "tiny", "--specs", "wpe=P(None, None, 'model')", "**=P()") == text("""

@@ -235,7 +235,7 @@ def refusal(*flags):
     ("--mesh stage=2", "--mesh stage=2: 'stage=2' is not data=N or model=N"),
     ("--mesh data", "--mesh data: 'data' is not data=N or model=N"),
     ("--mesh data=--1", "--mesh data=--1: 'data=--1' is not data=N or model=N"),
-    ("--mesh data=1,data=2", "--mesh data=1,data=2: 'data' stands twice"),
+    ("--mesh data=1,data=2", "--mesh data=1,data=2: 'data' appears twice"),
     ("--mesh data=3", "--mesh data=3: data=3 ranks have nothing to do with --batch 2: give at most data=2"),
     ("--mesh model=100000000",
      "--mesh model=100000000: model=100000000 ranks have nothing to do with --width 8: give at most model=8"),
