@@ -12,12 +12,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 MOST_EVENTS = 200_000  # of a file: some 30 MB, which Perfetto loads in seconds
 LEAST_EVENTS = 2_000  # of a rank: with more ranks than fit, the first ones are written
-
-Detail = Literal["operations", "lines", "phases"]
 
 
 class Slice(NamedTuple):

@@ -52,12 +52,12 @@ _WEIGHTS = re.compile(r"weight|bias|params|mat2$|batch2$|running_")
 
 
 def name_of(op: Any) -> str:
-    """Name of an operation without its namespace: `mm`."""
+    """Return the name of an operation without its namespace: `mm`."""
     return str(getattr(op, "overloadpacket", op).__name__)
 
 
 def full_name_of(op: Any) -> str:
-    """Name of an operation with its namespace: `aten.mm`."""
+    """Return the name of an operation with its namespace: `aten.mm`."""
     return f"{op.namespace}.{name_of(op)}"
 
 

@@ -89,7 +89,7 @@ class Roofline:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: `flops_at_peak` / `seconds`.
+        """Return the model FLOPs utilization: `flops_at_peak` / `seconds`.
 
         FLOPs are of matrix products, attention and convolutions, forward and backward, as the step runs them:
         causal attention counts in full. Those that a step recomputes do not count, nor the scores that the backward of

@@ -172,7 +172,7 @@ def _spec_errors(where: str, shape: tuple[int, ...], spec: P, sizes: Sizes) -> l
 
 @functools.lru_cache(maxsize=4096)
 def _bytes_per_device(shape: tuple[int, ...], spec: P, axes: tuple[tuple[str, int], ...], itemsize: int) -> Bytes:
-    """Bytes of a leaf on every device."""
+    """Return the bytes of a leaf on every device."""
     out: Bytes = itemsize
     for n, names in zip(shape, spec.parts(len(shape)), strict=True):
         ranks = math.prod(k for a, k in axes if a in names)
@@ -416,7 +416,7 @@ def _span(local: Bytes) -> str:
 
 
 def _cells(node: _Node) -> tuple[str, str, str, str, _Node]:
-    """Name, type, initializer and bytes of a row, and the node whose children are the rows below."""
+    """Return name, type, initializer and bytes of a row, and the node whose children are the rows below."""
     name, times, last = _chain(node)
     leaf = last.leaf or _Leaf("", has_bytes=True)
     nbytes = _span(last.one + last.host) if leaf.has_bytes and last.has_bytes else ""
@@ -426,7 +426,7 @@ def _cells(node: _Node) -> tuple[str, str, str, str, _Node]:
 
 
 def _top_nodes(root: _Node | None) -> Sequence[_Node]:
-    """Nodes without indentation: the root's children, or the root if it is a leaf or an only-child chain."""
+    """Return the nodes without indentation: the root's children, or the root if it is a leaf or an only-child chain."""
     if root is None:
         return ()
     _, _, last = _chain(root)

@@ -55,17 +55,17 @@ class PlanRow:
 
     @property
     def fits(self) -> bool | None:
-        """True if the peak is at most the device's memory less the headroom; None without a device or a peak."""
+        """Return whether the peak is at most the device's memory less the headroom; None without a device or a peak."""
         return None if self.peak is None or self.limit is None else self.peak <= self.limit
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second and device."""
+        """Return tokens per second and device."""
         return None if not self.seconds or self.tokens is None else self.tokens / self.seconds / self.devices
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sort key: those that fit, the fastest first; then those that do not, by their peak; then errors."""
+        """Return a sort key: rows that fit, the fastest first; then those that do not, by their peak; then errors."""
         group = 4 if self.error else 3 if self.peak is None else 2 if self.fits is False else 1
         speed = math.inf if self.seconds is None else self.seconds if self.rate is None else 1 / max(self.rate, 1e-30)
         return group, *((self.peak or 0, speed) if group == 2 else (speed, self.peak or 0)), bool(self.note)
@@ -121,7 +121,7 @@ class PlanTable:
 
     @property
     def same(self) -> dict[str, Any]:
-        """The settings that are the same in all rows."""
+        """Return the settings that are the same in all rows."""
         first = self.rows[0].layout if len(self.rows) > 1 else {}
         return {name: x for name, x in first.items()
                 if all(name in row.layout and _equal(row.layout[name], x) for row in self.rows)}  # fmt: skip
@@ -165,7 +165,7 @@ class PlanTable:
 
     @property
     def head(self) -> str:
-        """The line above the table."""
+        """Return the line above the table."""
         sizes = sorted({row.devices for row in self.rows if row.devices})
         on = "" if not sizes else f" on {sizes[0]:,}" if len(sizes) == 1 else f" on {sizes[0]:,} to {sizes[-1]:,}"
         name = " devices" if self.device is None else f" {self.device.name} of {size(self.device.memory)}"
@@ -238,7 +238,7 @@ class Task:
 
     @property
     def limit(self) -> int | None:
-        """The most bytes of a device that a step may use."""
+        """Return the most bytes of a device that a step may use."""
         return None if self.device is None else int(self.device.memory * (1 - self.headroom))
 
     def row(self, layout: Layout, made: tuple[ShardMapped, tuple[Any, ...]] | None = None) -> PlanRow:

@@ -67,7 +67,7 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """Time from the begin of the first rank to the end of the last one."""
+        """Return the time from the begin of the first rank to the end of the last one."""
         return max((t.end for t in self.timelines), default=0.0) - self._start
 
     @property

@@ -289,7 +289,7 @@ def ignore_signals(_: int) -> None:
 
 
 def config(args: Options, channels: int, classes: int) -> resnet.Config:
-    """The ResNet for small images: a stem of one 3x3 convolution, four stages that each halve height and width."""
+    """Return the ResNet for small images: a stem of one 3x3 convolution, then stages that halve height and width."""
     kind, depths = DEPTHS[args.depth]
     return resnet.Config(
         num_channels=channels, embedding_size=max(1, args.width // 2), stem="cifar", downsample_in_first_stage=True,

@@ -76,7 +76,7 @@ def draw(face: Face, codes: Iterable[int]) -> Array:
 
 
 def merge(codes: Array, images: Array, held_out: Array) -> Glyphs:
-    """Number the classes: characters that look the same in any face, A of Latin and of Greek, are one class.
+    """Give each class a number: characters that look the same in any face, A of Latin and of Greek, are one class.
 
     So no image has two classes. Characters without a visible pixel in some face are left out, and so is every test
     image that is equal to a training image: many symbols are not bold or slanted anywhere.

@@ -92,7 +92,7 @@ def corrupt(ids: Sequence[int], seed: Sequence[int]) -> tuple[list[int], list[in
 
 
 def longest_target(n: int) -> int:
-    """The length of the longest target of at most `n` tokens.
+    """Return the length of the longest target of at most `n` tokens.
 
     >>> longest_target(64), len(corrupt(list(range(20, 84)), [0])[1])
     (16, 16)

@@ -96,7 +96,7 @@ class Settings:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Axes of the mesh, for `fs.make_mesh(**settings.axes)`; a size of -1 is the rest of the world size.
+        """Return the axes of the mesh, for `fs.make_mesh(**settings.axes)`; a size of -1 is the rest of the world size.
 
         `data`; for the hybrid strategies `replica`, by default one for each machine, and `shard`; and `model`, if there
         is tensor parallelism.
@@ -123,7 +123,7 @@ class Settings:
 
     @property
     def strategy_options(self) -> dict[str, Any]:
-        """Options of the strategy, for `fs.strategy(settings.strategy, **settings.strategy_options)`.
+        """Return the options of the strategy, for `fs.strategy(settings.strategy, **settings.strategy_options)`.
 
         `prefetch` and `backward_prefetch` are numbers of units, of `scan` and `Apply.unshard`, or "post".
 
