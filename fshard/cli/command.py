@@ -15,7 +15,7 @@ _COMMANDS = (inspecting, estimating, planning, launching, merging)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0, that of the launched ranks, or 2 with the reason on stderr."""
+    """Run one command and return the exit status: 0, the launched ranks', or 2 with the reason on stderr."""
     options = _parser().parse_args(argv)
     try:
         result = options.run(options)

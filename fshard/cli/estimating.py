@@ -169,7 +169,7 @@ def _estimate(
     if shards > 1:
         two_units = strategy in ("FULL_SHARD", "HYBRID_SHARD")
         gathered = sum(sorted(units)[-2:] if two_units else units) * width
-    else:  # what trains is used as it is stored, or cast; what is frozen is stored in the dtype
+    else:  # what trains is used in its stored dtype, or cast; what is frozen is stored in the dtype
         gathered = sum(units if offload else of_trained) * width * (width != 4 or offload)
     working = max(of_trained, default=0) * (width + 4) if shards > 1 else 0
     stored = parameters + gradients + state

@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
     option("path", metavar="PATH", help=PATHS)
     option("--mesh", default="", metavar="AXES", help="axis sizes: data=8,model=4")
     option("--specs", nargs="+", default=["auto"], metavar="RULE",
-           help="auto (the model's own), or rules 'GLOB=P(...)' and .json files of them: the first match")  # fmt: skip
+           help="auto (the model's specs), or rules 'GLOB=P(...)' or .json files of them: the first match")  # fmt: skip
     option("--fully-shard", default="", metavar="AXIS", help="also split every leaf over this axis")
     option("--dtype", default="", help="cast floating leaves: bfloat16 (default: as stored, or as config.json says)")
     option("--no-fold", action="store_true", help="show every layer")
@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class Contents:
-    """Described leaves, the text about their source, and the model's own specs, from the axis that splits the model."""
+    """Described leaves, the text about their source, and the model's specs, by the axis that splits the model."""
 
     source: str
     tree: Any
@@ -70,11 +70,11 @@ def inspect(
         path: a Hugging Face folder, a config.json, a .safetensors file, the folder of an adapter, or a checkpoint or a
             directory of them.
         mesh: axis sizes, `data=8,model=4`. Without it there are no bytes per device.
-        specs: `auto` is the model's own, over the axis `model` if the mesh has it. Or rules, `GLOB=SPEC`, and .json
-            files of them, as for `fs.rules`: the first match wins, and every leaf needs one.
+        specs: `auto` takes the model's specs, over the axis `model` if the mesh has it. Or rules, `GLOB=SPEC`, and
+            .json files of them, as for `fs.rules`: the first match wins, and every leaf needs one.
         fully_sharded: an axis to add to every leaf, by `fs.fully_shard`.
         dtype: the dtype that floating leaves are cast to, `bfloat16`. By default leaves have the dtype of the file;
-            those of a config.json alone, the dtype in it.
+            described by a config.json only, the dtype in it.
         fold: show equal layers once.
         raw: name tensors as the files do, even if there is a model file.
 
@@ -214,7 +214,7 @@ def _read_constructor(path: AnyPath, kind: str, config: dict[str, Any], dtype: t
                    fix="pip install transformers", models=", ".join(models.ARCHITECTURES)) from e  # fmt: skip
     try:
         hf_config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as e:  # each class of configs checks them in its own way
+    except Exception as e:  # each class of configs has other checks
         raise fail(f"{path}: transformers cannot read it", _first_line(e), model_type=kind) from e
     names = config.get("architectures")
     classes = [getattr(transformers, str(name), None) for name in names or ()] if isinstance(names, list) else []
@@ -319,7 +319,7 @@ def _table(texts: Sequence[str], sizes: dict[str, int]) -> dict[str, P]:
         if not equals:
             raise fail(
                 f"--specs {text}: not a rule",
-                fix="""auto alone; GLOB=SPEC, such as '**.w=P(None, "model")'; or a .json file of them""",
+                fix="""only auto; GLOB=SPEC, such as '**.w=P(None, "model")'; or a .json file of them""",
             )
         table[glob.strip()] = spec_of(spec)
     raise_all([fail(f"--specs {glob}={spec}: the mesh has no axis {axis!r}", fix=f"use one of {list(sizes)}")

@@ -28,7 +28,7 @@ from fshard.interop.accelerate.settings import FILE, KEYS_REPLACED, read_launche
 _SWITCHES = ("use_cpu", "debug", "same_network", "enable_cpu_affinity", "downcast_bf16", "dynamo_use_fullgraph",
              "dynamo_use_dynamic")  # fmt: skip
 _PASSED_ON = {  # options of torchrun itself
-    "max_restarts": "so many times, start all ranks again after one has failed",
+    "max_restarts": "times that all ranks are started again after one has failed",
     "monitor_interval": "seconds between two looks at the ranks",
     "rdzv_id": "name of this run, if several share a rendezvous",
     "rdzv_conf": "more of the rendezvous: a=1,b=2",
@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
         usage="python -m fshard launch [--config_file FILE] [options] [-m] SCRIPT ...",
         description="Run a script with torchrun. Options have the names of `accelerate launch` and of torchrun, with _ "
                     "or -, and replace the keys of the file. Without both: one rank for each GPU, or one on the CPU.",
-        epilog="The exit status is that of the rank that failed first, 130 after Ctrl-C, or 2 if nothing was started.",
+        epilog="The exit status comes from the first rank that fails; it is 130 after Ctrl-C, and 2 if nothing starts.",
     )  # fmt: skip
     _option(command, "config_file", metavar="FILE", help="of `accelerate config`")
     ranks = command.add_argument_group("ranks")
@@ -80,7 +80,7 @@ def add(commands: Any) -> None:
 
 
 def _option(command: Any, *names: str, switch: bool = False, **kwargs: Any) -> None:
-    """Add an option under each name, with _ and with -, of which the help shows the first.
+    """Add an option under each name, with _ and with -; the help shows the first.
 
     An option that is not passed is left out of the result.
     """
@@ -95,7 +95,7 @@ def _option(command: Any, *names: str, switch: bool = False, **kwargs: Any) -> N
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Start the ranks, wait for them, and return the exit status: 0, or that of the rank that failed first."""
+    """Start the ranks, wait for them, and return 0, or the exit status of the rank that failed first."""
     given = {name: x for name, x in vars(options).items() if name not in ("run", "script", "arguments")}
     file = given.pop("config_file", None)
     nodes, variables = _take_range(given)
@@ -148,7 +148,7 @@ def _settings(file: str | None, given: Mapping[str, Any]) -> tuple[Settings, dic
         keys["num_processes"] = per_machine * read_launched(None, {**keys, "num_processes": -1}).machines
     if per_node := given.get("nproc_per_node"):
         if "num_processes" in keys:
-            raise fail("--num_processes and --nproc_per_node: one is the number of all ranks, one that of a machine",
+            raise fail("--num_processes and --nproc_per_node: one counts all ranks, the other those on a machine",
                        fix="leave one of them out")  # fmt: skip
         if not str(per_node).isdecimal() or int(per_node) < 1:
             raise fail(f"--nproc_per_node {per_node}: is not a number of ranks", fix="--nproc_per_node 2")
@@ -208,15 +208,15 @@ def _check_devices(settings: Settings) -> int:
     elif per_machine > len(settings.gpus or range(gpus)):
         have = f"gpu_ids are {', '.join(map(str, settings.gpus))}" if settings.gpus else f"it has {gpus} GPUs"
         most = len(settings.gpus or range(gpus)) * settings.machines
-        raise fail(f"launch: {per_machine} ranks on this machine, and {have}", "each rank has a GPU of its own",
+        raise fail(f"launch: {per_machine} ranks on this machine, and {have}", "each rank needs its GPU",
                    fix=f"--num_processes {most}, or --cpu")  # fmt: skip
     return per_machine
 
 
 def _check_port(settings: Settings) -> None:
     """Raise ShardingError if several machines lack an address, or the port is taken on the machine that serves it."""
-    alone = settings.machines == 1 and settings.rendezvous in ("static", "c10d")
-    if not alone and (settings.address is None or settings.port is None):
+    is_local = settings.machines == 1 and settings.rendezvous in ("static", "c10d")
+    if not is_local and (settings.address is None or settings.port is None):
         missing = [name for name, x in (("main_process_ip", settings.address), ("main_process_port", settings.port))
                    if x is None]  # fmt: skip
         what = f"{settings.machines} machines" if settings.machines > 1 else f"rdzv_backend {settings.rendezvous}"

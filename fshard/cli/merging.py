@@ -112,7 +112,7 @@ def _model(entries: Sequence[Entry], like: str | Path, source: str) -> tuple[Any
     config = config_of(like)
     model = hf.model_of(config)
     if model is None:
-        raise fail(f"merge: --like {like}: {config.get('model_type')!r} is no model of fs.models",
+        raise fail(f"merge: --like {like}: {config.get('model_type')!r} is not a model of fs.models",
                    fix="leave out --like: the leaves of a module have the module's own names")  # fmt: skip
     cfg = model.config(Path(like))
     described = model.init(cfg)
@@ -123,7 +123,7 @@ def _model(entries: Sequence[Entry], like: str | Path, source: str) -> tuple[Any
     lines += [f"differs  {name}  {list(e.shape)}, {list(expected[name].shape)} in {like}" for name, e in by_name.items()
               if name in expected and e.shape != tuple(expected[name].shape)]  # fmt: skip
     if lines:
-        raise fail(f"merge: {source} has not the parameters of {like}", *lines[:12],
+        raise fail(f"merge: {source} does not have the parameters of {like}", *lines[:12],
                    *[f"and {len(lines) - 12} more"][: len(lines) > 12], fix="--at, or another --like")  # fmt: skip
     return cfg, described
 

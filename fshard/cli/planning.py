@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     option = command.add_argument
     option("model", metavar="MODEL", help="a Hugging Face folder, or its config.json")
-    option("--devices", type=int, metavar="N", help="of all machines (default: those of the first layout, or 8)")
+    option("--devices", type=int, metavar="N", help="of all machines (default: by the first layout, or 8)")
     option(
         "--device",
         metavar="NAME",
@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
     option(
         "--bus-bandwidth",
         metavar="RANKS=GB/s",
-        help="of the network, as nccl-tests prints it for an all_reduce over so many ranks: 16=362,32=160,512=33",
+        help="of the network, as nccl-tests prints it for an all_reduce over that many ranks: 16=362,32=160,512=33",
     )
     option("--layout", nargs="+", action="extend", default=[], metavar="AXES",
            help=f"data=64,model=8,remat=yes; {_SETTINGS}; dtype: {', '.join(DTYPES)} (default: data=N)")  # fmt: skip
@@ -57,7 +57,7 @@ def add(commands: Any) -> None:
     option("--batch", type=int, metavar="N", help="examples of a step on all devices (default: one for each)")
     option("--seq", type=int, metavar="N", help="tokens of a sequence, or the side of an image (default: the model's "
                                                 "longest sequence, at most 8192; 224)")  # fmt: skip
-    option("--best", type=int, default=3, metavar="N", help="layouts that a search plans as a whole (default: 3)")
+    option("--best", type=int, default=3, metavar="N", help="layouts that a search plans with all blocks (default: 3)")
     option("--headroom", type=float, default=0.1, metavar="SHARE",
            help="of a device's memory that a step must leave (default: 0.1)")  # fmt: skip
     option("--json", action="store_true", help="print the numbers as JSON")
@@ -225,7 +225,7 @@ def _no_candidate(device: devices.Device, count: int, batch: int, settings: dict
     if "data" in settings and "model" in settings and n != count:
         return fail(head, f"--layout fixes {fixed}: {n} devices", fix=f"--devices {n}, or leave out data")
     if settings.get("model", 1) > (most := _nearest(device, count)):
-        return fail(head, f"model={settings['model']}: a search splits the model over the nearest links, and those of "
+        return fail(head, f"model={settings['model']}: a search splits the model over the nearest links, which on "
                     f"{device.name} join {most}", fix="--layout without --search")  # fmt: skip
     return fail(head, f"each data rank has as many examples as the others, and the model is split over at most {most}: "
                 f"no number of data ranks divides a batch of {batch}", fix=f"--batch {count}")  # fmt: skip
@@ -251,7 +251,7 @@ def _slower(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def _neighbours(**layout: Any) -> list[dict[str, Any]]:
-    """Return the layouts that need more memory and fewer transfers: weights kept, or whole groups of ranks."""
+    """Return the layouts that need more memory and fewer transfers: weights are kept, or are replicated over groups."""
     out = [] if "release" in layout or layout["data"] == 1 else [{**layout, "release": False}]
     if "replica" not in layout:
         out += [{**layout, "data": layout["data"] // n, "replica": n} for n in (2, 8) if layout["data"] % n == 0]

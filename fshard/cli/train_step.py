@@ -37,7 +37,7 @@ _MOST_TOKENS, _SIDE = 8192, 224  # by default: of a sequence, and of an image
 
 @dataclass(frozen=True)
 class Job:
-    """A model of `fs.models`, and the size of its examples: `length` is that of a sequence, or the side of an image."""
+    """A model of `fs.models`, and the size of its examples: `length` is in tokens, or in pixels of an image's side."""
 
     model: ModuleType
     cfg: Any
@@ -45,21 +45,21 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The name of the model file."""
+        """Return the name of the model file."""
         return self.model.__name__.rpartition(".")[2]
 
     @property
     def unit(self) -> str:
-        """The plural of the things that a step trains on, for rates."""
+        """Return the plural of what a step trains on, for rates."""
         return "images" if self.model is models.resnet else "tokens"
 
     def units(self, batch: int) -> int:
-        """Return the number of them in a batch; of a T5 those of the sources and of the targets."""
+        """Return the number of units in a batch; a T5 counts tokens of both sources and targets."""
         return batch * (1 if self.model is models.resnet else self.length * (1 + (self.model is models.t5)))
 
     @property
     def blocks(self) -> int | None:
-        """The number of blocks, if a model with fewer of them has the same blocks; else None."""
+        """Return the number of blocks, if a model with fewer of them has the same blocks; else None."""
         base = _base(self.cfg)
         counts = {getattr(base, name) for name in _BLOCKS if getattr(base, name, None) is not None}
         return counts.pop() if len(counts) == 1 and len(set(getattr(base, "windows", ()))) < 2 else None
@@ -71,8 +71,8 @@ class Job:
         if getattr(base, "layer_types", None) is not None:
             fewer["layer_types"] = base.layer_types[:1] * n
         base = dataclasses.replace(base, **fewer)
-        own = self.model is models.heads
-        return dataclasses.replace(self, cfg=dataclasses.replace(self.cfg, base=base) if own else base)
+        has_base = self.model is models.heads
+        return dataclasses.replace(self, cfg=dataclasses.replace(self.cfg, base=base) if has_base else base)
 
 
 def read_job(path: str | Path, length: int | None = None) -> Job:
@@ -95,7 +95,7 @@ def read_job(path: str | Path, length: int | None = None) -> Job:
 
 
 def _base(cfg: Any) -> Any:
-    """The config of the blocks: of a model with a head for classes that of its base."""
+    """Return the config of the blocks: a model with a head for classes has it in its base."""
     return cfg.base if isinstance(cfg, models.heads.Config) else cfg
 
 
@@ -106,7 +106,7 @@ def train_step(
     """Return a train step with AdamW on an abstract mesh, and its described arguments: (state, *batch) -> state, loss.
 
     Args:
-        replica, data, model: axis sizes. Parameters are whole on each of `replica` groups (DDP), split over `data`
+        replica, data, model: axis sizes. Each of `replica` groups has all parameters (DDP), split over `data`
             (FSDP), and heads, hidden units and the vocabulary over `model`.
         batch: examples of a step on all ranks, in `accumulate` microbatches.
         remat: recompute blocks in backward.
@@ -143,7 +143,7 @@ def train_step(
     if has_aux:
         state, state_specs = {**state, "norms": module.state(cfg)}, {**state_specs, "norms": P()}
     if has_aux and accumulate > 1:
-        raise fail(f"plan: accumulate={accumulate} of a {job.name}", "the statistics of its norms are of a whole batch",
+        raise fail(f"plan: accumulate={accumulate} of a {job.name}", "the statistics of its norms need the full batch",
                    fix="accumulate=1")  # fmt: skip
 
     def loss(params: Any, *args: Any) -> Any:

@@ -2,7 +2,7 @@
 
 A rank is a process of the format. Its lanes are threads: one for compute, in which a phase contains lines of the user,
 and a line its operations; and one for transfers over each set of axes, or several where pending transfers overlap.
-Times are microseconds, as the format has them, in whole nanoseconds.
+Times are microseconds, as the format has them, rounded to nanoseconds.
 
 Source: "Trace Event Format", Google, 2016: events of `ph` X (a complete slice), C (a counter) and M (metadata).
 """
@@ -12,12 +12,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 MOST_EVENTS = 200_000  # of a file: some 30 MB, which Perfetto loads in seconds
 LEAST_EVENTS = 2_000  # of a rank: with more ranks than fit, the first ones are written
-
-Detail = Literal["operations", "lines", "phases"]
 
 
 class Slice(NamedTuple):
@@ -81,7 +79,7 @@ def fitted(timeline: Timeline, most: int) -> tuple[Timeline, str]:
     """Return the timeline with at most about `most` slices, and a note of the detail that it has lost, or "".
 
     1. Operations of one line in a row become one slice; 2. of one phase in a row; 3. the end is cut. Of the memory
-    in a slice that stands for several operations, the peak and the last value stay.
+    in a slice that joins several operations, the peak and the last value stay.
     """
     moved = sum(map(len, timeline.transfers.values()))
     for name, note in (("where", "operations are folded by line"), ("phase", "operations are folded by phase")):
@@ -166,7 +164,7 @@ def chrome_events(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
             events += [_slice(s, start, end, t.rank, lane) for s, start, end in slices]
         events += [{"ph": "C", "pid": t.rank, "name": "memory", "ts": _ns(at - zero) / 1000, "args": {"bytes": nbytes}}
                    for at, nbytes in _changes(t.memory)]  # fmt: skip
-    events.sort(key=lambda e: (e["ts"], -e.get("dur", 0.0)))  # stable: an outer slice stands before its first inner one
+    events.sort(key=lambda e: (e["ts"], -e.get("dur", 0.0)))  # stable: an outer slice comes before its first inner one
     return names + events
 
 
@@ -232,7 +230,7 @@ def _named(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _changes(memory: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
-    """Leave out points whose value is that of the point before."""
+    """Leave out points with the value of the point before."""
     for _, row in itertools.groupby(memory, lambda p: p[1]):
         yield next(row)
 

@@ -1,17 +1,17 @@
 """Devices that a step can be planned for: rates, memory and links, as their makers publish them.
 
 A `Device` is plain data. `H100`, `H200`, `B200`, `A100`, `A100_40GB`, `MI300X` and `TPU_V5P` are eight (a TPU: a pod)
-in a node with a network beyond it; `of("h100")` finds one by name, `this_cpu()` measures this machine, and one's own is
+in a node with a network beyond it; `of("h100")` finds one by name, `this_cpu()` measures this machine, and your own is
 
     Device("my-gpu", flops={torch.bfloat16: 400e12}, memory=48 * 2**30, bandwidth=1e12,
            links=(Link("PCIe", 8, 25e9, 5e-6), Link("Ethernet", None, 12.5e9, 30e-6)))
 
 or `dataclasses.replace(H100, memory=96 * 2**30, bandwidth=2.4e12)`.
 
-FLOP/s are dense: data sheets often print twice as many, with sparsity. float32 is that of float32 units, as torch
+FLOP/s are dense: data sheets often print twice as many, with sparsity. float32 is the rate of float32 units, as torch
 computes unless it is allowed TF32. The bandwidth of a link is what one device sends in one direction: half of the "900
 GB/s" of NVLink. Memory is in the GiB that makers call GB; a CUDA context and libraries take one or two of them.
-Latencies of links are those per step of a ring in NCCL's own cost model, for NVLink and for the network.
+Latencies of links are per step of a ring in NCCL's cost model, for NVLink and for the network.
 
 Sources: NVIDIA, "A100 Tensor Core GPU" data sheet (nvidia.com, 1758950-r4); "H100 Tensor Core GPU Architecture" (2022),
 table 2; "H200 Tensor Core GPU" (nvidia.com/en-us/data-center/h200); "Blackwell Architecture Technical Brief" (2024),
@@ -60,7 +60,7 @@ class Device:
     """One device and the links between its kind, from the nearest outwards.
 
     `flops`: FLOP/s of matrix products, by dtype. `memory`: bytes. `bandwidth`: bytes/s of that memory, reads and
-    writes. `links`: none for a device alone.
+    writes. `links`: none for a single device.
     `efficiency`: the share of `flops` that products reach in a program, from 0 to 1: the one number to fit to a
     measured step. 1 is the bound of the hardware; 0.5 to 0.75 are usual.
 
@@ -138,7 +138,7 @@ B200 = Device("B200", _rates(((*_FP8, *_INT8), 4500), (_HALF, 2250), ((torch.flo
 MI300X = Device("MI300X", _rates(((*_FP8_AMD, *_INT8), 2614.9), (_HALF, 1307.4),
                                  ((torch.float32, torch.float64), 163.4)),
                 192 * _GIB, 5.3e12, _node("Infinity Fabric", 448e9, 50e9))  # fmt: skip
-# 1,200 GB/s in both directions of 6 links, 2 of which are along one axis of the torus: 200 GB/s for a ring.
+# 1,200 GB/s in both directions of 6 links, 2 along each axis of the torus: 200 GB/s for a ring.
 TPU_V5P = Device("TPU-v5p", _rates(((*_FP8, torch.bfloat16), 459), (_INT8, 918)), 95 * _GIB, 2.765e12,
                  (Link("ICI", 8960, 200e9, 1e-6), Link("DCN", None, 6.25e9, 10e-6)))  # fmt: skip
 
@@ -165,7 +165,7 @@ def of(name: str) -> Device:
 
 @checked
 def with_bus_bandwidth(device: Device, measured: Mapping[int, float]) -> Device:
-    """Return the device with a network as fast as sums over so many ranks were measured: "busbw" of nccl-tests.
+    """Return the device with a network as fast as sums were measured: "busbw" of nccl-tests.
 
     A ring over n ranks passes between groups of p, the ranks of the level before, on the links of p of them at a time.
     So a level has 1/p of what the sum over its ranks reaches. The nearest links and the latencies stay.
@@ -179,7 +179,7 @@ def with_bus_bandwidth(device: Device, measured: Mapping[int, float]) -> Device:
     >>> [(link.name, link.ranks, round(link.bandwidth / 1e9, 2)) for link in slow.links]
     [('NVLink', 8, 450.0), ('16 ranks', 16, 45.25), ('32 ranks', 32, 10.0), ('512 ranks', None, 1.03)]
 
-    Raises ShardingError for a device without links, and for ranks that are no such multiples.
+    Raises ShardingError for a device without links, and for ranks that are not such multiples.
     """
     if not device.links:
         raise fail(f"with_bus_bandwidth: {device.name} has no links", fix="give the Device a Link for those in a node")
@@ -206,9 +206,9 @@ def with_bus_bandwidth(device: Device, measured: Mapping[int, float]) -> Device:
 def this_cpu(*, seconds: float = 1.5) -> Device:
     """Measure this machine, in about `seconds`: products of matrices by dtype, a copy in memory, a loopback link.
 
-    The rates are those of the threads of this process (`torch.get_num_threads`): ranks that share its cores share them.
-    The link is TCP over the loopback interface, as gloo uses it between processes of one machine. `memory` is that of
-    the machine. Each rate is the best of several runs.
+    The rates are for the threads of this process (`torch.get_num_threads`): ranks that share its cores share them.
+    The link is TCP over the loopback interface, as gloo uses it between processes of one machine. `memory` is the
+    machine's. Each rate is the best of several runs.
 
     >>> device = fs.devices.this_cpu(seconds=0.3)
     >>> device.name, device.flops[torch.float32] > 0
@@ -277,8 +277,8 @@ def _loopback(seconds: float) -> tuple[float, float]:
             near.recv(1)
 
         trip = _shortest(lambda: exchange(b"\0"), seconds / 3)
-        whole = _shortest(lambda: exchange(b"\1" + block[1:]), seconds / 2)
+        block_trip = _shortest(lambda: exchange(b"\1" + block[1:]), seconds / 2)
         near.shutdown(socket.SHUT_WR)
         thread.join()
         far.close()
-    return size / max(whole - trip, 1e-9), trip / 2
+    return size / max(block_trip - trip, 1e-9), trip / 2

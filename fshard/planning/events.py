@@ -21,8 +21,8 @@ class Operation:
 
     `dtype` is its arguments' (a matmul's matrices'). `flops` is None for an operation that may compute
     much and has no formula, and 0 for one that only reads and writes. `bytes` are those that it reads and writes,
-    `live` those of tensors in this rank's device memory after it. `where` is the user's line; in backward that of the
-    call which computes the gradient.
+    `live` counts tensors in this rank's device memory after it. `where` is the user's line; in backward the line of
+    the call which computes the gradient.
 
     >>> [(e.name, e.kind, e.flops) for e in plan.events if isinstance(e, fs.planning.Operation)][:2]
     [('aten.mm', 'matmul', 24), ('aten.sum', 'elementwise', 0)]
@@ -67,7 +67,7 @@ Event = Operation | Start | Wait
 
 
 def phase_now() -> Phase:
-    """Return the phase of an operation; "forward" for the update, until the whole step is known."""
+    """Return the phase of an operation; "forward" for the update, until the full step is known."""
     if not in_backward():
         return "forward"
     return "recompute" if torch.is_grad_enabled() else "backward"

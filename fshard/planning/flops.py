@@ -38,7 +38,7 @@ _COPIES = {"_to_copy", "clone", "copy_", "copy", "_foreach_copy_", "cat", "stack
            "new_full"}  # fmt: skip
 _LOOKUPS = {"embedding", "index", "index_select", "gather"}  # read as many bytes as they write
 _OVERWRITE = {"copy_", "fill_", "zero_", "_foreach_copy_", "normal_", "uniform_"}  # do not read what they write
-_STEPS = {"_fused_adamw_", "_fused_adam_", "_fused_sgd_"}  # in place: shapes alone need not run them
+_STEPS = {"_fused_adamw_", "_fused_adam_", "_fused_sgd_"}  # in place: they need not run on shapes
 _LINEAR = {
     torch.Tag.pointwise,
     torch.Tag.reduction,
@@ -52,12 +52,12 @@ _WEIGHTS = re.compile(r"weight|bias|params|mat2$|batch2$|running_")
 
 
 def name_of(op: Any) -> str:
-    """Name of an operation without its namespace: `mm`."""
+    """Return the name of an operation without its namespace: `mm`."""
     return str(getattr(op, "overloadpacket", op).__name__)
 
 
 def full_name_of(op: Any) -> str:
-    """Name of an operation with its namespace: `aten.mm`."""
+    """Return the name of an operation with its namespace: `aten.mm`."""
     return f"{op.namespace}.{name_of(op)}"
 
 
@@ -328,7 +328,7 @@ def _least_squares(a: Tensor, b: Tensor, *_: Any, **__: Any) -> float:
 
 
 def _fft(share: float) -> Callable[..., float]:
-    """Return the formula of a transform that takes so many times N log2 N."""
+    """Return the formula of a transform that takes `share` N log2 N."""
 
     def formula(x: Tensor, dims: Sequence[int], *_: Any, out_val: Any, **__: Any) -> float:
         real = next((y for y in (x, out_val) if not y.is_complex()), x)

@@ -95,8 +95,8 @@ class Record(NamedTuple):
 class Recorder(OperationMode):
     """Records the operations and transfers that one rank runs within, and its memory: a `Watch` of its comm.
 
-    Memory is that of the storages of `arguments`, of those that operations allocate, and of results of transfers.
-    With `buffers` that of operations inside a transfer counts, too: a simulated rank allocates for the others there.
+    Memory counts the storages of `arguments`, storages that operations allocate, and results of transfers.
+    With `buffers` the memory of operations inside a transfer counts, too: a simulated rank allocates there for others.
     """
 
     supports_higher_order_operators = True
@@ -212,11 +212,11 @@ def _facts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
 
 
 def own_clocks(records: Sequence[Record]) -> list[Record]:
-    """Return the records of simulated ranks on clocks of their own, as if all ranks computed at once.
+    """Return the records of simulated ranks on one clock for each rank, as if all ranks computed at once.
 
-    Ranks that are threads take turns, and change turns in transfers only. The clock of a rank stands while others have
+    Ranks that are threads take turns, and change turns in transfers only. The clock of a rank stops while others have
     their turn: 1. each clock begins at 0; 2. between transfers it goes as fast as the host's; 3. a transfer begins for
-    all its ranks when the last of them starts it, by its own clock, and takes the time of the simulation alone:
+    all its ranks when the last of them starts it, by its clock, and takes only the time of the simulation:
     the shortest that it took a rank, since the rank that starts it last waits for no other.
     """
     clocks = [_OwnClock(0.0, r.begin) for r in records]
@@ -245,13 +245,13 @@ def own_clocks(records: Sequence[Record]) -> list[Record]:
 
 
 class _OwnClock(NamedTuple):
-    """A rank's clock, which shows `own` when the host's shows `host`."""
+    """A rank's clock, which shows `mine` when the host's shows `host`."""
 
-    own: float
+    mine: float
     host: float
 
     def at(self, host: float) -> float:
-        return self.own + host - self.host
+        return self.mine + host - self.host
 
 
 def timeline(rank: int, name: str, record: Record) -> Timeline:

@@ -11,10 +11,10 @@ argument that has any: scales of norms in a tree of frozen weights. In an evalua
 
 Storages that a rank allocates are
 - gathered: results of a gather of parameters, and copies of parameters, as in another dtype;
-- buffers: those of transfers;
+- buffers: of transfers;
 - gradients: of parameters; before casts and sums over the ranks; summed over microbatches, clipped, unscaled;
-- activations: those of forward and of a recomputation;
-- other: those of backward and of the update, results, data.
+- activations: made in forward and in a recomputation;
+- other: made in backward and in the update; results; data.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ Tensors = Counter[Alike]  # how many there are of each
 
 
 def tensors_at(storages: Sequence[Storage], at: int) -> Tensors:
-    """Return the storages of the device that are alive after an event, of which `part` is set."""
+    """Return the storages of the device that are alive after an event, once `part` is set."""
     return Counter(Alike(s.nbytes, s.part or "other", s.dtype, s.shape, s.where, s.argument)
                    for s in storages if not s.host and s.born <= at and (s.died is None or s.died > at))  # fmt: skip
 

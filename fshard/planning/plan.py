@@ -133,7 +133,7 @@ def plan(f: ShardMapped, *args: Any, device: Device | None = None) -> Plan:
     """Run a step without data, as one rank of a mesh of any size: its memory, FLOPs and transfers.
 
     The rank runs `f`, the function that trains, on fake tensors, with the schedule and the buffers of a real run, and
-    follows every storage. The mesh is that of `f`, or any other by `f.on(make_mesh(kind="abstract", ...))`. Arguments
+    follows every storage. The mesh is `f`'s, or any other by `f.on(make_mesh(kind="abstract", ...))`. Arguments
     may be `Deferred`, `Sharded` or tensors: only shapes and dtypes matter. The plan is that of a step which is not the
     first: buffers that one call keeps for the next are there from the start.
 
@@ -156,7 +156,7 @@ def plan(f: ShardMapped, *args: Any, device: Device | None = None) -> Plan:
 
 
 def plan_ranks(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> list[Plan]:
-    """Return the plan of the first rank, and that of the last one where axes do not divide a dim."""
+    """Return the plan of the first rank, and of the last one where axes do not divide a dim."""
     first, uneven = _plan_rank(f, args, 0, device)
     return [first, _plan_rank(f, args, f.mesh.size - 1, device)[0]] if uneven else [first]
 
@@ -315,7 +315,7 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         elif is_elementwise(func):
             sizes = {x.numel() for x in outs}
             found = [arguments_of(s) for x, s in known.items() if kind_of(func) == "copy" or x.numel() in sizes]
-            if kind_of(func) != "copy" or all(found):  # a cache with new rows is not of the cache alone
+            if kind_of(func) != "copy" or all(found):  # a cache with new rows is made of more than the cache
                 sources = list(dict.fromkeys(a for arguments in found for a in arguments))
         for x in outs:
             if (s := self.storages.get(x)) is not None:
@@ -393,7 +393,7 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
 
     def outcome(self) -> tuple[list[Event], Memory]:
         """Return the events and the memory, once the step has ended."""
-        # Storages that outlive the step and are no results are kept for the next one, which has them from its start.
+        # Storages that outlive the step and are not results are kept for the next one, which has them from its start.
         births = sorted((s.born, s.nbytes) for s in self._kept if not s.host)
         later = sum(n for _, n in births)
         for s in self._kept:

@@ -127,23 +127,23 @@ def _memory_of_plan(plan: Plan) -> Figure:
 
 
 def _stack(axes: Any, parts: Mapping[str, int], scale: float, unit: str) -> None:
-    """Draw parts on top of each other, each with its name and number beside it."""
-    bottom, whole, last = 0.0, sum(parts.values()) / scale, -math.inf
+    """Draw parts on top of each other, each with its name and number at its side."""
+    bottom, total, last = 0.0, sum(parts.values()) / scale, -math.inf
     for (part, nbytes), color in zip(parts.items(), itertools.cycle(_COLORS)):
         height = nbytes / scale
         axes.bar([0], [height], bottom=bottom, color=color, width=0.8)
-        last = max(bottom + height / 2, last + 0.055 * whole)  # labels do not overlap
+        last = max(bottom + height / 2, last + 0.055 * total)  # labels do not overlap
         axes.text(0.5, last, f"{part} {size(nbytes)}", va="center", color=color)
         bottom += height
     axes.set(xlim=(-0.4, 2.6), title="at the peak")
-    axes.set_ylim(0, max(1.02 * whole, last + 0.05 * whole))
+    axes.set_ylim(0, max(1.02 * total, last + 0.05 * total))
     axes.spines[["bottom", "left"]].set_visible(False)
     axes.set_xticks([])
     axes.set_yticks([])
 
 
 def _phases(plan: Plan) -> Iterator[tuple[str, int, int]]:
-    """Return each phase with the first and the last of its points, of which the first one of all is the begin."""
+    """Return each phase with the first and the last of its points, where the very first is the begin."""
     phase, phases = "forward", []
     for e in plan.events:
         phase = e.phase if isinstance(e, Operation) else phase
@@ -194,7 +194,7 @@ def roofline(plan: Plan) -> Figure:
 
     A point is the operations of one name and dtype at one line: FLOPs per byte of memory traffic, and the FLOP/s that
     the device reaches with these, as large as their share of the time. The lines are the bandwidth of the memory, and
-    the peak of each dtype. Operations without a formula for FLOPs, such as sums, are counted in the title alone.
+    the peak of each dtype. Operations without a formula for FLOPs, such as sums, are counted only in the title.
 
     >>> step = shard_map(lambda x: psum((x @ x.T).sum(), "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P())
     >>> figure = fs.plot.roofline(fs.plan(step, fs.init.zeros((8, 3)), device=fs.devices.H100))
@@ -255,7 +255,7 @@ def roofline(plan: Plan) -> Figure:
 @checked
 @_styled
 def traffic(plan: Plan) -> Figure:
-    """Draw the communication of a planned step beside its computation, by the axes of the transfers.
+    """Draw the communication of a planned step and its computation, by the axes of the transfers.
 
     With a device: seconds, of the operations and, for each set of axes, of the transfers, those that operations hide
     and those that are waited for. Without: the bytes that the rank sends by each kind of transfer, `Transfer.sent`.
@@ -341,7 +341,7 @@ def losses(path: StrPath | Mapping[str, StrPath], *, window: int = 50) -> Figure
 
 
 def read_losses(path: StrPath) -> tuple[list[int], list[float]]:
-    """Return the steps and the losses in a file `metrics.jsonl`, or in that of a folder."""
+    """Return the steps and the losses in a file `metrics.jsonl`, or in the one of a folder."""
     file = Path(path) / "metrics.jsonl" if Path(path).is_dir() else Path(path)
     try:
         lines = file.read_text(errors="replace").splitlines(keepends=True)

@@ -1,12 +1,12 @@
 """The plan of a model of many equal blocks from plans of a few: each block adds the same events once more.
 
-Of two plans, of k and of k + 1 blocks, the events of the second are those of the first with some of them repeated:
+Of two plans, of k and of k + 1 blocks, the second has the events of the first with some of them repeated:
 
     k = 3       begin  F F F  loss  B B B  end
     k + 1 = 4   begin  F F F F  loss  B B B B  end
 
 With each block of the model the numbers of an event, such as the bytes in use after it, grow by a fixed amount, and
-from one copy of an event to the next by another one. So those of any number of blocks follow.
+from one copy of an event to the next by another one. So the numbers for any number of blocks follow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Label = tuple[int, Any]  # of an event, and its work
 
 
 class _Place(NamedTuple):
-    """Event `few` of the smaller plan and `more` of the larger; or that `copy` of it, of which the first is `first`."""
+    """Event `few` of the smaller plan and `more` of the larger; or its copy number `copy`, whose first is `first`."""
 
     few: int
     more: int
@@ -34,7 +34,7 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Repeats:
-    """Plans of one rank for `blocks` and for one block more, of which the second repeats events of the first.
+    """Plans of one rank for `blocks` and for one block more; the second repeats events of the first.
 
     `added`: (i, n) for each run of events that the second has more: once more the n events before event i of the first.
     """
@@ -46,7 +46,7 @@ class Repeats:
 
     @staticmethod
     def of(blocks: int, few: Plan, more: Plan) -> Repeats | None:
-        """Find the repeated events; None if the second plan has others, or host memory, which has a peak of its own."""
+        """Find the repeated events; None if the second plan has others, or host memory, which has another peak."""
         if few.memory.host:
             return None
         numbers: dict[Any, int] = {}
@@ -56,7 +56,7 @@ class Repeats:
         return None if added is None else Repeats(blocks, few, more, tuple(added))
 
     def peak(self, blocks: int) -> int:
-        """Return the peak with so many blocks."""
+        """Return the peak with `blocks` blocks."""
         extra = blocks - self.blocks
         few, more = ([e.live for e in p.events] for p in (self.few, self.more))
         return max(
@@ -64,7 +64,7 @@ class Repeats:
         )
 
     def plan(self, blocks: int) -> Plan:
-        """Return the plan with so many blocks."""
+        """Return the plan with `blocks` blocks."""
         few, more, extra = self.few, self.more, blocks - self.blocks
         places = list(self._places(extra))
         events: list[Event] = []
@@ -102,9 +102,9 @@ def _extended(numbers: Iterable[int], extra: int, copy: int) -> int:
 
 
 def _added(few: Sequence[_Label], more: Sequence[_Label], i: int, j: int) -> list[tuple[int, int]] | None:
-    """Return the runs that `more` has beyond `few`, from events i and j on; None if they are no repetitions.
+    """Return the runs that `more` has beyond `few`, from events i and j on; None if they are not repetitions.
 
-    Where neither event is repeated, the work may differ: that of an operation on all blocks, as an optimizer's.
+    Where neither event is repeated, the work may differ: an operation on all blocks, such as an optimizer's, grows.
     """
     begin = i
     while i < len(few) or j < len(more):

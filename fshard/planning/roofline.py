@@ -5,10 +5,10 @@ which programs reach the share e, `Device.efficiency`, and a memory of M bytes/s
 
     operation    max(FLOPs / (e F), bytes / M)        source: Williams et al., 2009, "Roofline"
 
-A transfer starts at its `Start`, or when the links that it needs are free, and runs beside the operations; a `Wait`
+A transfer starts at its `Start`, or when the links that it needs are free, and overlaps the operations; a `Wait`
 holds the lane until the transfer has ended. Ranks are laid out with the last axis nearest, and a `Link` of a device
-joins groups of so many consecutive ranks. Of n ranks that communicate, k_l are parted by level l: ranks that its groups
-keep apart (k_0 = n, k_l = the groups of level l that they touch, at most). With `sent` bytes of each rank (see
+joins groups of `ranks` consecutive ranks. The n ranks that communicate fall into k_l groups at level l: k_0 = n, and
+k_l is at most the number of groups of level l that they touch. With `sent` bytes of each rank (see
 `Transfer.sent`), a bandwidth of B_l and a latency of a_l,
 
     all_reduce, all_gather, reduce_scatter    rounds x sum_l (k_l-1 - k_l) a_l  +  max_l sent k_l-1 / n / B_l
@@ -22,7 +22,7 @@ latency and of this sharing: NVIDIA, NCCL, `src/graph/tuning.cc`.
 It is an estimate, not a simulation: it has no launch of a kernel, no pause of the program, no fusion by a compiler, and
 no competition between transfers and operations for a device's units or memory. Operations without a formula for their
 FLOPs, which `Plan.warnings` lists, take the time of their bytes. The efficiency of a device, fitted to a
-measured step, has to stand for all of these ([docs/planning.md](../../docs/planning.md)).
+measured step, has to account for all of these ([docs/planning.md](../../docs/planning.md)).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Span(NamedTuple):
 class Roofline:
     """The predicted time of one step on one rank.
 
-    `seconds`: of the step. `compute`: of its operations alone, so `seconds` = `compute` + the sum of `exposed`.
+    `seconds`: of the step. `compute`: only of its operations, so `seconds` = `compute` + the sum of `exposed`.
     `exposed`: for the axes of transfers ("data", "data+model"), the seconds for which operations wait for them.
     `transfers`: for the same axes, the seconds of all of them, hidden or not.
     `lanes`: the spans, by start.
@@ -89,16 +89,16 @@ class Roofline:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: `flops_at_peak` / `seconds`.
+        """Return the model FLOPs utilization: `flops_at_peak` / `seconds`.
 
-        FLOPs are those of matrix products, attention and convolutions, forward and backward, as the step runs them:
+        FLOPs are of matrix products, attention and convolutions, forward and backward, as the step runs them:
         causal attention counts in full. Those that a step recomputes do not count, nor the scores that the backward of
         attention computes again, one of its five products. Source: Chowdhery et al., 2022, "PaLM", appendix B.
         """
         return self.flops_at_peak / self.seconds if self.seconds else 0.0
 
     def tokens_per_second(self, tokens: int) -> float:
-        """Return `tokens` / `seconds`; those of the global batch give the rate of all ranks together."""
+        """Return `tokens` / `seconds`; the tokens of the global batch give the rate of all ranks together."""
         return tokens / self.seconds if self.seconds else 0.0
 
     def __repr__(self) -> str:
@@ -110,7 +110,7 @@ class Roofline:
 def roofline(events: Sequence[Event], mesh: Mapping[str, int], device: Device) -> Roofline:
     """Return the time of a planned step on a device: `fs.plan(...).events`, the sizes of its mesh, the device.
 
-    Cost: linear in the events. The formulas stand at the head of this file.
+    Cost: linear in the events. The formulas are at the head of this file.
 
     >>> roofline(plan.events, plan.mesh, fs.devices.A100).seconds > plan.time.compute
     True
@@ -164,7 +164,7 @@ def roofline(events: Sequence[Event], mesh: Mapping[str, int], device: Device) -
 
 
 def _operation_seconds(operation: Operation, device: Device) -> tuple[float, float]:
-    """Return the seconds of an operation, and those of its FLOPs at the peak."""
+    """Return the seconds of an operation, and the seconds of its FLOPs at the peak."""
     at_peak = 0.0
     if operation.flops and operation.kind in _AT_PEAK:
         rate = device.flops.get(operation.dtype)
@@ -224,7 +224,7 @@ class _Network:
 
 
 def _groups_touched(ranks: np.ndarray[tuple[int, int], np.dtype[np.int64]], link: Link) -> int:
-    """Return the most groups of a level that one row of ranks lies in."""
+    """Return the most groups of a level that one row of ranks touches."""
     if link.ranks is None:
         return 1
     groups = np.sort(ranks // link.ranks, axis=1)

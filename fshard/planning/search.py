@@ -1,4 +1,4 @@
-"""The fastest layouts that fit: many are bounded, some planned with few blocks, and the best planned as a whole."""
+"""The fastest layouts that fit: many are bounded, some planned with few blocks, and the best with all."""
 
 from __future__ import annotations
 
@@ -55,28 +55,28 @@ def search(
     heavier: Callable[..., float] | None = None, slower: Callable[..., bool] | None = None,
     neighbours: Callable[..., Any] | None = None, progress: bool = False,
 ) -> PlanTable:  # fmt: skip
-    """Find the fastest layouts that fit on the device, and plan these as a whole.
+    """Find the fastest layouts that fit on the device, and plan these with all their blocks.
 
-    1. The arguments of a step (parameters, optimizer state) are the least that its peak can be. A layout of which they
-       alone do not fit is left out without a plan.
+    1. The arguments of a step (parameters, optimizer state) are the least that its peak can be. A layout whose
+       arguments do not fit is left out without a plan.
     2. With `blocks`, the others are planned with 4 and 5 blocks: `step_of(**layout, blocks=n)`. The second step has the
        operations and transfers of the first, some of them once more. Time, transfers and the memory after each of them
-       grow by the same amount with each block, so those of `blocks` follow. If they do not repeat, nor those of up to 8
-       blocks, the layout is planned as a whole.
-    3. In the order of these times, until `best` fit, their whole plans are made: from the repeated ones, if these give
+       grow by the same amount with each block, so those for `blocks` follow. If they do not repeat with up to 8 blocks,
+       the layout is planned with all blocks.
+    3. In the order of these times, until `best` fit, their full plans are made: from the repeated ones, if these give
        the very plan of 6 blocks, or else directly.
 
     Args:
         layouts, device, tokens, headroom, progress: as for `fs.plan_table`.
-        best: how many layouts to plan as a whole.
-        blocks: the number of equal blocks of the model. Without it all layouts are planned as a whole.
+        best: how many layouts to plan with all blocks.
+        blocks: the number of equal blocks of the model. Without it all layouts are planned directly.
         heavier: `heavier(a, b)` is the share of the memory of layout `b` that `a` surely needs: True for all of it, 0.5
-            for half, False if nothing is known. `a` is left out if it comes after a `b` of which this does not fit.
+            for half, False if nothing is known. `a` is left out if it comes after a `b` whose share does not fit.
         slower: `slower(a, b)` is True if `a` surely takes at least as long as `b`. `a` is left out if it comes after a
             `b` that fits.
         neighbours: called with each of the best layouts of step 2; returns more layouts for it.
 
-    The rows are those planned as a whole, in the order of their times, then the others, each with a note.
+    The rows begin with the full plans, in the order of their times, then the others, each with a note.
 
     >>> def step_of(data, model):
     ...     mesh = fs.make_mesh(kind="abstract", data=data, model=model)
@@ -177,7 +177,7 @@ def _screened(task: Task, layout: Layout, blocks: int | None) -> tuple[PlanRow, 
 def _predicted(task: Task, layout: Layout, blocks: int) -> tuple[PlanRow, list[Repeats]]:
     """Return the row of a layout by plans of few blocks, and what these repeat, for each rank that is planned.
 
-    A step whose events do not repeat is planned as a whole.
+    A step whose events do not repeat is planned directly.
     """
     try:
         few = task.plans(*task.step(layout, blocks=_FEWEST))
@@ -194,7 +194,7 @@ def _predicted(task: Task, layout: Layout, blocks: int) -> tuple[PlanRow, list[R
 
 
 def _row_of(task: Task, layout: Layout, repeats: Repeats, blocks: int) -> PlanRow:
-    """Return the row of a layout, of which the time and the transfers grow by the same amount with each block."""
+    """Return the row of a layout whose time and transfers grow by the same amount with each block."""
     few, more = (task.row_of(layout, [p]) for p in (repeats.few, repeats.more))
 
     def extend(value: Callable[[PlanRow], float | None]) -> float:
@@ -212,7 +212,7 @@ def _row_of(task: Task, layout: Layout, repeats: Repeats, blocks: int) -> PlanRo
 
 
 def _whole(task: Task, layout: Layout, repeats: Sequence[Repeats], blocks: int) -> PlanRow:
-    """Plan a layout as a whole: from its repeats, if these give the very plan of two blocks more than the fewest."""
+    """Plan a layout with all blocks: by its repeats, if these give the same plan for two blocks more than a few."""
     try:
         n = repeats[0].blocks + 2
         if [r.plan(n) for r in repeats] == task.plans(*task.step(layout, blocks=n)):
@@ -225,7 +225,7 @@ def _whole(task: Task, layout: Layout, repeats: Sequence[Repeats], blocks: int) 
 def rank_bytes(leaves: Any, specs: Any, axes: Mapping[str, int]) -> int:
     """Return the bytes of rank 0's parts of tensors in the device's memory, which are the largest; ties count once.
 
-    A leaf without a spec has its own if it is placed, and is whole on every rank if it is not.
+    Without a spec, a placed leaf has the spec of its placement, and another leaf is full on every rank.
     """
     flat = tree.broadcast(specs, leaves, name="specs", leaf=lambda s: s is None or is_spec(s))
     first = dict.fromkeys(axes, 0)

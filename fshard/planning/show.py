@@ -45,8 +45,8 @@ def show(
 
     Args:
         tree: `Deferred`, `Sharded` or tensor leaves, or specs, or a mesh.
-        mesh: a mesh, or axis sizes such as `{"data": 64, "model": 8}`; by default that of the placed leaves.
-        specs: the leaves' specs, a prefix tree; by default those of the placed leaves.
+        mesh: a mesh, or axis sizes such as `{"data": 64, "model": 8}`; by default the mesh of the placed leaves.
+        specs: the leaves' specs, a prefix tree; by default how the leaves are placed.
         against: other specs of the leaves, a prefix tree: show what moves if the leaves are resharded to them.
         fold: show equal siblings with numbers for names (`h.0`, `h.1`, ...; `h.0`, `h.2`, ...) once.
 
@@ -59,7 +59,7 @@ def show(
     total  196,672 parameters, 768.2 KiB; 192.2 KiB on each of 4 devices (model=4)
 
     With `against`, the bytes are those that each device receives in `fs.reshard(tree, against)`, which sends the parts
-    in one exchange. Beside them stand the collectives of the same effect inside a region; a slice moves nothing. One
+    in one exchange. Next to them are the collectives of the same effect inside a region; a slice moves nothing. One
     leaf is drawn in both layouts.
 
     >>> show({"w": fs.init.zeros((8, 6))}, specs=P("data"), against=P(None, "data"), mesh={"data": 2})
@@ -172,7 +172,7 @@ def _spec_errors(where: str, shape: tuple[int, ...], spec: P, sizes: Sizes) -> l
 
 @functools.lru_cache(maxsize=4096)
 def _bytes_per_device(shape: tuple[int, ...], spec: P, axes: tuple[tuple[str, int], ...], itemsize: int) -> Bytes:
-    """Bytes of a leaf on every device."""
+    """Return the bytes of a leaf on every device."""
     out: Bytes = itemsize
     for n, names in zip(shape, spec.parts(len(shape)), strict=True):
         ranks = math.prod(k for a, k in axes if a in names)
@@ -243,7 +243,7 @@ def _collectives(old: Sequence[Sequence[str]], new: Sequence[Sequence[str]], siz
 
 
 def _received(local: Bytes, sizes: Sizes) -> str:
-    """Return the bytes that all devices receive, and those of one."""
+    """Return the bytes that all devices receive, and the bytes for one."""
     n = math.prod(sizes.values())
     total = int(np.broadcast_to(local, tuple(sizes.values())).sum())
     return f"moves  {size(total)}; {_span(local)} to each of {n} devices ({format_axes(sizes)})"
@@ -279,7 +279,9 @@ def _node(name: str, tree_: Any, leaves: Iterator[_Leaf], fold: bool) -> _Node |
                      leaf.host, key, leaf.type)  # fmt: skip
     values, _, entries, _ = optree.tree_flatten_one_level(tree_)
     made = {e: _node(str(e), v, leaves, fold) for e, v in zip(entries, values, strict=True)}
-    order = list(tree_) if isinstance(tree_, dict) else list(entries)  # dicts in their own order: optree sorts keys
+    order = (
+        list(tree_) if isinstance(tree_, dict) else list(entries)
+    )  # dicts in the order of insertion: optree sorts keys
     if all(str(e).isdecimal() for e in order):
         order.sort(key=int)
     nodes = [node for node in (made[e] for e in order) if node is not None]
@@ -414,7 +416,7 @@ def _span(local: Bytes) -> str:
 
 
 def _cells(node: _Node) -> tuple[str, str, str, str, _Node]:
-    """Name, type, initializer and bytes of a row, and the node whose children are the rows below."""
+    """Return name, type, initializer and bytes of a row, and the node whose children are the rows below."""
     name, times, last = _chain(node)
     leaf = last.leaf or _Leaf("", has_bytes=True)
     nbytes = _span(last.one + last.host) if leaf.has_bytes and last.has_bytes else ""
@@ -424,7 +426,7 @@ def _cells(node: _Node) -> tuple[str, str, str, str, _Node]:
 
 
 def _top_nodes(root: _Node | None) -> Sequence[_Node]:
-    """Nodes without indentation: the root's children, or the root if it is a leaf or an only-child chain."""
+    """Return the nodes without indentation: the root's children, or the root if it is a leaf or an only-child chain."""
     if root is None:
         return ()
     _, _, last = _chain(root)
@@ -441,17 +443,17 @@ def _rows(nodes: Sequence[_Node], depth: int = 0) -> Iterator[tuple[str, str, st
 def _total(root: _Node, sizes: Sizes) -> str:
     params = [c for c in root.children if c.name == "params"]
     noun = "parameters" if params or (root.is_floating and root.leaf is None) else "elements"
-    whole = f"{root.numel:,} {noun}, {size(root.nbytes)}"
+    total = f"{root.numel:,} {noun}, {size(root.nbytes)}"
     others = [c for c in root.children if c.name != "params" and c.has_bytes]
-    if params and others:  # a train state: optimizer states are no parameters
+    if params and others:  # a train state: optimizer states are not parameters
         count, nbytes = sum(c.numel for c in others), sum(c.nbytes for c in others)
-        whole = (f"{params[0].numel:,} parameters, {size(params[0].nbytes)}, and {count:,} other values "
+        total = (f"{params[0].numel:,} parameters, {size(params[0].nbytes)}, and {count:,} other values "
                  f"({join_limited([c.name for c in others], 4)}), {size(nbytes)}")  # fmt: skip
     if not sizes:
-        return whole
+        return total
     n = math.prod(sizes.values())
     on_host = f", and {_span(root.host)} of its host's memory" if np.max(root.host) else ""
-    return f"{whole}; {_span(root.one)} on each of {n} devices ({format_axes(sizes)}){on_host}"
+    return f"{total}; {_span(root.one)} on each of {n} devices ({format_axes(sizes)}){on_host}"
 
 
 def _heading(root: _Node, sizes: Sizes, *, is_move: bool) -> str:

@@ -30,8 +30,8 @@ StepOf = Callable[..., Any]  # (**layout) -> (f, args)
 class PlanRow:
     """A layout, and the numbers of its plan for the device with the most.
 
-    `plan` is None after an error, which `error` is, and for a layout that a search has not planned as a whole, of which
-    `note` says why. `peak` is in bytes, of which the transfers of a step send `sent`; `seconds` are those of a step,
+    `plan` is None after an error, which `error` is, and for a layout that a search has not planned with all blocks:
+    `note` says why. `peak` is in bytes; the transfers of a step send `sent` bytes; a step takes `seconds`,
     in which all devices together compute `tokens`. Numbers that are not known are None; `warnings` are the plan's.
 
     >>> step_of = lambda data: (step.on(make_mesh(kind="abstract", data=data)), args)
@@ -55,17 +55,17 @@ class PlanRow:
 
     @property
     def fits(self) -> bool | None:
-        """True if the peak is at most the device's memory less the headroom; None without a device or a peak."""
+        """Return whether the peak is at most the device's memory less the headroom; None without a device or a peak."""
         return None if self.peak is None or self.limit is None else self.peak <= self.limit
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second and device."""
+        """Return tokens per second and device."""
         return None if not self.seconds or self.tokens is None else self.tokens / self.seconds / self.devices
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sort key: those that fit, the fastest first; then those that do not, by their peak; then errors."""
+        """Return a sort key: rows that fit, the fastest first; then those that do not, by their peak; then errors."""
         group = 4 if self.error else 3 if self.peak is None else 2 if self.fits is False else 1
         speed = math.inf if self.seconds is None else self.seconds if self.rate is None else 1 / max(self.rate, 1e-30)
         return group, *((self.peak or 0, speed) if group == 2 else (speed, self.peak or 0)), bool(self.note)
@@ -121,7 +121,7 @@ class PlanTable:
 
     @property
     def same(self) -> dict[str, Any]:
-        """The settings that are the same in all rows."""
+        """Return the settings that are the same in all rows."""
         first = self.rows[0].layout if len(self.rows) > 1 else {}
         return {name: x for name, x in first.items()
                 if all(name in row.layout and _equal(row.layout[name], x) for row in self.rows)}  # fmt: skip
@@ -165,7 +165,7 @@ class PlanTable:
 
     @property
     def head(self) -> str:
-        """The line above the table."""
+        """Return the line above the table."""
         sizes = sorted({row.devices for row in self.rows if row.devices})
         on = "" if not sizes else f" on {sizes[0]:,}" if len(sizes) == 1 else f" on {sizes[0]:,} to {sizes[-1]:,}"
         name = " devices" if self.device is None else f" {self.device.name} of {size(self.device.memory)}"
@@ -238,11 +238,11 @@ class Task:
 
     @property
     def limit(self) -> int | None:
-        """The most bytes of a device that a step may use."""
+        """Return the most bytes of a device that a step may use."""
         return None if self.device is None else int(self.device.memory * (1 - self.headroom))
 
     def row(self, layout: Layout, made: tuple[ShardMapped, tuple[Any, ...]] | None = None) -> PlanRow:
-        """Plan one layout, of which the step may be `made` already; after an error a row with it."""
+        """Plan one layout, whose step may be `made` already; return a row, with the error if there is one."""
         try:
             return self.row_of(layout, self.plans(*(made or self.step(layout))))
         except Exception as e:  # of any kind: functions of the user run
@@ -266,7 +266,7 @@ class Task:
         made = self.step_of(**layout, **more)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], ShardMapped)
                 and isinstance(made[1], (tuple, list))):  # fmt: skip
-            raise must_be(f"{self.name}: the result of step_of", "a pair (f, args), of which fs.shard_map made f", made,
+            raise must_be(f"{self.name}: the result of step_of", "a pair (f, args), where fs.shard_map made f", made,
                           fix="return step, (state, batch)")  # fmt: skip
         return made[0], tuple(made[1])
 
@@ -316,7 +316,7 @@ def _remark(row: PlanRow) -> str:
 
 @contextlib.contextmanager
 def progress_bar(shown: bool) -> Iterator[Callable[[PlanRow, int], None]]:
-    """Yield a function that notes that one more row, of so many, is done: a bar on a terminal, lines elsewhere."""
+    """Yield a function to call after each row, with the number of all: a bar on a terminal, lines elsewhere."""
     done = 0
     bar: Progress | None = None
     if shown and sys.stderr.isatty():

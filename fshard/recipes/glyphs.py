@@ -1,7 +1,7 @@
 """Images of characters, drawn from the fonts that Python packages bring: each character is a class, typefaces vary.
 
-matplotlib has DejaVu, in three families of four styles. Three of these twelve typefaces, one of each family, are for
-testing alone. The package noto-cjk-sans-otc adds 20,976 Han and 11,172 Hangul characters in five regional typefaces,
+matplotlib has DejaVu, in three families of four styles. Three of these twelve typefaces, one of each family, are only
+for testing. The package noto-cjk-sans-otc adds 20,976 Han and 11,172 Hangul characters in five regional typefaces,
 one of them for testing; many of its characters look the same in all five.
 """
 
@@ -19,7 +19,7 @@ from .command import Refusal
 Array = np.ndarray[Any, Any]
 Face = tuple[Path, int]  # a file of fonts, and the number of one in it
 
-SIZE = 32  # of an image, in pixels; a letter of 22 pixels stands on row 24, in the middle
+SIZE = 32  # of an image, in pixels; a letter of 22 pixels is on row 24, in the middle
 STYLES = {"Sans": "Oblique", "SansMono": "Oblique", "Serif": "Italic"}
 HELD_OUT = ("DejaVuSans-Bold", "DejaVuSansMono-Oblique", "DejaVuSerif-Italic")
 CJK_HELD_OUT = 4  # Hong Kong, of Japan, Korea, China, Taiwan, Hong Kong
@@ -34,7 +34,7 @@ class Glyphs(NamedTuple):
 
 
 def load(*, cjk: bool = False) -> Glyphs:
-    """Draw all characters in all faces. No test image stands among the training images; none is kept on disk."""
+    """Draw all characters in all faces. No test image is among the training images; none is kept on disk."""
     try:
         fonts = Path(import_module("matplotlib").get_data_path()) / "fonts" / "ttf"
         noto = Path(import_module("noto_cjk_sans_otc").__path__[0]) / "NotoSansCJK-Regular.ttc" if cjk else None
@@ -76,7 +76,7 @@ def draw(face: Face, codes: Iterable[int]) -> Array:
 
 
 def merge(codes: Array, images: Array, held_out: Array) -> Glyphs:
-    """Number the classes: characters that look the same in any face, A of Latin and of Greek, are one class.
+    """Give each class a number: characters that look the same in any face, A of Latin and of Greek, are one class.
 
     So no image has two classes. Characters without a visible pixel in some face are left out, and so is every test
     image that is equal to a training image: many symbols are not bold or slanted anywhere.

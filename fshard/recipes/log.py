@@ -23,7 +23,7 @@ def printer() -> Callable[..., None]:
 
 
 def _print_nothing(*_: object, **__: object) -> None:
-    """The `say` of all ranks but the first."""
+    """Do nothing: the `say` of all ranks but the first."""
 
 
 class Log:

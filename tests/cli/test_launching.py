@@ -210,7 +210,7 @@ def test_machines_that_do_not_meet_are_an_error(monkeypatch, capsys, raised: Exc
     (["--num_machines", "x", "train.py"], "--num_machines: 'x' is not an integer of 1 or more"),
     (["--num_cpu_threads_per_process", "x", "train.py"], "--num_cpu_threads_per_process x: is not a number of threads"),
     (["--nproc_per_node", "gpu", "train.py"], "--nproc_per_node gpu: is not a number of ranks"),
-    (["--nproc_per_node", "2", "--num_processes", "2", "train.py"], "one is the number of all ranks"),
+    (["--nproc_per_node", "2", "--num_processes", "2", "train.py"], "one counts all ranks"),
     (["--num_processes", "3", "--num_machines", "2", "train.py"], "3 % 2 = 1"),
     (["--num_machines", "2", "--num_processes", "2", "train.py"], "2 machines need main_process_ip and main_process_"),
     (["--num_machines", "2", "--num_processes", "2", "--master_addr=a", "train.py"], "2 machines need main_process_p"),
@@ -233,7 +233,7 @@ def test_wrong_command_is_refused(capsys, argv: list[str], message: str):
 def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
     gpus(monkeypatch, 2)
     assert error(capsys, "--num_processes", "3", "train.py") == (
-        "launch: 3 ranks on this machine, and it has 2 GPUs\n  each rank has a GPU of its own\n"
+        "launch: 3 ranks on this machine, and it has 2 GPUs\n  each rank needs its GPU\n"
         "  fix: --num_processes 2, or --cpu"
     )
     assert "gpu_ids are 0, 2\n  this machine has 2 GPUs" in error(capsys, "--gpu_ids", "0,2", "train.py")

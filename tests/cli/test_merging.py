@@ -70,8 +70,8 @@ def test_merged_tensors_are_those_of_the_checkpoint(monkeypatch, capsys, piece: 
     assert main(["merge", "out", "merged"]) == 0
     assert_same(load_file("merged/model.safetensors"), want)
     nbytes = sum(x.nbytes for x in want.values())
-    told = f"merged: {len(want)} tensors of out at params, {nbytes:,} bytes in 1 file\n"
-    assert capsys.readouterr().out == told
+    line = f"merged: {len(want)} tensors of out at params, {nbytes:,} bytes in 1 file\n"
+    assert capsys.readouterr().out == line
     assert [f.name for f in Path("merged").iterdir()] == ["model.safetensors"]
     read = fs.interop.hf.tensors("merged")
     placed = fs.materialize(read, P(), fs.make_mesh(data=1), key=KEY)
@@ -159,7 +159,7 @@ def test_folder_of_a_model(monkeypatch, capsys):
     config = json.loads(Path("base/config.json").read_text())
     Path("base/config.json").write_text(json.dumps(config | {"n_positions": 9}))
     assert error(capsys, "out", "again", "--like", "base") == (
-        "merge: out at params has not the parameters of base\n  differs  wpe  [8, 16], [9, 16] in base\n"
+        "merge: out at params does not have the parameters of base\n  differs  wpe  [8, 16], [9, 16] in base\n"
         "  fix: --at, or another --like"
     )
     Path("base/config.json").write_text(json.dumps(config | {"n_layer": 1}))
@@ -167,7 +167,7 @@ def test_folder_of_a_model(monkeypatch, capsys):
     Path("base/config.json").write_text(json.dumps(config | {"n_layer": 3}))
     assert "\n  missing  h.2.down.b  f32[16] = zeros\n" in error(capsys, "out", "again", "--like", "base")
     Path("base/config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
-    assert "'mamba' is no model of fs.models\n  fix: leave out --like" in error(
+    assert "'mamba' is not a model of fs.models\n  fix: leave out --like" in error(
         capsys, "out", "again", "--like", "base"
     )
     assert not Path("again").exists()

@@ -158,7 +158,7 @@ def test_errors_name_the_option(capsys: pytest.CaptureFixture[str]):
         ("remat=yes", 11, 3, "no number of data ranks divides a batch of 3", "--batch 11"),
         ("model=3", 8, 8, "--layout fixes model=3: 8 % 3 = 2", "--devices 9"),
         ("data=2,model=2", 8, 8, "--layout fixes data=2 x model=2: 4 devices", "--devices 4"),
-        ("model=16", 32, 32, "those of H100 join 8", "--layout without --search"),
+        ("model=16", 32, 32, "which on H100 join 8", "--layout without --search"),
     ):
         numbers = ("--devices", str(devices), "--batch", str(batch), "--layout", layout)
         text = error(capsys, "--device", "h100", "--search", *numbers)

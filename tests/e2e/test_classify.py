@@ -267,15 +267,12 @@ def refusal(*flags):
 
 
 @pytest.mark.parametrize(("flags", "want"), [
-    ("--steps 0 --width -1", "--steps 0: give 1 or more; --width -1: give 1 or more"),
     ("--partial-fc 0", "--partial-fc 0.0: give a share above 0, at most 1"),
     ("--partial-fc nan", "--partial-fc nan: give a share above 0, at most 1"),
     ("--partial-fc 0.1 --dtype float16", "--partial-fc 0.1 --dtype float16: a step that the loss scale skips would "),
     ("--partial-fc 0.1 --compile", "--partial-fc 0.1 --compile: how many sampled classes a rank has depends on the "),
     ("--cjk --folder {folder}", "--folder --cjk: give one of the two"),
-    ("--save-every 5", "--save-every 5: give the folder too, --out FOLDER"),
     ("--mesh data=2 --compile", "--compile --mesh data=2: the ranks are threads, which one compiler serves: give one"),
-    ("--mesh stage=2", "--mesh stage=2: 'stage=2' is not data=N or model=N"),
     ("--mesh data=3", "--batch 8: the 3 ranks must have equal parts, and 8 % 3 = 2: give --batch 9"),
     ("--mesh data=4,model=4", "--batch 8: the 16 ranks must have equal parts, and 8 % 16 = 8: give --batch 16"),
     ("--mesh data=9", "--mesh data=9: data=9 ranks have nothing to do with --batch 8: give at most data=8"),
@@ -285,7 +282,6 @@ def refusal(*flags):
     ("--folder {folder} --classes 3", "--classes 3: the images have 5: give 5 or more, or leave it out"),
     ("--folder {folder} --resume {saved} --steps 2 --lr 1",
      "--resume {saved}: it was trained with other arguments: give --lr"),
-    ("--folder {folder} --out {saved}", "--out {saved} holds a run, up to step 2: give --resume {saved}, or another"),
     ("--folder {other} --resume {saved} --steps 2",
      "--resume {saved}: it was trained with other arguments: give --folder "),
 ])  # fmt: skip

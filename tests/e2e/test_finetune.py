@@ -220,7 +220,6 @@ def test_bag_of_words_of_the_corpus_equals_scikit_learn():
         ("--accumulate 3", "--accumulate 3: must divide --batch, and 32 % 3 = 2"),
         ("--width 30", "--width 30: must have 4 heads, and 30 % 4 = 2"),
         ("--rank 0 --dropout 1", "--rank 0: give 1 or more; --dropout 1.0: give a rate from 0 to below 1"),
-        ("--save-every 2", "--save-every 2: give the folder too, --out FOLDER"),
     ],
 )
 def test_arguments_that_no_run_can_have(flags, line):

@@ -339,7 +339,7 @@ def test_accumulation_of_a_deepspeed_section_is_honoured():
     steps = {"deepspeed_config": {"gradient_accumulation_steps": 8}}
     settings, told = read_warned(written(distributed_type="MULTI_GPU", num_processes=2, **steps))
     assert settings.accumulate == 8
-    assert "Accelerate reads it with DeepSpeed alone" in told[-1]
+    assert "Accelerate reads it only with DeepSpeed" in told[-1]
     steps["deepspeed_config"]["gradient_accumulation_steps"] = "auto"
     assert "which is not an integer of 1 or more" in error(written(distributed_type="NO", **steps))
 
@@ -422,13 +422,13 @@ def test_cloud_is_refused():
 
 @pytest.mark.parametrize(("keys", "message"), [
     ({"num_processes": 3, "num_machines": 2}, "3 % 2 = 1\n  fix: num_processes: 4"),
-    ({"num_processes": 0}, "0 is no number of ranks"),
+    ({"num_processes": 0}, "0 is not a number of ranks"),
     ({"num_processes": -2}, "-2 is not an integer of -1 or more"),
     ({"num_processes": "NUM_GPUS"}, "'NUM_GPUS' is not an integer"),
     ({"num_processes": True}, "True is not an integer"),
     ({"num_machines": 0}, "0 is not an integer of 1 or more"),
-    ({"num_machines": 2, "machine_rank": 2}, "2 is no rank of 2 machines\n  fix: 0 to 1"),
-    ({"main_process_port": 70000}, "70000 is no port"),
+    ({"num_machines": 2, "machine_rank": 2}, "2 is not a rank of 2 machines\n  fix: 0 to 1"),
+    ({"main_process_port": 70000}, "70000 is not a port"),
     ({"gpu_ids": "0,0"}, "'0,0' is not all, or different numbers"),
     ({"use_cpu": "maybe"}, "'maybe' is not true or false"),
 ])  # fmt: skip
@@ -443,24 +443,24 @@ def test_unknown_key_is_an_error_with_the_nearest_one():
     got = error(written(distributed_type="FSDP", num_proceses=2, fsdp_config={"fsdp_offload_param": True, "foo": 1}))
     assert got.splitlines() == [
         "3 problems",
-        "f.yaml, line 2: num_proceses: no such key is known",
-        "  it is none of Accelerate 1.15",
+        "f.yaml, line 2: num_proceses: unknown key",
+        "  Accelerate 1.15 does not have it",
         "  fix: num_processes, if that is meant; or remove it",
-        "f.yaml, line 4: fsdp_config.fsdp_offload_param: no such key is known",
-        "  it is none of Accelerate 1.15",
+        "f.yaml, line 4: fsdp_config.fsdp_offload_param: unknown key",
+        "  Accelerate 1.15 does not have it",
         "  fix: fsdp_config.fsdp_offload_params, if that is meant; or remove it",
-        "f.yaml, line 5: fsdp_config.foo: no such key is known",
-        "  it is none of Accelerate 1.15",
+        "f.yaml, line 5: fsdp_config.foo: unknown key",
+        "  Accelerate 1.15 does not have it",
         "  fix: remove it",
     ]
 
 
 def test_key_outside_of_its_section_is_an_error():
-    assert "fsdp_version: stands in the wrong place\n  Accelerate reads it in fsdp_config alone" in error(
+    assert "fsdp_version: is in the wrong section\n  Accelerate reads it only in fsdp_config" in error(
         written(distributed_type="FSDP", fsdp_version=2)
     )
     wrong = error(written(distributed_type="NO", dynamo_config={"dynamo_num_machines": 2}))
-    assert "no such key is known" in wrong
+    assert "unknown key" in wrong
 
 
 def test_short_names_in_a_section_are_completed_as_in_accelerate():
@@ -474,7 +474,9 @@ def test_empty_section_is_none():
         path = written(distributed_type="FSDP", num_processes=2, fsdp_config=empty, dynamo_config=empty)
         assert read(path) == Settings(strategy="FULL_SHARD", processes=2)
     wrong = error(written(distributed_type="FSDP", fsdp_config=["fsdp_version"]))
-    assert wrong.startswith("f.yaml, line 2: fsdp_config: ['fsdp_version'] is no section of keys\n  fix: fsdp_config:")
+    assert wrong.startswith(
+        "f.yaml, line 2: fsdp_config: ['fsdp_version'] is not a section of keys\n  fix: fsdp_config:"
+    )
 
 
 def test_keys_replace_those_of_the_file():
@@ -482,7 +484,7 @@ def test_keys_replace_those_of_the_file():
     settings = read(path, distributed_type="FSDP", num_processes=4, fsdp_sharding_strategy=2)
     assert settings == Settings(strategy="SHARD_GRAD_OP", processes=4, compute=torch.bfloat16)
     assert error(path, num_processes="x").startswith("--num_processes: 'x' is not an integer")
-    assert error(path, num_processs=4).startswith("--num_processs: no such key is known")
+    assert error(path, num_processs=4).startswith("--num_processs: unknown key")
 
 
 def test_damaged_files_are_errors_that_name_the_line():
@@ -520,7 +522,7 @@ HOSTILE = {
     "machines": ("distributed_type: NO\nnum_machines: 0x" + "f" * 300, "is not an integer of 1,048,576 at most"),
     "a date": ("debug: 2001-99-99", "f.yaml: is not YAML\n  month must be in 1..12"),
     "an empty number": ("debug: !!int ''", "f.yaml: is not YAML\n  string index out of range"),
-    "control": ('"\\e[2J": 1', r"f.yaml, line 1: \x1b[2J: no such key is known"),
+    "control": ('"\\e[2J": 1', r"f.yaml, line 1: \x1b[2J: unknown key"),
 }  # fmt: skip
 
 
@@ -534,7 +536,7 @@ def test_hostile_files_are_errors_at_once(what: str):
 def test_first_fifty_wrong_keys_are_listed():
     Path("f.yaml").write_text("".join(f"k{i}: 1\n" for i in range(3_000)))
     text = error("f.yaml")
-    assert text.startswith("51 problems\nf.yaml, line 1: k0: no such key is known")
+    assert text.startswith("51 problems\nf.yaml, line 1: k0: unknown key")
     assert text.endswith("f.yaml: the keys after these are not read\n  fix: give a file of Accelerate")
 
 
@@ -552,7 +554,7 @@ def test_settings_of_a_launch_come_from_the_environment(monkeypatch: pytest.Monk
     assert fs.accelerate.settings() is None
     monkeypatch.setenv("FSHARD_CONFIG_FILE", str(T5_LORA))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the launcher has told them
+        warnings.simplefilter("error")  # the launcher has printed them
         assert fs.accelerate.settings().wrap == ("T5Block",)
         monkeypatch.setenv("FSHARD_CONFIG_KEYS", json.dumps({"num_processes": 4}))
         assert fs.accelerate.settings().axes == {"data": 4}

@@ -1,4 +1,4 @@
-"""Configuration files of Hugging Face Accelerate, read as they are.
+"""Configuration files of Hugging Face Accelerate, read unchanged.
 
 settings = fs.accelerate.read("fsdp_config.yaml")        # what the file says, each key translated or named
 settings = fs.accelerate.settings()                      # under `python -m fshard launch --config_file`, or else None

@@ -53,7 +53,9 @@ def read_entries(path: Path) -> dict[str, Entry]:
         entry = Entry(value, f"{path}{line}: {dotted}", section)
         if key in SECTIONS:
             if value:
-                errors.append(fail(f"{entry.where}: {value!r:.60} is no section of keys", fix=f"{key}:\n  key: value"))
+                errors.append(
+                    fail(f"{entry.where}: {value!r:.60} is not a section of keys", fix=f"{key}:\n  key: value")
+                )
             continue
         prefix = SECTIONS.get(section, "")
         name = key if key.startswith(prefix.split("_")[0]) else prefix + key  # as Accelerate completes a short name
@@ -66,7 +68,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
 
 
 def _flattened(contents: Mapping[Any, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(section, key, value) of each key, of which those outside of a section have the section ""."""
+    """Yield (section, key, value) of each key; a key outside of a section has the section ""."""
     for key, value in contents.items():
         if str(key) in SECTIONS and isinstance(value, dict):
             yield from ((str(key), str(k), v) for k, v in value.items())

@@ -1,6 +1,6 @@
 """The keys of an Accelerate file, and the meaning of each here: translated, without effect, or refused.
 
-`KEYS` has every key of Accelerate 1.15, and those of its older versions that old files have. Source of the keys and of
+`KEYS` has every key of Accelerate 1.15, and the keys of older versions that old files have. Source of the keys and of
 their defaults: `accelerate/commands/config/config_args.py`, `commands/launch.py`, `utils/launch.py` and the class
 `FullyShardedDataParallelPlugin` of `utils/dataclasses.py`.
 """
@@ -106,7 +106,7 @@ _prefetch = _one_of("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", first=1)
 class Key:
     """A key: its values, its meaning here in words, and the section of the file that it is in.
 
-    `effect`: "translated"; "none", where a value other than those of `quiet` gives a warning; or "refused", where it is
+    `effect`: "translated"; "none", where a value that is not in `quiet` gives a warning; or "refused", where it is
     an error.
     """
 
@@ -125,7 +125,7 @@ _TPU = "there are no TPUs here"
 _TABLES: tuple[tuple[str, dict[str, Key]], ...] = (
     # the machines; numbers
     ("", {
-        "compute_environment": Key(_one_of("LOCAL_MACHINE"), "LOCAL_MACHINE alone"),
+        "compute_environment": Key(_one_of("LOCAL_MACHINE"), "only LOCAL_MACHINE"),
         "distributed_type": Key(_one_of(*_TYPES), "NO is one process; MULTI_CPU, MULTI_GPU: NO_SHARD; FSDP: "
                                                   "fsdp_config"),
         "num_processes": Key(_int(-1, _MAX_RANKS), "`processes`: ranks of all machines; -1: say it to `launch`"),
@@ -133,7 +133,7 @@ _TABLES: tuple[tuple[str, dict[str, Key]], ...] = (
         "machine_rank": Key(_int(0), "`machine_rank`"),
         "main_process_ip": Key(_text, "`address`: the host of the first rank"),
         "main_process_port": Key(_int(0), "`port`; 0: a free one"),
-        "rdzv_backend": Key(_text, "`rendezvous`: that of torchrun"),
+        "rdzv_backend": Key(_text, "`rendezvous`, as for torchrun"),
         "same_network": _unused(_bool, "torchrun needs an address that all machines reach, in one network or several",
                                 True, False),
         "gpu_ids": Key(_gpu_ids, "`gpus`: CUDA_VISIBLE_DEVICES of the ranks"),
@@ -169,20 +169,20 @@ _TABLES: tuple[tuple[str, dict[str, Key]], ...] = (
         "activation_checkpointing": Key(_bool, "`remat`: activations are recomputed by unit"),
         "activation_checkpointing_offload": Key(_bool, "`offload_activations`: inputs of units in host memory"),
         "cpu_ram_efficient_loading": _unused(
-            _bool, "each rank always reads the slices that it needs, and none reads the whole", True),
+            _bool, "each rank always reads the slices that it needs, and none reads all of a file", True),
         "sync_module_states": _unused(
             _bool, "initial values are a function of the key, the same on every rank", True),
         "use_orig_params": _unused(
-            _bool, "leaves are always the model's own, by their names; nothing is flattened", True),
+            _bool, "leaves are always the model's, by their names; nothing is flattened", True),
         "ignored_modules": Key(_raw, "a leaf that is not to be sharded has the spec P()", "refused"),
     }),
     ("parallelism_config", {
         "dp_replicate_size": Key(_int(1), "`replicas`: size of the axis `replica`"),
-        "dp_shard_size": Key(_int(1), "size of the axis `data`, or `shard` beside replicas"),
+        "dp_shard_size": Key(_int(1), "size of the axis `data`, or `shard` with replicas"),
         "tp_size": Key(_int(1), "`model`: size of the axis `model`"),
-        "cp_size": Key(_int(1), "context parallelism is not here: sequence parallelism of a model is its Layout",
+        "cp_size": Key(_int(1), "context parallelism is not here: a model's Layout has sequence parallelism",
                        "refused", (1,)),
-        "sp_size": Key(_int(1), "DeepSpeed's sequence parallelism is not here: that of a model is its Layout",
+        "sp_size": Key(_int(1), "DeepSpeed's sequence parallelism is not here: a model's Layout has it",
                        "refused", (1,)),
         "cp_backend": _unused(_raw, "cp_size is 1", "torch"),
         "cp_comm_strategy": _unused(_raw, "cp_size is 1", "allgather"),
@@ -201,7 +201,7 @@ _TABLES: tuple[tuple[str, dict[str, Key]], ...] = (
         "use_xpu": _unused(_bool, "of an older version: there are no XPUs here", False),
         "enable_cpu_affinity": _unused(_bool, "ranks are not bound to cores: numactl does that", False),
         "main_training_function": _unused(_text, "a script runs from its first line", "main"),
-        "downcast_bf16": _unused(_bool, f"of TPUs alone, and {_TPU}", False),
+        "downcast_bf16": _unused(_bool, f"only of TPUs, and {_TPU}", False),
         **{name: _unused(_raw, _TPU, False)
            for name in ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "command_file",
                         "commands")},
@@ -237,7 +237,7 @@ class Values:
 def translate(entries: Mapping[str, Entry], file: str) -> dict[str, Any]:
     """Return the fields of `Settings` for the keys of a file.
 
-    Raises ShardingError, listing every key that is unknown or refused, and every value that is no value of its key.
+    Raises ShardingError, listing every key that is unknown or refused, and every value that its key does not have.
     """
     v = Values(entries)
     for name, entry in entries.items():
@@ -287,13 +287,13 @@ def _is_empty(x: Any) -> bool:
 def _unknown(name: str, entry: Entry, key: Key | None) -> ShardingError:
     if key is not None:
         place = f"in {key.section}" if key.section else "at the top of the file"
-        return fail(f"{entry.where}: stands in the wrong place", f"Accelerate reads it {place} alone",
+        return fail(f"{entry.where}: is in the wrong section", f"Accelerate reads it only {place}",
                     fix=f"move it: {place}")  # fmt: skip
     short = {other.removeprefix(SECTIONS.get(k.section, "")): other for other, k in KEYS.items()}
     near = difflib.get_close_matches(name.removeprefix(SECTIONS.get(entry.section, "")), short, 1, 0.7)
     nearest = [".".join(filter(None, (KEYS[short[n]].section, short[n]))) for n in near]
     fix = f"{nearest[0]}, if that is meant; or remove it" if nearest else "remove it"
-    return fail(f"{entry.where}: no such key is known", "it is none of Accelerate 1.15", fix=fix)
+    return fail(f"{entry.where}: unknown key", "Accelerate 1.15 does not have it", fix=fix)
 
 
 def _machines(v: Values) -> dict[str, Any]:
@@ -307,16 +307,16 @@ def _machines(v: Values) -> dict[str, Any]:
         v.refuse("num_machines", "machines, and distributed_type is NO, which is one process",
                  fix="distributed_type: MULTI_GPU, MULTI_CPU or FSDP")  # fmt: skip
     if processes == 0:
-        v.refuse("num_processes", "is no number of ranks", fix="1 or more; -1: say it to `launch`")
+        v.refuse("num_processes", "is not a number of ranks", fix="1 or more; -1: say it to `launch`")
     if processes > 0 and processes % machines:
         name = "num_processes" if "num_processes" in v.values else "num_machines"
         v.refuse(name, "does not fit: each machine has as many ranks as another",
                  f"{processes} % {machines} = {processes % machines}",
                  fix=f"num_processes: {-(-processes // machines) * machines}")  # fmt: skip
     if v.get("machine_rank", 0) >= machines:
-        v.refuse("machine_rank", f"is no rank of {machines} machines", fix=f"0 to {machines - 1}")
+        v.refuse("machine_rank", f"is not a rank of {machines} machines", fix=f"0 to {machines - 1}")
     if v.get("main_process_port", 0) > 65535:
-        v.refuse("main_process_port", "is no port", fix="0 to 65535")
+        v.refuse("main_process_port", "is not a port", fix="0 to 65535")
     return {
         "processes": processes if processes > 0 else None, "machines": machines,
         "machine_rank": v.get("machine_rank", 0), "address": v.get("main_process_ip"),
@@ -344,13 +344,13 @@ def _precision(v: Values) -> dict[str, Any]:
             accumulate = _int(1)(steps)
         except ValueError as e:
             v.refuse("deepspeed_config", f"has gradient_accumulation_steps {steps!r}, which is not {e}")
-        v.warn("deepspeed_config", "gradient_accumulation_steps is honoured; Accelerate reads it with DeepSpeed alone")
+        v.warn("deepspeed_config", "gradient_accumulation_steps is honoured; Accelerate reads it only with DeepSpeed")
     compiled = v.get("dynamo_backend", "NO") == "INDUCTOR"
     return {"compute": _DTYPES.get(text, torch.float32), "accumulate": accumulate, "compile": compiled}
 
 
 def _schedule(v: Values) -> dict[str, Any]:
-    """Translate `fsdp_config`, of which the defaults depend on its version."""
+    """Translate `fsdp_config`, whose defaults depend on its version."""
     if v.get("distributed_type") != "FSDP":
         for name in v.entries:
             if name in v.values and KEYS[name].section in ("fsdp_config", "parallelism_config"):
@@ -422,7 +422,7 @@ def _wrap_of(v: Values) -> tuple[str, ...] | int | str | None:
     if policy == "SIZE_BASED_WRAP" and least != 0:
         return least or 100_000_000
     if least == 0 and policy:
-        v.warn("fsdp_min_num_params", "as in Accelerate, 0 is no policy: the model is one unit, gathered at once")
+        v.warn("fsdp_min_num_params", "as in Accelerate, 0 means no policy: the model is one unit, gathered at once")
     elif policy:
         v.warn("fsdp_auto_wrap_policy", "the model is one unit, gathered at once")
     return None
@@ -442,7 +442,7 @@ def _backward_prefetch_of(v: Values, version: int) -> str | None:
 
 
 def overrides(keys: Mapping[str, Any]) -> dict[str, Entry]:
-    """Return entries for keys that replace those of a file, named as options of the command line are."""
+    """Return entries for keys that replace those in a file, named as options of the command line."""
     return {name: Entry(value, f"--{name}", KEYS[name].section if name in KEYS else "") for name, value in keys.items()}
 
 

@@ -96,10 +96,10 @@ class Settings:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Axes of the mesh, for `fs.make_mesh(**settings.axes)`; a size of -1 is the rest of the world size.
+        """Return the axes of the mesh, for `fs.make_mesh(**settings.axes)`; a size of -1 is the rest of the world size.
 
-        `data`; for the hybrid strategies `replica`, of which there is one for each machine if the file says nothing
-        else, and `shard`; and `model`, if there is tensor parallelism.
+        `data`; for the hybrid strategies `replica`, by default one for each machine, and `shard`; and `model`, if there
+        is tensor parallelism.
 
         Raises ShardingError if the sizes do not make up the number of processes.
         """
@@ -123,7 +123,7 @@ class Settings:
 
     @property
     def strategy_options(self) -> dict[str, Any]:
-        """Options of the strategy, for `fs.strategy(settings.strategy, **settings.strategy_options)`.
+        """Return the options of the strategy, for `fs.strategy(settings.strategy, **settings.strategy_options)`.
 
         `prefetch` and `backward_prefetch` are numbers of units, of `scan` and `Apply.unshard`, or "post".
 
@@ -167,7 +167,7 @@ def read(path: StrPath, **keys: Any) -> Settings:
     """Return the settings of an Accelerate file, YAML (with the package pyyaml) or JSON.
 
     Each key is translated. One that means nothing here, or that Accelerate itself ignores, gives a warning, which
-    `Settings.warnings` has too. `keys` replace those of the file, by their names in it: `read(path, num_processes=4)`.
+    `Settings.warnings` has too. `keys` replace keys of the file, by their names in it: `read(path, num_processes=4)`.
     A key that is missing has the value that `accelerate launch` gives it.
 
     >>> read("fsdp.yaml").axes, read("fsdp.yaml", num_processes=4, fsdp_sharding_strategy=2).strategy
@@ -187,7 +187,7 @@ def read(path: StrPath, **keys: Any) -> Settings:
 def settings() -> Settings | None:
     """Return the settings that `python -m fshard launch` passes to its ranks by the environment, or None.
 
-    They are those of its `--config_file`, with the keys that its options replace. It has told their warnings itself.
+    They come from its `--config_file`, with the keys that its options replace. The launcher printed the warnings.
 
     >>> settings() is None                            # not started by `python -m fshard launch`
     True
@@ -206,6 +206,6 @@ def settings() -> Settings | None:
 
 
 def read_launched(path: StrPath | None, keys: Mapping[str, Any]) -> Settings:
-    """Return the settings of a file, if there is one, and of the keys that replace its own; warnings are not told."""
+    """Return the settings of a file, if there is one, and of the keys that replace those in it; print no warning."""
     entries = read_entries(Path(path)) if path else {}
     return Settings(**translate({**entries, **overrides(keys)}, str(path or "the command line")))

@@ -307,7 +307,8 @@ def test_strangers_fail_nobody(job: Job, zero: Watchdog) -> None:
     late = meet(job, 2)  # a rank that hears of it on arrival
     late.step(10)
     assert late.failed == 1
-    late.close()
+    for rank in (one, late):
+        rank.close()
 
 
 def test_error_text_of_a_rank_that_does_not_reach_rank_0(job: Job) -> None:
