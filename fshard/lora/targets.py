@@ -148,7 +148,7 @@ def near(name: str, modules: list[str]) -> list[str]:
 
 
 def specs_of(leaf: Leaf, spec: P, ndim: int, label: str) -> dict[str, P]:
-    """Return the specs of the factors that lie as their base does: a as its inputs, b as its outputs."""
+    """Return the specs of factors that are placed like their base: a as its inputs, b as its outputs."""
     inputs, outputs = leaf.split(tuple(axes or None for axes in parts_of(label, spec, ndim)))
     return {"a": P(*inputs), "b": P(None, *outputs), "magnitude": P(*outputs)}
 
@@ -195,8 +195,8 @@ def checked_leaves(
 ) -> list[Adapted]:  # fmt: skip
     """Return the leaves that have an adapter, whose leaves are of these `kinds`.
 
-    Raises ShardingError listing every adapter that is missing, that is of no leaf of `cfg`, or whose tensors are not
-    those of its leaf.
+    Raises ShardingError listing every adapter that is missing, that is of no leaf of `cfg`, or whose tensors do not
+    fit its leaf.
     """
     targets = Targets.among(verb, cfg, named, of)
     words = " or ".join(kind.__name__ for kind in kinds)
