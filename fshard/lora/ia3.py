@@ -25,11 +25,11 @@ from fshard import init as initial
 from fshard import lora, tree
 from fshard._core.weight import Leaf, Part, is_weight
 from fshard.collectives import pvary
-from fshard.errors import ShardingError, checked, fail, must_be, raise_all
+from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.spec import Axis, P, describe, names_of
 
 from .adapted import AdaptedWeight
-from .targets import Of, Targets, named_leaves, specs_by_name
+from .targets import Of, Targets, check_adapters, named_leaves, specs_by_name
 
 
 @checked
@@ -144,7 +144,8 @@ def apply(
     targets = _targets("ia3.apply", cfg, named, of)
     if model and specs is None:
         raise fail(f"ia3.apply: model={model!r}, and no specs", fix="specs=, those of params")
-    _check("ia3.apply", cfg, targets, adapters)
+    wanted = {name: {"scale": len(_of_side(cfg, leaf, tuple(x.shape)))} for name, (leaf, x) in targets.adapted.items()}
+    check_adapters("ia3.apply", targets, named, adapters, wanted, (Tensor,))
     by_name = {} if specs is None else specs_by_name("ia3.apply", named, params, specs)
     found: dict[str, Any] = {name: adapters[name]["value"] for name in targets.copied}
     values = {name: x for name, (_, x) in named.items()}
@@ -233,25 +234,6 @@ def _scale_spec(cfg: Config, name: str, leaf: Leaf, ndim: int, by_name: Mapping[
     if bias is not None and not cfg.scales_inputs(leaf.module):
         return by_name[bias]
     return P(*(axes or None for axes in _of_side(cfg, leaf, by_name[name].parts(ndim))))
-
-
-def _check(verb: str, cfg: Config, targets: Targets, adapters: Mapping[str, Any]) -> None:
-    """Raise ShardingError, listing every difference, unless the adapters fit the targets."""
-    wanted = {(name, "scale"): len(_of_side(cfg, leaf, tuple(x.shape))) for name, (leaf, x) in targets.adapted.items()}
-    wanted |= {(name, "value"): x.ndim for name, x in targets.copied.items()}
-    raise_all([must_be(f"{verb}: adapters[{name!r}]", "a dict of tensors", own, fix="what ia3.init returned")
-               for name, own in adapters.items()
-               if not isinstance(own, Mapping) or not all(isinstance(x, Tensor) for x in own.values())])  # fmt: skip
-    found = {(str(name), str(part)): x for name, own in adapters.items() for part, x in own.items()}
-    errors = [fail(f"{verb}: adapters[{name!r}][{part!r}] is missing", fix="what ia3.init, or fs.peft.load, returned")
-              for name, part in wanted if (name, part) not in found]  # fmt: skip
-    for (name, part), x in found.items():
-        if (name, part) not in wanted:
-            errors.append(fail(f"{verb}: adapters[{name!r}][{part!r}] is of no layer of cfg"))
-        elif x.ndim != wanted[name, part]:
-            errors.append(fail(f"{verb}: adapters[{name!r}][{part!r}] is {list(x.shape)}",
-                               f"the layer has {wanted[name, part]} dims there"))  # fmt: skip
-    raise_all(errors)
 
 
 __all__ = ["Config", "ScaledWeight", "apply", "init", "specs"]
