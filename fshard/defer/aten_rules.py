@@ -157,7 +157,7 @@ def drawn_value(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
 
 
 def _drawn_by_position(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
-    """Return the value of which each element is drawn by its position. None: no distribution is known for it."""
+    """Return a value whose elements are each drawn by their position. None: no distribution is known for it."""
     args = op.arguments
     if op.name in _RANDINT:
         return _integers(op, shape, dtype)
@@ -231,7 +231,7 @@ _SEEDS = (0, 1 << 32)
 
 
 def explicit_generator(generator: torch.Generator | None) -> torch.Generator | None:
-    """Return a generator whose numbers a constructor asks for; None for torch's own and those of other devices."""
+    """Return a generator whose numbers a constructor asks for; None for torch's default and for other devices."""
     if generator is None or generator is torch.default_generator:
         return None
     return generator if generator.device.type == "cpu" else None

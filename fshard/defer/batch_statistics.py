@@ -46,7 +46,7 @@ _NAMES: dict[Any, tuple[str, ...]] = {  # the names of each operation's argument
 class BatchStatistics(TorchFunctionMode):
     """Takes the statistics of norms over all ranks of an axis; refuses statistics of one rank's examples.
 
-    Types decide what to refuse, so checked calls alone do.
+    Types decide what to refuse, so only checked calls do.
     """
 
     def __init__(self, name: str, module: nn.Module, over: Axis) -> None:

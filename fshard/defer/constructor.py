@@ -61,18 +61,18 @@ def defer(
     """Run a constructor without allocating its parameters: return a pure function and a tree of their descriptions.
 
     All operations on parameters and buffers are recorded. `materialize` replays them for each device's own part, and
-    draws from the constructor's distributions by its own key: the values are the same on every mesh, and not those of
-    `torch.manual_seed`. An operation that needs a whole tensor (a QR) computes it in full, one leaf at a time, and
+    draws from the constructor's distributions by the leaf's key: the values are the same on every mesh, and not as by
+    `torch.manual_seed`. An operation that needs a full tensor (a QR) computes it in full, one leaf at a time, and
     keeps the part: `apply.whole` has the bytes of each such leaf.
 
     The tree is `{"params": {name: Deferred}, "buffers": {name: Deferred}}`. A tied leaf is in it once, by its first
-    name. Any part of the tree, materialized alone, has the same values. Copies of a drawn leaf
+    name. A part of the tree has the same values if only it is materialized. Copies of a drawn leaf
     (`nn.TransformerEncoder` copies its layer) are equal.
 
-    Other generators draw the same numbers in every process: those of Python and numpy, which are seeded with 0 (or with
-    `reference=`) during the call and restored, and a `torch.Generator` that the constructor passes: a leaf drawn by one
-    has exactly its numbers, and is computed in full. `numpy.random.default_rng()` without a seed is an error. Numbers
-    of other sources (`os.urandom`, the clock) are not seen: make them the same on every rank.
+    Other generators draw the same numbers in every process: the generators of Python and numpy, which are seeded with 0
+    (or with `reference=`) during the call and restored, and a `torch.Generator` that the constructor passes: a leaf
+    drawn by one has exactly its numbers, and is computed in full. `numpy.random.default_rng()` without a seed is an
+    error. Numbers of other sources (`os.urandom`, the clock) are not seen: make them the same on every rank.
 
     Args:
         units: the submodules that `apply.unshard` gathers one by one: the name of a class ("T5Block"), a glob of paths
@@ -83,7 +83,7 @@ def defer(
             specs of all leaves. The first glob that matches a submodule counts; one that matches none is an error.
         budget: the most bytes that may be computed in full for one leaf.
         reference: a seed. The module is built eagerly under `torch.manual_seed(reference)`, and its leaves are
-            sliced: they are bitwise those of the constructor, on every mesh, and take as much memory.
+            sliced: they are bitwise the constructor's, on every mesh, and take as much memory.
 
     >>> apply, tree = defer(lambda: torch.nn.Embedding(1000, 64, padding_idx=0))
     >>> tree
@@ -269,7 +269,7 @@ class Recorded:
 
     node: Node
     sources: Mapping[int, Source]  # by the id of a draw
-    owners: tuple[str, ...] = ()  # the leaves whose keys the draws use; empty if it is this leaf alone
+    owners: tuple[str, ...] = ()  # the leaves whose keys the draws use; empty if only this leaf's
     name: str = ""
 
     def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,6 +1,6 @@
 """Distributions of torch's draws: fill any box of a tensor from a key.
 
-`normal`, `uniform` and `trunc_normal` are those of `fs.random`. The others are computed in float64 from one uniform
+`normal`, `uniform` and `trunc_normal` are as in `fs.random`. The others are computed in float64 from one uniform
 32-bit word w for each element, with u = w / 2^32 and v = (w + 1/2) / 2^32:
 
     bernoulli(p)        u < p

@@ -30,7 +30,7 @@ from fshard.spec import Box, full_box, part_range
 from .distributions import MAX_RANDINT_RANGE, draw_box
 
 Values = dict[str, Any]  # argument name -> value, of one call of an operation
-Read = tuple[int, Any]  # a Python number computed from draws alone, and the number of draws before
+Read = tuple[int, Any]  # a Python number computed only from draws, and the number of draws before
 
 
 def draw_error(what: str, *notes: str, fix: str, **facts: object) -> ShardingError:
@@ -91,14 +91,14 @@ class Features:
     coords: tuple[int, ...]
     numbers: frozenset[int]  # of the features, of each dim of a parameter that the axes split
 
-    def split(self, dim: int, ndim: int, whole: int, part: int) -> bool:
+    def split(self, dim: int, ndim: int, full: int, part: int) -> bool:
         """Return whether `part` is this rank's size of a dim with features, or with heads of them.
 
         A dim where they are flattened with others may have that size too, but a rank's part of it is no range: dim 0 of
         several is [B*heads], and another product divides no number of features, as a rule.
         """
-        is_features = (dim > 0 or ndim == 1) and any(n % max(1, whole) == 0 for n in self.numbers)
-        return is_features and self.part(whole)[1] == part
+        is_features = (dim > 0 or ndim == 1) and any(n % max(1, full) == 0 for n in self.numbers)
+        return is_features and self.part(full)[1] == part
 
     def part(self, n: int) -> tuple[int, int]:
         """Return (start, length) of this rank's part of n features."""
@@ -123,7 +123,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         batch: this rank's part of the batch; None where nothing is split.
         probes: the draws that may be expected, of a split batch; they differ in the numbers that forward reads.
         find: makes another probe, by the key of this call, and adds it to those.
-        features: the axes that may split other dims than those of the examples, of which the probes know the sizes.
+        features: the axes that may split other dims than the examples'; the probes know the sizes of these dims.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.features = features
         self.number = 0
         self.read: list[Read] = []
-        self._scalars: Any = WeakTensorKeyDictionary()  # tensors of one number, made of draws alone
+        self._scalars: Any = WeakTensorKeyDictionary()  # tensors of one number, made only of draws
 
     def resumed(self, number: int) -> Draws:
         """Return a mode that goes on from draw `number`."""
@@ -190,7 +190,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func.decompose(*args, **kwargs)
 
     def _follow(self, func: Any, operands: Sequence[Tensor], out: Any) -> None:
-        """Record the numbers that are read of tensors made of draws alone."""
+        """Record the numbers that are read from tensors made only of draws."""
         if operands and all(x in self._scalars for x in operands):
             if func.overloadpacket.__name__ == "_local_scalar_dense":
                 self.read.append((self.number, out))
@@ -216,15 +216,15 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         like: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Draw this rank's part of the next draw, of local `shape`. A probe asks how the examples of `like` lie."""
-        whole, box, axes = self._part(op, tuple(shape))
+        full, box, axes = self._part(op, tuple(shape))
         key = fold_in(self.key, self.number)
         self.number += 1
         types = checker()
         with contextlib.nullcontext() if types is None else types.paused():
             if distribution == "bernoulli":
-                out = bernoulli_box(key, whole, box, p=args[0], device=device).to(dtype)
+                out = bernoulli_box(key, full, box, p=args[0], device=device).to(dtype)
             else:
-                out = draw_box(distribution, args, key, whole, box, dtype, device)
+                out = draw_box(distribution, args, key, full, box, dtype, device)
         if types is not None and self.batch is not None:
             types.set_draw_type(out, op, self.key, axes, shared=self.batch.axes)
         elif types is not None:
@@ -237,7 +237,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the global shape of a draw, this rank's box of it, and the axes that split it."""
         if self.batch is None:
             return shape, full_box(shape), ()
-        whole, box = list(shape), list(full_box(shape))
+        full, box = list(shape), list(full_box(shape))
         axes: tuple[str, ...] = ()
         if self.probes is None:
             examples = self._stated(op, shape, self.batch)
@@ -245,13 +245,13 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             examples, split = self._found(op, shape)
             for dim, (n, over) in split.items():
                 start, length = over.part(n)
-                whole[dim], box[dim], axes = n, slice(start, start + length), (*axes, *over.axes)
+                full[dim], box[dim], axes = n, slice(start, start + length), (*axes, *over.axes)
         if examples is not None:
             n = examples.each
-            whole[examples.dim] = n * self.batch.total
+            full[examples.dim] = n * self.batch.total
             box[examples.dim] = slice(n * self.batch.start, n * (self.batch.start + self.batch.count))
             axes = (*self.batch.axes, *axes)
-        return tuple(whole), tuple(box), axes
+        return tuple(full), tuple(box), axes
 
     def _found(self, op: str, shape: tuple[int, ...]) -> tuple[Examples | None, dict[int, tuple[int, Features]]]:
         """Return the dim of the examples that the probe found, and the (size, axes) of each dim of split features.
@@ -277,16 +277,16 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _split(
         self, op: str, shape: tuple[int, ...], expected: Sequence[int], examples: Examples | None
     ) -> dict[int, tuple[int, Features]] | None:
-        """Return the (size, axes) of each dim of which `shape` is this rank's part; None if it is another shape."""
+        """Return the (size, axes) of each dim whose part `shape` has; None if it is another shape."""
         out: dict[int, tuple[int, Features]] = {}
         if len(shape) != len(expected):
             return None
-        for dim, (n, whole) in enumerate(zip(shape, expected, strict=True)):
-            over = [f for f in self.features if n != whole and f.split(dim, len(shape), whole, n)]
-            if n != whole and (len(over) != 1 or op == "randperm" or (examples and dim == examples.dim)):
+        for dim, (n, full) in enumerate(zip(shape, expected, strict=True)):
+            over = [f for f in self.features if n != full and f.split(dim, len(shape), full, n)]
+            if n != full and (len(over) != 1 or op == "randperm" or (examples and dim == examples.dim)):
                 return None
-            if n != whole:
-                out[dim] = whole, over[0]
+            if n != full:
+                out[dim] = full, over[0]
         return out
 
     def _stated(self, op: str, shape: tuple[int, ...], batch: Batch) -> Examples | None:

@@ -54,7 +54,8 @@ class Apply:
 
     Before forward a call takes a copy of the module that no other call uses, since simulated ranks call at the same
     time. Copies share tensors; functions that the module has (a lambda, a hook, a replaced forward) are copied with it.
-    The leaves of the call are put in the places of the parameters, and clones of its buffers in those of the buffers.
+    The leaves of the call are put in the places of the parameters, and clones of its buffers in the places of the
+    buffers.
 
     In forward draws are by a key, see `with_key`; without one they are from torch's generator, which is an error in a
     region. A write to a parameter (`self.weight.data.clamp_(...)`, `nn.Embedding(max_norm=)`, RWKV in eval mode), and a
@@ -86,7 +87,7 @@ class Apply:
     tensor([[2., 2., 2.]])
 
     `frozen` has the names of the parameters with `requires_grad=False`: differentiate the others. `specs` has the spec
-    of each leaf, `{"params": {name: P}, "buffers": {name: P}}`: that of its replacement, and P() of the others.
+    of each leaf, `{"params": {name: P}, "buffers": {name: P}}`: as its replacement places it, else P().
 
     Raises ShardingError listing every name that is missing or unexpected and every leaf with a wrong number of dims.
     """
@@ -182,7 +183,7 @@ class Apply:
         It applies to `F.batch_norm` in any code of forward, of a subclass as of a function, and to the running
         statistics of instance norms. Without it a batch norm in train mode is an error where its input varies, since
         statistics of each rank's own examples would change with the mesh. `None` takes those all the same, as torch's
-        DistributedDataParallel does: for ranks that train models of their own. The running statistics are those of all
+        DistributedDataParallel does: for ranks that train models of their own. The running statistics are of all
         ranks too.
 
         An axis that splits the channels, and so the norm's leaves, needs nothing: each rank has all examples of its
@@ -205,7 +206,7 @@ class Apply:
 
             f(params {by specs}, buffers {I}, *args, **kwargs)      buffers are replicated
 
-        Its numbers are those of this definition, `how` being `dtype`, `reduce_dtype` and `shapes`:
+        Its numbers are as by this definition, `how` being `dtype`, `reduce_dtype` and `shapes`:
 
             apply(fs.unshard(params, specs, axis, **how), fs.unshard(buffers, P(), axis), *args, **kwargs)
 
@@ -222,7 +223,7 @@ class Apply:
         Args:
             specs: of the params, or a prefix.
             release: free gathered leaves after use and gather them again in backward; if False, keep them. An axis, or
-                axes, of `axis`: keep the part that a split over these alone gives, and gather it in backward.
+                axes, of `axis`: keep the part that a split over only these gives, and gather it in backward.
             remat: keep only the arguments of each unit (of the outermost, if units are nested), and recompute it in
                 backward, with the attributes that its modules had at the call. An object that the module changes as it
                 runs, as a cache, would be changed twice: switch it off (`use_cache=False`).
@@ -304,15 +305,15 @@ class Apply:
 
             arguments that vary over axis: [B@axis, ...] or [T, B@axis, ...]; a draw: one for all B examples
 
-        Each rank draws the numbers of its own examples, which may be fewer than those of other ranks, or none. Draws
+        Each rank draws the numbers of its own examples, which may be fewer than on other ranks, or none. Draws
         without a dim of examples (the skip of a whole layer) are the same on all ranks. `None` is for arguments that
-        are the same on all ranks. The spec of an argument tells the dim of its examples; `dim` is that of arguments
+        are the same on all ranks. The spec of an argument tells the dim of its examples; `dim` is the dim in arguments
         that were computed in the region. Of features that replaced modules leave split, each rank draws its own part.
         In `fs.accumulate` a row of the batch has the same numbers in any number of microbatches.
 
         The dims that have the examples are found: the first call for arguments of new shapes, which must be a checked
         one, runs forward on fake tensors with a prime number of examples. An error names the line that flattens [T, B]
-        as [T*B], of which no rank has a range of rows, or draws from `random` or `numpy.random`. With `probe=False`
+        as [T*B], where no rank has a range of rows, or draws from `random` or `numpy.random`. With `probe=False`
         nothing is run: each draw that has dims is taken to have the examples in dim `dim`, one after the other. That is
         for a forward that reads values of tensors, which a fake tensor has not; `fs.verify` then shows if it is so.
 
@@ -441,7 +442,7 @@ class Apply:
         return any(x.requires_grad for x in tree.leaves(arguments) if isinstance(x, Tensor))
 
     def _run_on_fakes(self, params: Named, buffers: Named, fake: Fake, args: Any, kwargs: Any) -> None:
-        """Run forward on fake tensors with the shapes of these leaves, of the whole ones where they are split."""
+        """Run forward on fake tensors with the shapes of these leaves, unsharded."""
         mine = self._take_copy()
         self._replaced.remove(mine.module)
         for p in (*mine.places, *mine.references):

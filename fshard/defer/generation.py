@@ -43,11 +43,11 @@ def generate(
 
     Args:
         apply: of `fs.defer`, in eval mode, or a function with its arguments, which gathers the leaves as it needs them.
-        params, buffers: as `apply` takes them: whole leaves.
+        params, buffers: as `apply` takes them: full leaves.
         data: the axes that split the batch; draws need it.
         decoder_start: the first token of an encoder-decoder; by default the one of its config. So are `eos` and `pad`,
             the tokens that end a sequence and fill it up; with `eos=None` none ends it.
-        module: of which `apply` is the function, if it is not `apply.module`.
+        module: the module whose function `apply` is, if `apply` has no `.module`.
 
     >>> apply, described = fs.defer(lambda: GPT2LMHeadModel(config).eval())
     >>> apply, specs = apply.eval(), fs.fully_shard(P(), described["params"], axis="data")
@@ -91,7 +91,7 @@ def generate(
 
 
 class _Model(NamedTuple):
-    """Facts about a model: its class, the names of its arguments, and those of an encoder-decoder."""
+    """Facts about a model: its class, the names of its arguments, and the facts about an encoder-decoder."""
 
     name: str
     takes: frozenset[str]

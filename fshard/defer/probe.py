@@ -2,7 +2,7 @@
 
 Forward runs on fake tensors with a prime number of examples: a dim that this prime divides has the examples. The probe
 also follows how they lie in it. A view of [B, T] as [B*T] keeps the entries of one example together. One of [T, B] as
-[T*B] does not, so a rank's part of it is no range of rows, and a draw of such a tensor is refused.
+[T*B] does not, so a rank's part of it is not a range of rows, and a draw of such a tensor is refused.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
         self.prime = prime
         self.found: list[Drawn] = []
         self._outer: Any = WeakTensorKeyDictionary()
-        self._drawn: Any = WeakTensorKeyDictionary()  # tensors made of draws alone -> None
-        self._ranges: Any = WeakTensorKeyDictionary()  # and of torch.arange alone
+        self._drawn: Any = WeakTensorKeyDictionary()  # tensors made only of draws -> None
+        self._ranges: Any = WeakTensorKeyDictionary()  # and only of torch.arange
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, schema_of(func).name.split("::")[-1]
@@ -82,7 +82,7 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
         return float(self._outer.get(x, 1))
 
     def _outer_of(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> float:
-        """Return the outer factor of a result: of a view by its place in memory, else that of the operands."""
+        """Return the outer factor of a result: of a view by its place in memory, else the operands' factor."""
         operands = tensors_in(args, kwargs)
         dim, known = self._dim(y), [(x, d, self._factor(x)) for x in operands if (d := self._dim(x)) is not None]
         if dim is None or not known:

@@ -149,7 +149,7 @@ class RecordedStorage:
         self.value = Op(old.shape, old.dtype, call, 0)
 
     def _alias(self, x: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """Return a function from the whole value to (a copy of it, the view of this copy with the place of `x`)."""
+        """Return a function from the full value to (a copy of it, the view of this copy with the place of `x`)."""
         dtype, shape, strides = x.dtype, tuple(x.shape), x.stride()
         base_dtype, base_shape, base_strides = self.value.dtype, self.value.shape, self.strides
         offset = int(x.storage_offset()) - self.offset * base_dtype.itemsize // dtype.itemsize
@@ -162,7 +162,7 @@ class RecordedStorage:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations. Tensors made outside are literals: operations on literals alone run and are not recorded."""
+    """Record operations. Tensors made outside are literals: operations on only literals run and are not recorded."""
 
     def __init__(self, budget: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -339,7 +339,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _drawn(self, op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node:
-        """Return the value that an operation draws: by the leaf's key, or exactly that of a generator it is passed."""
+        """Return the value that an operation draws: by the leaf's key, or exactly as a generator that it is passed."""
         if op.generator is None:
             value = drawn_value(op, shape, dtype)
         else:
@@ -390,7 +390,7 @@ def _no_distribution(op: AtenCall) -> ShardingError:
 
 
 def _lazily_negated(x: Tensor, value: Node) -> Node:
-    """Return the value of a tensor from that of its memory, or the reverse: torch conjugates and negates lazily."""
+    """Turn the value of memory into the value of a tensor, or the reverse: torch conjugates and negates lazily."""
     for lazy, op in ((x.is_conj(), torch.ops.aten.conj_physical), (x.is_neg(), torch.ops.aten.neg)):
         if lazy:
             call = Call(op.__name__, op.default, (InputSlot(0),), {}, (value,))
@@ -500,7 +500,7 @@ _patch_lock = threading.RLock()  # one recording at a time patches torch; a cons
 
 @contextlib.contextmanager
 def _patched(recorder: Recorder) -> Iterator[None]:
-    """Replace functions that no mode can intercept: for this recorder's tensors, or on its thread, alone.
+    """Replace functions that no mode can intercept: only for this recorder's tensors, or on its thread.
 
     torch's truncated normal rejects draws by their values: here it is one draw, by inverse CDF. `module.half()` calls
     torch's `swap_tensors`, which fake tensors do not support: exchanging their data is enough. `torch.load` makes

@@ -1,7 +1,7 @@
-"""Compute a box of a recorded value, bitwise equal to that box of the whole value.
+"""Compute a box of a recorded value, bitwise equal to that box of the full value.
 
 Operations of `POINTWISE` compute an element with the same bits at any position in memory (a test shows it for each), so
-they run on the box alone, as do draws, views, casts and writes. Every other operation is computed in full, once for
+they run on only the box, as do draws, views, casts and writes. Every other operation is computed in full, once for
 each leaf, on the CPU, and the box is cut out.
 """
 
@@ -94,13 +94,13 @@ class Replay:
         threads = threads_to_fill(math.prod(sizes), self.device) if in_steps else 0
         chunk = _CHUNK // max(1, threads)
 
-        def whole() -> Tensor:
+        def at_once() -> Tensor:
             with torch.no_grad():
                 return self.evaluate(self.root, box).to(dtype).contiguous()
 
         if math.prod(sizes) <= chunk or isinstance(self.root, (Draw, Full)):
             with one_compute_thread(then=torch.get_num_threads()) if threads else contextlib.nullcontext():
-                return whole()
+                return at_once()
         out = torch.empty(sizes, dtype=dtype, device=self.device)
         dim = next(d for d, n in enumerate(sizes) if n > 1)
         step = max(1, chunk * sizes[dim] // math.prod(sizes))

@@ -92,9 +92,9 @@ def between_calls(apply: str, leaf: str, x: Tensor) -> StandIn:
 
 
 class AdaptedParameter(StandIn):
-    """A `Weight` in the place of a parameter, used as nn.Linear, nn.Embedding and transformers' Conv1D use theirs.
+    """A `Weight` in the place of a parameter, used as by nn.Linear, nn.Embedding and transformers' Conv1D.
 
-    Of a table of embeddings that a head shares, the head uses the base alone, as in PEFT.
+    A head that shares a table of embeddings uses only the base, as in PEFT.
     """
 
     weight: Weight
@@ -162,7 +162,7 @@ def _adapter_error(leaf: str, weight: Weight, operation: str) -> ShardingError:
 
 @dataclass(frozen=True)
 class Split:
-    """A parameter of replaced modules that mesh axes split: its whole shape, its spec, and the texts of errors."""
+    """A parameter of replaced modules that mesh axes split: its full shape, its spec, and the texts of errors."""
 
     shape: tuple[int, ...]
     spec: P
@@ -208,7 +208,7 @@ def in_module(params: Mapping[str, Any], splits: Mapping[str, Split]) -> dict[st
 
 
 def tensors_of(params: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return all tensors of the leaves, by names that tell those of a Weight apart."""
+    """Return all tensors of the leaves, by names that are unique for each tensor of a Weight."""
     return {tree.show(name, path): x for name, leaf in params.items() for path, x in tree.leaves_with_path(leaf)}
 
 

@@ -33,12 +33,12 @@ class StridedView:
     @property
     def covers(self) -> bool:
         """Return whether the view has every element of the base exactly once."""
-        whole = all(r[::2] == (0, n) and (r[1] == 1 or n == 1) for r, n in zip(self.ranges, self.base, strict=True))
-        return whole and math.prod(self.shape) == math.prod(self.base)
+        in_full = all(r[::2] == (0, n) and (r[1] == 1 or n == 1) for r, n in zip(self.ranges, self.base, strict=True))
+        return in_full and math.prod(self.shape) == math.prod(self.base)
 
     @property
     def is_identity(self) -> bool:
-        """Return whether the view is the base as it is."""
+        """Return whether the view is the unchanged base."""
         kept = [d for d in self.dims if d is not None]
         return self.covers and self.shape == self.base and kept == sorted(kept)
 

@@ -97,7 +97,7 @@ def _choose_large(name: str, m: nn.Module, least: int, chosen: set[str], seen: s
 def leaves_of_units(module: nn.Module, names: Sequence[str], places: Sequence[Place]) -> dict[str, tuple[str, ...]]:
     """Return the names of each unit's parameters: each is in the innermost unit that has all places of the leaf.
 
-    A leaf that no unit has alone is in the innermost unit of each of its places, if all are in units. A leaf of a
+    A leaf that no single unit has is in the innermost unit of each of its places, if all are in units. A leaf of a
     module that is in several others has a place in each.
     """
     units = {id(module.get_submodule(name)): name for name in names}
@@ -115,8 +115,8 @@ def leaves_of_units(module: nn.Module, names: Sequence[str], places: Sequence[Pl
             of_leaf.setdefault(p.leaf, []).extend(map(around, p.names))
     out: dict[str, list[str]] = {name: [] for name in names}
     for leaf, paths in of_leaf.items():
-        alone = [name for name in paths[0] if all(name in path for path in paths)]
-        found = [alone] if alone else paths
+        only = [name for name in paths[0] if all(name in path for path in paths)]
+        found = [only] if only else paths
         for name in names if all(found) else ():
             if any(name == path[-1] for path in found):
                 out[name].append(leaf)
@@ -158,7 +158,7 @@ class UnitForwards:
         splits: Mapping[str, Split],
     ) -> None:
         self._splits = splits
-        self.calls: Any = None  # None: a call with whole leaves
+        self.calls: Any = None  # None: a call with full leaves
         self.keep: Callable[[str], Any] = str
         self.watch: Watch = unwatched
         self.fill: Fill = as_they_are
@@ -232,7 +232,7 @@ class UnshardedByUnit:
         if not isinstance(shapes, Mapping) or apply.shapes.keys() - shapes.keys():
             raise must_be("apply.unshard: shapes", f"a dict of the {len(apply.shapes)} params", shapes,
                           "pass the tree that params were materialized from")  # fmt: skip
-        # Shapes alone: a described tree may refer to whole tensors.
+        # Only the shapes: a described tree may refer to full tensors.
         self._shapes = shapes if shapes is apply.shapes else shapes_of({name: shapes[name] for name in apply.shapes})
 
         self._placeholders: dict[Any, StandIn] = {}
@@ -276,7 +276,7 @@ class UnshardedByUnit:
         in_units = {leaf for name in units for leaf in apply.units[name]}
         in_units -= {leaf for name, leaves in apply.units.items() if name not in units for leaf in leaves}
         root = [leaf for leaf in named if leaf not in in_units]
-        whole = self._whole({leaf: named[leaf] for leaf in root}, {leaf: specs[leaf] for leaf in root})
+        full = self._whole({leaf: named[leaf] for leaf in root}, {leaf: specs[leaf] for leaf in root})
         whole_buffers = self._whole_buffers(buffers)
         placeholders = {}
         for name, unit in units.items():
@@ -291,7 +291,7 @@ class UnshardedByUnit:
                     placeholders[leaf] = self._placeholders[key]
         shards = [x for name in units for leaf in apply.units[name] for x in tree.leaves(params[leaf])]
         calls = UnitCalls(UnitSchedule(here, units, self._options), shards)
-        result = apply.run(whole, whole_buffers, args, kwargs, calls, placeholders, self._fill(units, params))
+        result = apply.run(full, whole_buffers, args, kwargs, calls, placeholders, self._fill(units, params))
         calls.end()
         return result
 

@@ -76,7 +76,7 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def check_storages(self) -> None:
-        """Raise ShardingError if forward has set the `.data` of a parameter, which is no operation, or read others."""
+        """Raise ShardingError if forward set the `.data` of a parameter, without an operation, or read other leaves."""
         if self.read is not None:
             raise self.read
         for name, (x, data, n) in self.before.items():

@@ -1,14 +1,14 @@
-"""Low-rank adapters as a tree beside any parameter tree: W + s A B, without ever building the sum in forward.
+"""Low-rank adapters as a tree next to any parameter tree: W + s A B, without ever building the sum in forward.
 
 cfg      = fs.lora.Config(targets=("q_proj", "v_proj"), rank=8, alpha=32)
 adapters = fs.lora.init(cfg, params, of=llama.theirs)                  # described: {"h.0.q.w": {"a", "b"}, ...}
-placed   = fs.lora.specs(cfg, params, specs, of=llama.theirs)          # where the factors lie, by their base's specs
+placed   = fs.lora.specs(cfg, params, specs, of=llama.theirs)          # the specs of the factors, by their base's
 
-inside shard_map, differentiating `adapters` alone:
+inside shard_map, differentiating only `adapters`:
     adapted = fs.lora.apply(cfg, params, adapters, of=llama.theirs, specs=specs, data="data", model="model")
     loss    = llama.loss(model, adapted, ids, targets, layout=layout, specs=specs)
 
-Source: Hu et al., 2021, "LoRA"; names, defaults and arithmetic are those of Hugging Face PEFT.
+Source: Hu et al., 2021, "LoRA"; names, defaults and arithmetic are as in Hugging Face PEFT.
 """
 
 from fshard._core.weight import Leaf

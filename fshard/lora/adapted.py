@@ -1,4 +1,4 @@
-"""The part that all adapted matrices have in common: the matrix that they adapt."""
+"""What all adapted matrices have in common: the matrix that they adapt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fshard.spec import P
 
 
 class AdaptedWeight(Weight):
-    """Base of matrices that are another one, `base`, a tensor or a Weight, and a few numbers that train beside it."""
+    """Base class of a matrix `base`, a tensor or a Weight, with a few numbers that train."""
 
     base: Any  # [in.., out..]; flattened as its user asks
     leaf: Leaf
@@ -34,7 +34,7 @@ class AdaptedWeight(Weight):
         return dtype
 
     def base_parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
-        """Return the parts of the base, of which there are several if it is a Weight."""
+        """Return the parts of the base: several if it is a Weight."""
         return self.base.parts(spec, shape) if isinstance(self.base, Weight) else [(spec, shape)]  # type: ignore[list-item]
 
     def flatten(self, start: int = 0, end: int = -1) -> Self:
@@ -50,9 +50,9 @@ class AdaptedWeight(Weight):
         """Compute x @ base + b; of a module a base is stored [out, in]."""
         if self.layout == "oi" and isinstance(self.base, Tensor):
             return F.linear(x, self.base, b)
-        if isinstance(self.base, Weight) and (theirs := getattr(self.base, "layout", None)) != self.layout:
+        if isinstance(self.base, Weight) and (stored := getattr(self.base, "layout", None)) != self.layout:
             name, ours = self.leaf.module or "the base", _DIMS[self.layout]
-            raise fail(f"linear: {name} is {ours}, and its base was quantized as {_DIMS[theirs]}",
+            raise fail(f"linear: {name} is {ours}, and its base was quantized as {_DIMS[stored]}",
                        fix="pass one of= to lora.quantize and to lora.apply: of a module, the function that fs.defer "
                            "returned")  # fmt: skip
         return nn.linear(x, self.base, b)

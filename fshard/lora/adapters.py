@@ -111,7 +111,7 @@ def _factors(cfg: Config, leaf: Leaf, shape: tuple[int, ...]) -> dict[str, Defer
 
 @checked
 def specs(cfg: Config, params: Any, specs: Any, *, of: Of = None) -> dict[str, dict[str, Any]]:
-    """Return the specs of the adapters of `init`, by those of their bases, on the same axes: P() replicates them.
+    """Return the specs of the adapters of `init`, by the specs of their bases, on the same axes: P() replicates them.
 
         w [in@data, out@model]  ->  a [in@data, r], b [r, out@model]
 

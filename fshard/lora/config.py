@@ -20,11 +20,11 @@ T = TypeVar("T")
 @checked
 @dataclass(frozen=True)
 class Config:
-    """The options of an adapter, after PEFT's `LoraConfig`. Names are those of modules in Hugging Face's models.
+    """The options of an adapter, after PEFT's `LoraConfig`. Names are of modules in Hugging Face's models.
 
     Args:
         targets: the modules to adapt: a list of names, of their last parts (`"q_proj"`, `"attn.c_attn"`) or of globs as
-            in `fs.rules` (`"model.layers.*.mlp.*"`); or one regular expression of whole names; or `"all-linear"`, which
+            in `fs.rules` (`"model.layers.*.mlp.*"`); or one regular expression of full names; or `"all-linear"`, which
             is every linear layer but the head.
         rank: r, the width of the factors: a [in, r], b [r, out].
         alpha: the adapter is scaled by s = alpha / r; with `rslora` by alpha / sqrt(r).

@@ -1,15 +1,15 @@
-"""Learned scales of layers, (IA)^3, as a tree beside any parameter tree: one number for each output, or each input.
+"""Learned scales of layers, (IA)^3, as a tree next to any parameter tree: one number for each output, or each input.
 
 cfg      = fs.ia3.Config(targets=("k_proj", "v_proj", "down_proj"), feedforward=("down_proj",))
 adapters = fs.ia3.init(cfg, params, of=llama.theirs)                   # described: {"h.0.k.w": {"scale"}, ...}
-placed   = fs.ia3.specs(cfg, params, specs, of=llama.theirs)           # where the scales lie, by their layers' specs
+placed   = fs.ia3.specs(cfg, params, specs, of=llama.theirs)           # the specs of the scales, by their layers'
 
-inside shard_map, differentiating `adapters` alone:
+inside shard_map, differentiating only `adapters`:
     adapted = fs.ia3.apply(cfg, params, adapters, of=llama.theirs, specs=specs, model="model")
     loss    = llama.loss(model, adapted, ids, targets, layout=layout, specs=specs)
 
 Source: Liu et al., 2022, "Few-Shot Parameter-Efficient Fine-Tuning is Better and Cheaper than In-Context Learning";
-names and arithmetic are those of Hugging Face PEFT.
+names and arithmetic are as in Hugging Face PEFT.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from fshard import init as initial
 from fshard import lora, tree
 from fshard._core.weight import Leaf, Part, is_weight
 from fshard.collectives import pvary
-from fshard.errors import ShardingError, checked, fail, must_be, raise_all
+from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.spec import Axis, P, describe, names_of
 
 from .adapted import AdaptedWeight
-from .targets import Of, Targets, named_leaves, specs_by_name
+from .targets import Of, Targets, check_adapters, named_leaves, specs_by_name
 
 
 @checked
 @dataclass(frozen=True)
 class Config:
-    """The layers that are scaled. Names are those of modules in Hugging Face's models, as in `lora.Config`.
+    """The layers that are scaled. Names are of modules in Hugging Face's models, as in `lora.Config`.
 
     Args:
         targets: the layers: a list of names, of their last parts or of globs; one regular expression; "all-linear".
-        feedforward: those of them whose inputs are scaled, not their outputs: a list of ends of names, or one
-            regular expression of whole names.
+        feedforward: the layers among them whose inputs are scaled, not their outputs: a list of ends of names, or one
+            regular expression of full names.
         modules_to_save: modules whose parameters train in full, as copies: a new head.
         exclude: layers that are not scaled although they are targets, written as `targets`.
 
@@ -87,7 +87,7 @@ def init(cfg: Config, params: Any, *, of: Of = None, key: Tensor | None = None) 
 
         scale [out..] of a matrix [in.., out..], or [in..] of the feed-forward; a module to save: {"value"}
 
-    The arguments are those of `lora.init`.
+    The arguments are as for `lora.init`.
 
     >>> fs.ia3.init(fs.ia3.Config(["up"]), {"up": fs.init.zeros((4, 6))})
     {'up': {'scale': f32[6] = ones}}
@@ -103,9 +103,9 @@ def init(cfg: Config, params: Any, *, of: Of = None, key: Tensor | None = None) 
 
 @checked
 def specs(cfg: Config, params: Any, specs: Any, *, of: Of = None) -> dict[str, dict[str, Any]]:
-    """Return the specs of the scales of `init`, by those of their layers, on the same axes.
+    """Return the specs of the scales of `init`, by the specs of their layers, on the same axes.
 
-        w [in@data, out@model]  ->  scale [out@model], or that of the bias; of the feed-forward scale [in@data]
+        w [in@data, out@model]  ->  scale [out@model], or the bias's spec; of the feed-forward scale [in@data]
 
     `specs` may be a prefix of `params`.
 
@@ -125,7 +125,7 @@ def apply(
 ) -> Any:
     """Return the parameters with a `ScaledWeight` at each scaled layer, and the biases of scaled outputs scaled.
 
-        y = (x @ w + b) * scale, or (x * scale) @ w + b     in the wider of the dtypes, rounded to that of the layer
+        y = (x @ w + b) * scale, or (x * scale) @ w + b     in the wider dtype, rounded to the layer's
 
     Differentiate with respect to `adapters`: the base then has no gradient.
 
@@ -144,7 +144,8 @@ def apply(
     targets = _targets("ia3.apply", cfg, named, of)
     if model and specs is None:
         raise fail(f"ia3.apply: model={model!r}, and no specs", fix="specs=, those of params")
-    _check("ia3.apply", cfg, targets, adapters)
+    wanted = {name: {"scale": len(_of_side(cfg, leaf, tuple(x.shape)))} for name, (leaf, x) in targets.adapted.items()}
+    check_adapters("ia3.apply", targets, named, adapters, wanted, (Tensor,))
     by_name = {} if specs is None else specs_by_name("ia3.apply", named, params, specs)
     found: dict[str, Any] = {name: adapters[name]["value"] for name in targets.copied}
     values = {name: x for name, (_, x) in named.items()}
@@ -228,30 +229,11 @@ def _bias_of(name: str, values: Mapping[str, Any]) -> str | None:
 
 
 def _scale_spec(cfg: Config, name: str, leaf: Leaf, ndim: int, by_name: Mapping[str, P]) -> P:
-    """Return the spec of a scale: that of the bias, which it multiplies, or of the dims of the matrix."""
+    """Return the spec of a scale: the spec of the bias that it multiplies, or of the dims of the matrix."""
     bias = _bias_of(name, by_name)
     if bias is not None and not cfg.scales_inputs(leaf.module):
         return by_name[bias]
     return P(*(axes or None for axes in _of_side(cfg, leaf, by_name[name].parts(ndim))))
-
-
-def _check(verb: str, cfg: Config, targets: Targets, adapters: Mapping[str, Any]) -> None:
-    """Raise ShardingError, listing every difference, unless the adapters are those of the targets."""
-    wanted = {(name, "scale"): len(_of_side(cfg, leaf, tuple(x.shape))) for name, (leaf, x) in targets.adapted.items()}
-    wanted |= {(name, "value"): x.ndim for name, x in targets.copied.items()}
-    raise_all([must_be(f"{verb}: adapters[{name!r}]", "a dict of tensors", own, fix="what ia3.init returned")
-               for name, own in adapters.items()
-               if not isinstance(own, Mapping) or not all(isinstance(x, Tensor) for x in own.values())])  # fmt: skip
-    found = {(str(name), str(part)): x for name, own in adapters.items() for part, x in own.items()}
-    errors = [fail(f"{verb}: adapters[{name!r}][{part!r}] is missing", fix="what ia3.init, or fs.peft.load, returned")
-              for name, part in wanted if (name, part) not in found]  # fmt: skip
-    for (name, part), x in found.items():
-        if (name, part) not in wanted:
-            errors.append(fail(f"{verb}: adapters[{name!r}][{part!r}] is of no layer of cfg"))
-        elif x.ndim != wanted[name, part]:
-            errors.append(fail(f"{verb}: adapters[{name!r}][{part!r}] is {list(x.shape)}",
-                               f"the layer has {wanted[name, part]} dims there"))  # fmt: skip
-    raise_all(errors)
 
 
 __all__ = ["Config", "ScaledWeight", "apply", "init", "specs"]

@@ -73,11 +73,11 @@ class Int8(Weight):
         return replace(self, values=values, scale=scale, inputs=inputs)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the whole matrix in a floating dtype."""
+        """Return the matrix in a floating dtype."""
         return _dequantized(self.values, _beside(self.scale, self.layout), dtype)
 
     def dense(self) -> Tensor:
-        """Return the whole matrix in the dtype of the scale."""
+        """Return the matrix in the dtype of the scale."""
         return self.dequantize(self.dtype)
 
     def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
@@ -104,7 +104,7 @@ def _dequantized(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """x @ w, or with `transposed` x @ w.T, of an int8 matrix that alone is kept for backward."""
+    """Compute x @ w, or with `transposed` x @ w.T, of an int8 matrix; only the int8 is kept for backward."""
 
     generate_vmap_rule = True
 
@@ -145,7 +145,7 @@ def quantize(
 
         scale = max |w| over the inputs / 127     values = round(w / scale), to even     |w - values scale| <= scale / 2
 
-    The result is the same on every mesh, bit for bit: the largest element is that of all ranks. A gather of it over
+    The result is the same on every mesh, bit for bit: the largest element is taken over all ranks. A gather of it over
     `data` moves 1 byte for each element, and a block in `scan` dequantizes it where it is used, in forward and again in
     backward; nothing keeps the dequantized matrix. Pass the model the specs of `params`; `lora.part_specs` makes those
     of the parts, for `shard_map`, `materialize` and `checkpoint.restore`.
@@ -160,7 +160,7 @@ def quantize(
     >>> q.values.tolist(), q.dequantize(torch.float32).round(decimals=2).tolist()
     ([[127, -16], [32, 127]], [[1.0, -0.5], [0.25, 4.0]])
 
-    Raises ShardingError for targets that name nothing, listing every target that is no matrix and every one
+    Raises ShardingError for targets that name nothing, listing every target that is not a matrix and every one
     with an element that is not finite, and inside `shard_map`.
     Source: Dettmers et al., 2022, "LLM.int8()", for a scale a row; 2023, "QLoRA", for adapters on a quantized base.
     """
@@ -178,13 +178,13 @@ def quantize(
         if name not in made:
             quantized = _quantize_described if isinstance(x, Deferred) else _of_tensor
             made[name] = quantized(name, x, chosen[name][0])
-    whole = [made.get(tree.dotted(path), x) for path, x in rows]
-    return tree.unflatten(tree.flatten(params, is_weight)[1], whole)
+    nodes = [made.get(tree.dotted(path), x) for path, x in rows]
+    return tree.unflatten(tree.flatten(params, is_weight)[1], nodes)
 
 
 @checked
 def dequantize(params: Any, *, dtype: torch.dtype = torch.float32) -> Any:
-    """Return the parameters with floating matrices in the place of those in 8 bits, placed as they are: for `merge`.
+    """Return the parameters with floating matrices in the place of 8 bits, and the same placement: for `merge`.
 
     >>> q = fs.lora.quantize({"up": torch.tensor([[2.0, -1.0], [127.0, 127.0]])})
     >>> fs.lora.dequantize(q)["up"]
@@ -211,7 +211,7 @@ def dequantize(params: Any, *, dtype: torch.dtype = torch.float32) -> Any:
 
 @checked
 def part_specs(params: Any, specs: Any) -> Any:
-    """Return the specs of a tree with Weights, one for each of their tensors, from those of its matrices, or a prefix.
+    """Return the specs of a tree with Weights, one for each tensor, from the specs of its matrices, or a prefix.
 
     >>> q = fs.lora.quantize({"up": fs.init.normal((4, 6))})
     >>> fs.lora.part_specs(q, {"up": P("data", "model")})["up"].scale
@@ -301,11 +301,11 @@ class _Part:
         x = self.described
         of_inputs, of_outputs = self.leaf.split(tuple(range(x.ndim)))
         rows = dict(zip(of_outputs, self.leaf.split(box)[1] if self.part == "values" else box, strict=True))
-        whole = tuple(rows.get(d, slice(0, n)) for d, n in enumerate(x.shape))
+        full = tuple(rows.get(d, slice(0, n)) for d, n in enumerate(x.shape))
         owners = () if x.scope is None else x.scope.owners
         init: Initializer = x.init
-        w = init.fill(key if owners else key[0], x.shape, whole, x.dtype, device)
-        q = _of_tensor(self.name, w.reshape(box_shape(whole)), self.leaf)
+        w = init.fill(key if owners else key[0], x.shape, full, x.dtype, device)
+        q = _of_tensor(self.name, w.reshape(box_shape(full)), self.leaf)
         if self.part == "scale":
             scale: Tensor = q.scale.to(dtype)
             return scale

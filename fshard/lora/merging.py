@@ -38,8 +38,8 @@ def merge(
 
         plain  bf16(W32 + D)           safe  bf16(W32 + bf16(D)), D = s A B in the dtype of the factors
 
-    Leaves are `Sharded`, of any specs, or whole tensors. Every rank merges its own part: of the base nothing moves, of
-    the factors what a rank lacks. On one device the bits are those of PEFT's merge. On a mesh, two things are added in
+    Leaves are `Sharded`, of any specs, or plain tensors. Every rank merges its part: the base does not move, and of the
+    factors a rank gets what it lacks. On one device the bits are as by PEFT's merge. On a mesh, two things are added in
     another order: the r terms of a product, by the matrix library, and the norms of DoRA where an axis splits them.
 
     A table that a head is tied to is merged for the head too, which its adapter does not reach. A second DoRA adapter
@@ -62,12 +62,12 @@ def merge(
     def change(w: Tensor, own: Mapping[str, Tensor], leaf: Leaf, scale: float, axes: tuple[str, ...]) -> Tensor:
         delta = _delta(w, own, leaf, scale)
         if "magnitude" in own:
-            whole = w + delta
+            full = w + delta
             dims = leaf.split(tuple(range(w.ndim)))[0]
-            norms = torch.linalg.vector_norm(whole, dim=dims, keepdim=True)
+            norms = torch.linalg.vector_norm(full, dim=dims, keepdim=True)
             if axes:
                 norms = psum(norms.square(), axes).sqrt()
-            made: Tensor = own["magnitude"].reshape(norms.shape) / norms * whole
+            made: Tensor = own["magnitude"].reshape(norms.shape) / norms * full
             return made.to(w.dtype)
         return w + delta.to(w.dtype) if safe or leaf.layout == "table" else (w + delta).to(w.dtype)
 
@@ -163,7 +163,7 @@ def _not_mergeable(verb: str, path: tree.Path, x: Any, placed: bool) -> Sharding
 
 
 def _shape_errors(verb: str, cfg: Config, found: Adapted, own: Mapping[str, Any]) -> list[ShardingError]:
-    """Return the errors of tensors whose global shapes are not those of their leaf."""
+    """Return the errors of tensors whose global shapes do not fit their leaf."""
     wanted, rank = {"value": tuple(found.base.shape)}, None
     if found.leaf is not None:
         inputs, outputs = found.leaf.split(tuple(found.base.shape))

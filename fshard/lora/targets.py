@@ -148,7 +148,7 @@ def near(name: str, modules: list[str]) -> list[str]:
 
 
 def specs_of(leaf: Leaf, spec: P, ndim: int, label: str) -> dict[str, P]:
-    """Return the specs of the factors that lie as their base does: a as its inputs, b as its outputs."""
+    """Return the specs of factors that are placed like their base: a as its inputs, b as its outputs."""
     inputs, outputs = leaf.split(tuple(axes or None for axes in parts_of(label, spec, ndim)))
     return {"a": P(*inputs), "b": P(None, *outputs), "magnitude": P(*outputs)}
 
@@ -193,46 +193,50 @@ def checked_leaves(
     verb: str, cfg: Config, named: Mapping[str, tuple[tree.Path, Any]], adapters: Mapping[str, Mapping[str, Any]],
     of: Of, kinds: tuple[type, ...],
 ) -> list[Adapted]:  # fmt: skip
-    """Return the leaves that have an adapter, whose leaves are of these `kinds`.
-
-    Raises ShardingError listing every adapter that is missing, that is of no leaf of `cfg`, or whose tensors are not
-    those of its leaf.
-    """
+    """Return the leaves that have an adapter, whose leaves are of these `kinds`. Raise what `check_adapters` raises."""
     targets = Targets.among(verb, cfg, named, of)
-    words = " or ".join(kind.__name__ for kind in kinds)
-    errors = [fail(f"{verb}: adapters[{name!r}] is missing", fix="what lora.init, or fs.peft.load, returned for cfg")
-              for name in (*targets.adapted, *targets.copied) if name not in adapters]  # fmt: skip
-    out: list[Adapted] = []
-    factors = {"a", "b", "magnitude"} if cfg.dora else {"a", "b"}
+    wanted = {name: {"a": leaf.inputs + 1, "b": x.ndim - leaf.inputs + 1, "magnitude": x.ndim - leaf.inputs}
+              for name, (leaf, x) in targets.adapted.items()}  # fmt: skip
+    for parts in wanted.values():
+        if not cfg.dora:
+            del parts["magnitude"]
+    check_adapters(verb, targets, named, adapters, wanted, kinds, config=f": this one has dora={cfg.dora}")
+    found = {name: leaf for name, (leaf, _) in targets.adapted.items()}
+    return [Adapted(name, *named[name], found.get(name)) for name in adapters]
+
+
+def check_adapters(
+    verb: str, targets: Targets, named: Mapping[str, tuple[tree.Path, Any]], adapters: Mapping[str, Any],
+    wanted: Mapping[str, Mapping[str, int]], kinds: tuple[type, ...], config: str = "",
+) -> None:  # fmt: skip
+    """Raise ShardingError, listing every adapter that is missing, of no leaf, or whose tensors do not fit its leaf.
+
+    `wanted` has the number of dims of each tensor of the adapted leaves.
+    """
+    module, words = verb.partition(".")[0], " or ".join(kind.__name__ for kind in kinds)
+    wanted = {**wanted, **{name: {"value": x.ndim} for name, x in targets.copied.items()}}
+    errors = [fail(f"{verb}: adapters[{name!r}] is missing",
+                   fix=f"what {module}.init, or fs.peft.load, returned for cfg")
+              for name in wanted if name not in adapters]  # fmt: skip
     for name, own in adapters.items():
         label = f"{verb}: adapters[{name!r}]"
         if name not in named:
             like = ", ".join(difflib.get_close_matches(name, named, 3, 0.0))
-            errors.append(fail(f"{label}: params has no leaf {name!r}", near=like, fix="pass the params of lora.init"))
-            continue
-        path, x = named[name]
-        wanted = {"value"} if name in targets.copied else factors
-        if not isinstance(own, Mapping) or not all(isinstance(t, kinds) for t in own.values()):
+            errors.append(fail(f"{label}: params has no leaf {name!r}", near=like,
+                               fix=f"pass the params of {module}.init"))  # fmt: skip
+        elif not isinstance(own, Mapping) or not all(isinstance(t, kinds) for t in own.values()):
             got = next((t for t in own.values() if not isinstance(t, kinds)), own) if isinstance(own, Mapping) else own
-            errors.append(must_be(label, f"a dict of {words} leaves", got, fix="materialize what lora.init returned"))
-        elif name not in targets.adapted and name not in targets.copied:
-            errors.append(fail(f"{label}: cfg does not adapt this leaf", fix="pass the config of lora.init"))
-        elif set(own) != wanted:
-            errors.append(fail(f"{label}: has {sorted(own)}, not {sorted(wanted)}",
-                               fix=f"the config with which it was made: this one has dora={cfg.dora}"))  # fmt: skip
-        elif name in targets.copied:
-            out.append(Adapted(name, path, x, None))
-            if own["value"].ndim != x.ndim:
-                errors.append(another_shape(label, "value", own["value"], x))
+            errors.append(must_be(label, f"a dict of {words} leaves", got,
+                                  fix=f"materialize what {module}.init returned"))  # fmt: skip
+        elif name not in wanted:
+            errors.append(fail(f"{label}: cfg does not adapt this leaf", fix=f"pass the config of {module}.init"))
+        elif own.keys() != wanted[name].keys():
+            errors.append(fail(f"{label}: has {sorted(own)}, not {sorted(wanted[name])}",
+                               fix=f"the config with which it was made{config}"))  # fmt: skip
         else:
-            leaf, _ = targets.adapted[name]
-            out.append(Adapted(name, path, x, leaf))
-            outputs = x.ndim - leaf.inputs
-            for part, ndim in (("a", leaf.inputs + 1), ("b", outputs + 1), ("magnitude", outputs)):
-                if part in own and own[part].ndim != ndim:
-                    errors.append(another_shape(label, part, own[part], x))
+            errors += [another_shape(label, part, x, named[name][1]) for part, x in own.items()
+                       if x.ndim != wanted[name][part]]  # fmt: skip
     raise_all(errors)
-    return out
 
 
 def check_weight(verb: str, weight: float) -> None:
@@ -243,6 +247,8 @@ def check_weight(verb: str, weight: float) -> None:
 
 def another_shape(label: str, part: str, got: Any, base: Any, rank: int | None = None) -> ShardingError:
     of_rank = "" if rank is None else f", and of rank {rank}"
-    return fail(f"{label}[{part!r}] is {list(got.shape)}, of a leaf {list(base.shape)}{of_rank}",
-                "a is [in.., r], b [r, out..], magnitude [out..]",
-                fix="pass the config, and the `of`, of lora.init")  # fmt: skip
+    expected = "scale is [out..], or [in..] of the feed-forward" if part == "scale" else \
+        "a is [in.., r], b [r, out..], magnitude [out..]"  # fmt: skip
+    module = label.partition(".")[0]
+    return fail(f"{label}[{part!r}] is {list(got.shape)}, of a leaf {list(base.shape)}{of_rank}", expected,
+                fix=f"pass the config, and the `of`, of {module}.init")  # fmt: skip

@@ -79,7 +79,7 @@ class LoraWeight(AdaptedWeight):
         return [*self.base_parts(spec, shape), *own, *([] if self.key is None else [(None, None)])]
 
     def transpose(self, first: int, second: int) -> Any:
-        """Return the transposed table without its adapter, which is not that of a head tied to it: so PEFT does."""
+        """Return the transposed table without its adapter, which a head tied to the table does not use, as in PEFT."""
         if self.leaf.layout != "table":
             raise self._refused("transpose")
         return self.base.transpose(first, second)
@@ -107,7 +107,7 @@ class LoraWeight(AdaptedWeight):
         if self.magnitude is None:
             return torch.add(y, low, alpha=self.scale)  # one pass, without a tensor of the outputs' size between
         factor = self.magnitude.flatten() / self._norm()
-        # Liu et al.: the base's part is that of the same, dropped, inputs.
+        # Liu et al.: the base's part is computed from the same, dropped, inputs.
         plain = y if bias is None else y - bias
         if self.key is not None:
             plain = nn.linear(dropped, self._root().to(dropped.dtype))
@@ -145,7 +145,7 @@ class LoraWeight(AdaptedWeight):
             raise fail("lora dropout: x is not this rank's part of the global array", x=list(x.shape),
                        part=list(keep.shape), shape=list(shape), spec=spec,
                        fix="x is [B@data, ..., D]; pass the axes of its rows as data=, and batch=")  # fmt: skip
-        # Over axes that split outputs alone each rank has all of x, and drops the same of it.
+        # Over axes that split only outputs each rank has all of x, and drops the same inputs.
         return torch.where(pvary(keep, outputs).reshape(x.shape), x / (1 - self.rate), 0)
 
     def embed(
@@ -181,16 +181,16 @@ def apply(
 ) -> Any:  # fmt: skip
     """Return the parameters with a `LoraWeight` at each adapted leaf, for any model that uses matrices by `nn`.
 
-        y = x @ w + (dropout(x) @ a @ b) * s     added in the dtype of a, rounded to that of x @ w
+        y = x @ w + (dropout(x) @ a @ b) * s     added in the dtype of a, rounded to the dtype of x @ w
 
     The merged weight is never built. Differentiate with respect to `adapters`: the base then has no gradient, no buffer
     for one, and no transfer. Several adapters: apply again, to the result. Pass to `unshard`, `scan` and the models the
-    specs of the base: each node knows those of its factors.
+    specs of the base: each node knows the specs of its factors.
 
     Args:
         of: as for `init`.
         specs: of params, a prefix; needed on a mesh.
-        adapter_specs: of the adapters; by default those of `lora.specs`. A factor that `model` does not split, of a
+        adapter_specs: of the adapters; by default by `lora.specs`. A factor that `model` does not split, of a
             base that it splits, is the same on its ranks: it is sliced, or its gradient summed, over `model`.
         data: the axes that split the batch, for dropout.
         model: the axes over which the base stays split inside the model.
@@ -205,8 +205,8 @@ def apply(
     >>> nn.linear(torch.tensor([[1.0, 2.0]]), params["up"])
     tensor([[7., 8.]])
 
-    Raises ShardingError listing every adapter that is missing, that is of no leaf of `cfg`, or whose tensors are not
-    those of its leaf.
+    Raises ShardingError listing every adapter that is missing, that is of no leaf of `cfg`, or whose tensors do not
+    fit its leaf.
     """
     for axis in (data, model):
         known_axes("lora.apply", region("lora.apply"), axis) if axis else None
@@ -233,11 +233,11 @@ def apply(
 
 
 class _Placed(NamedTuple):
-    """The placement of the factors of a leaf, as the leaf uses them, and what makes it of that of the adapters."""
+    """The placement of the factors as a leaf uses them, and the changes that the placement of the adapters needs."""
 
     specs: tuple[P, P, P]  # of a, b, magnitude
     inputs: tuple[Axis, ...]  # the axes over which each input dim stays split inside the model
-    outputs: Axis  # those of all output dims
+    outputs: Axis  # the axes of all output dims
     slices: tuple[tuple[str, int, tuple[str, ...]], ...]  # (part, dim, axes): a dim to slice
     varied: tuple[tuple[str, tuple[str, ...]], ...]  # (part, axes) to vary over
     same: tuple[tuple[str, int, int | None], ...]  # (part, dim, dim of the base): of one local size; None: of the rank
@@ -248,7 +248,7 @@ class _Placed(NamedTuple):
 def _placed(
     leaf: Leaf, ndim: int, base: P, own: tuple[P | None, P | None, P | None], model: tuple[str, ...]
 ) -> _Placed:
-    """Return the placement of the factors of a leaf, by its spec and their `own` ones: by default as it lies."""
+    """Return the placement of the factors of a leaf, by its spec and their `own` ones: by default its placement."""
     wanted, dims = specs_of(leaf, base, ndim, "specs"), leaf.split(tuple(range(ndim)))
     like: dict[str, tuple[int | None, ...]] = {"a": (*dims[0], None), "b": (None, *dims[1]), "magnitude": dims[1]}
     specs: list[P] = []
@@ -285,8 +285,8 @@ def _aligned(
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, _Placed]]:  # fmt: skip
     """Return the factors as their bases use them, and their placements.
 
-    Over the axes of `model` that split a base its factors are split in the same way, or vary: a factor that lies whole
-    on each rank is sliced. Each kind of slice, and all that vary over the same axes, are one call.
+    Over the axes of `model` that split a base its factors are split in the same way, or vary: a factor that is
+    replicated is sliced. Each kind of slice, and all that vary over the same axes, are one call.
     """
     if model and not base_specs:
         raise fail(f"lora.apply: model={model!r}, and no specs", fix="specs=, those of params")
@@ -350,7 +350,7 @@ def _input_sizes(
     factors: dict[str, dict[str, Tensor]], placed: dict[str, _Placed],
     leaves: Sequence[Adapted], shapes: Any,
 ) -> dict[str, tuple[int, ...]]:  # fmt: skip
-    """Return the global sizes of the input dims of each adapted leaf: those of `shapes`, or sums of local ones."""
+    """Return the global sizes of the input dims of each adapted leaf: from `shapes`, or sums of local ones."""
     if shapes is not None:
         known = {path: tuple(getattr(x, "shape", ())) for path, x in tree.leaves_with_path(shapes)}
         raise_all([must_be(f"lora.apply: shapes, at {name!r},", f"a leaf of {x.ndim} dims", known.get(path))

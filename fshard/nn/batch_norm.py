@@ -34,8 +34,8 @@ def batch_norm(
         cost: two psums of C numbers forward, two backward
         channels split: x [B, C@axis, ...], w, b, and the state's mean and var [C@axis]: nothing else changes
 
-    In training mean and var are those of the batch, and of the examples on all ranks of `over`, each counted once even
-    if ranks have different numbers of them or none. Without training they are those of the state, which is returned.
+    In training mean and var are computed from the batch: the examples on all ranks of `over`, each counted once even if
+    ranks have different numbers of them or none. Without training they are read from the state, which is returned.
 
     Args:
         state: {"mean": [C], "var": [C], "count": [] int64}: the averages of the means and of the unbiased variances of
@@ -44,8 +44,8 @@ def batch_norm(
         over: axes the batch is split over, and also those that split height or width.
 
     float32 or better inside; y has the dtype of x, the state keeps its own. Raises ShardingError in training for x that
-    varies over an axis other than those of `over` and of the state: the statistics of each rank's own examples change
-    with the mesh; and for a single value of each channel, which has no variance.
+    varies over an axis that is neither in `over` nor an axis of the state: the statistics of each rank's own examples
+    change with the mesh; and for a single value of each channel, which has no variance.
 
     >>> y, state = nn.batch_norm(x, state, p["w"], p["b"], train=True, over="data")     # x [B@data, C, H, W]
     """
@@ -104,8 +104,8 @@ def normalize_batch(
     dtype = torch.promote_types(x.dtype, torch.float32)
     values = math.prod((len(x), *x.shape[2:]))  # of each channel on this rank
     here = region(label) if over else None
-    alone = here is None or not live_axes(here.comm, known_axes(label, here, over))
-    if alone and values > 1 and _has_kernel(x):
+    is_local = here is None or not live_axes(here.comm, known_axes(label, here, over))
+    if is_local and values > 1 and _has_kernel(x):
         mean, var = (torch.zeros(x.shape[1], dtype=dtype, device=x.device) for _ in range(2))
         y = _kernel(x, mean, var, w, b, eps, train=True)  # which writes mean and var
         return y, *psum((mean, var), over)  # of one rank: for their types
@@ -176,7 +176,7 @@ def _kernel(
 
 
 class _Moments(torch.autograd.Function):
-    """`_moments` in one pass over x, which alone is kept."""
+    """Compute `_moments` in one pass over x, and keeps only x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ def sample_classes(
 
         targets {I} over `axis`, {V} over `over` -> {V} over `axis`     cost: the targets are gathered over `over`
 
-    A softmax over these classes alone is Partial FC: `nn.margin` and `nn.cross_entropy` take them as `classes=`, and
+    A softmax over only these classes is Partial FC: `nn.margin` and `nn.cross_entropy` take them as `classes=`, and
     `optim.update_rows` steps only their rows. Beside the targets, the classes are the first of a random order, a
     function of `key`: so the sample, and with it the loss and each gradient, is the same on every mesh. How many of the
     classes a rank has is random too, about `count` divided by the ranks of `axis`; it may have none.
@@ -39,7 +39,7 @@ def sample_classes(
         key: one for each step, `fs.fold_in(key, step)`.
         targets: classes; negative ones are ignored.
         size: C, the number of all classes; the table of classes is [C@axis, D].
-        count: number of sampled classes over all ranks: all of them where it is `size` or more, the targets alone where
+        count: number of sampled classes over all ranks: all of them where it is `size` or more, only the targets where
             these are `count` or more.
         over: axes the targets are split over (`"data"`).
 
@@ -105,10 +105,10 @@ def target_columns(
     targets = checked_targets(verb, logits, targets)
     v = logits.shape[-1]
     if classes is None:
-        start, whole = local_range(verb, v, axis, size)
+        start, total = local_range(verb, v, axis, size)
         column = targets - start
         is_local = (column >= 0) & (column < v)
-        return column.where(is_local, 0), is_local, whole
+        return column.where(is_local, 0), is_local, total
     if classes.dtype != torch.int64 or tuple(classes.shape) != (v,):
         raise fail(f"{verb}: classes must be the class of each column of logits, ascending",
                    logits=describe(logits), classes=describe(classes),

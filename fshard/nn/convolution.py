@@ -1,6 +1,6 @@
 """Convolutions and pools of images, whose batch or channels may be split over a mesh axis.
 
-Legend: B batch, I input channels, O output channels, H and W height and width, h and w those of a kernel; [O@model] is
+Legend: B batch, I input channels, O output channels, H and W height and width, h and w of a kernel; [O@model] is
 a dim split over an axis; {V} varies over it, {I} does not. Weights have torch's layout, [O, I / groups, h, w].
 """
 
@@ -29,8 +29,8 @@ def conv2d(
                                 then add the bias
 
     A rank whose part of the channels or of the batch is empty computes an empty result, or zeros. Height and width are
-    whole on each rank. `padding` is a number of zeros on both sides, "valid" or "same". The options and the result are
-    those of torch.nn.functional.conv2d. Raises ShardingError for channels, or windows, that do not fit x.
+    whole on each rank. `padding` is a number of zeros on both sides, "valid" or "same". Options and result
+    are as in torch.nn.functional.conv2d. Raises ShardingError for channels, or windows, that do not fit x.
 
     >>> y = nn.conv2d(fs.pvary(x, "model"), params["w"], params["b"], stride=2, padding=1)     # w [O@model, I, 3, 3]
     """
@@ -65,7 +65,7 @@ def max_pool2d(
     """Take the largest value of each window: [B, C, H, W] -> [B, C, H', W']; `stride` is `kernel` by default.
 
     Batch and channels may be split over an axis, without communication. Of equal values the first has the gradient. The
-    options and the result are those of torch.nn.functional.max_pool2d. Raises ShardingError for windows that do not
+    options and the result are as in torch.nn.functional.max_pool2d. Raises ShardingError for windows that do not
     fit x.
 
     >>> nn.max_pool2d(torch.arange(16.0).view(1, 1, 4, 4), 2)
@@ -84,8 +84,8 @@ def avg_pool2d(
     """Average each window: [B, C, H, W] -> [B, C, H', W']; `stride` is `kernel` by default.
 
     Batch and channels may be split over an axis, without communication. Padding counts as zeros unless
-    `count_include_pad` is False. The options and the result are those of torch.nn.functional.avg_pool2d; the mean of
-    whole images is `x.mean((2, 3))`.
+    `count_include_pad` is False. The options and the result are as in torch.nn.functional.avg_pool2d; the mean of
+    full images is `x.mean((2, 3))`.
 
     >>> nn.avg_pool2d(torch.arange(16.0).view(1, 1, 4, 4), 2)
     tensor([[[[ 2.5000,  4.5000],

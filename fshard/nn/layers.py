@@ -61,10 +61,10 @@ def linear(
         return _linear(w, x, b)
     if x.ndim and x.shape[-1] != w.shape[0]:
         parts = "[..., D@axis], w [D@axis, F]" if split == "row" else "[..., D], w [D, F@axis]"
-        whole = "; fs.pslice(x, axis, -1) is the part of a whole x" if split == "row" else ""
-        whole += "; a table of classes [C, D] is used as w.mT" if x.shape[-1] == w.shape[1] else ""
+        hint = "; fs.pslice(x, axis, -1) is the part of a whole x" if split == "row" else ""
+        hint += "; a table of classes [C, D] is used as w.mT" if x.shape[-1] == w.shape[1] else ""
         raise fail(f"linear: x has {x.shape[-1]} inputs and w has {w.shape[0]}", x=list(x.shape), w=list(w.shape),
-                   fix=f"split={split!r} takes x {parts}{whole}")  # fmt: skip
+                   fix=f"split={split!r} takes x {parts}{hint}")  # fmt: skip
     if b is not None and b.shape != w.shape[1:] and not (split == "row" and out == "split"):
         own = "b [F@axis], split as w" if split == "column" else "b [F], whole"
         raise fail(f"linear: w has {w.shape[1]} outputs and b is {list(b.shape)}", fix=f"split={split!r} takes {own}")
@@ -108,8 +108,8 @@ def _sum_parts(x: Tensor, axis: Axis, out: str | None) -> Tensor:
 
 def _gather_columns(x: Tensor, axis: Axis, size: int | None) -> Tensor:
     """Join the columns of all ranks: [..., F@axis]{V} -> [..., F]{I}."""
-    whole: Tensor = all_gather(x, axis, -1, size=size, to="invariant")
-    return whole
+    joined: Tensor = all_gather(x, axis, -1, size=size, to="invariant")
+    return joined
 
 
 def add_bias(y: Tensor, b: Tensor | None) -> Tensor:
@@ -251,7 +251,7 @@ def attention(
     With `causal` the T positions are the last of the S, and each attends to those up to its own; where an axis splits T
     but not S, pass a `mask` instead. `mask` [..., T, S] is True where a query attends to a position, or a number to add
     to the score; a query that attends to no position gets 0. With a dropout `rate` and a `key` every mesh drops the
-    same weights: `spec` and `shape` are those of the global weights, [B, H, T, S], as in `dropout`. Heads may be split
+    same weights: `spec` and `shape` describe the global weights, [B, H, T, S], as in `dropout`. Heads may be split
     over an axis, without communication.
 
     Without dropout this is torch's fused kernel. On a CPU the kernel has neither jvp nor second derivatives; torch's
@@ -318,7 +318,7 @@ def dropout(
     """Zero a share `rate` of the elements and scale the rest by 1 / (1 - rate).
 
     The mask is a function of `key` and of each element's global index, hence the same on every mesh, and the
-    same when recomputed. `spec` is that of the global array (its axes are those `x` varies over); `shape` is the
+    same when recomputed. `spec` is the spec of the global array, whose axes `x` varies over; `shape` is the
     global shape, needed only where an axis does not divide it. `rate` 0 or key `None` returns `x`.
     Raises ShardingError if x is not this rank's part of the global array.
 

@@ -56,7 +56,7 @@ def cross_entropy(
             alone, and so are `weight` and `label_smoothing`. `size` is then not used. A target that is none of them,
             or that two ranks have, gives NaN. One more number per target is sent.
 
-    The semantics are those of torch.nn.functional.cross_entropy with class indices; float32 or better inside
+    The semantics are as in torch.nn.functional.cross_entropy with class indices; float32 or better inside
     and out. A target that is neither a class nor ignored is an error on a CPU. Elsewhere, in a compiled program and
     under vmap it gives NaN with `axis` (to raise, the host would have to wait for it), and torch's error without.
     Under `fs.value_and_grad` large logits are kept once, and the only other array of their size is their gradient
@@ -83,12 +83,12 @@ def cross_entropy(
 
     counted = targets != ignore_index
     if axis or classes is not None:
-        column, is_local, whole = target_columns("cross_entropy", logits, targets, axis, size, classes)
+        column, is_local, n_classes = target_columns("cross_entropy", logits, targets, axis, size, classes)
     else:
         column, is_local = targets.where(counted, 0), counted
-        _, whole = local_range("cross_entropy", v, axis, size)
+        _, n_classes = local_range("cross_entropy", v, axis, size)
     if classes is None:
-        check_range("cross_entropy", "target", targets, whole, ignore_index, of="classes")
+        check_range("cross_entropy", "target", targets, n_classes, ignore_index, of="classes")
     is_local = is_local & counted
     column = column.unsqueeze(-1)[..., :v]
     # Subtract the largest logit of all ranks, a constant to the derivative, so that no exponential overflows. A part
@@ -109,8 +109,8 @@ def cross_entropy(
         parts["found"], parts["classes"] = is_local.to(wide), (classes >= 0).sum().to(wide)
     sums = psum(parts, axis) if axis else parts
 
-    is_class = (targets >= 0) & (targets < whole) if classes is None else sums["found"] == 1
-    number = whole if classes is None else sums["classes"]
+    is_class = (targets >= 0) & (targets < n_classes) if classes is None else sums["found"] == 1
+    number = n_classes if classes is None else sums["classes"]
     lse = sums["exp"].log()
     losses = lse - sums["target"]
     target_weight = counted.to(wide) if weight is None else sums["target_weight"]
@@ -135,7 +135,7 @@ def cross_entropy(
 
 
 def _row_max(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Largest entry of each row, without a gradient; -inf where V is 0."""
+    """Return the largest entry of each row, without a gradient; -inf where V is 0."""
     if not x.shape[-1]:
         return x.new_full(x.shape[:-1], -math.inf, dtype=dtype)
     return x.detach().amax(-1).to(dtype)
@@ -166,7 +166,7 @@ def _pick(x: Tensor, column: Tensor) -> Tensor:
 
 
 class _ExpSums(torch.autograd.Function):
-    """`_exp_sums` a few rows at a time: the only array of the logits' size, beside themselves, is their gradient.
+    """Compute `_exp_sums` a few rows at a time: the only new array of the logits' size is their gradient.
 
     The plain formula keeps the exponentials, and of half precision logits a float32 copy, until the backward pass.
     """

@@ -26,7 +26,7 @@ from .blocks import row_blocks
 from .classes import target_columns
 
 _PLAIN_UP_TO = 1 << 19  # elements up to which arrays of the size of the table or of the logits do not matter
-_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements of a block of the table: on a CPU, those of a core's cache
+_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements of a block of the table: on a CPU, what fits a core's cache
 
 Formula = Callable[[Tensor], Tensor]  # the cosine of a target -> the cosine with its margin
 
@@ -38,7 +38,7 @@ def cosine_logits(x: Tensor, w: Tensor | Weight, *, eps: float = 1e-12) -> Tenso
         classes split over an axis: x {V} over it (by pvary), w [C@axis, D]{V} -> [..., C@axis]{V}, no communication
 
     Rows shorter than `eps` are divided by it, as by torch's `normalize`. Norms are computed in float32 or better. No
-    second table is made, normalized: of its size there is the gradient alone, or none where `fs.value_and_update` steps
+    second table is made, normalized: only the gradient has its size, or nothing where `fs.value_and_update` steps
     the table in the backward pass.
 
     >>> nn.cosine_logits(torch.tensor([3.0, 4.0]), torch.tensor([[2.0, 0.0], [0.0, -1.0]]))
@@ -72,12 +72,12 @@ def margin(
         cosines [..., C], targets [...] -> [..., C]
         with `axis`: cosines [..., C@axis]{V}, targets {I} over it -> {V}, no communication
 
-    m1 is the margin of SphereFace, m2 that of ArcFace and m3 that of CosFace. The target's logit is computed in float32
-    or better. A row whose target is no class (-100) gets no margin.
+    m1 is SphereFace's margin, m2 ArcFace's and m3 CosFace's. The target's logit is computed in float32
+    or better. A row whose target is not a class (-100) gets no margin.
 
-    The derivative is that of the formula, m1 sin(m1 θ + m2) / sin θ, and finite: where rounding hides the angle, cos θ
+    The derivative is the formula's, m1 sin(m1 θ + m2) / sin θ, and finite: where rounding hides the angle, cos θ
     is taken to be 1 - eps in size. Beyond the angle where m1 θ + m2 is π a larger angle has a larger logit, as in
-    InsightFace's code, which has no threshold either (there the derivative is that of m2 = 0); `arcface` offers one.
+    InsightFace's code, which has no threshold either (there the derivative is as with m2 = 0); `arcface` offers one.
 
     Args:
         size: C, needed only where the axis does not divide it.
@@ -185,7 +185,7 @@ def _change_targets(
 
     def target_logits(c: Tensor) -> Tensor:
         wide = c.to(torch.promote_types(c.dtype, torch.float32))
-        # 0 to the formula elsewhere: that of a masked class, -inf, has a derivative of NaN.
+        # 0 to the formula elsewhere: at a masked class, -inf, its derivative is NaN.
         return (torch.where(is_local, formula(wide.where(is_local, 0)), wide) * scale).to(c.dtype)
 
     if _is_plain(cosines):
@@ -231,7 +231,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 class _Cosines(torch.autograd.Function):
-    """`_cosines` whose backward pass reads the table once, in blocks of rows, and makes its gradient alone."""
+    """Compute `_cosines`; the backward pass reads the table once, in blocks of rows, and makes only its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, eps: float) -> Tensor:

@@ -31,7 +31,7 @@ def top_k(
     """Return the k largest logits of each row and their classes: [..., C] -> ([..., K], [..., K] int64).
 
         with `axis`: logits [..., C@axis]{V} -> {I}
-        cost: an all_gather of k logits and k numbers for each row and rank; no logits beside these move
+        cost: an all_gather of k logits and k numbers for each row and rank; no other logits move
 
     The largest comes first; NaN counts as larger than all numbers, as in torch.topk; of equal logits the lowest class
     comes first, so the result is the same on every mesh. The logits of the result are differentiable.
@@ -48,9 +48,9 @@ def top_k(
     _check_logits("top_k", logits)
     n = logits.shape[-1]
     if classes is None:
-        start, whole = local_range("top_k", n, axis, size)
-        if not 1 <= k <= whole:
-            raise fail(f"top_k: k={k} of {whole} classes", fix=f"1 <= k <= {whole}")
+        start, total = local_range("top_k", n, axis, size)
+        if not 1 <= k <= total:
+            raise fail(f"top_k: k={k} of {total} classes", fix=f"1 <= k <= {total}")
     elif classes.dtype != torch.int64 or tuple(classes.shape) != (n,):
         raise fail("top_k: classes must be one int64 number for each column", logits=describe(logits),
                    classes=describe(classes))  # fmt: skip
@@ -78,14 +78,14 @@ def accuracy(
     """Return the share of targets that are among the k largest logits, for each k: [..., C], [...] -> [len(k)].
 
         with `axis`: logits [..., C@axis]{V}, targets {I} over it -> {I}
-        cost: that of `top_k` for the largest k; no logits beside these move
+        cost: as `top_k` for the largest k; no other logits move
 
-    The order is that of `top_k`: NaN first, then larger logits, of equal logits the lower class. So a model whose
-    logits are all equal is right for class 0 alone. For a k of C or more every target is found.
+    The order is as in `top_k`: NaN first, then larger logits, of equal logits the lower class. So a model whose
+    logits are all equal is right only for class 0. For a k of C or more every target is found.
 
     Args:
         size: C, needed only where the axis does not divide it.
-        over: axes the targets are split over (`"data"`): the share is that of all of their ranks' targets, each counted
+        over: axes the targets are split over (`"data"`): the share is of the targets of all their ranks, each counted
             once even if ranks have different numbers of them. This is one psum of len(k) + 2 numbers.
         ignore_index: targets of this value are not counted. The share of no targets is NaN.
 
@@ -99,11 +99,11 @@ def accuracy(
     targets = checked_targets("accuracy", logits, targets)
     if not k or min(k) < 1:
         raise fail(f"accuracy: k={tuple(k)}", fix="k=(1, 5): each is 1 or more")
-    _, whole = local_range("accuracy", logits.shape[-1], axis, size)
-    first = top_k(logits.detach(), min(max(k), whole), axis=axis, size=whole)[1]
+    _, total = local_range("accuracy", logits.shape[-1], axis, size)
+    first = top_k(logits.detach(), min(max(k), total), axis=axis, size=total)[1]
     found = first == targets.unsqueeze(-1)  # [..., K]
     counted = targets != ignore_index
-    wrong = counted & ((targets < 0) | (targets >= whole))
+    wrong = counted & ((targets < 0) | (targets >= total))
     numbers = torch.stack([*((counted & found[..., :i].any(-1)).sum() for i in k), counted.sum(), wrong.sum()])
     *hits, count, wrong = psum(numbers, over).unbind()
     shares: Tensor = (torch.stack(hits) / count).where(wrong == 0, math.nan)
@@ -134,10 +134,10 @@ def _top_columns(x: Tensor, k: int) -> Tensor:
     if not k:
         return x[..., :0].long()
     size = max(1, math.isqrt(c // k))  # as many chunks as entries in k of them
-    whole = c - c % size
-    largest = x[..., :whole].reshape(*x.shape[:-1], whole // size, size).amax(-1)
-    if whole < c:
-        largest = torch.cat([largest, x[..., whole:].amax(-1, keepdim=True)], -1)
+    total = c - c % size
+    largest = x[..., :total].reshape(*x.shape[:-1], total // size, size).amax(-1)
+    if total < c:
+        largest = torch.cat([largest, x[..., total:].amax(-1, keepdim=True)], -1)
     chunks = _order(largest)[..., :k].sort(-1).values
     columns = (size * chunks.unsqueeze(-1) + torch.arange(size, device=x.device)).flatten(-2)  # ascending
     values = x.gather(-1, columns.clamp(max=c - 1)).masked_fill(columns >= c, -math.inf)

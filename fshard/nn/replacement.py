@@ -145,7 +145,7 @@ _LINEAR: Any = (torch.nn.Linear, "Conv1D")
 _TABLE: Any = (torch.nn.Embedding,)
 
 
-@functools.cache  # so that those of equal arguments are equal
+@functools.cache  # equal arguments give equal replacements
 def _built_in(
     name: str, takes: Any, specs: Callable[..., Any], forward: Callable[..., Any], axis: Axes, input: Form = "whole",
     **out: Form,

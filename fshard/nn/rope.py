@@ -57,8 +57,8 @@ def frequencies(
 ) -> tuple[Tensor, float]:  # fmt: skip
     """Compute (radians per position f32[R/2], factor of cos and sin) for heads of `width` dims.
 
-    `parameters` are rope_type, rope_theta and those of the type, named as in transformers; R is `width` times their
-    partial_rotary_factor, or `width` for "proportional", whose last pairs have frequency 0. `longest` is
+    `parameters` are rope_type, rope_theta and the parameters of the type, named as in transformers; R is `width` times
+    their partial_rotary_factor, or `width` for "proportional", whose last pairs have frequency 0. `longest` is
     max_position_embeddings. "dynamic" and "longrope" depend on the `length` of the sequence, an int or a 0-d integer
     tensor; without it the sequence is taken as short.
 
@@ -88,7 +88,7 @@ def angles(
 ) -> tuple[Tensor, Tensor]:
     """Compute the cos and sin of the rotation at positions [T] or [B, T]: each [T, R/2] or [B, T, R/2].
 
-    `rates` and `factor` are those of `frequencies`. Computed in float32 and rounded once to `dtype`.
+    `rates` and `factor` are results of `frequencies`. Computed in float32 and rounded once to `dtype`.
 
     >>> angles(torch.arange(2), torch.tensor([1.0]))
     (tensor([[1.0000],
@@ -191,7 +191,7 @@ def _longrope(p: Parameters, r: int, longest: int, length: Any, device: torch.de
 
 
 def _yarn(p: Parameters, r: int, longest: int, length: Any, device: torch.device | None) -> tuple[Tensor, float]:
-    """Divide the frequencies of slow pairs, keep those of fast pairs, interpolate between.
+    """Divide the frequencies of slow pairs, keep the frequencies of fast pairs, interpolate between.
 
     Source: Peng et al., 2023, "YaRN".
     """
@@ -205,7 +205,7 @@ def _yarn(p: Parameters, r: int, longest: int, length: Any, device: torch.device
         factor = factor / _temperature(stretch, all_dims) if top and all_dims else factor
 
     def pair(turns: float) -> float:
-        """Index of the pair that makes `turns` full turns within the original length."""
+        """Return the index of the pair that makes `turns` full turns within the original length."""
         return (r * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(base))
 
     low, high = pair(p.get("beta_fast") or 32), pair(p.get("beta_slow") or 1)
@@ -224,7 +224,7 @@ def _temperature(stretch: float, scale: float) -> float:
 
 
 def _llama3(p: Parameters, r: int, longest: int, length: Any, device: torch.device | None) -> tuple[Tensor, float]:
-    """Divide the frequencies of long waves, keep those of short waves, interpolate between.
+    """Divide the frequencies of long waves, keep the frequencies of short waves, interpolate between.
 
     Source: Llama 3.1, Grattafiori et al., 2024.
     """

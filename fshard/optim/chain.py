@@ -18,7 +18,7 @@ from .schedules import not_negative
 
 
 def chain(*steps: Transform | Optimizer) -> Optimizer:
-    """Apply transforms of gradients one after another, then an optimizer. The state is a tuple of theirs.
+    """Apply transforms of gradients one after another, then an optimizer. The state is a tuple of their states.
 
     >>> opt = chain(clip_by_global_norm(1.0, specs), adamw(3e-4))
     >>> params, state = opt.update(grads, state, params)
@@ -63,7 +63,7 @@ def chain(*steps: Transform | Optimizer) -> Optimizer:
 
 
 def refuse_outside_of_sum(verb: str, optimizer: Any, reads: bool = True) -> None:
-    """Raise for an optimizer that sums gradients, around which `verb` would read those of one rank."""
+    """Raise for an optimizer that sums gradients, around which `verb` would read the gradients of one rank."""
     if reads and optimizer.sums_gradients:
         raise fail(f"{verb}: {optimizer.name} sums the gradients over ranks, and before it each rank has its own",
                    fix=f"inside of it: zero({verb}(...), specs, split, axis=...), with the specs `split`")  # fmt: skip
@@ -71,13 +71,13 @@ def refuse_outside_of_sum(verb: str, optimizer: Any, reads: bool = True) -> None
 
 @checked
 def clip_by_global_norm(max_norm: float, specs: Any) -> Transform:
-    """Scale the gradients by min(1, max_norm / (norm + 1e-6)), by the norm of the whole tree, on any mesh.
+    """Scale the gradients by min(1, max_norm / (norm + 1e-6)), by the norm of all leaves, on any mesh.
 
         tree of [*S@axes]{V axes} -> the same     cost: one number over all axes of `specs`
 
-    `specs` are those of the parameters, or a prefix. The state is `{"norm": 0-d float32}`, the norm before the clip,
-    for logs. The formula is that of `torch.nn.utils.clip_grad_norm_`: a NaN makes all gradients NaN, an infinity
-    becomes NaN and makes all others 0.
+    `specs` are the specs of the parameters, or a prefix. The state is `{"norm": 0-d float32}`, the norm before the
+    clip, for logs. As in `torch.nn.utils.clip_grad_norm_`, a NaN makes all gradients NaN, and an infinity becomes NaN
+    and makes all others 0.
 
     >>> clip = clip_by_global_norm(1.0, {"w": P("model")})
     >>> grads, _ = clip.update({"w": torch.ones(1)}, clip.init(None), None)      # model=4: the norm is 2

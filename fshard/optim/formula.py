@@ -5,7 +5,7 @@
     state_specs   = opt.specs(param_specs)              moments have the specs of their parameters, or their prefix
 
 `update` never changes its arguments, except leaves that were donated to shard_map: those are overwritten, compiled or
-not, and take no memory but that of one leaf at a time, or less. Every element is computed alike wherever it is stored,
+not, and take the memory of at most one leaf at a time. Every element is computed alike wherever it is stored,
 so the mesh never changes the answer: bitwise, except for sums over ranks and under torch.compile. Moments have the
 dtype of their parameter, as in torch.optim: keep parameters in float32 and compute in half precision, by a `Policy`.
 """
@@ -38,7 +38,7 @@ Mask = Any  # a tree of bools, a prefix of one, or a function from the parameter
 # (parameter, gradient, *moments, lr=, count=, **numbers) -> (parameter, *moments)
 Formula = Callable[..., Any]
 
-Shape = Callable[[tuple[int, ...]], tuple[int, ...]]  # the global shape of a parameter -> that of a replicated moment
+Shape = Callable[[tuple[int, ...]], tuple[int, ...]]  # global shape of a parameter -> shape of a replicated moment
 
 
 @dataclass(frozen=True, repr=False)
@@ -263,7 +263,7 @@ def _zeros_of_shape(verb: str, x: Any, spec: P, shape_of: Shape) -> Any:
 
 
 def scalar_like(params: Any, value: float, dtype: torch.dtype) -> Any:
-    """0-d leaf of the same kind (tensor, Deferred, Sharded), device and mesh as the leaves of `params`."""
+    """Return a 0-d leaf of the same kind (tensor, Deferred, Sharded), device and mesh as the leaves of `params`."""
     leaves = tree.leaves(params)
     if any(isinstance(x, Deferred) for x in leaves):
         return _init.full((), value, dtype=dtype)
@@ -285,7 +285,7 @@ def _decays(name: str, mask: Mask, params: Any, treedef: Any) -> list[bool]:
 def _columns(
     name: str, moments: Sequence[str], shapes: Mapping[str, Shape], grads: Any, state: Any, params: Any
 ) -> tuple[list[list[Tensor]], Any]:
-    """Leaves of parameters, gradients and moments, and the structure of the parameters.
+    """Return the leaves of parameters, gradients and moments, and the structure of the parameters.
 
     Raises ShardingError unless gradients and moments are trees like the parameters: the kernels check nothing.
     """
@@ -318,7 +318,7 @@ def state_owners(optimizer: Optimizer, params: Any) -> tuple[list[int | None], A
 
 
 def like_params(name: str, params: Any, trees: Sequence[tuple[str, Any]]) -> tuple[list[list[Tensor]], Any]:
-    """Leaves of parameters and of some named trees, and the structure of the parameters.
+    """Return the leaves of parameters and of some named trees, and the structure of the parameters.
 
     Raises ShardingError unless these are trees like the parameters, of floating tensors of their shapes and dtypes.
     """
@@ -334,7 +334,7 @@ def like_params(name: str, params: Any, trees: Sequence[tuple[str, Any]]) -> tup
 
 
 def _refuse(name: str, params: Any, treedef: Any, flat: Sequence[tuple[str, Any, list[Tensor], Any]]) -> None:
-    """Raise, with every leaf whose path, shape or dtype is not that of its parameter."""
+    """Raise, with every leaf whose path, shape or dtype is not its parameter's."""
     expected = {tree.show("", path): p for path, p in tree.leaves_with_path(params)}
     errors = [
         fail(f"{name}: params{path}: {describe(p)} is not floating", fix="keep it in another tree")

@@ -201,7 +201,7 @@ def kernel_options(rule: str, numbers: Mapping[str, float]) -> list[float] | Non
 
 
 def _kernel_rate(rate: Tensor, device: torch.device) -> Tensor:
-    """Rate in the dtype that the kernels read: float32 on CUDA, float64 on the CPU."""
+    """Return the rate in the dtype that the kernels read: float32 on CUDA, float64 on the CPU."""
     return rate.detach().to(device, torch.float64 if device.type == "cpu" else torch.float32)
 
 
@@ -290,7 +290,7 @@ def _refuse_gradient(rule: str, *args: Any) -> None:
 
 
 def _step_no_grad(rule: str, params: list[Tensor], grads: list[Tensor], moments: list[Tensor], *rest: Any) -> None:
-    """`step`, after copying gradients that share storage with what is written: the compiler does not check that."""
+    """Run `step` after copying gradients that share storage with what is written, which the compiler does not check."""
     written = set(map(storage_key, [*params, *moments]))
     step(rule, params, [g.clone() if storage_key(g) in written else g for g in grads], moments, *rest)
 

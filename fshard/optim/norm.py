@@ -45,7 +45,7 @@ def _has_no_norm(x: Tensor) -> bool:
 
 
 def axes_of(specs: Any, x: Any, treedef: Any) -> list[tuple[str, ...]]:
-    """Axes that each leaf of `x` varies over, by a prefix tree of specs."""
+    """Return the axes that each leaf of `x` varies over, by a prefix tree of specs."""
     flat, same = tree.flatten(specs)
     if same != treedef or not all(map(is_spec, flat)):
         flat = tree.broadcast(specs, x, name="specs", leaf=is_spec)
@@ -53,7 +53,7 @@ def axes_of(specs: Any, x: Any, treedef: Any) -> list[tuple[str, ...]]:
 
 
 def norm_of(leaves: Sequence[Tensor], axes: Sequence[tuple[str, ...]]) -> Tensor:
-    """`global_norm` of leaves that vary over these axes."""
+    """Return `global_norm` of leaves that vary over these axes."""
     groups: dict[tuple[tuple[str, ...], torch.device], list[Tensor]] = {}
     for leaf, leaf_axes in zip(leaves, axes, strict=True):
         groups.setdefault((tuple(sorted(leaf_axes)), leaf.device), []).append(leaf)
@@ -82,7 +82,7 @@ def _sum_of_squares(xs: list[Tensor]) -> Tensor:
 
 
 def _block_norms(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Norms of the blocks of a leaf, [blocks], and of the remainder, [1].
+    """Return the norms of the blocks of a leaf, [blocks], and of the remainder, [1].
 
     The CPU's norm adds squares one by one, with an error of 1e-3 after 16 million elements. The CPU's sum adds in
     pairs, but squares take memory and another pass. So the norm adds each block, and the sum adds the blocks.
@@ -90,10 +90,10 @@ def _block_norms(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     if not x.is_contiguous():  # in the order of memory, which for most strides is a view
         x = x.permute(sorted(range(x.ndim), key=lambda d: x.stride()[d], reverse=True))
     flat = x.reshape(-1)
-    whole = len(flat) // _BLOCK * _BLOCK
+    end = len(flat) // _BLOCK * _BLOCK
     out = []
-    if whole:
-        out.append(torch.linalg.vector_norm(flat[:whole].view(-1, _BLOCK), dim=1, dtype=dtype))
-    if whole < len(flat):
-        out.append(torch.linalg.vector_norm(flat[whole:], dim=0, keepdim=True, dtype=dtype))
+    if end:
+        out.append(torch.linalg.vector_norm(flat[:end].view(-1, _BLOCK), dim=1, dtype=dtype))
+    if end < len(flat):
+        out.append(torch.linalg.vector_norm(flat[end:], dim=0, keepdim=True, dtype=dtype))
     return out or [flat.to(dtype)]

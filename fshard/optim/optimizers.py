@@ -195,7 +195,7 @@ def lion(
         p = p - lr weight_decay p - lr sign(b1 m + (1 - b1) g)
         m = b2 m + (1 - b2) g
 
-    `lr` and `mask` are as for `sgd`. Rates are 3 to 10 times lower than those of `adamw`, and decays as much higher.
+    `lr` and `mask` are as for `sgd`. Good rates are 3 to 10 times lower than for `adamw`, and decays as much higher.
 
     >>> opt, params = lion(0.1), torch.tensor([1.0, 2.0])
     >>> opt.update(torch.tensor([0.5, -3.0]), opt.init(params), params)[0]

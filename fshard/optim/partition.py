@@ -4,7 +4,7 @@
     grads = grad(lambda p: loss(combine(p, frozen), batch))(trained)
 
 A leaf that is in the other tree is None here, which is an empty subtree: everything that maps, differentiates, updates,
-places or saves a tree works on a part of it, and on that part alone. Specs of the whole tree are specs of each part.
+places or saves a tree works on a part of it, and on nothing else. The specs of the tree serve each part.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def partition(tree_: Any, rules: str | Sequence[str] | Callable[[tree.Path, Any]
     >>> partition(params, lambda path, x: x > 3)[0]
     {'h': [{'w': None, 'b': None}, {'w': None, 'b': 4}], 'head': 5}
 
-    Raises ShardingError listing every glob that matches no leaf, and every tie of which one path is selected.
+    Raises ShardingError listing every glob that matches no leaf, and every tie with one path selected and another not.
 
     Source: `equinox.partition`.
     """  # noqa: E501
@@ -158,7 +158,7 @@ def _not_one(path: tree.Path, column: Sequence[Any], partial: bool) -> ShardingE
 
 
 def _other_structure(trees: Sequence[Any], i: int) -> ShardingError:
-    """Return the error for the tree at position `i`, whose structure is not that of the first."""
+    """Return the error for the tree at position `i`, whose structure differs from the first's."""
     first, other = (dict.fromkeys(tree.show("tree", path) for path in _paths(trees[j])) for j in (0, i))
     missing, extra = ([at for at in a if at not in b] for a, b in ((first, other), (other, first)))
     notes = [f"{what} {join_limited(at, 3)}" for what, at in (("missing", missing), ("extra", extra)) if at]

@@ -46,7 +46,7 @@ class Policy:
 
     @property
     def options(self) -> dict[str, torch.dtype]:
-        """The options for `scan(..., **options)`, `unshard`, `apply.unshard` and `Layout`: casts at the gather."""
+        """Return options of `scan(..., **options)`, `unshard`, `apply.unshard` and `Layout`: casts at the gather."""
         return {"dtype": self.compute, "reduce_dtype": self.reduce}
 
     def to_param(self, x: Any) -> Any:
@@ -78,7 +78,7 @@ class LossScale:
     not finite, and `backoff` lowers the scale; after `interval` finite steps in a row `growth` raises it. The scale
     stays between `floor` and the largest float32. The state is a plain tree, `{"scale": [] float32, "good": [] int64}`.
 
-        opt = scale.guard(optim.adamw(1e-3), specs)           # an Optimizer, whose state includes that of the scale
+        opt = scale.guard(optim.adamw(1e-3), specs)           # an Optimizer; its state has the scale's too
 
     >>> scale = LossScale(initial=8.0)
     >>> opt = scale.guard(optim.sgd(0.5), P())
@@ -91,7 +91,7 @@ class LossScale:
     (tensor(0.), {'scale': {'scale': tensor(8.), 'good': tensor(1)}, 'opt': {'count': tensor(1)}})
 
     Raises ShardingError for numbers out of range. bfloat16 has the range of float32 and needs no loss scale.
-    Source: Micikevicius et al., 2018, "Mixed precision training"; the numbers are those of `torch.amp.GradScaler`.
+    Source: Micikevicius et al., 2018, "Mixed precision training"; the numbers of `torch.amp.GradScaler`.
     """
 
     initial: float = 2.0**16
@@ -114,7 +114,7 @@ class LossScale:
                        fix="growth > 1, 0 < backoff < 1, interval >= 1, 0 < floor <= initial, in float32")  # fmt: skip
 
     def init(self, params: Any = None) -> Any:
-        """Initial state: of the same kind (tensor, Deferred, Sharded), device and mesh as the leaves of `params`."""
+        """Return the initial state, of the kind (tensor, Deferred, Sharded), device and mesh of `params`."""
         return {"scale": scalar_like(params, self.initial, torch.float32), "good": scalar_like(params, 0, torch.int64)}
 
     def specs(self) -> Any:
@@ -132,7 +132,7 @@ class LossScale:
 
             tree of [*S@axes]{V axes} -> the same, [] bool {I}     cost: one number over all axes of `specs`
 
-        `specs` are those of the parameters, or a prefix. With no axes in them, this works outside `shard_map` too.
+        `specs` are the specs of the parameters, or a prefix. With no axes in them, this works outside `shard_map` too.
         """
         tree.check_leaves("unscale", "grads", grads, Tensor)
         leaves, treedef = tree.flatten(grads)

@@ -1,4 +1,4 @@
-"""A step of some rows of tables: those of the classes, or words, that a batch has a gradient for.
+"""A step of some rows of tables: the classes, or words, that a batch has a gradient for.
 
 Legend: C rows of a table, S rows of these that are stepped; [C@axis] is a dim split over an axis.
 """
@@ -25,11 +25,11 @@ _BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a block of rows, which
 
 @checked
 def update_rows(opt: Optimizer, rows: Tensor, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    """Step some rows of tables, as `opt.update` would step tables of these rows alone: (params, state).
+    """Step some rows of tables, as `opt.update` would step tables of only these rows: (params, state).
 
         rows int64 [S], grads a tree of [S, ...], params of [C, ...]; on each rank its own rows of its own part
 
-    All else stays as it is: other rows do not decay, nor do their moments; `count` is the number of steps of the table,
+    Nothing else changes: other rows do not decay, nor do their moments; `count` is the number of steps of the table,
     not of a row, as in `torch.optim.SparseAdam`. Without momentum and weight decay this is the step of a dense
     gradient that is zero elsewhere, bitwise.
 
@@ -91,7 +91,7 @@ def _checked(
     if rows.dtype != torch.int64 or rows.ndim != 1:
         raise fail(f"update_rows: rows are {describe(rows)}", fix="int64 [S]")
     if opt.reads_leaf:
-        raise fail(f"update_rows: a step of {opt.name} needs full leaves, and these are some rows of theirs",
+        raise fail(f"update_rows: a step of {opt.name} needs full leaves, and these are only some rows",
                    fix="an optimizer whose step is elementwise: optim.sgd, optim.adamw")  # fmt: skip
     tables = tree.leaves_with_path(params)
     try:

@@ -1,6 +1,7 @@
 """A train step in one call, in which chosen matrices are updated inside the backward pass, a chunk of rows at a time.
 
-Of such a matrix there is never a gradient, only that of one chunk: what lives is the matrix, its moments and the chunk.
+The full gradient of such a matrix never exists, only one chunk at a time. In memory are the matrix, its moments and
+the gradient of a chunk.
 Its backward pass reads each row once: for the gradient of the input, for its own gradient, and for its step.
 """
 
@@ -48,13 +49,13 @@ def value_and_update(
 
     The matrices that `in_backward` names are stepped inside the backward pass, a few MB of rows at a time, and no
     gradient of their size exists: in place where parameters and state are donated to `shard_map`, else into new ones.
-    The other leaves are stepped after it. The numbers are those of `value_and_grad` and `opt.update`, to the rounding
-    of a matrix product in parts; the steps themselves are the same bits.
+    The other leaves are stepped after it. The numbers are the same as by `value_and_grad` and `opt.update`, to the
+    rounding of a matrix product in parts; the steps themselves are the same bits.
 
     `f` uses each of these matrices at most once: by `nn.linear(x, w)`, `nn.linear(x, w.mT)` or
     `nn.cosine_logits(x, w)`, after `pvary`, `unshard` over axes that do not split it, and casts. The gradient of each
     chunk is summed over the axes of `pvary`. A matrix that is not used is stepped by a zero gradient. A step is of the
-    whole batch: there is no accumulation over microbatches.
+    full batch: there is no accumulation over microbatches.
 
     Args:
         opt: `optim.sgd` or `optim.adamw`, with any schedule and mask. A clip by the norm, and a loss scale, need all
@@ -72,10 +73,10 @@ def value_and_update(
             [0.8333, 1.0000],
             [1.3333, 1.0000]])
 
-    Raises ShardingError for a glob that matches nothing, a leaf that is no matrix or is tied to another, an optimizer
-    that needs whole gradients, a matrix that is used twice, by anything else or in a gradient that the loss computes
-    itself, one that the result contains, and inside other gradients, vmap, jvp,
-    `remat`, `scan` and compiled programs, which run the function in another way.
+    Raises ShardingError for a glob that matches nothing, a leaf that is not a matrix or is tied to another, an
+    optimizer that needs full gradients, a matrix that is used twice, by anything else or in a gradient that the loss
+    computes itself, one that the result contains, and inside other gradients, vmap, jvp, `remat`, `scan` and compiled
+    programs, which run the function in another way.
 
     Source: Lv et al., 2023, "Full parameter fine-tuning for large language models with limited resources" (LOMO).
     """
@@ -125,7 +126,7 @@ def value_and_update(
         new, shared = optimizer.step({i: [rows[i][0], flat_grads[i], *rows[i][1:]] for i in after})
         return value, *optimizer.trees(new | {i: table.new for i, table in tables.items()}, shared)
 
-    wrapped.__name__ = wrapped.__qualname__ = name  # without __wrapped__: its arguments are not those of f
+    wrapped.__name__ = wrapped.__qualname__ = name  # without __wrapped__: its arguments differ from those of f
     return wrapped
 
 
@@ -148,7 +149,7 @@ class _Optimizer:
         self.moments = self._by_owner(state_leaves)
 
     def _by_owner(self, state_leaves: Sequence[Any]) -> dict[int | None, list[Any]]:
-        """Return the leaves of the state by the number of their parameter: under None, those of all in common."""
+        """Return the leaves of the state by the number of their parameter; under None the leaves common to all."""
         out: dict[int | None, list[Any]] = defaultdict(list)
         for x, owner in zip(state_leaves, self._owners, strict=True):
             out[owner].append(x)
@@ -212,9 +213,9 @@ class _Table:
     def step(self, rows: slice, grad: Tensor) -> None:
         """Step some rows by their gradient, [rows, width]."""
         p, *moments = (x[rows] for x in self.old)
-        for whole, x in zip(self.new, self._step([p, grad, *moments]), strict=True):
-            if storage_key(x) != storage_key(whole):  # not in place
-                whole[rows] = x
+        for new, x in zip(self.new, self._step([p, grad, *moments]), strict=True):
+            if storage_key(x) != storage_key(new):  # not in place
+                new[rows] = x
 
     def step_if_unused(self) -> None:
         """Step by a zero gradient where no gradient came, as `value_and_grad` returns for an unused leaf."""
@@ -308,7 +309,7 @@ class _SteppedMatrix(Weight):
         return x if self.row_map is None else self.row_map(x)
 
     def rows_and_pullback(self, which: slice) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return `rows`, and the function from their gradient to that of the table's rows."""
+        """Return `rows`, and the function from their gradient to the gradient of the table's rows."""
         if self.row_map is None:
             return self.rows(which), lambda grad: grad
         with torch.enable_grad():
@@ -333,7 +334,7 @@ def _linear(x: Tensor, b: Tensor | None, w: _SteppedMatrix) -> Tensor:
     chunks = list(w.table.chunks()) or [slice(0)]  # of an empty table too: the result varies as the others' does
     if w.is_transposed:
         # Into one tensor: parts kept for a `cat` would lie between the rows made for each chunk, and malloc could not
-        # reuse that memory: the process would grow by a whole table.
+        # reuse that memory: the process would grow by a full table.
         out = x.new_empty(*x.shape[:-1], w.shape[1])
         for rows in chunks:
             out[..., rows] = F.linear(x, w.rows(rows), None if b is None else b[rows])

@@ -28,14 +28,14 @@ from .fused import donation_test
 def zero(
     optimizer: Optimizer, specs: Any, split: Any, *, axis: str | tuple[str, ...], summed: bool = False
 ) -> Optimizer:
-    """Make an optimizer of whole parameters step a part of them on each rank: ZeRO-1, with DDP's parameters.
+    """Make an optimizer step a part of replicated parameters on each rank: ZeRO-1, with DDP's parameters.
 
         update: grads [D]{V axis}, state [D@axis]{V}, params [D]{I} -> params [D]{I}, state [D@axis]{V}
         cost: (n-1)/n bytes for the gradients and as much for the parameters, as DDP's sum of gradients
 
     A step sums the gradients over `axis`, each rank receiving its part; steps that part, as `optimizer` does with
     parameters that are placed by `split`; and gathers the new parameters. That is one reduce-scatter and one all-gather
-    per dtype. Values are those of the plain optimizer on any mesh, and the state has its leaves and global shapes, so
+    per dtype. The values, and the leaves and global shapes of the state, are the plain optimizer's on any mesh, so
     that either resumes from a checkpoint of the other. Donated parameters and states are overwritten.
 
         split = fs.fully_shard(specs, described, axis="data")
@@ -49,8 +49,8 @@ def zero(
     Args:
         optimizer: takes summed gradients, parameters and a state that are split by `split`. So transforms are chained
             inside, `LossScale.guard` is applied inside, and both take `split` as their specs.
-        specs: those of the parameters, or a prefix.
-        split: those of the state, gradients and update: `specs` with axes of `axis` added to some leaves, as
+        specs: of the parameters, or a prefix.
+        split: the specs of the state, gradients and update: `specs` with axes of `axis` added to some leaves, as
             `fully_shard` adds them. The state of the other leaves is replicated, and their gradients are summed by one
             all-reduce per dtype. Where it names only some of `axis`, as "shard" of ("replica", "shard"), the parts are
             summed over the others.
@@ -87,15 +87,15 @@ def zero(
         return optimizer.specs(split)
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        (whole, flat_grads), treedef = like_params(name, params, [("grads", grads)])
+        (full, flat_grads), treedef = like_params(name, params, [("grads", grads)])
         parts = _parts(name, specs, split, params, axis, summed)
-        own = _own(whole, parts)
+        own = _own(full, parts)
         try:
             sums = _own_sums(flat_grads, parts)
         except ShardingError as e:
             raise e if checker() is None else _wrong_types(e, axis, summed) from None
         new, state = optimizer.update(tree.unflatten(treedef, sums), state, tree.unflatten(treedef, own))
-        return tree.unflatten(treedef, _whole(tree.leaves(new), parts, whole)), state
+        return tree.unflatten(treedef, _joined(tree.leaves(new), parts, full)), state
 
     return Optimizer(init, update, state_specs, name, sums_gradients=not summed, unscales=optimizer.unscales)
 
@@ -132,7 +132,7 @@ def _wrong_types(error: ShardingError, axis: Axis, summed: bool) -> ShardingErro
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of one dim of a leaf: that of this rank over some axes, minor to those of its spec; over none the whole.
+    """This rank's part of one dim of a leaf, over axes that are minor to the axes of its spec; over no axes, the dim.
 
     `place` is (dim, size before the split), and `unsummed` are the axes over which the gradient is still to be summed.
     Axes of one rank are left out.
@@ -144,7 +144,7 @@ class _Part:
 
 
 def _parts(verb: str, specs: Any, split: Any, params: Any, axis: Axis, summed: bool) -> list[_Part]:
-    """Return the part of each leaf of `params`, by its spec and that of its state."""
+    """Return the part of each leaf of `params`, by its spec and the spec of its state."""
     current = region(verb)
     names = known_axes(verb, current, axis)
     out, errors = [], []
@@ -180,7 +180,7 @@ def _own_sums(grads: Sequence[Tensor], parts: Sequence[_Part]) -> list[Tensor]:
     return _apply(Sum, out, parts, [tuple(a for a in p.unsummed if a not in p.axes) for p in parts])
 
 
-def _whole(xs: Sequence[Tensor], parts: Sequence[_Part], old: Sequence[Tensor]) -> list[Tensor]:
+def _joined(xs: Sequence[Tensor], parts: Sequence[_Part], old: Sequence[Tensor]) -> list[Tensor]:
     """Gather the leaves: into the old ones where these are donated."""
     is_donated = donation_test()
     reuse = [is_donated(p) and not is_differentiated(x) for x, p in zip(xs, old, strict=True)]

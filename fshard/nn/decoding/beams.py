@@ -23,7 +23,7 @@ def search(
 ) -> Tensor:  # fmt: skip
     """Return the best sequence that the search finds for each prompt: ids [B@data, T] -> [B@data, T + new].
 
-    A prompt's result does not depend on the others of the batch. The scores and their ties are those of `transformers`.
+    A prompt's result does not depend on the others of the batch. Scores and ties are as in `transformers`.
     """
     b, t, k = len(ids), ids.shape[1], options.beams
     count = max(2, 1 + len(token_list(options.eos))) * k  # so that k candidates go on if others end

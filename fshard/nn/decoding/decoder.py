@@ -33,7 +33,7 @@ class Decoder(NamedTuple):
 
 
 def check_ids(verb: str, ids: Tensor, name: str = "ids") -> None:
-    """Raise ShardingError unless ids are integers [B, T]. `name` is that of the argument.
+    """Raise ShardingError unless ids are integers [B, T]. `name` is the name of the argument.
 
     >>> check_ids("generate", torch.ones(3))
     Traceback (most recent call last):

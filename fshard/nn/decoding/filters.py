@@ -1,4 +1,4 @@
-"""Logits of the next token by the options of generation, with the vocabulary whole or split over an axis.
+"""Logits of the next token by the options of generation, with the vocabulary full or split over an axis.
 
 Legend: B batch, S tokens so far, V vocabulary; [V@model] is a dim split over an axis; {I} does not vary over it.
 
@@ -23,7 +23,7 @@ from fshard.spec import Axis
 from .options import Options, token_list
 
 _RADIX = 8  # bits of a key that are fixed by one psum
-_ONE = 2.0**40  # of fixed-point weights: those of 2^22 equally likely tokens do not overflow 63 bits
+_ONE = 2.0**40  # of fixed-point weights: 2^22 equally likely tokens do not overflow 63 bits
 
 
 class Vocabulary(NamedTuple):
@@ -66,7 +66,7 @@ class Vocabulary(NamedTuple):
 
 def filtered(logits: Tensor, vocabulary: Vocabulary, options: Options, *, ids: Tensor, mask: Tensor | None,
              step: int, new: int) -> Tensor:  # fmt: skip
-    """Return the logits of new token number `step`, without those of tokens that the options exclude: -inf.
+    """Return the logits of new token number `step`, and -inf for tokens that the options exclude.
 
     logits float32 [B, V@model]; ids [B, S], all tokens so far; mask [B, S], 0 for padding, which counts as no token.
     """
@@ -151,13 +151,13 @@ def argmax(logits: Tensor, axis: Axis, size: int) -> Tensor:
         raise must_be("argmax: logits", "a Tensor", logits)
     if not logits.ndim:
         raise fail("argmax: logits are one number", fix="[B, V]")
-    first, whole = local_range("argmax", logits.shape[-1], axis, size)
+    first, total = local_range("argmax", logits.shape[-1], axis, size)
     if not axis:
         return logits.argmax(-1)
     local = logits if logits.shape[-1] else logits.new_full((len(logits), 1), -math.inf)
     value, index = local.max(-1)
     best = pvary(pmax(value, axis), axis)
-    out: Tensor = pmin(torch.where((value == best) | value.isnan(), index + first, whole), axis)
+    out: Tensor = pmin(torch.where((value == best) | value.isnan(), index + first, total), axis)
     return out
 
 

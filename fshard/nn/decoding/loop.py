@@ -109,7 +109,7 @@ def gumbel_noise(key: Tensor, logits: Tensor, shape: tuple[int, int], spec: P) -
 
 
 def global_batch(verb: str, n: int, axis: Axis, *, word: str) -> int:
-    """Return the rows of all ranks over `axis`, of which this rank has `n`; `word` says in errors how to state it.
+    """Return the number of rows on all ranks over `axis`, with `n` on this rank; `word` is how errors say to state it.
 
     Without values, on an abstract mesh, it is the size of an argument, or else every rank is assumed to have `n`.
 

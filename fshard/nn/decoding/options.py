@@ -15,14 +15,14 @@ from fshard.errors import ShardingError, checked, fail, raise_all
 @checked
 @dataclass(frozen=True)
 class Options:
-    """Options of `generate`, which takes them by name. They apply in this order, which is that of `transformers`.
+    """Options of `generate`, which takes them by name. They apply in this order, as in `transformers`.
 
     Of every token's logit, in float32:
 
         repetition_penalty  divides the positive logits of tokens that the sequence has, and multiplies the others
         no_repeat_ngram     no n tokens stand twice in a sequence; 0: no limit
         min_new             the number of tokens before which a sequence does not end
-        forced_bos          the second token of a sequence that begins with one token, as that of an encoder-decoder
+        forced_bos          the second token of a sequence that begins with one token, as an encoder-decoder's does
         forced_eos          the last of the `new` tokens, if the sequence has not ended before
 
     With a `temperature`, tokens are drawn by the `key` of the call from the softmax of the logits, divided by it:
@@ -72,7 +72,7 @@ class Options:
 
     @property
     def ends(self) -> tuple[tuple[int, ...], ...]:
-        """The sequences of tokens after which a sequence ends: those of `eos`, then `stop`."""
+        """The sequences of tokens after which a sequence ends: `eos`, then `stop`."""
         return (*((token,) for token in token_list(self.eos)), *map(tuple, self.stop))
 
     @property
