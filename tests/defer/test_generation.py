@@ -102,7 +102,7 @@ def prompts(b=3, t=5):
     return ids, mask
 
 
-FAST = ("GPT2", "Llama", "Mamba", "T5", "NLLB-MoE")
+FAST = ("GPT2", "Mamba", "T5", "NLLB-MoE")
 
 
 @pytest.mark.parametrize("name", [pytest.param(m, marks=[] if m in FAST else pytest.mark.slow) for m in MODELS])

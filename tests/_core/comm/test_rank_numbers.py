@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import functools
 import gc
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from fshard import P
 from fshard._core.comm import ProcessComm, process
 from fshard._core.ops.linear_maps import AllToAll, Gather, Slice, Sum
 from fshard.spec import part_lengths
+from tests.lib.tiers import slow_unless
 
 RANKS = (8, 2048)
 PACKAGE = os.path.dirname(fs.__file__)
@@ -101,8 +103,8 @@ AXES = {"one axis": lambda n: {"a": n}, "two axes": lambda n: {"a": n // 4, "b":
         "three axes": lambda n: {"a": 2, "b": n // 4, "c": 2}}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", AXES)
-@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize(("kind", "traced"), slow_unless([*((kind, False) for kind in AXES), ("two axes", True)],
+                                                         itertools.product(AXES, (False, True))))  # fmt: skip
 def test_collectives_call_the_same_operations_for_any_number_of_ranks(kind, traced, monkeypatch):
     """Over axes in their order and in the reverse one; eager, and in the form that dynamo traces."""
     monkeypatch.setattr(ProcessComm, "direct", not traced)

@@ -339,12 +339,22 @@ def bert(kind: str, **options: Any) -> torch.nn.Module:
     return getattr(hf, f"Bert{kind}")(hf.BertConfig(**BERT, **options)).eval()
 
 
+@functools.cache
+def their_bert(kind: str) -> torch.nn.Module:
+    return randomized(bert(kind))
+
+
+@functools.cache
+def deferred_bert(kind: str) -> tuple[Any, Any]:
+    return fs.defer(lambda: bert(kind))
+
+
 def test_tie_that_stands_twice_in_a_file_is_read_if_both_are_equal(tmp_path: Path) -> None:
-    theirs = randomized(bert("ForMaskedLM"))
+    theirs = their_bert("ForMaskedLM")
     theirs.save_pretrained(tmp_path)
     word, decoder = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"
     changed(tmp_path, lambda t: t.update({decoder: t[word].clone()}))
-    apply, tree = fs.defer(lambda: bert("ForMaskedLM"))
+    apply, tree = deferred_bert("ForMaskedLM")
     stored = fs.hf.weights(tmp_path, tree["params"], of=apply)
     mesh = fs.make_mesh(data=2)
     full = fs.device_get(fs.materialize(stored, P("data"), mesh, key=fs.key(0)))
@@ -371,9 +381,9 @@ HEADS = {  # folder -> module: what the error must propose
 def test_folder_with_another_head_is_read_with_the_arguments_that_the_error_names(
     pair: tuple[str, str], tmp_path: Path
 ) -> None:
-    theirs = randomized(bert(pair[0]))
+    theirs = their_bert(pair[0])
     theirs.save_pretrained(tmp_path)
-    apply, tree = fs.defer(lambda: bert(pair[1]))
+    apply, tree = deferred_bert(pair[1])
     text = error_text(fs.hf.weights, tmp_path, tree, of=apply)
     (arguments,) = re.findall(r"fix: if that is intended, hf\.weights\(\.\.\., (.*)\)$", text)
     assert arguments == HEADS[pair]
@@ -425,10 +435,10 @@ def test_no_fix_leaves_initial_values_where_the_folder_has_the_weights_in_anothe
     what: str, tmp_path: Path
 ) -> None:
     change, fix = NAMES[what]
-    theirs = randomized(bert("Model"))
+    theirs = their_bert("Model")
     theirs.save_pretrained(tmp_path)
     changed(tmp_path, change)
-    apply, tree = fs.defer(lambda: bert("Model"))
+    apply, tree = deferred_bert("Model")
     for options in ({"of": apply}, {}):
         text = error_text(fs.hf.weights, tmp_path, tree if options else tree["params"], **options)
         assert f"\n  fix: {fix}" in text
@@ -445,8 +455,8 @@ def test_no_fix_leaves_initial_values_where_the_folder_has_the_weights_in_anothe
 
 
 def test_pattern_of_missing_that_names_no_leaf_is_an_error(tmp_path: Path) -> None:
-    randomized(bert("Model")).save_pretrained(tmp_path)
-    apply, tree = fs.defer(lambda: bert("Model"))
+    their_bert("Model").save_pretrained(tmp_path)
+    apply, tree = deferred_bert("Model")
     text = error_text(fs.hf.weights, tmp_path, tree, of=apply, missing=("clasifier.*",))
     assert text == "weights: missing= has 'clasifier.*', and no leaf has such a name\n  fix: correct it"
 
