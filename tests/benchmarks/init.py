@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ BIG = llama.Config(
 )  # fmt: skip
 
 Times = dict[str, list[float]]
+Part = Callable[[argparse.Namespace], dict[str, Any]]
 
 
 # --- measuring ----------------------------------------------------------------------------------------------
@@ -258,36 +259,49 @@ def show(part: str, found: dict[str, Any]) -> None:
 
 
 ALONE = {"describe": describe, "shard": shard, **{f"way:{name}": weigh_way(name) for name in WAYS}}
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+PARTS: dict[str, Part] = {
     "describe": lambda args: alone("describe", args), "shard": lambda args: alone("shard", args),
     "ways": ways, "mesh": mesh, "small": small,
 }  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.init", description=__doc__)
+def parser_of(script: str, doc: str | None, parts: Mapping[str, Part], repeats: int) -> argparse.ArgumentParser:
+    """Return the parser of a script that measures some parts."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.benchmarks.{script}", description=doc)
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--device", type=torch.device, default=found)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rank", type=int, default=37, help="which of the 64 ranks `shard` is")
-    parser.add_argument("--one", choices=ALONE, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def report(args: argparse.Namespace, parts: Mapping[str, Part], show: Callable[[str, dict[str, Any]], None]) -> None:
+    """Measure the chosen parts, and print each; write all figures to the file of `--json`."""
     torch.set_num_threads(args.threads)
-    if args.one:
-        print(json.dumps(ALONE[args.one](args)))
-        return
     where = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else "cpu"
     facts = {"torch": torch.__version__, "device": where, "threads": args.threads, "load": os.getloadavg()[0]}
     print(", ".join(f"{k} {v}" for k, v in facts.items()))
-    report: dict[str, Any] = {"facts": facts}
+    figures: dict[str, Any] = {"facts": facts}
     for part in args.only:
-        report[part] = PARTS[part](args)
-        show(part, report[part])
+        figures[part] = parts[part](args)
+        show(part, figures[part])
+        sys.stdout.flush()
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+        args.json.write_text(json.dumps(figures, indent=1))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = parser_of("init", __doc__, PARTS, repeats=7)
+    parser.add_argument("--rank", type=int, default=37, help="which of the 64 ranks `shard` is")
+    parser.add_argument("--one", choices=ALONE, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.one:
+        torch.set_num_threads(args.threads)
+        print(json.dumps(ALONE[args.one](args)))
+    else:
+        report(args, PARTS, show)
 
 
 if __name__ == "__main__":

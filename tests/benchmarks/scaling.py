@@ -9,15 +9,11 @@ the report.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +26,7 @@ from fshard.models import gpt2
 from fshard.models.transformer import Layout
 
 from .gpt_module import build
-from .init import interleaved, spread
+from .init import Part, interleaved, parser_of, report, spread
 
 LEAVES = (1, 10, 100, 1000)
 RANKS = (1, 2, 4, 8, 16, 32, 64)
@@ -222,31 +218,13 @@ def show(part: str, found: dict[str, Any]) -> None:
             print(f"  {name:18}{x['leaves']:8}{numbers}{x['to functions']:8.3f}{x['to module']:8.3f}")
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+PARTS: dict[str, Part] = {
     "leaves": leaves, "processes": processes, "ranks": ranks, "model": model,
 }  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.scaling", description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
-    found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--device", type=torch.device, default=found)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
-    where = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else "cpu"
-    facts = {"torch": torch.__version__, "device": where, "threads": args.threads, "load": os.getloadavg()[0]}
-    print(", ".join(f"{k} {v}" for k, v in facts.items()))
-    report: dict[str, Any] = {"facts": facts}
-    for part in args.only:
-        report[part] = PARTS[part](args)
-        show(part, report[part])
-        sys.stdout.flush()
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+    report(parser_of("scaling", __doc__, PARTS, repeats=9).parse_args(argv), PARTS, show)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 import fshard as fs
 from tests.corpus.located import marked_lines
 
@@ -65,8 +63,3 @@ def mapped(f: Callable[..., Any], sizes: dict[str, int], in_specs: Any, out_spec
     """Return shard_map of `f` on a simulated mesh of these sizes."""
     mesh = fs.make_mesh(kind="simulated", **sizes)
     return fs.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check)
-
-
-def normal(name: str, *shape: int, std: float = 1.0, mean: float = 0.0) -> torch.Tensor:
-    """Return normal numbers that are a function of the name and the shape."""
-    return fs.random.normal(fs.fold_in(fs.key(7), name), shape, std=std, mean=mean)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, nn
-from tests.corpus.bugs import Bug, mapped, normal
+from tests.corpus.bugs import Bug, mapped
+from tests.corpus.correct.program import normal
 
 B, T, D, H, K, F, V = 4, 4, 8, 4, 2, 16, 8
 KEY = fs.key(3)

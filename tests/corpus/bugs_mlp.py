@@ -14,7 +14,8 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from tests.corpus.bugs import Bug, mapped, normal
+from tests.corpus.bugs import Bug, mapped
+from tests.corpus.correct.program import normal
 
 WIDTH, HIDDEN = 8, 16
 SPECS = {"norm": P(), "up": P(None, "model"), "up_b": P("model"), "down": P("model"), "down_b": P()}

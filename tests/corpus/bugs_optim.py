@@ -16,8 +16,9 @@ from torch import Tensor
 import fshard as fs
 from fshard import P
 from tests.corpus import bugs_mlp as mlp
-from tests.corpus.bugs import Bug, mapped, normal
+from tests.corpus.bugs import Bug, mapped
 from tests.corpus.bugs_mlp import SPECS
+from tests.corpus.correct.program import normal
 
 KEY = fs.key(5)
 SHAPES = {k: tuple(x.shape) for k, x in mlp.params().items()}

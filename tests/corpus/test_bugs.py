@@ -19,8 +19,8 @@ CORRECT = list({(bug.program, bug.correct): bug for bug in BUGS}.values())  # ma
 
 
 def by_verify(bugs: list[Bug]) -> Any:
-    """Parameters of a test by `verify`: fast are small programs that the types do not catch, or that have a factor."""
-    slow = [bug.model == "block" or (bug.caught_by == "types" and bug.factor is None) for bug in bugs]
+    """Parameters of a test by `verify`: fast are small programs that the types do not catch, or with a factor of 2."""
+    slow = [bug.model == "block" or bug.factor == 4 or (bug.caught_by == "types" and not bug.factor) for bug in bugs]
     return [pytest.param(bug, marks=[pytest.mark.slow] * s) for bug, s in zip(bugs, slow, strict=True)]
 
 

@@ -44,6 +44,17 @@ def global_loss_by_backward(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return w - RATE * leaf.grad
 
 
+def global_loss_by_autograd_grad(w: Tensor, x: Tensor, y: Tensor) -> Any:
+    leaf = w.detach().clone().requires_grad_()
+    loss = fs.pmean(error(fs.pvary(leaf, "data"), x, y), "data")
+    # WRONG: loss = error(fs.pvary(leaf, "data"), x, y)
+    regularized = loss + 0.01 * leaf.square().sum()
+    # WRONG: regularized = loss + 0.01 * fs.pvary(leaf, "data").square().sum()  # BUG
+    (grad,) = torch.autograd.grad(regularized, leaf)
+    return {"loss": loss.detach(), "grad": grad}
+    # WRONG: return {"loss": fs.pmean(loss.detach(), "data"), "grad": grad}
+
+
 # --- per-example gradients: pvary belongs outside of the transform --------------------------------------------
 
 
@@ -147,6 +158,9 @@ SPLIT = (P(), DATA, DATA)
 PROGRAMS = [
     WrongProgram("local_loss_by_torch_func", global_loss_by_torch_func, DATA2, SPLIT, P(), LINEAR, "types", "data"),
     WrongProgram("local_loss_by_backward", global_loss_by_backward, DATA2, SPLIT, P(), LINEAR, "types", "data"),
+    WrongProgram(
+        "local_loss_by_autograd_grad", global_loss_by_autograd_grad, DATA2, SPLIT, P(), LINEAR, "types", "data",
+    ),
     WrongProgram(
         "pvary_inside_per_example_grad", pvary_before_per_example_grad, DATA2, SPLIT, P(), LINEAR, "types", "data",
     ),

@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import fshard as fs
+from tests.corpus.correct.program import normal
+
+__all__ = ["WrongProgram", "normal"]
 
 _WRONG = re.compile(r" *# WRONG( \w+)?(?: \((\d+) lines\))?: ?(.*)")
 
@@ -97,8 +100,3 @@ def _replaced(lines: Iterable[str], name: str) -> Iterator[str]:
     assert out != list(lines), f"no line of a program is of {name}"
     marked = any("# BUG" in line for line in out)
     return (f"{line.rstrip()}  # BUG\n" if i in new and not marked else line for i, line in enumerate(out))
-
-
-def normal(name: str, *shape: int, std: float = 1.0, mean: float = 0.0) -> Any:
-    """Return normal numbers that are a function of the name and the shape."""
-    return fs.random.normal(fs.fold_in(fs.key(7), name), shape, std=std, mean=mean)

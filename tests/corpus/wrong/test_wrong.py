@@ -26,6 +26,8 @@ NEXT_LINE = {"gathered_features_detached", "flat_rank_in_the_wrong_order"}
 # The first call compares the results that are declared to be one value, but knows no line.
 ANOTHER_VALUE_PER_RANK = {"skip"}
 
+BY_TYPES = [program for program in PROGRAMS if program.caught_by == "types"]
+OTHERS = [program for program in PROGRAMS if program.caught_by != "types"]
 CORRECT = list({program.correct: program for program in PROGRAMS}.values())  # some are of many wrong ones
 
 
@@ -34,23 +36,36 @@ def test_correct_program_passes_the_types_and_verify(program: WrongProgram):
     fs.verify(program.mapped(program.correct), *program.args)
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
-def test_wrong_program_is_caught(program: WrongProgram):
-    if program.caught_by == "types":
-        text = error_text(program.mapped(program.wrong), *program.args)
-        (place,) = marked_lines(program.wrong)
-        assert [line for line in text.splitlines() if line.startswith(f"{place} in ")], text
-        assert f"'{program.axis}'" in text
-        return
-    if program.name in ANOTHER_VALUE_PER_RANK:
-        assert "is not one value" in error_text(program.mapped(program.wrong), *program.args)
-    else:
-        program.mapped(program.wrong)(*program.args)  # its types are right
+@pytest.mark.parametrize("program", BY_TYPES, ids=str)
+def test_types_name_the_line_and_the_axis(program: WrongProgram):
+    text = error_text(program.mapped(program.wrong), *program.args)
+    (place,) = marked_lines(program.wrong)
+    assert [line for line in text.splitlines() if line.startswith(f"{place} in ")], text
+    assert f"'{program.axis}'" in text
+
+
+@pytest.mark.parametrize("program", OTHERS, ids=str)
+def test_verify_names_the_line_and_the_axis(program: WrongProgram):
     if program.caught_by == "verify":
         verify_names_the_axis_and_the_line(program)
     else:
         assert program.out_of_reach
         fs.verify(program.mapped(program.wrong), *program.args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", BY_TYPES, ids=str)
+def test_verify_catches_what_the_types_catch(program: WrongProgram):
+    verify_names_the_axis_and_the_line(program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", OTHERS, ids=str)
+def test_types_of_a_program_that_they_do_not_catch_are_right(program: WrongProgram):
+    if program.name in ANOTHER_VALUE_PER_RANK:
+        assert "is not one value" in error_text(program.mapped(program.wrong), *program.args)
+    else:
+        program.mapped(program.wrong)(*program.args)
 
 
 def verify_names_the_axis_and_the_line(program: WrongProgram) -> None:
@@ -62,12 +77,6 @@ def verify_names_the_axis_and_the_line(program: WrongProgram) -> None:
     if program.factor is not None:
         of_leaf = text.partition(program.leaf)[2].partition("result[")[0]
         assert f"every value is {program.factor} times what it should be" in of_leaf
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", [p for p in PROGRAMS if p.caught_by == "types"], ids=str)
-def test_verify_catches_what_the_types_catch(program: WrongProgram):
-    verify_names_the_axis_and_the_line(program)
 
 
 def test_names_are_unique():
