@@ -242,7 +242,7 @@ def test_bad_data_is_refused_by_row(tmp_path):
 def test_a_folder_without_a_model_is_refused_in_one_line(texts, tmp_path):
     with pytest.raises(SystemExit) as e:
         finetune.main(["--data", texts, "--methods", "t5-lora", "--model", str(tmp_path)])
-    assert e.value.code.startswith(f"finetune: {tmp_path}: has neither model.safetensors nor ")
+    assert e.value.code.startswith(f"finetune: {tmp_path}/config.json: there is no such file; fix: ")
     assert "\n" not in e.value.code
 
 
