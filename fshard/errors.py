@@ -291,11 +291,11 @@ class _Annotation(str):
 def unquoted(signature: inspect.Signature) -> inspect.Signature:
     """Return a signature whose annotations, which are texts, `help` and `?` show without quotes."""
 
-    def of(x: Any) -> Any:
+    def plain(x: Any) -> Any:
         return _Annotation(x) if isinstance(x, str) else x
 
-    parameters = [p.replace(annotation=of(p.annotation)) for p in signature.parameters.values()]
-    return signature.replace(parameters=parameters, return_annotation=of(signature.return_annotation))
+    parameters = [p.replace(annotation=plain(p.annotation)) for p in signature.parameters.values()]
+    return signature.replace(parameters=parameters, return_annotation=plain(signature.return_annotation))
 
 
 def _checked(f: F, verb: str, names: dict[str, Any]) -> F:
