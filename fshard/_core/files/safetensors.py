@@ -8,9 +8,9 @@ Files that fshard writes for others have checksums in the header's `__metadata__
 `"crc32:NAME"` has eight hexadecimal digits for each block of 64 KiB of the tensor's bytes. They are the CRC-32 of
 `NAME DTYPE SHAPE`, as in `w F32 [2, 3]`, followed by the block, so that a block of another tensor does not fit.
 A program that writes other tensors with the metadata of such a file writes checksums that do not fit. That is refused,
-since a damaged file looks the same, and the error explains how to write the file without them.
+since a damaged file looks the same, and the error says how to write the file without them.
 
-The package `safetensors` cannot write only a header, for tensors that several processes write later. Its errors name
+The package `safetensors` cannot write a header alone, for tensors that several processes write later. Its errors name
 at most one damaged tensor, and no duplicate name. It slices a memory map: for an eighth of the columns of a 128 MiB
 tensor it reads 128 MiB from a cold disk, and `preadv` at the offsets in the header reads 16 MiB. Source of the format: https://github.com/huggingface/safetensors.
 """
@@ -41,7 +41,7 @@ DTYPES = {
     "BOOL": torch.bool, "C64": torch.complex64,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_HEADER_BYTES = 100_000_000  # the format's limit
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # Of a tensor: most operations of torch take 64 dims, its bytes are counted by 63 bits, and its name is a path.
 MAX_DIMS, MAX_ELEMENTS, MAX_NAME = 64, 1 << 59, 512
 BLOCK_BYTES = 1 << 16  # of a checksum: part of the format
@@ -56,7 +56,7 @@ class HeaderEntry:
 
     `file_size` and `file_mtime` (ns) are of the time when the header was read. `file` is absolute: the values may be
     read later from another working directory. `checksums` has eight digits for each block; None in files without them.
-    `strides` are set for a tensor that is not row-major, which a file of torch may have.
+    `strides` are those of a tensor that is not row-major, which a file of torch may have.
     """
 
     file: AnyPath
@@ -119,7 +119,7 @@ def encode_header(
     """Return the bytes before the first tensor of a file with `tensors`, name -> (dtype, shape), in that order.
 
     They are padded to a multiple of 8: tensors are aligned if the dtypes go from the widest to the narrowest.
-    `checksums` by name replace the ones in `metadata`, which may be from another file.
+    `checksums` by name replace those in `metadata`, which may be that of another file.
     """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     if checksums is not None:
