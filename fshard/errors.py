@@ -52,7 +52,7 @@ class ShardingError(ValueError):
         if self.__cause__ is not None:
             text += f"\n\ncaused by {''.join(traceback.format_exception_only(self.__cause__)).rstrip()}"
         calls = []
-        for tb in _users_frames(self.__traceback__):
+        for tb in users_frames(self.__traceback__):
             site = callsite.Site(tb.tb_frame.f_code, tb.tb_lasti)
             calls += [f"  {site}", *(f"    {line}" for line in callsite.quote(site).splitlines())]
         return [*text.split("\n"), *(["", "called from", *calls] if calls else [])]
@@ -68,7 +68,7 @@ def hide_library_frames(e: BaseException) -> None:
     seen: set[int] = set()  # an error may be among its causes
     while at is not None and id(at) not in seen and not _shows_all_frames():
         seen.add(id(at))
-        frames = _users_frames(at.__traceback__)
+        frames = users_frames(at.__traceback__)
         if not isinstance(e, ShardingError):
             frames = [*frames, *_frames_below(frames[-1])] if frames else _frames(at.__traceback__)
         kept: types.TracebackType | None = None
@@ -111,7 +111,8 @@ def _frames_below(tb: types.TracebackType) -> list[types.TracebackType]:
     return below if is_ours[-1:] == [True] else [tb for tb, ours in zip(below, is_ours, strict=True) if not ours]
 
 
-def _users_frames(tb: types.TracebackType | None) -> list[types.TracebackType]:
+def users_frames(tb: types.TracebackType | None) -> list[types.TracebackType]:
+    """Return the entries of a traceback that are of the user's code."""
     return [tb for tb in _frames(tb) if callsite.is_users_frame(tb.tb_frame)]
 
 
@@ -291,11 +292,11 @@ class _Annotation(str):
 def unquoted(signature: inspect.Signature) -> inspect.Signature:
     """Return a signature whose annotations, which are texts, `help` and `?` show without quotes."""
 
-    def of(x: Any) -> Any:
+    def plain(x: Any) -> Any:
         return _Annotation(x) if isinstance(x, str) else x
 
-    parameters = [p.replace(annotation=of(p.annotation)) for p in signature.parameters.values()]
-    return signature.replace(parameters=parameters, return_annotation=of(signature.return_annotation))
+    parameters = [p.replace(annotation=plain(p.annotation)) for p in signature.parameters.values()]
+    return signature.replace(parameters=parameters, return_annotation=plain(signature.return_annotation))
 
 
 def _checked(f: F, verb: str, names: dict[str, Any]) -> F:

@@ -16,7 +16,7 @@ import torch
 
 from fshard._core import callsite
 from fshard._core.torch import FakeTensor
-from fshard.errors import ShardingError, fail
+from fshard.errors import ShardingError, fail, users_frames
 from fshard.spec import box_shape, format_tensor, local_box
 
 from .plan import CallPlan
@@ -144,12 +144,8 @@ def _shapes_note(plan: CallPlan, e: Exception, rows: Sequence[_Argument]) -> str
 
 def _user_site(e: BaseException) -> callsite.Site | None:
     """Return the innermost line of the user's code in the traceback of an error."""
-    site, at = None, e.__traceback__
-    while at is not None:
-        if callsite.user_frame(at.tb_frame) is at.tb_frame:
-            site = callsite.Site(at.tb_frame.f_code, at.tb_lasti)
-        at = at.tb_next
-    return site
+    frames = users_frames(e.__traceback__)
+    return callsite.Site(frames[-1].tb_frame.f_code, frames[-1].tb_lasti) if frames else None
 
 
 # The error that dynamo makes of one that it meets in a program: its cause has the first one as a text.

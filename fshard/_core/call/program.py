@@ -6,10 +6,11 @@ was run again, a module was reloaded, a flag was set.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -65,10 +66,7 @@ def read_program(f: Callable[..., Any], *, flags: bool, before: Program | None =
 
 
 class _Reader:
-    """A search through the objects that a function refers to, depth first.
-
-    It reads types and stored attributes, so that no property and no `__getattr__` of the user runs.
-    """
+    """A search through the objects that a function refers to, depth first."""
 
     def __init__(self, flags: bool) -> None:
         self.flags = flags
@@ -97,73 +95,67 @@ class _Reader:
         return self._seen[key][1]
 
     def _visit_new(self, x: Any, kind: type, names: frozenset[str]) -> bool:
+        """Visit the parts of an object, and its class if the user wrote it. What has none of the program is data."""
+        kept = bool(_own_bases(kind)) and self.visit(kind, frozenset())
         if kind in (CodeType, BuiltinFunctionType) or (issubclass(kind, type) and not _own_bases(x)):
             self.facts.append(x)
             return True
-        if issubclass(kind, type):
-            for base in _own_bases(x):
-                defined = [n for n, y in vars(base).items() if type(y) is FunctionType or not n.startswith("__")]
-                self._visit_parts(base, vars(base).get, defined, frozenset(defined))
-            return True
-        if issubclass(kind, ModuleType):
-            return _is_own(x) and self._visit_parts(x, vars(x).get, names & vars(x).keys(), names)
-        if kind is FunctionType:
-            names = _names(x.__code__)
-            shared = names & x.__globals__.keys() if is_own_file(x.__code__.co_filename) else ()
-            self._visit_parts(x.__globals__, x.__globals__.get, shared, names)
-            self._visit_parts(x, vars(x).get, vars(x).keys() & {"__wrapped__"}, names)
-        if kind in _PARTS:
-            parts = [n for n in _PARTS[kind] if kind is not FunctionType or getattr(x, n)]
-            return self._visit_parts(x, functools.partial(getattr, x), parts, names)
-        container: Any = next((c for c in (dict, list, tuple) if issubclass(kind, c)), None)
-        if container is not None:
-            return len(x) <= _MOST_ENTRIES and self._visit_container(x, container, names) | self._visit_own(kind)
-        return self._visit_object(x, kind, names)
+        if issubclass(kind, torch.nn.Module):
+            self.facts.append(kind)
+        for owner, get, keys, inner in _parts(x, kind, names):
+            for key in sorted(keys) if isinstance(keys, (set, frozenset)) else keys:
+                try:
+                    part = get(key)
+                except (AttributeError, ValueError):  # a slot or a variable of a closure that is not assigned yet
+                    continue
+                if self.visit(part, inner):
+                    kept = True
+                    self.places[id(owner), key] = functools.partial(get, key), part
+        if (container := _container(kind)) and (kept or not len(x)):
+            self.places[id(x), len] = functools.partial(container.__len__, x), len(x)
+        return kept or issubclass(kind, type)
 
-    def _visit_container(self, x: Any, base: Any, names: frozenset[str]) -> bool:
-        """Visit the entries. A container that has entries, and none of the program, is data."""
-        keys = list(x) if base is dict else range(len(x))
-        if base is list:  # strings and bools in a list are more often a log than flags
+
+def _parts(x: Any, kind: type, names: frozenset[str]) -> Iterator[tuple[Any, Callable[[Any], Any], Iterable[Any], Any]]:
+    """Yield what an object refers to: the owner, a function of keys, the keys, and the names in the code there.
+
+    It reads types and stored attributes, so that no property and no `__getattr__` of the user runs.
+    """
+    if kind is FunctionType:
+        names = _names(x.__code__)
+        if is_own_file(x.__code__.co_filename):
+            yield x.__globals__, x.__globals__.get, names & x.__globals__.keys(), names
+        yield x, vars(x).get, vars(x).keys() & {"__wrapped__"}, names
+    if kind in _PARTS:
+        parts = [n for n in _PARTS[kind] if kind is not FunctionType or getattr(x, n)]
+        yield x, functools.partial(getattr, x), parts, names
+    elif issubclass(kind, ModuleType):
+        yield x, vars(x).get, names & vars(x).keys() if _is_own(x) else (), names
+    elif issubclass(kind, type):
+        for base in _own_bases(x):
+            defined = [n for n, y in vars(base).items() if type(y) is FunctionType or not n.startswith("__")]
+            yield base, vars(base).get, defined, frozenset(defined)
+    elif container := _container(kind):
+        keys = list(x) if container is dict else range(len(x))
+        if container is list:  # strings and bools in a list are more often a log than flags
             keys = [i for i in keys if not _is_flag(x[i])]
-        kept = self._visit_parts(x, functools.partial(dict.get if base is dict else base.__getitem__, x), keys, names)
-        if kept or not len(x):
-            self.places[id(x), len] = functools.partial(base.__len__, x), len(x)
-        return kept
-
-    def _visit_object(self, x: Any, kind: type, names: frozenset[str]) -> bool:
-        """Visit the class of an object, and its attributes whose names the class or the referrer uses."""
-        kept, used = self._visit_own(kind), {"__wrapped__"}
-        if kept:
+        get = dict.get if container is dict else container.__getitem__
+        yield x, functools.partial(get, x), keys if len(x) <= _MOST_ENTRIES else (), names
+    else:  # the attributes whose names the class of the user, or the code that refers to the object, has
+        used = {"__wrapped__"} | ({"training", "_modules"} if issubclass(kind, torch.nn.Module) else set())
+        if _own_bases(kind):
             members = [item for c in kind.__mro__ for item in vars(c).items()]
             used |= names.union(*(_names(m.__code__) for _, m in members if type(m) is FunctionType))
             for name, member in members:
                 if name in used and type(member) is MemberDescriptorType:
-                    self._visit_parts(x, member.__get__, [x], frozenset(used))
-        if issubclass(kind, torch.nn.Module):
-            self.facts.append(kind)
-            used |= {"training", "_modules"}
-        try:
+                    yield x, member.__get__, [x], frozenset(used)
+        with contextlib.suppress(AttributeError):  # of an object without them
             attributes = object.__getattribute__(x, "__dict__")
-        except AttributeError:
-            return kept
-        return self._visit_parts(x, attributes.get, used & attributes.keys(), frozenset(used)) | kept
+            yield x, attributes.get, used & attributes.keys(), frozenset(used)
 
-    def _visit_own(self, kind: type) -> bool:
-        """Visit the class of an object if the user wrote it; return whether that is so."""
-        return bool(_own_bases(kind)) and self.visit(kind, frozenset())
 
-    def _visit_parts(self, owner: Any, get: Callable[[Any], Any], keys: Iterable[Any], names: frozenset[str]) -> bool:
-        """Visit what `get` returns for the keys, where it has a value; return whether any is of the program."""
-        kept = False
-        for key in sorted(keys) if isinstance(keys, (set, frozenset)) else keys:
-            try:
-                x = get(key)
-            except (AttributeError, ValueError):  # a slot or a variable of a closure that is not assigned yet
-                continue
-            if self.visit(x, names):
-                kept = True
-                self.places[id(owner), key] = functools.partial(get, key), x
-        return kept
+def _container(kind: type) -> Any:
+    return next((c for c in (dict, list, tuple) if issubclass(kind, c)), None)
 
 
 @functools.lru_cache(maxsize=4096)

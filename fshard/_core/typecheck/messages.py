@@ -541,7 +541,8 @@ def results_have_wrong_type(
             return copies_differ(checker, update, extra, what, table)
         notes = [f"{path} varies since {m.site}: {m.op} of {m.text.rows[0][0]} with {m.text.rows[1][0]}"
                  for m in x.info.history.mixtures if m.axis in extra]  # fmt: skip
-        why, fix = _reason_and_fix_of_varying_result(x, n, axes)
+        differ = f"the {n} ranks would return different values, and the out spec declares one value"
+        why, fix = _GATHERED if fix_of_gather(x.info, axes, 0) else differ, fix_of_partial(x, axes)
         without = [Fix(m.text.without_pvary, "both operands are the same on every rank", m.site)
                    for m in x.info.history.mixtures if m.axis in extra and m.text.without_pvary]  # fmt: skip
         fix = "\n  or, ".join(filter(None, (fix, fix_lines(without))))
@@ -556,13 +557,6 @@ def results_have_wrong_type(
         Fix(call_at(x.info.site, "pslice", axes, *([str(dim)] if dim else [])), "each rank is to return its part"),
     ])  # fmt: skip
     return _error(x.info.site or name, what, table, why, fix=fix)
-
-
-def _reason_and_fix_of_varying_result(x: Operand, n: int, axes: Sequence[str]) -> tuple[str, str]:
-    if gather := fix_of_gather(x.info, axes, x.info.site.line if x.info.site else 0):
-        return _GATHERED, fix_lines([gather])
-    why = f"the {n} ranks would return different values, and the out spec declares one value"
-    return why, fix_of_partial(x, axes)
 
 
 # --- parts of a message ---------------------------------------------------------------------------------------
