@@ -35,7 +35,7 @@ from fshard.errors import ShardingError, checked, fail, raise_all
 from .hf.export import summaries, write_parts
 from .hf.folder import SUFFIX, WeightHeaders
 from .hf.layout import OutputFile, output_files, output_tensors
-from .hf.module import Names, name_of, read_leaves
+from .hf.module import Names, by_name, name_of, read_leaves
 from .hf.places import count_elements
 from .hf.weights import FileTensor, file_tensor
 from .hf.weights import read as read_tree
@@ -79,7 +79,7 @@ def write(
 
     def plan() -> dict[str, str]:
         _check_arguments(final, of, theirs, metadata)
-        named = theirs or _by_name(tree_)
+        named = theirs or by_name(tree_)
         stored, ties = _of_module(leaves, tree_, of)
         tensors = output_tensors(stored, named, "")
         aliases = _aliases(stored, named) | ties
@@ -220,10 +220,6 @@ def _check_arguments(
         raise fail(f"write: metadata of {str(path)!r}", fix="a safetensors file has metadata, a file of torch none")
     if of is not None and theirs is not None:
         raise fail("write: theirs= and of=", fix="leave one of them out")
-
-
-def _by_name(described: Any) -> Theirs:
-    return lambda path: FileTensor(name_of(path, described))
 
 
 def _of_module(

@@ -11,7 +11,7 @@ ids = hf.generate(apply, params, {}, ids, new=20, **hf.generation_options("folde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -20,8 +20,8 @@ from fshard._core.files.io import StrPath
 from fshard._core.files.url import as_path
 from fshard.defer import Apply, generate
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import CONFIG, FileTensor, config_of, generation_options, write
-from fshard.interop.hf.module import name_of, read_module, write_module
+from fshard.interop.hf import CONFIG, config_of, generation_options, write
+from fshard.interop.hf.module import by_name, read_module, write_module
 from fshard.mesh import Mesh
 from fshard.spec import is_spec, spec_errors
 
@@ -124,10 +124,6 @@ def save(
         raise fail(f"save: {type(cfg).__name__} is not a Config of fs.models", models=", ".join(models.ARCHITECTURES),
                    fix="for a module, pass config.to_dict()")  # fmt: skip
     model.save(path, cfg, params, like=like, max_shard_bytes=max_shard_bytes)
-
-
-def by_name(params: Any) -> Callable[[tree.Path], FileTensor]:
-    return lambda path: FileTensor(name_of(path, params))
 
 
 _ALSO = {"mt5": "t5", "umt5": "t5"}  # types of config that a model file of another name has too

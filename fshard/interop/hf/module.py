@@ -28,7 +28,7 @@ from .folder import WeightHeaders, explain_names
 from .layout import OutputTensor, output_tensors
 from .places import FilePart
 from .traced import Traced, trace
-from .weights import FromFile, check_dtype, names_with, rest_error, unused, with_dot
+from .weights import FileTensor, FromFile, check_dtype, names_with, rest_error, unused, with_dot
 
 KINDS = ("params", "buffers")
 _MOST_PARTS = 16  # at the start of a name, in a pattern
@@ -93,11 +93,13 @@ def _file_parts(leaves: Any, of: Apply) -> Callable[[tree.Path], tuple[FilePart,
 
 def name_of(path: tree.Path, described: Any) -> str:
     """Return the dotted name of a leaf in its module; `described` may be the full tree of `defer`."""
-    return tree.dotted(path[1:] if _is_whole(described) else path)
+    is_full = isinstance(described, Mapping) and set(described) == set(KINDS)
+    return tree.dotted(path[1:] if is_full else path)
 
 
-def _is_whole(described: Any) -> bool:
-    return isinstance(described, Mapping) and set(described) == set(KINDS)
+def by_name(described: Any) -> Callable[[tree.Path], FileTensor]:
+    """Return the function from the path of a leaf to the tensor of its dotted name."""
+    return lambda path: FileTensor(name_of(path, described))
 
 
 @dataclass(frozen=True)
