@@ -379,7 +379,7 @@ CALLS = [
          {"apply": lambda p, b, **inputs: Language()(**inputs), "module": Language(), "ids": IDS[None], "new": 2,
           "data": "data", "mask": None, "key": KEY, "on_token": None, "top_k": 3, "temperature": 1.0}, inside=True),
     Call("hf.generation_options", fs.hf.generation_options, {"source": {"eos_token_id": 2}},
-         words={"source": r"config\.json|^generation_options: w=1 is no option"}),
+         words={"source": r"config\.json|^generation_options: w=1 is not an option"}),
     # adapters
     *prefixed("lora",
         outside(fs.lora.Config, targets=["w"], rank=2, alpha=4.0, dropout=0.1, rslora=True, dora=True, bias="all",

@@ -1,12 +1,12 @@
 """One dense file of tensors by name, to and from any mesh: a state_dict of `torch.save`, or a safetensors file.
 
-    state_dict.write("model.pt", params)               # every rank writes the bytes of its own parts
+    state_dict.write("model.pt", params)               # every rank writes the bytes of its parts
     module.load_state_dict(torch.load("model.pt", weights_only=True))
 
     torch.save(module.state_dict(), "model.pt")
-    params = fs.materialize(state_dict.read("model.pt", described), specs, mesh, key=key)      # and reads its own
+    params = fs.materialize(state_dict.read("model.pt", described), specs, mesh, key=key)      # and reads them
 
-No rank holds the whole tree or a whole leaf, beside its parts at most a buffer of 8 MiB. A name is the dotted path of
+A rank holds only its parts of the leaves, and a buffer of at most 8 MiB. A name is the dotted path of
 a leaf, in `{"params": ..., "buffers": ...}` without that first key. A tie, one leaf at two paths, is stored once and
 has both names.
 """
@@ -35,7 +35,7 @@ from fshard.errors import ShardingError, checked, fail, raise_all
 from .hf.export import summaries, write_parts
 from .hf.folder import SUFFIX, WeightHeaders
 from .hf.layout import OutputFile, output_files, output_tensors
-from .hf.module import Names, name_of, read_leaves
+from .hf.module import Names, by_name, name_of, read_leaves
 from .hf.places import count_elements
 from .hf.weights import FileTensor, file_tensor
 from .hf.weights import read as read_tree
@@ -58,7 +58,7 @@ def write(
     On a process mesh every rank calls this, on a shared folder. The files of all meshes are equal, byte by byte.
 
     Args:
-        of: the function that `fs.defer` returned with a module, whose whole tree is written: the names are those of its
+        of: the function that `fs.defer` returned with a module, whose full tree is written under the names of its
             `state_dict`, with its ties, and without the buffers that are not persistent.
         theirs: path of a leaf -> its tensor in the file, as of `interop.hf.write`; its dotted path if left out.
         metadata: texts by name, of a safetensors file.
@@ -79,7 +79,7 @@ def write(
 
     def plan() -> dict[str, str]:
         _check_arguments(final, of, theirs, metadata)
-        named = theirs or _by_name(tree_)
+        named = theirs or by_name(tree_)
         stored, ties = _of_module(leaves, tree_, of)
         tensors = output_tensors(stored, named, "")
         aliases = _aliases(stored, named) | ties
@@ -130,16 +130,16 @@ def read(
 ) -> Any:  # fmt: skip
     """Return the tree `described` with its values in a file: leaves of the same shapes, which `fs.materialize` reads.
 
-    Every rank reads the bytes of its own parts only, as `torch.load` cannot. A file of torch may have tensors in dicts
+    Every rank reads only the bytes of its parts, as `torch.load` cannot. A file of torch may have tensors in dicts
     and lists: their names are dotted, `model.h.0.weight`. Its pickle is read without running anything in it. The dtypes
-    are those of the file.
+    are the file's.
 
     Args:
         of: as of `write`. The file may have any or all names of a tie; buffers that are not persistent keep their
             initializers.
         theirs: as of `write`.
         prefix: names are looked up unchanged, without this prefix (`"model."`), and with it.
-        ignored: names of tensors that are not read: their ends, or globs (`"optimizer.*"`); ends alone with `theirs`.
+        ignored: names of tensors that are not read: their ends, or globs (`"optimizer.*"`); only ends with `theirs`.
         missing: names of leaves that keep their initializers if the file lacks them: ends, or globs.
 
     >>> torch.save({"model": {"w": torch.ones(6, 4).T}, "step": 3}, "train.pt")
@@ -152,10 +152,10 @@ def read(
     _check_path("read", path)
     headers = WeightHeaders(path, state_dict=True)
     if theirs is None:
-        names = replace(Names.of(of), pretrained=None)  # the module's own names, not those of a library's files
+        names = replace(Names.of(of), pretrained=None)  # the module's names, not the names in a library's files
         return read_leaves(headers, described, names, prefix, ignored, missing, "state_dict.read")
     if of is not None or missing:
-        raise fail(f"read: theirs= beside {'of=' if of is not None else 'missing='}", fix="leave one of them out")
+        raise fail(f"read: theirs= and {'of=' if of is not None else 'missing='}", fix="leave one of them out")
     return read_tree(headers, described, theirs, prefix=prefix, ignored=ignored)
 
 
@@ -219,15 +219,11 @@ def _check_arguments(
     if metadata is not None and path.suffix != SUFFIX:
         raise fail(f"write: metadata of {str(path)!r}", fix="a safetensors file has metadata, a file of torch none")
     if of is not None and theirs is not None:
-        raise fail("write: theirs= beside of=", fix="leave one of them out")
-
-
-def _by_name(whole: Any) -> Theirs:
-    return lambda path: FileTensor(name_of(path, whole))
+        raise fail("write: theirs= and of=", fix="leave one of them out")
 
 
 def _of_module(
-    leaves: Sequence[tuple[tree.Path, Any]], whole: Any, of: Apply | None
+    leaves: Sequence[tuple[tree.Path, Any]], tree_: Any, of: Apply | None
 ) -> tuple[Sequence[tuple[tree.Path, Any]], dict[str, str]]:
     """Return the leaves that a module's state_dict has, and its ties: name -> the name of the leaf that it uses.
 
@@ -236,7 +232,7 @@ def _of_module(
     if of is None:
         return leaves, {}
     names = Names.of(of)
-    named = [(name_of(path, whole), path, leaf) for path, leaf in leaves]
+    named = [(name_of(path, tree_), path, leaf) for path, leaf in leaves]
     found = {name: path for name, path, _ in named}
     raise_all(names.errors(found))
     not_stored = {*names.transient, *(tied for tied, name in names.ties.items() if name in names.transient)}
@@ -257,7 +253,7 @@ def _aliases(leaves: Sequence[tuple[tree.Path, Any]], theirs: Theirs) -> dict[st
         full = all(count_elements([p]) == math.prod(p.shape) for p in parts)
         if not full or [(p.box, p.shape, p.places) for p in parts] != [(p.box, p.shape, p.places) for p in others]:
             errors.append(fail(f"write: {tree.show('tree', path)} is the leaf {tree.show('tree', of_first)}, and its "
-                               "dims in the file are others", fix="make it a leaf of its own: x.clone()"))  # fmt: skip
+                               "dims in the file are others", fix="make it another leaf: x.clone()"))  # fmt: skip
             continue
         for a, b in zip(parts, others, strict=True):
             if a.name != b.name and aliases.setdefault(b.name, a.name) != a.name:
@@ -267,7 +263,7 @@ def _aliases(leaves: Sequence[tuple[tree.Path, Any]], theirs: Theirs) -> dict[st
 
 
 def _two_leaves(name: str) -> ShardingError:
-    return fail(f"write: {name!r} is the name of two leaves", fix="give each leaf a name of its own")
+    return fail(f"write: {name!r} is the name of two leaves", fix="give each leaf another name")
 
 
 def _temporary(final: Path) -> str:

@@ -4,4 +4,4 @@ from . import bert, gpt2, gpt_neox, gptj, heads, llama, mistral, mixtral, qwen2,
 
 __all__ = ["bert", "gpt2", "gpt_neox", "gptj", "heads", "llama", "mistral", "mixtral", "qwen2", "qwen3", "resnet", "t5"]
 
-ARCHITECTURES = tuple(name for name in __all__ if name != "heads")  # which is no model of its own
+ARCHITECTURES = tuple(name for name in __all__ if name != "heads")  # which is not a model by itself

@@ -21,7 +21,7 @@ def _gelu_10(x: Tensor) -> Tensor:
 
 
 def _gelu_fast(x: Tensor) -> Tensor:
-    """The tanh form of GELU with the ten digits of sqrt(2 / pi) that transformers writes."""
+    """Return the tanh form of GELU with the ten digits of sqrt(2 / pi) that transformers writes."""
     return 0.5 * x * (1 + torch.tanh(x * 0.7978845608 * (1 + 0.044715 * x * x)))
 
 
@@ -31,7 +31,7 @@ def _quick_gelu(x: Tensor) -> Tensor:
 
 
 def _laplace(x: Tensor) -> Tensor:
-    """The distribution function of a normal distribution. Source: Ma et al., 2022, "Mega"."""
+    """Return the distribution function of a normal distribution. Source: Ma et al., 2022, "Mega"."""
     return 0.5 * (1 + torch.erf((x - 0.707107) / (0.282095 * math.sqrt(2))))
 
 
@@ -92,7 +92,7 @@ class _Relu(torch.autograd.Function):
 
 
 def activation_errors(verb: str, option: str, name: str) -> list[ShardingError]:
-    """The error, if there is one, of an `option` that names an activation."""
+    """Return the error, if there is one, of an `option` that names an activation."""
     if name in ACTIVATIONS:
         return []
     why = ["it has parameters of its own, for which the model has no leaf"] if name in _WITH_PARAMETERS else []

@@ -88,7 +88,7 @@ class Config:
 
 @checked
 def init(cfg: Config) -> Any:
-    """The described parameters: matrices and embeddings N(0, initializer_range^2), norms 1, biases and padding 0.
+    """Return the described parameters: matrices, embeddings N(0, initializer_range^2), norms 1, biases and padding 0.
 
     >>> list(init(cfg))
     ['word', 'position', 'type', 'ln', 'h', 'mlm']
@@ -121,7 +121,7 @@ def init(cfg: Config) -> Any:
 
 @checked
 def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """Heads, hidden units and the vocabulary over `model`; the rest replicated. `fs.fully_shard` adds a data axis.
+    """Split heads, hidden units and the vocabulary over `model`; replicate the rest. `fs.fully_shard` adds a data axis.
 
     >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
     >>> params["word"]
@@ -140,7 +140,7 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
 
 
 def _with_heads(cfg: Config, params: dict[str, Any]) -> dict[str, Any]:
-    """The parts without the heads that the config does not have."""
+    """Return the parts without the heads that the config does not have."""
     return {name: part for name, part in params.items() if name not in _HEADS or getattr(cfg, name)}
 
 
@@ -149,7 +149,7 @@ def apply(
     cfg: Config, params: Any, ids: Tensor, *, mask: Tensor | None = None, types: Tensor | None = None,
     layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None, remat: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; no layout splits them along time.
+    """Return the last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; no layout splits them along time.
 
     `mask` [B@data, T] is 0 for padding, which no token attends to and whose states have no meaning. `types`
     [B@data, T] is 0 for the first sentence (the default) and 1 for the second. `params` are as placed. Pass their
@@ -176,7 +176,7 @@ def _encode(
     cfg: Config, params: Any, top: Any, ids: Tensor, layout: Layout, specs: Any, *, mask: Tensor | None = None,
     types: Tensor | None = None, key: Tensor | None = None, remat: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The stream after the last block, [B, T, D]{I model}, or [B, T@model, D] under sequence parallelism."""
+    """Return the stream after the last block, [B, T, D]{I model}, or [B, T@model, D] under sequence parallelism."""
     check_ids("bert", ids)
     t = ids.shape[1]
     errors = [must_be(f"bert: {name}", "a Tensor or None", x) if not isinstance(x, Tensor) else
@@ -205,7 +205,7 @@ def _encode(
 def _block(
     cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, t: int, attended: Tensor | None
 ) -> Tensor:
-    """norm(x + attention(x)), then norm(x + mlp(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
+    """Compute norm(x + attention(x)), then norm(x + mlp(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
     h = layout.enter(x, t)
     q, k, v = (project_heads(h, p[name]) for name in ("q", "k", "v"))  # each [B, H@model, T, K]
     drops = key is not None and cfg.attention_probs_dropout_prob
@@ -226,7 +226,7 @@ def _block(
 def logits(
     cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, **options: Any
 ) -> Tensor:
-    """Logits of the word at each position: ids [B@data, T] -> [B@data, T, V@model]; `options` are those of `apply`.
+    """Return logits of the word at each position: ids [B@data, T] -> [B@data, T, V@model]; `options` as of `apply`.
 
     >>> logits(cfg, params, ids).shape
     torch.Size([2, 4, 32])
@@ -243,9 +243,9 @@ def logits(
 def loss(
     cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, **options: Any
 ) -> Tensor:
-    """Mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets [B@data, T] of -100 are ignored.
+    """Return the mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets of -100 are ignored.
 
-    `options` are those of `apply`.
+    `options` as in `apply`.
 
     >>> loss(cfg, params, ids, ids)
     tensor(3.47...)
@@ -257,7 +257,7 @@ def loss(
 
 @checked
 def embed(cfg: Config, params: Any, ids: Tensor, *, mask: Tensor | None = None, **options: Any) -> Tensor:
-    """Sentence embeddings of length 1: ids [B@data, T] -> [B@data, D]{I model}; `options` are those of `apply`.
+    """Return sentence embeddings of length 1: ids [B@data, T] -> [B@data, D]{I model}; `options` as in `apply`.
 
     The dot product of two is the cosine of their angle. Source: Reimers & Gurevych, 2019, "Sentence-BERT".
 
@@ -269,7 +269,7 @@ def embed(cfg: Config, params: Any, ids: Tensor, *, mask: Tensor | None = None, 
 
 @checked
 def pool(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Mean of the states over the tokens whose mask is not 0: x [B, T, D], mask [B, T] -> [B, D].
+    """Average the states over the tokens whose mask is not 0: x [B, T, D], mask [B, T] -> [B, D].
 
     >>> pool(torch.tensor([[[1.0], [3.0], [8.0]]]), torch.tensor([[1, 1, 0]]))
     tensor([[2.]])
@@ -282,7 +282,7 @@ def pool(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
 @checked
 def pooled(cfg: Config, params: Any, x: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None) -> Tensor:
-    """The pooler's summary of each sequence: hidden states [B@data, T, D] of `apply` -> [B@data, D]{I model}.
+    """Return the pooler's summary of each sequence: hidden states [B@data, T, D] of `apply` -> [B@data, D]{I model}.
 
     >>> cfg = bert.Config(32, 16, 1, 2, 32, pooler=True)
     >>> params = fs.device_get(fs.materialize(init(cfg), P(), mesh, key=fs.key(0)))
@@ -295,7 +295,7 @@ def pooled(cfg: Config, params: Any, x: Tensor, *, layout: Layout = ONE_DEVICE, 
 
 @checked
 def follows(cfg: Config, params: Any, x: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None) -> Tensor:
-    """Logits that the second sentence follows the first (0) or not (1): x of `pooled` -> [B@data, 2]{I model}.
+    """Return logits that the second sentence follows the first (0) or not (1): x of `pooled` -> [B@data, 2]{I model}.
 
     >>> cfg = bert.Config(32, 16, 1, 2, 32, pooler=True, nsp=True)
     >>> params = fs.device_get(fs.materialize(init(cfg), P(), mesh, key=fs.key(0)))

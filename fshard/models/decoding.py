@@ -37,14 +37,14 @@ class Cache(NamedTuple):
 
     capacity: int
     length: int = 0
-    blocks: Sequence[Any] = ()  # of each block its KeyValues; in an encoder-decoder a pair, with those of the source
+    blocks: Sequence[Any] = ()  # of each block its KeyValues; in an encoder-decoder a pair, the second of the source
 
     def reordered(self, rows: Tensor) -> Cache:
-        """The cache of these rows [B] of the batch."""
+        """Return the cache of these rows [B] of the batch."""
         return self._replace(blocks=tree.map(lambda x: x.index_select(0, rows), self.blocks))
 
     def updated(self, blocks: Sequence[Any], count: int) -> Cache:
-        """The cache with `count` more tokens, which `blocks` have."""
+        """Return the cache with `count` more tokens, which `blocks` have."""
         return Cache(self.capacity, self.length + count, tuple(blocks))
 
 
@@ -59,7 +59,7 @@ class Tokens(NamedTuple):
 
     @staticmethod
     def of(ids: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tokens:
-        """ids [B, T]; mask [B, S], nonzero for tokens and 0 for padding, which positions do not count."""
+        """Locate ids [B, T]; mask [B, S] is nonzero for tokens and 0 for padding, which positions do not count."""
         check_ids("model", ids)
         t, start = ids.shape[1], 0 if cache is None else cache.length
         s, capacity = start + t, 0 if cache is None else cache.capacity
@@ -81,7 +81,7 @@ def append_to_cache(
 ) -> tuple[Tensor, Tensor, KeyValues | None]:
     """Append the keys and values of these tokens, [B, H, T, K], to those before, in place: all, [B, H, S, K], and both.
 
-    Without a cache, the keys and values are returned as they are.
+    Without a cache, the keys and values are returned unchanged.
     """
     if not tokens.capacity:
         return k, v, None

@@ -74,7 +74,7 @@ class Config:
 
 @checked
 def init(cfg: Config) -> Any:
-    """The described parameters. Projections into the residual stream are drawn with std / sqrt(2 n_layer).
+    """Return the described parameters. Projections into the residual stream are drawn with std / sqrt(2 n_layer).
 
     >>> list(init(cfg))
     ['wte', 'wpe', 'h', 'ln_f']
@@ -102,7 +102,7 @@ def init(cfg: Config) -> Any:
 
 @checked
 def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """Heads, hidden units and the vocabulary over `model`; the rest replicated. `fs.fully_shard` adds a data axis.
+    """Split heads, hidden units and the vocabulary over `model`; replicate the rest. `fs.fully_shard` adds a data axis.
 
     >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
     >>> params["wte"]
@@ -124,7 +124,7 @@ def _forward(
     cfg: Config, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, key: Tensor | None,
     remat: bool, mask: Tensor | None, cache: Cache | None = None,
 ) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
-    """The normalized stream after the last block, the unsharded parameters `names`, and keys and values to cache."""
+    """Return the normalized stream after the last block, the unsharded parameters `names`, and what to cache."""
     tokens = Tokens.of(ids, mask, cache)
     if tokens.start + tokens.t > cfg.n_positions:
         raise fail(f"gpt2: {tokens.start + tokens.t} tokens do not fit {cfg.n_positions} positions",
@@ -147,7 +147,7 @@ def _forward(
 def _block(
     cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, cached: KeyValues | None
 ) -> tuple[Tensor, KeyValues | None]:
-    """x + attention(norm(x)), then x + mlp(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
+    """Compute x + attention(norm(x)), then x + mlp(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
     t, w = tokens.t, p["qkv"]["w"]
     h = layout.layer_norm(x, p["ln_1"], cfg.layer_norm_epsilon)
     h = layout.column_linear(h, t, w.flatten(1), p["qkv"]["b"].flatten())  # [B, T, 3HK@model]

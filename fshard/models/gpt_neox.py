@@ -49,7 +49,7 @@ _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "partia
 class Config:
     """Sizes and rates, named as in Hugging Face's `GPTNeoXConfig`.
 
-    `rope_parameters` are those of `rope.frequencies`; the defaults of rope_type, rope_theta and
+    `rope_parameters`: see `rope.frequencies`; the defaults of rope_type, rope_theta and
     partial_rotary_factor are "default", 10000 and 0.25.
 
     >>> gpt_neox.Config(num_hidden_layers=2).hidden_size
@@ -88,7 +88,7 @@ class Config:
 
 @checked
 def init(cfg: Config) -> Any:
-    """The described parameters: matrices are drawn from N(0, initializer_range^2).
+    """Return the described parameters: matrices are drawn from N(0, initializer_range^2).
 
     >>> list(init(cfg))
     ['wte', 'h', 'ln_f', 'head']
@@ -117,7 +117,7 @@ def init(cfg: Config) -> Any:
 
 @checked
 def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """Heads, hidden units and the vocabulary over `model`; the rest replicated. `fs.fully_shard` adds a data axis.
+    """Split heads, hidden units and the vocabulary over `model`; replicate the rest. `fs.fully_shard` adds a data axis.
 
     >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
     >>> params["wte"]
@@ -140,7 +140,7 @@ def _forward(
     cfg: Config, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, key: Tensor | None,
     remat: bool, mask: Tensor | None, cache: Cache | None = None,
 ) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
-    """The normalized stream after the last block, the unsharded parameters `names`, and keys and values to cache."""
+    """Return the normalized stream after the last block, the unsharded parameters `names`, and what to cache."""
     tokens = Tokens.of(ids, mask, cache)
     layout = layout.with_batch(ids, key, cfg.hidden_dropout, cfg.attention_dropout)
     described = shapes_of(init, cfg)
@@ -165,7 +165,7 @@ def _block(
     cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, angles: Angles,
     cached: KeyValues | None,
 ) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
-    """x + attention(norm(x)), then x + mlp(norm(x)), or both of one x; x [B, T, D]{I model}, or [B, T@model, D]."""
+    """Compute x + attention(norm(x)), then x + mlp(norm(x)), or both of one x; x [B, T, D]{I model}, or split."""
     t, rate, eps = tokens.t, cfg.hidden_dropout, cfg.layer_norm_eps
     if not cfg.use_parallel_residual:
         h = layout.enter(layout.layer_norm(x, p["ln_1"], eps), t)
@@ -191,7 +191,7 @@ def _attention(
     cfg: Config, p: Any, h: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, angles: Angles,
     cached: KeyValues | None,
 ) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
-    """[B, T, D]{V model} -> a partial result of the sum over model, [B, T, D]{V model}, without the last bias."""
+    """Return a rank's term of the sum over model, without the last bias: [B, T, D]{V model} -> [B, T, D]{V model}."""
     q, k, v = split_qkv(flat_linear(h, p["qkv"]), p["qkv"]["w"].shape[1:])  # each [B, H@model, T, K]
     q, k = (rope.rotate(y, *angles, style="half") for y in (q, k))
     a, cached = causal_attention(q, k, v, tokens, cached, layout=layout, rate=cfg.attention_dropout, key=key,
@@ -200,7 +200,7 @@ def _attention(
 
 
 def _mlp(cfg: Config, p: Any, h: Tensor) -> Tensor:
-    """[B, T, D]{V model} -> a partial result of the sum over model, [B, T, D]{V model}, without the last bias."""
+    """Return a rank's term of the sum over model, without the last bias: [B, T, D]{V model} -> [B, T, D]{V model}."""
     h = ACTIVATIONS[cfg.hidden_act](nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
     return nn.linear(h, p["down"]["w"])
 

@@ -81,7 +81,7 @@ class Config:
 
 @checked
 def init(cfg: Config) -> Any:
-    """The described parameters: matrices are drawn from N(0, initializer_range^2).
+    """Return the described parameters: matrices are drawn from N(0, initializer_range^2).
 
     >>> list(init(cfg))
     ['wte', 'h', 'ln_f', 'head']
@@ -110,7 +110,7 @@ def init(cfg: Config) -> Any:
 
 @checked
 def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """Heads, hidden units and the vocabulary over `model`; the rest replicated. `fs.fully_shard` adds a data axis.
+    """Split heads, hidden units and the vocabulary over `model`; replicate the rest. `fs.fully_shard` adds a data axis.
 
     >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
     >>> params["wte"]
@@ -134,7 +134,7 @@ def _forward(
     cfg: Config, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, key: Tensor | None,
     remat: bool, mask: Tensor | None, cache: Cache | None = None,
 ) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
-    """The normalized stream after the last block, the unsharded parameters `names`, and keys and values to cache."""
+    """Return the normalized stream after the last block, the unsharded parameters `names`, and what to cache."""
     tokens = Tokens.of(ids, mask, cache)
     if tokens.start + tokens.t > cfg.n_positions:
         raise fail(f"gptj: {tokens.start + tokens.t} tokens do not fit {cfg.n_positions} positions",
@@ -160,7 +160,7 @@ def _block(
     cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, angles: tuple[Tensor, Tensor],
     cached: KeyValues | None,
 ) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
-    """x + attention(norm(x)) + mlp(norm(x)), both of one norm; x [B, T, D]{I model}, or [B, T@model, D]."""
+    """Compute x + attention(norm(x)) + mlp(norm(x)), both of one norm; x [B, T, D]{I model}, or [B, T@model, D]."""
     t = tokens.t
     h = layout.enter(layout.layer_norm(x, p["ln_1"], cfg.layer_norm_epsilon), t)
     q, k, v = (project_heads(h, p[name]) for name in ("q", "k", "v"))  # each [B, H@model, T, K]

@@ -65,9 +65,9 @@ def _model_of(base: Any, label: str = "heads.Config: base") -> _Model:
 class Config:
     """A head on the model `base`, for "sequence" or "tokens", with names of its labels.
 
-    The heads that `base` has of its own are left out. `problem_type`, of sequences, is that of Hugging Face; None: a
+    The heads of `base` are left out. `problem_type`, of sequences, is Hugging Face's; None: a
     regression for one label, classes for integer targets, and several classes at once for others. A decoder classifies
-    a sequence at its last token other than `pad_token_id`; None: at its last one. `dropout` is that of the head's
+    a sequence at its last token other than `pad_token_id`; None: at its last one. `dropout` is the rate at the head's
     input.
 
     >>> Config(gpt2.Config(), "sequence", labels=("bad", "good"), pad_token_id=50256).base.n_embd
@@ -112,7 +112,7 @@ class Config:
 
 @checked
 def init(cfg: Config) -> Any:
-    """The described parameters {"base", "score"}: those of the model without heads, and of the head, as in the base.
+    """Return the described parameters {"base", "score"}: of the model without heads, and of the head, drawn alike.
 
     >>> init(Config(gpt2.Config(), "tokens"))["score"]
     {'w': f32[768, 2] = normal(std=0.02), 'b': f32[2] = zeros}
@@ -124,7 +124,7 @@ def init(cfg: Config) -> Any:
 
 @checked
 def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """The specs of the base, whose `specs` have the same arguments, and a replicated head.
+    """Return the specs of the base, whose `specs` have the same arguments, and a replicated head.
 
     >>> specs(cfg, model="model")["score"]
     {'w': P()}
@@ -142,9 +142,9 @@ def apply(
     cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
     remat: bool = False, mask: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Scores of the labels: ids [B@data, T] -> [B@data, L]{I model}, or [B@data, T, L] for tokens.
+    """Return scores of the labels: ids [B@data, T] -> [B@data, L]{I model}, or [B@data, T, L] for tokens.
 
-    The arguments are those of the base's `apply`, `options` the others that it has (BERT's `types`).
+    The arguments are as in the base's `apply`, `options` the others that it has (BERT's `types`).
 
     >>> apply(cfg, params, ids).shape
     torch.Size([2, 2])
@@ -192,9 +192,9 @@ def _at_last_token(x: Tensor, real: Tensor | None) -> Tensor:
 def loss(
     cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, **options: Any
 ) -> Tensor:
-    """Mean loss over the targets of all ranks: [] {I}; `options` are those of `apply`.
+    """Return the mean loss over the targets of all ranks: [] {I}; `options` as in `apply`.
 
-    Classes are targets [B@data], or [B@data, T] for tokens, of which -100 are ignored: cross-entropy in nats. Several
+    Classes are targets [B@data], or [B@data, T] for tokens, where -100 is ignored: cross-entropy in nats. Several
     classes at once are [B@data, L] of 0 and 1: binary cross-entropy. A regression has targets [B@data], or
     [B@data, L]: the mean square of differences.
 
@@ -229,9 +229,9 @@ def embed(
     cfg: Any, params: Any, ids: Tensor, *, mask: Tensor | None = None,
     pooling: Literal["mean", "first", "last"] = "mean", normalize: bool = True, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Sentence embeddings by a model: ids [B@data, T] -> [B@data, D]{I model}; `options` are those of its `apply`.
+    """Return sentence embeddings by a model: ids [B@data, T] -> [B@data, D]{I model}; `options` as of its `apply`.
 
-    `cfg` and `params` are those of the model itself. The states of tokens whose `mask` is not 0 are averaged, or that
+    `cfg` and `params` are the model's, without a head. The states of tokens whose `mask` is not 0 are averaged, or that
     of the "first" of the sequence (BERT's "[CLS]") or of the "last" such token (decoders) is taken, and with
     `normalize` scaled to length 1. Source: Reimers & Gurevych, 2019, "Sentence-BERT".
 
@@ -270,7 +270,7 @@ def _task_of(config: Mapping[str, Any]) -> Any:
 
 @checked
 def theirs(path: tree.Path, cfg: Config) -> FileTensor:
-    """The Hugging Face file tensor of the leaf at a path.
+    """Return the Hugging Face file tensor of the leaf at a path.
 
     >>> theirs(("score", "w"), Config(bert.Config(), "tokens"))
     FileTensor(name='classifier.weight', dims='l d -> d l', at=None)
@@ -326,7 +326,7 @@ def config(folder: StrPath) -> Config:
 
 @checked
 def load(path: StrPath) -> tuple[Config, Any]:
-    """The config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
+    """Return the config and the described parameters of a folder written by `save_pretrained`; placing them reads them.
 
     >>> cfg, weights = heads.load("my-classifier")
     >>> params = fs.materialize(weights, heads.specs(cfg, model="model"), mesh, key=fs.key(0))

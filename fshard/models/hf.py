@@ -1,17 +1,17 @@
 """Hugging Face folders by slices: a model by the type in its config, or the leaves of any described module.
 
 cfg, params = hf.load("my-llama")                          # described leaves of fs.models.llama: headers are read
-params = fs.materialize(params, specs, mesh, key=key)      # each rank reads its own bytes
-hf.save("again", cfg, params)                              # each rank writes its own bytes
+params = fs.materialize(params, specs, mesh, key=key)      # each rank reads its bytes
+hf.save("again", cfg, params)                              # each rank writes its bytes
 
 apply, module = fs.defer(lambda: AutoModel.from_config(config))
 values = hf.weights("folder", module, of=apply)            # the module's leaves, by their names in the files
-ids = hf.generate(apply, params, {}, ids, new=20, **hf.generation_options("folder"))     # whole leaves, in shard_map
+ids = hf.generate(apply, params, {}, ids, new=20, **hf.generation_options("folder"))     # full leaves, in shard_map
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -20,8 +20,8 @@ from fshard._core.files.io import StrPath
 from fshard._core.files.url import as_path
 from fshard.defer import Apply, generate
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import CONFIG, FileTensor, config_of, generation_options, write
-from fshard.interop.hf.module import name_of, read_module, write_module
+from fshard.interop.hf import CONFIG, config_of, generation_options, write
+from fshard.interop.hf.module import by_name, read_module, write_module
 from fshard.mesh import Mesh
 from fshard.spec import is_spec, spec_errors
 
@@ -30,7 +30,7 @@ from fshard.spec import is_spec, spec_errors
 def load(path: StrPath, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any]:
     """Return the config and the described parameters of a folder, by the model file of its `model_type`.
 
-    The leaves are `Deferred`: `materialize` reads, on every rank, the bytes of its own part. With `specs`, a tree (or a
+    The leaves are `Deferred`: `materialize` reads, on every rank, the bytes of its part. With `specs`, a tree (or a
     prefix) or a function from the config to one, and a `mesh`, every leaf is checked against its spec.
 
     >>> cfg, params = hf.load("my-gpt2", lambda cfg: gpt2.specs(cfg, model="model"), mesh)
@@ -64,13 +64,13 @@ def weights(
     path: StrPath, described: Any, *, of: Apply | None = None, prefix: str = "", ignored: Sequence[str] = (),
     missing: Sequence[str] = (),
 ) -> Any:  # fmt: skip
-    """Return the leaves of a described module with their values in a folder: each rank will read only its own bytes.
+    """Return the leaves of a described module with their values in a folder: each rank will read only its bytes.
 
-    The dtypes are those of the file. `described` is the tree that `fs.defer` returned, or its params or buffers alone.
+    The dtypes are the file's. `described` is the tree that `fs.defer` returned, or only its params or buffers.
 
     Args:
-        of: the function that `fs.defer` returned with it. It knows the module's ties, of which the file may have any or
-            all (equal ones), its buffers, of which those that are not persistent are not stored, and, for a model of
+        of: the function that `fs.defer` returned with it. It knows the module's ties (the file may have any or all of
+            their names, with equal values), its buffers (only persistent ones are stored), and, for a model of
             transformers, the names and shapes that the library converts between a module and its files. A module that
             peft has wrapped reads the folder of its base model. Without it names are those in the file.
         prefix: names are looked up unchanged, without this prefix (`"transformer."`), and with it.
@@ -92,19 +92,19 @@ def save(
     path: StrPath, cfg: Any, params: Any, *, of: Apply | None = None, like: StrPath | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:  # fmt: skip
-    """Write a folder that `from_pretrained` reads; every rank writes its own bytes.
+    """Write a folder that `from_pretrained` reads; every rank writes its bytes.
 
     `cfg` is the `Config` of a model in `fs.models`, or, for a module's leaves by their dotted names, the contents of
     config.json. Leaves are `Sharded`, on any mesh, or tensors that are the same on every rank. The dtype in config.json
-    becomes that of the leaves, of most numbers if they have several.
+    becomes the leaves', the one of most numbers if they have several.
 
     Args:
         like: a folder of the same type of model, such as the one that was loaded. Its tokenizer,
             generation_config.json, processors, code and licence are copied, and the keys of its config.json that
-            `cfg` lacks. Tokens that differ from those of its config.json replace those of generation_config.json too.
+            `cfg` lacks. Tokens that differ from its config.json replace the tokens of generation_config.json too.
 
-    `of` is the function that `fs.defer` returned with a module: with it `params` may be the whole tree, with buffers
-    (of which those that are not persistent are left out), and the leaves of a model of transformers are written under
+    `of` is the function that `fs.defer` returned with a module: with it `params` may be the full tree, with buffers
+    (without those that are not persistent), and the leaves of a model of transformers are written under
     the names and in the shapes that its `save_pretrained` gives them.
 
     >>> cfg, params = hf.load("my-gpt2")
@@ -124,10 +124,6 @@ def save(
         raise fail(f"save: {type(cfg).__name__} is not a Config of fs.models", models=", ".join(models.ARCHITECTURES),
                    fix="for a module, pass config.to_dict()")  # fmt: skip
     model.save(path, cfg, params, like=like, max_shard_bytes=max_shard_bytes)
-
-
-def by_name(params: Any) -> Callable[[tree.Path], FileTensor]:
-    return lambda path: FileTensor(name_of(path, params))
 
 
 _ALSO = {"mt5": "t5", "umt5": "t5"}  # types of config that a model file of another name has too

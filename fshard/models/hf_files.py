@@ -37,7 +37,7 @@ class ModelFile:
         fixed: the options that every config.json has; None: it may have this one only with the value None.
         absent: tokens of a config.json that lacks them.
         ignored: ends of the names of tensors that are not read: buffers of older versions.
-        tied: another name of a tensor -> its name here; those of `heads` only if the config ties the head.
+        tied: another name of a tensor -> its name here; names in `heads` only if the config ties the head.
         other_fields: contents of config.json -> fields of the config that have another name there.
         sizes: config -> its fields as config.json has them.
         name_in: (name, all names in a file) -> the name of a tensor in this file.
@@ -81,7 +81,7 @@ class ModelFile:
         return cfg, read(headers, self.init(cfg), in_this_file, prefix=self.prefix, ignored=self.ignored, copies=copies)
 
     def save(self, path: StrPath, cfg: Any, params: Any, config: Mapping[str, Any], **options: Any) -> None:
-        """Write a folder with these contents of config.json; `options` are those of `write`."""
+        """Write a folder with these contents of config.json; `options` as in `write`."""
         write(path, params, self.tensor, config=config, described=self.init(cfg), **options)
 
     def file_config(self, cfg: Any, suffix: str | None = None) -> dict[str, Any]:
@@ -202,14 +202,14 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 
 def weight_and_bias(ours: str, name: str, w: str | None = None, b: str | None = None) -> dict[str, FileTensor]:
-    """The leaves `ours.w` and `ours.b` of a layer, whose tensors are `name.weight` and `name.bias`, with their dims."""
+    """Return the leaves `ours.w` and `ours.b` of a layer, and their tensors, `name.weight` and `name.bias`."""
     return {f"{ours}.w": FileTensor(f"{name}.weight", w), f"{ours}.b": FileTensor(f"{name}.bias", b)}
 
 
 def file_tensor(
     path: tree.Path, top: Mapping[str, FileTensor], block: Mapping[str, FileTensor], blocks: str
 ) -> FileTensor:
-    """The file tensor of the leaf at a path: from `block` for a leaf of a block ("h", number, ...), else from `top`.
+    """Return the file tensor of the leaf at a path: by `block` in a block ("h", number, ...), else by `top`.
 
     `blocks` is the prefix of the blocks' tensors, before the number of the block.
 

@@ -46,7 +46,7 @@ from .transformer import (
 class BaseConfig:
     """The options that Llama and its relatives share, named as in Hugging Face; a model is a `Config` made of it.
 
-    `rope_parameters` are those of `rope.frequencies`.
+    `rope_parameters`: see `rope.frequencies`.
     """
 
     vocab_size: int = 32000
@@ -131,7 +131,7 @@ class Config(BaseConfig):
 
 @checked
 def init(cfg: BaseConfig) -> Any:
-    """The described parameters: matrices are drawn from N(0, initializer_range^2), biases are 0, norms 1.
+    """Return the described parameters: matrices are drawn from N(0, initializer_range^2), biases are 0, norms 1.
 
     >>> init(Config(num_key_value_heads=8))["h"][0]["q"]
     {'w': f32[4096, 8, 4, 128] = normal(std=0.02)}
@@ -146,7 +146,7 @@ def init(cfg: BaseConfig) -> Any:
 
 
 def init_with(cfg: BaseConfig, mlp: Callable[[], Any]) -> Any:
-    """The described parameters of a decoder whose blocks have the leaves of `mlp()` for the layer after attention."""
+    """Return the described parameters of a decoder; `mlp()` describes the layer after attention."""
     d, g, k, std = cfg.hidden_size, cfg.groups, cfg.width, cfg.initializer_range
     r = cfg.num_attention_heads // g
 
@@ -171,7 +171,7 @@ def init_with(cfg: BaseConfig, mlp: Callable[[], Any]) -> Any:
 
 @checked
 def specs(cfg: BaseConfig, *, model: Axis = None) -> Any:
-    """Key and value heads with their queries, hidden units and the vocabulary over `model`; the rest replicated.
+    """Split key and value heads with their queries, hidden units and the vocabulary over `model`; replicate the rest.
 
     `fs.fully_shard` adds a data axis.
 
@@ -186,7 +186,7 @@ def specs(cfg: BaseConfig, *, model: Axis = None) -> Any:
 
 
 def specs_with(cfg: BaseConfig, model: Axis, mlp: Any) -> Any:
-    """The specs of a decoder whose blocks have the specs `mlp` for the layer after attention."""
+    """Return the specs of a decoder; `mlp` has the specs of the layer after attention."""
     block = {
         "norm_1": P(), **{name: column_specs(cfg, name, model) for name in "qkv"},
         "proj": row_specs(cfg, "proj", model),
@@ -197,12 +197,12 @@ def specs_with(cfg: BaseConfig, model: Axis, mlp: Any) -> Any:
 
 
 def column_specs(cfg: BaseConfig, name: str, model: Axis) -> Any:
-    """The specs of a linear layer whose outputs are split."""
+    """Return the specs of a linear layer whose outputs are split."""
     return {"w": P(None, model), "b": P(model)} if name in cfg.biased else {"w": P(None, model)}
 
 
 def row_specs(cfg: BaseConfig, name: str, model: Axis) -> Any:
-    """The specs of a linear layer whose inputs are split."""
+    """Return the specs of a linear layer whose inputs are split."""
     return {"w": P(model), "b": P()} if name in cfg.biased else {"w": P(model)}
 
 
@@ -244,7 +244,7 @@ class Forward(NamedTuple):
     angles: tuple[Tensor, Tensor]  # the cos and sin that rotate queries and keys
 
     def norm(self, x: Tensor, p: Any) -> Tensor:
-        """The norm of the stream."""
+        """Normalize the stream."""
         return nn.rms_norm(x, self.layout.replicated(p["w"]), eps=self.cfg.rms_norm_eps)
 
     def attention(
@@ -267,7 +267,7 @@ class Forward(NamedTuple):
 def _block(
     run: Forward, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None
 ) -> tuple[Tensor, KeyValues | None]:
-    """x + attention(norm(x)), then x + mlp(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
+    """Compute x + attention(norm(x)), then x + mlp(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
     x, cached = run.attention(p, x, key, cached, window)
     h = run.layout.enter(run.norm(x, p["norm_2"]), run.tokens.t)
     h = ACTIVATIONS[run.cfg.hidden_act](flat_linear(h, p["gate"])) * flat_linear(h, p["up"])  # [B, T, F@model]

@@ -1,4 +1,4 @@
-"""Mixtral as pure functions: Llama with a mixture of experts in each block, of which a router chooses some per token.
+"""Mixtral as pure functions: Llama with experts in each block; a router chooses some of them for each token.
 
 No token is dropped: an expert computes however many tokens choose it. Experts may be split in width over `model`, or by
 expert over any axis, with `Layout(experts=)`: every rank computes its own experts for the tokens of all.
@@ -60,7 +60,7 @@ class Config(llama.BaseConfig):
 
     Each token goes to `num_experts_per_tok` of `num_local_experts` experts, the likeliest, the first among equals.
     `loss` adds the load balancing loss of the router times `router_aux_loss_coef` if `output_router_logits`, as
-    transformers does, and its z-loss times `router_z_loss_coef`, which transformers has not.
+    transformers does, and its z-loss times `router_z_loss_coef`, which transformers does not have.
 
     >>> mixtral.Config(num_hidden_layers=2).num_local_experts
     8
@@ -92,7 +92,7 @@ class Config(llama.BaseConfig):
 
 @checked
 def init(cfg: Config) -> Any:
-    """The described parameters: matrices are drawn from N(0, initializer_range^2), norms are 1.
+    """Return the described parameters: matrices are drawn from N(0, initializer_range^2), norms are 1.
 
     >>> init(Config())["h"][0]["experts"]["down"]
     f32[8, 14336, 4096] = normal(std=0.02)
@@ -109,7 +109,7 @@ def init(cfg: Config) -> Any:
 
 @checked
 def specs(cfg: Config, *, model: Axis = None, experts: Axis = None) -> Any:
-    """Heads, hidden units and the vocabulary over `model`, and experts over `experts`; the rest replicated.
+    """Split heads, hidden units and the vocabulary over `model`, and experts over `experts`; replicate the rest.
 
     With `experts`, pass it to `Layout` too. `fs.fully_shard` adds a data axis.
 
@@ -128,7 +128,7 @@ def losses(
     cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
     key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The parts of the loss, each [] {I}: "cross_entropy", and of the router "balance" and "z".
+    """Return the parts of the loss, each [] {I}: "cross_entropy", and of the router "balance" and "z".
 
     "balance" is E times the sum over experts of the share of tokens that choose it (K in all, for K experts per token)
     times its mean probability: K if balanced. "z" is the mean square of the log of the sum of exponentials of the
@@ -156,7 +156,7 @@ def loss(
     cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
     key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Mean cross-entropy in nats over the targets of all ranks, and the router's losses as `cfg` weighs them: [] {I}.
+    """Return the mean cross-entropy in nats of all ranks, and the router's losses as `cfg` weighs them: [] {I}.
 
     Targets of -100 are ignored.
 
@@ -176,7 +176,7 @@ def _forward(
 ) -> tuple[Tensor, dict[str, Any], list[Any]]:
     """`llama.forward`, whose blocks return (cached keys and values, sums of the router).
 
-    Experts that are split over the data axes are not unsharded: they go to the blocks beside the other parameters.
+    Experts that are split over the data axes are not unsharded: they go to the blocks as separate arguments.
     """
     data, axes = names_of(layout.data), names_of(layout.experts)
     described, mask = shapes_of(init, cfg), options["mask"]
@@ -214,7 +214,7 @@ def _block(
     run: Forward, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None,
     unshard_experts: Callable[[Any], Any] | None = None, experts: Any = None, *, counted: Tensor | None,
 ) -> tuple[Tensor, tuple[KeyValues | None, Tensor]]:  # fmt: skip
-    """x + attention(norm(x)), then x + mixture(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
+    """Compute x + attention(norm(x)), then x + mixture(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
     cfg, layout, t = run.cfg, run.layout, run.tokens.t
     assert isinstance(cfg, Config)
     x, cached = run.attention(p, x, key, cached, window)
@@ -287,7 +287,7 @@ def _of_experts(cfg: Config, p: Any, x: Tensor, weights: Tensor, act: Callable[[
 
 
 def _assignments(cfg: Config, weights: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-    """The pairs of (expert, token) with a weight [N, E], by expert, and their number for each expert.
+    """Return the pairs of (expert, token) with a weight [N, E], by expert, and their number for each expert.
 
     On an abstract mesh, without values, experts are assumed to have equally many tokens.
     """

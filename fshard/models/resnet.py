@@ -85,7 +85,7 @@ class Config:
 
     @staticmethod
     def of(layers: Literal[18, 34, 50, 101, 152], **fields: Any) -> Config:
-        """Return the config of the ResNet with this number of layers; `fields` replace its own.
+        """Return the config of the ResNet with this number of layers; `fields` replace some of it.
 
         >>> Config.of(18, num_channels=1, num_labels=2177, stem="cifar").layer_type
         'basic'
@@ -127,7 +127,7 @@ class Layout:
         data, gathered = names_of(self.data), self.gathered
         if data[len(data) - len(gathered) :] != gathered:
             raise fail(f"resnet.Layout: data={self.data!r}, model={self.model!r}: the head has an axis of the batch "
-                       "that other axes split again", fix="let the last axes of data be those of the head")  # fmt: skip
+                       "that other axes split again", fix="let the last axes of data be the head's")  # fmt: skip
 
     @property
     def gathered(self) -> tuple[str, ...]:
@@ -140,7 +140,7 @@ class Layout:
         return tuple(a for a in names_of(self.data) if a not in names_of(self.model))
 
     def gathered_size(self, n: int) -> int:
-        """The number of images after the gather, of which this rank has `n`."""
+        """Return the number of images after the gather, of which this rank has `n`."""
         if self.examples is None:
             return global_batch("resnet", n, self.gathered, word="Layout(examples=)")
         here = region("resnet")
@@ -170,7 +170,7 @@ def _stem(cfg: Config) -> _Convolution:
 
 
 def _block(cfg: Config, stage: int, i: int) -> dict[str, _Convolution]:
-    """The convolutions of block `i` of a stage: "1" to "3" in order, and "skip" beside them if sizes differ."""
+    """Return the convolutions of block `i` of a stage: "1" to "3" in order, and "skip" if sizes differ."""
     outputs = cfg.hidden_sizes[stage]
     before = cfg.embedding_size if stage == 0 else cfg.hidden_sizes[stage - 1]
     inputs, stride = (outputs, 1) if i else (before, 2 if stage or cfg.downsample_in_first_stage else 1)
@@ -197,7 +197,7 @@ def _in_order(x: Mapping[str, Any]) -> list[Any]:
 
 @checked
 def init(cfg: Config) -> Any:
-    """The described parameters: convolutions He-normal by fan out, norms 1 and 0, the head as torch's Linear.
+    """Return the described parameters: convolutions He-normal by fan out, norms 1 and 0, the head as torch's Linear.
 
     >>> init(Config.of(50))["fc"]["w"]
     f32[1000, 2048] = uniform(low=-0.0221, high=0.0221)
@@ -223,7 +223,7 @@ def init(cfg: Config) -> Any:
 
 @checked
 def state(cfg: Config) -> Any:
-    """The described running statistics of the norms: means 0, variances 1, of 0 batches. On a mesh they are `P()`.
+    """Describe the running statistics of the norms: means 0, variances 1, 0 batches. On a mesh they are `P()`.
 
     >>> state(Config.of(18))["stem"]["norm_1"]["mean"]
     f32[64] = zeros
@@ -238,7 +238,7 @@ def state(cfg: Config) -> Any:
 
 @checked
 def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """The classes over `model`, the rest replicated. `fs.fully_shard` adds a data axis.
+    """Split the classes over `model`; replicate the rest. `fs.fully_shard` adds a data axis.
 
     >>> specs(Config.of(18), model=("data", "model"))["fc"]
     P(('data', 'model'))
@@ -252,7 +252,7 @@ def features(
     cfg: Config, params: Any, state: Any, x: Tensor, *, train: bool, layout: Layout = ONE_DEVICE, specs: Any = None,
     remat: bool = False,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    """The mean of the last stage over each image, and the new state: x [B@data, channels, H, W] -> [B@data, D].
+    """Return the mean of the last stage over each image, and the new state: x [B@data, channels, H, W] -> [B@data, D].
 
     With `train` the norms use the statistics of the images of all ranks of `layout.data`, and the new state is their
     running average; otherwise they use the state. `params` are as placed. Pass their `specs` if they are split over
@@ -276,7 +276,7 @@ def features(
     leaf_specs = tree.unflatten(tree.flatten(backbone)[1], tree.broadcast(own, backbone, name="specs", leaf=is_spec))
 
     def of_kind(kind: str) -> tuple[Any, Any, Any]:
-        """The parameters of this kind, their specs and shapes, of the stem and each block."""
+        """Return the parameters of this kind, their specs and shapes, of the stem and each block."""
         return tuple([{k: v for k, v in part.items() if k.startswith(kind)} for part in _in_order(of)]
                      for of in (backbone, leaf_specs, wanted))  # type: ignore[return-value]  # fmt: skip
 
@@ -315,7 +315,7 @@ def _convolve(
 def _apply_block(
     cfg: Config, block: dict[str, _Convolution], p: Any, state: Any, x: Tensor, train: bool, layout: Layout
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The stem or a block. Inside a block the activation is relu, whatever `hidden_act`, as in transformers."""
+    """Return the stem or a block. Inside a block the activation is relu, whatever `hidden_act`, as in transformers."""
     if len(block) == 1:
         x, new = _convolve(p, state, "1", block["1"], x, train, layout)
         x = ACTIVATIONS[cfg.hidden_act](x)
@@ -365,10 +365,10 @@ def head_inputs(
 def apply(
     cfg: Config, params: Any, state: Any, x: Tensor, *, train: bool, layout: Layout = ONE_DEVICE, **options: Any
 ) -> tuple[Tensor, Any]:
-    """Logits of the classes, and the new state: images [B@data, channels, H, W] -> [B@batch, C@model].
+    """Return logits of the classes, and the new state: images [B@data, channels, H, W] -> [B@batch, C@model].
 
     `batch` are the axes of `layout.data` that do not split the classes. Without a head: the features. `options` are
-    those of `features`.
+    as in `features`.
 
     >>> logits, state = apply(cfg, weights["params"], weights["state"], images, train=True)
     >>> logits.shape
@@ -391,10 +391,10 @@ def loss(
     layout: Layout = ONE_DEVICE, logits: Callable[[Tensor, Any, Tensor], Tensor] | None = None,
     label_smoothing: float = 0.0, **options: Any,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    """Mean cross-entropy in nats over the targets of all ranks, [] {I}, and the new state.
+    """Return the mean cross-entropy in nats over the targets of all ranks, [] {I}, and the new state.
 
-    Targets [B@data] are classes; those of -100 are ignored. `logits(x, fc, targets)` computes the logits [B, C@model]
-    of the arguments that `head_inputs` returns; by default x @ w + b. `options` are those of `features`.
+    Targets [B@data] are classes; -100 is ignored. `logits(x, fc, targets)` computes the logits [B, C@model]
+    of the arguments that `head_inputs` returns; by default x @ w + b. `options` as in `features`.
 
     >>> (loss, state), grads = fs.value_and_grad(
     ...     lambda p: resnet.loss(cfg, p, state, x, y, layout=layout), has_aux=True)(params)
@@ -442,7 +442,7 @@ def _tensor(path: tree.Path) -> FileTensor:
 
 class _ResNetFile(ModelFile):
     def read_config(self, folder: StrPath, **others: Any) -> Any:
-        """Read a config, refusing that of a regression or of several classes at once."""
+        """Read a config, refusing a regression and several classes at once."""
         raw = config_of(folder)
         problem = raw.get("problem_type")
         if problem not in (None, "single_label_classification"):
@@ -470,7 +470,7 @@ theirs, *_ = file_functions(FILE)
 
 @checked
 def config(folder: StrPath, **fields: Any) -> Config:
-    """Read a `Config` from the `config.json` of a folder; `fields` replace its own.
+    """Read a `Config` from the `config.json` of a folder; `fields` replace some of it.
 
     >>> config("my-resnet") == cfg
     True
@@ -516,7 +516,7 @@ def save(
 
 
 def _labels(cfg: Config, like: StrPath | None) -> dict[str, Any]:
-    """Return names of the labels for config.json, unless those of `like` are as many."""
+    """Return names of the labels for config.json, unless `like` has as many."""
     names = None if like is None else config_of(like).get("id2label")
     if not cfg.num_labels or (isinstance(names, dict) and len(names) == cfg.num_labels):
         return {}

@@ -53,9 +53,10 @@ _STACKS = ("encoder", "decoder")
 class Config:
     """Sizes, rates and tokens, named as in Hugging Face's `T5Config`.
 
-    `feed_forward_proj` is the activation of a plain layer, or "gated-" and that of a gated one, where "gated-gelu" is
-    the tanh form. With `tie_word_embeddings` the head is the token embedding. `scale_decoder_outputs` divides the
-    states before the head by sqrt(d_model), as the first T5 does. In a umt5 each block has its own relative positions.
+    `feed_forward_proj` is the activation of a plain layer, or "gated-" and the activation of a gated one;
+    "gated-gelu" is the tanh form. With `tie_word_embeddings` the head is the token embedding. `scale_decoder_outputs`
+    divides the states before the head by sqrt(d_model), as the first T5 does. In a umt5 each block has its own relative
+    positions.
 
     >>> Config(feed_forward_proj="gated-gelu").activation, Config(num_layers=3).decoder_layers
     ('gelu_new', 3)
@@ -124,7 +125,7 @@ def _activation(feed_forward_proj: str) -> str:
 
 @checked
 def init(cfg: Config) -> Any:
-    """The described parameters: matrices are drawn with the std of T5, which its attention without a scale needs.
+    """Return the described parameters: matrices have the std of T5, which its attention without a scale needs.
 
     >>> init(Config())["encoder"]["bias"], init(Config())["decoder"]["h"][0]["cross"]["q"]
     (f32[32, 8] = normal(std=0.04419), {'w': f32[512, 8, 64] = normal(std=0.005524)})
@@ -166,13 +167,13 @@ def init(cfg: Config) -> Any:
 
 
 def _mlp_inputs(cfg: Config) -> tuple[str, ...]:
-    """The projections to the hidden units: of a plain layer, or of one whose activation gates a linear projection."""
+    """Return the names of the projections to the hidden units; a gated layer has two."""
     return ("gate", "linear") if cfg.gated else ("up",)
 
 
 @checked
 def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """Heads with their relative positions, hidden units and the vocabulary over `model`; the rest replicated.
+    """Split heads with their relative positions, hidden units and the vocabulary over `model`; replicate the rest.
 
     `fs.fully_shard` adds a data axis.
 
@@ -201,7 +202,7 @@ def apply(
     cfg: Config, params: Any, ids: Tensor, decoder_ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
     key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, decoder_mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Logits of the next target token: ids [B@data, S], decoder_ids [B@data, T] -> [B@data, T, V@model].
+    """Return logits of the next target token: ids [B@data, S], decoder_ids [B@data, T] -> [B@data, T, V@model].
 
     The first of `decoder_ids` is `cfg.decoder_start_token_id`. `params` are as placed. Pass their `specs` if they vary
     over `layout.data` or are split over it (FSDP): each block is then unsharded just before it runs. `key` turns
@@ -221,7 +222,7 @@ def encode(
     cfg: Config, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None, key: Tensor | None = None,
     remat: bool = False, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The last hidden states of the encoder: ids [B@data, S] -> [B@data, S, D]{I model}; arguments as of `apply`.
+    """Return the encoder's last hidden states: ids [B@data, S] -> [B@data, S, D]{I model}; arguments as of `apply`.
 
     The parameters need neither a decoder nor a head.
 
@@ -238,9 +239,9 @@ def decode(
     key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, decoder_mask: Tensor | None = None,
     cache: Cache | None = None,
 ) -> Any:  # fmt: skip
-    """The second half of `apply`: states [B@data, S, D]{I model} of `encode`, decoder_ids [B@data, T] -> logits.
+    """Return the second half of `apply`: states [B@data, S, D]{I model} of `encode`, decoder_ids [B@data, T] -> logits.
 
-    `mask` is that of the source. With a `cache` the result is (logits, the updated cache): it has the keys and values
+    `mask` is the source's. With a `cache` the result is (logits, the updated cache): it has the keys and values
     of the tokens before, which `decoder_mask` covers too, and of the source, which is projected by the first call only.
 
     >>> decode(cfg, params, encode(cfg, params, ids), ids).shape
@@ -281,7 +282,7 @@ class _Call(NamedTuple):
 
 
 def _without_blocks(parts: Any) -> Any:
-    """The parts of a tree, of its stacks those outside of the blocks; one P for all of them stays as it is."""
+    """Return the parts of a tree without the blocks of its stacks; one P for all of them is returned unchanged."""
     if not isinstance(parts, Mapping):
         return parts
     return {name: {n: p for n, p in part.items() if n != "h"} if name in _STACKS and isinstance(part, Mapping) else part
@@ -289,7 +290,7 @@ def _without_blocks(parts: Any) -> Any:
 
 
 def _encode(call: _Call, ids: Tensor, mask: Tensor | None) -> Tensor:
-    """The normalized stream after the last block, [B, S, D]{I model}, or [B, S@model, D]."""
+    """Return the normalized stream after the last block, [B, S, D]{I model}, or [B, S@model, D]."""
     at = torch.arange(ids.shape[1], device=ids.device)
     buckets = _buckets(at - at.unsqueeze(1), call.cfg, bidirectional=True)
     stack = _Stack(call.cfg, call.layout, Tokens.of(ids), buckets, _attended(mask, *ids.shape), None)
@@ -299,7 +300,7 @@ def _encode(call: _Call, ids: Tensor, mask: Tensor | None) -> Tensor:
 def _decode(
     call: _Call, source: Tensor, ids: Tensor, mask: Tensor | None, decoder_mask: Tensor | None, cache: Cache | None
 ) -> tuple[Tensor, Cache | None]:
-    """The logits [B, T, V@model], and the updated cache; source [B, S, D]{V model}."""
+    """Return the logits [B, T, V@model], and the updated cache; source [B, S, D]{V model}."""
     cfg, tokens = call.cfg, Tokens.of(ids, decoder_mask, cache)
     if len(source) != len(ids) and not (cache and cache.blocks):  # beams have more rows than the source, in a cache
         raise fail("t5: the decoder needs a row for each row of the source", source=len(source), decoder_ids=len(ids))
@@ -318,7 +319,7 @@ def _decode(
 
 
 def _attended(mask: Tensor | None, b: int, s: int) -> Tensor | None:
-    """The mask [B, 1, 1, S], True where tokens attend to a position of the source, of a mask [B, S]."""
+    """Return the mask [B, 1, 1, S], True where tokens attend to a position of the source, of a mask [B, S]."""
     if mask is None:
         return None
     if tuple(mask.shape) != (b, s):
@@ -328,7 +329,7 @@ def _attended(mask: Tensor | None, b: int, s: int) -> Tensor | None:
 
 
 def _buckets(distance: Tensor, cfg: Config, *, bidirectional: bool) -> Tensor:
-    """The bucket of each distance [T, S] from a token to the position it attends to: [T, S] in 0 .. N - 1.
+    """Return the bucket of each distance [T, S] from a token to the position it attends to: [T, S] in 0 .. N - 1.
 
     Half of the buckets have one distance each, the others logarithmically more, up to the longest distance and beyond.
     In both directions each has half of the buckets; in one, positions ahead are as near as the token itself.
@@ -358,20 +359,20 @@ class _Stack(NamedTuple):
     source_attended: Tensor | None  # [B, 1, 1, S], True for the positions of the source that a token attends to
 
     def bias(self, table: Tensor) -> Tensor:
-        """The numbers to add to scores, by a table [N, H@model]: [1 or B, H@model, T, S]; -inf for no attention."""
+        """Return what to add to scores, by a table [N, H@model]: [1 or B, H@model, T, S]; -inf for no attention."""
         out = nn.embedding(self.buckets, table).permute(2, 0, 1).unsqueeze(0)
         return out if self.attended is None else out.masked_fill(~self.attended, -math.inf)
 
     def norm(self, x: Tensor, p: Any) -> Tensor:
-        """The norm of the stream."""
+        """Normalize the stream."""
         return nn.rms_norm(x, self.layout.replicated(p["w"]), eps=self.cfg.layer_norm_epsilon)
 
     def enter(self, x: Tensor, p: Any) -> Tensor:
-        """The normalized stream as all ranks over `model` use it: [B, T, D]{V model}."""
+        """Return the normalized stream as all ranks over `model` use it: [B, T, D]{V model}."""
         return self.layout.enter(self.norm(x, p), self.tokens.t)
 
     def dropout(self, x: Tensor, key: Tensor | None, name: str) -> Tensor:
-        """Dropout of the stream."""
+        """Drop values of the stream."""
         return self.layout.dropout(x, self.cfg.dropout_rate, key, name, self.tokens.t)
 
     def attention(self, q: Tensor, kv: KeyValues, mask: Tensor | None, p: Any, key: Tensor | None, name: str) -> Tensor:
@@ -385,7 +386,7 @@ class _Stack(NamedTuple):
         return self.dropout(a, key, f"{name}.proj")
 
     def mlp(self, x: Tensor, p: Any, key: Tensor | None) -> Tensor:
-        """The feed-forward layer, with dropout of its hidden units [B, T, F@model]."""
+        """Run the feed-forward layer, with dropout of its hidden units [B, T, F@model]."""
         cfg, layout = self.cfg, self.layout
         h = self.enter(x, p["norm"])
         if cfg.gated:
@@ -404,7 +405,7 @@ def _run_stack(
     """Embed ids and apply the blocks of a stack: the normalized stream, and the keys and values of each block."""
     cfg, layout, own, key = call.cfg, call.layout, call.top[name], fold_name(call.key, name)
     x = stack.dropout(layout.embed(ids, call.top["wte"], cfg.vocab_size), key, "embd")
-    # The blocks pass on the bias and the source, which are differentiated, beside the stream: scan captures no tensor,
+    # The blocks pass on the bias and the source, which are differentiated, with the stream: scan captures no tensor,
     # and their gradients are summed block by block.
     bias = (stack.bias(own["bias"]),) if cfg.shares_positions else ()
     (x, *_), blocks = apply_blocks(
@@ -418,7 +419,7 @@ def _run_stack(
 def _block(
     stack: _Stack, p: Any, carried: tuple[Tensor, ...], key: Tensor | None, cached: tuple[KeyValues, KeyValues] | None
 ) -> tuple[tuple[Tensor, ...], Any]:
-    """x + attention, + attention to the source in a decoder, + mlp, each of the norm of what is before it.
+    """Add attention, attention to the source in a decoder, and mlp to x, each of the norm of what is before it.
 
     `carried` are the stream x [B, T, D]{I model}, or [B, T@model, D], the bias if the blocks share it, and the source.
     """
@@ -441,9 +442,9 @@ def _block(
 
 
 def _finite(x: Tensor) -> Tensor:
-    """The stream with the largest numbers of float16 for infinities, which a pretrained T5 reaches in this dtype.
+    """Replace infinities, which a pretrained T5 reaches in float16, by the largest numbers of this dtype.
 
-    In transformers one infinity lowers this bound by 1000 for the whole batch, here it does not depend on the others.
+    In transformers one infinity lowers this bound by 1000 for all of the batch, here it does not depend on the others.
     """
     largest = torch.finfo(torch.float16).max
     return x.clamp(-largest, largest) if x.dtype == torch.float16 else x
@@ -454,9 +455,9 @@ def loss(
     cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
     key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, decoder_mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Mean cross-entropy in nats over the targets [B@data, T] of all ranks: [] {I}. Targets of -100 are ignored.
+    """Return the mean cross-entropy in nats over the targets [B@data, T] of all ranks: [] {I}. -100 is ignored.
 
-    The decoder is fed the targets one position later (`shifted`); the other arguments are those of `apply`.
+    The decoder is fed the targets one position later (`shifted`); the other arguments are as in `apply`.
 
     >>> loss(cfg, params, ids, ids)
     tensor(1.23...)
@@ -469,7 +470,7 @@ def loss(
 
 @checked
 def shifted(cfg: Config, targets: Tensor) -> Tensor:
-    """The tokens that a decoder is fed to predict targets [B, T]: the start, then the targets before; -100 is padding.
+    """Return a decoder's inputs to predict targets [B, T]: the start, then the targets before; -100 is padding.
 
     >>> shifted(Config(), torch.tensor([[5, 1, -100]]))
     tensor([[0, 5, 1]])
@@ -478,13 +479,13 @@ def shifted(cfg: Config, targets: Tensor) -> Tensor:
     """
     check_ids("shifted", targets, "targets")
     if cfg.pad_token_id is None:
-        raise fail("t5: targets need pad_token_id, which stands for -100", fix="Config(pad_token_id=0)")
+        raise fail("t5: targets need pad_token_id, which replaces -100", fix="Config(pad_token_id=0)")
     before = torch.cat([_start(cfg, targets), targets], 1)[:, :-1]
     return before.masked_fill(before == -100, cfg.pad_token_id)
 
 
 def _start(cfg: Config, ids: Tensor) -> Tensor:
-    """The first token of the decoder for each row of ids: [B, 1]; no token if the rows have none."""
+    """Return the first token of the decoder for each row of ids: [B, 1]; no token if the rows have none."""
     if cfg.decoder_start_token_id is None:
         raise fail("t5: the decoder needs a first token, and decoder_start_token_id is None",
                    fix="Config(decoder_start_token_id=0); for most models it is pad_token_id")  # fmt: skip
@@ -596,7 +597,7 @@ def _with_head_of(cfg: Config, headers: WeightHeaders) -> Config:
 
 
 def _begin_alike(headers: WeightHeaders) -> bool:
-    """True if the first rows of head and token embedding are equal. If later ones are not, placing the leaf raises."""
+    """Return whether head and token embedding begin alike. If later rows differ, placing the leaf raises."""
     embedding, head = (tensors(headers.path).get(name) for name in ("shared.weight", "lm_head.weight"))
     if embedding is None or head is None or (embedding.shape, embedding.dtype) != (head.shape, head.dtype):
         return False

@@ -123,7 +123,7 @@ class Layout:
         return _Parts(gather([name for name in names if name not in frozen]), gather)
 
     def replicated(self, params: Any) -> Any:
-        """Replicated parameters as the stream uses them: varying over `model` if each rank has its own part of time."""
+        """Return replicated parameters as the stream uses them: varying over `model` if ranks have parts of time."""
         return pvary(params, self.model) if self.sequence else params
 
     def enter(self, x: Tensor, t: int) -> Tensor:
@@ -156,12 +156,12 @@ class Layout:
         return out if b is None else out + self.replicated(b)
 
     def whole(self, x: Tensor, t: int) -> Tensor:
-        """The stream without a split along time: [B, T@model, D] -> [B, T, D]{I model}."""
+        """Return the stream without a split along time: [B, T@model, D] -> [B, T, D]{I model}."""
         out: Tensor = all_gather(x, self.model, 1, size=t, to="invariant") if self.sequence else x
         return out
 
     def layer_norm(self, x: Tensor, p: Any, eps: float) -> Tensor:
-        """Layer norm of the stream, or of this rank's part of it."""
+        """Compute the layer norm of the stream, or of this rank's part of it."""
         p = self.replicated(p)
         return nn.layer_norm(x, p["w"], p["b"], eps=eps)
 
@@ -175,18 +175,18 @@ class Layout:
         return self.leave(nn.embedding(ids, table, axis=self.model, size=size))
 
     def with_batch(self, ids: Tensor, key: Tensor | None, *rates: float) -> Layout:
-        """This layout with `batch` set, of which this rank has ids [B, T], if dropout at one of the rates needs it."""
+        """Return the layout with `batch` set, if dropout at one of the rates needs it; ids [B, T] are this rank's."""
         return self if key is None or not any(rates) else replace(self, batch=self.global_shape(ids.shape)[0])
 
     def global_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The global shape of a shape whose dim 0 is this rank's batch."""
+        """Return the global shape of a shape whose dim 0 is this rank's batch."""
         batch = self.batch
         if batch is None:
             batch = global_batch("dropout", shape[0], self.data, word="Layout(batch=)")
         return (batch, *shape[1:])
 
     def dropout(self, x: Tensor, rate: float, key: Tensor | None, name: str, t: int) -> Tensor:
-        """`nn.dropout` of the stream by `key` folded with `name`; `t` is the global T."""
+        """Run `nn.dropout` of the stream by `key` folded with `name`; `t` is the global T."""
         if not rate or key is None:
             return x
         shape = self.global_shape((len(x), t, x.shape[2]))
@@ -217,7 +217,7 @@ def check_numbers(verb: str, cfg: Any, *, own: Sequence[str] = ()) -> None:
 def check_params(params: Any, described: Any, label: str = "params") -> None:
     """Raise ShardingError unless `params` has the leaves of the described tree: tensors or Weights of as many dims.
 
-    Their shapes are local ones, of which this does not know the split.
+    Their shapes are local, and this function does not know the split.
     """
     if torch.compiler.is_dynamo_compiling():
         return
@@ -228,7 +228,7 @@ def check_params(params: Any, described: Any, label: str = "params") -> None:
         return
     have, want = dict(tree.leaves_with_path(params, is_weight)), dict(tree.leaves_with_path(described))
     errors = [fail(f"{tree.show(label, path)}: is missing", f"the model has {want[path]!r} there",
-                   fix="pass the whole tree of init, or of load, with the same config")
+                   fix="pass the full tree of init, or of load, with the same config")
               for path in want if path not in have]  # fmt: skip
     errors += [fail(f"{tree.show(label, path)}: is more than the model has", leaf=repr(have[path])[:60],
                     fix="pass the config of these parameters")
@@ -243,7 +243,7 @@ def check_params(params: Any, described: Any, label: str = "params") -> None:
 
 
 def spec_of(specs: Any, name: str) -> Any:
-    """The specs of a named part of the parameters; `specs` may be one `P` for all of them."""
+    """Return the specs of a named part of the parameters; `specs` may be one `P` for all of them."""
     if is_spec(specs):
         return specs
     if not isinstance(specs, Mapping) or name not in specs:
@@ -258,25 +258,25 @@ def fold_name(key: Tensor | None, name: str | int) -> Tensor | None:
 
 
 def norm_params(width: int) -> dict[str, Any]:
-    """Described parameters of a layer norm."""
+    """Return the described parameters of a layer norm."""
     return {"w": initial.ones(width), "b": initial.zeros(width)}
 
 
 def linear_params(
     inputs: tuple[int, ...], outputs: tuple[int, ...], std: float, *, bias: bool = True
 ) -> dict[str, Any]:
-    """Described parameters of a linear layer: w [inputs.., outputs..] from N(0, std^2) and, with `bias`, zeros."""
+    """Describe the parameters of a linear layer: w [inputs.., outputs..] from N(0, std^2) and, with `bias`, zeros."""
     w = {"w": initial.normal((*inputs, *outputs), std=std)}
     return {**w, "b": initial.zeros(outputs)} if bias else w
 
 
 def flat_linear(x: Tensor, p: Any) -> Tensor:
-    """x @ w + b with all output dims flattened: [B, T, D], w [D, F..], b [F..] if there is one -> [B, T, F]."""
+    """Compute x @ w + b with all output dims flattened: [B, T, D], w [D, F..], b [F..] if there is one -> [B, T, F]."""
     return nn.linear(x, p["w"].flatten(1), p["b"].flatten() if "b" in p else None)
 
 
 def project_heads(x: Tensor, p: Any) -> Tensor:
-    """[B, T, D], w [D, heads.., K] -> [B, heads, T, K], with several dims of heads flattened."""
+    """Project [B, T, D] by w [D, heads.., K] -> [B, heads, T, K], with several dims of heads flattened."""
     heads, k = math.prod(p["w"].shape[1:-1]), p["w"].shape[-1]
     out: Tensor = flat_linear(x, p).unflatten(-1, (heads, k))  # type: ignore[no-untyped-call]
     return out.transpose(1, 2)
@@ -291,7 +291,7 @@ def split_qkv(x: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
 def rope_angles(
     parameters: Mapping[str, Any], width: int, longest: int, *, tokens: Tokens, layout: Layout, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The cos and sin that rotate queries and keys: each [T, R/2], or [B, T, R/2] with a mask; see `rope.frequencies`.
+    """Return cos and sin that rotate queries and keys, [T, R/2], or [B, T, R/2] with a mask; see `rope.frequencies`.
 
     For rope types that depend on the length of the sequence, that is the longest length so far on all ranks.
     """
@@ -309,7 +309,7 @@ def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, cached: KeyValues | None, *, layout: Layout, rate: float = 0.0,
     key: Tensor | None = None, heads: int, group: int = 1, scale: float | None = None, window: int | None = None,
 ) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
-    """Causal attention over cached and new tokens: q [B, H@model, T, K] -> [B, T, HK@model], and the updated cache.
+    """Attend causally to cached and new tokens: q [B, H@model, T, K] -> [B, T, HK@model], and the updated cache.
 
     k and v may have fewer heads, each for a `group` of neighbouring heads of q on the same rank. `heads` is H; the
     dropout of weights by `key` needs it. With a `window` a token attends to itself and the `window` - 1 before it,
@@ -334,7 +334,7 @@ def causal_attention(
 def _append_to_window(
     k: Tensor, v: Tensor, tokens: Tokens, cached: KeyValues | None, window: int
 ) -> tuple[Tensor, Tensor, KeyValues | None]:
-    """Append keys and values [B, H, T, K] to those of the `window` - 1 tokens before: all, and the last of them."""
+    """Append keys and values [B, H, T, K] to the cached ones of `window` - 1 tokens: all, and the last of them."""
     if cached is not None:
         k, v = torch.cat([cached.k, k], 2), torch.cat([cached.v, v], 2)
     if not tokens.capacity:
@@ -344,7 +344,7 @@ def _append_to_window(
 
 
 def _window_mask(tokens: Tokens, s: int, window: int) -> Tensor | None:
-    """The mask [1 or B, 1, T, s] of the last `s` positions under a sliding window; None: all up to its own."""
+    """Return the mask [1 or B, 1, T, s] of the last `s` positions under a sliding window; None: all up to its own."""
     mask = None if tokens.mask is None else tokens.mask[..., tokens.mask.shape[-1] - s :]
     if s <= window:
         return mask
@@ -390,7 +390,7 @@ def loss_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor]:
         cfg: Any, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
         key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets of -100 are ignored.
+        """Return the mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets of -100 are ignored.
 
         >>> gpt2.loss(cfg, params, ids, ids)
         tensor(3.19...)
@@ -420,7 +420,7 @@ def generate_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor
         """Generate `new` more tokens for each sequence: ids [B@data, T] -> [B@data, T + new]. Inside `shard_map`.
 
         Takes the likeliest token, the first among equals; with a `temperature`, draws one by `key`, the same on every
-        mesh; `fs.decoding.Options` has all `options`, of which `eos` and `pad` are by default the `eos_token_id` and
+        mesh; `fs.decoding.Options` has all `options`; `eos` and `pad` are by default the `eos_token_id` and
         `pad_token_id` of `cfg`; with `eos=None` no token ends a sequence. Prompts of unequal lengths are padded on the
         left, and `mask` [B@data, T] is 0 there. `on_token(step, tokens)` is called on every rank with the new tokens
         [B@data] of each step, until all sequences of all ranks have ended.
@@ -474,7 +474,7 @@ def decoder_of(
         `mask` [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
 
         With the rope_type dynamic or longrope, angles depend on the longest sequence of the batch so far. Cached keys
-        are not rotated again, as in transformers: the logits are not those of one call with all the tokens.
+        are not rotated again, as in transformers: the logits differ from one call with all the tokens.
 
         >>> gpt2.apply(cfg, params, ids).shape
         torch.Size([2, 4, 32])

@@ -253,12 +253,12 @@ def test_impossible_arguments_are_errors():
 def test_options_that_do_not_exist_here_are_errors(tmp_path):
     config = hf.GenerationConfig(suppress_tokens=[3], num_beam_groups=2, guidance_scale=1.0, epsilon_cutoff=0.0)
     with pytest.raises(
-        ShardingError, match=r"(?s)2 problems.*num_beam_groups=2.*suppress_tokens=\[3\] is no option here"
+        ShardingError, match=r"(?s)2 problems.*num_beam_groups=2.*suppress_tokens=\[3\] is not an option here"
     ):
         fs.hf.generation_options(config)
     with pytest.raises(ShardingError, match="min_length=5 counts the prompt"):
         fs.hf.generation_options({"eos_token_id": 1, "min_length": 5})
-    with pytest.raises(ShardingError, match=r"lang_to_id=\{'en': 3\} is no option of generation"):
+    with pytest.raises(ShardingError, match=r"lang_to_id=\{'en': 3\} is not an option of generation"):
         fs.hf.generation_options({"lang_to_id": {"en": 3}})
     with pytest.raises(ShardingError, match=r"(?s)2 problems.*num_beams must be an int, got '4'"):
         fs.hf.generation_options({"num_beams": "4", "min_length": 2.5})

@@ -432,7 +432,7 @@ def test_errors_of_files_name_the_file_and_the_tensor(tmp_path: Path) -> None:
     for part in ("'w' has another shape", "'c' is missing", "'b' is not part of this model", "missing=", "ignored="):
         assert part in text
     assert "if that is intended, state_dict.read(..., missing=('c',), ignored=('b',))" in text
-    assert "read: theirs= beside missing=" in error_text(
+    assert "read: theirs= and missing=" in error_text(
         fs.state_dict.read, path, {}, theirs=lambda p: FileTensor("w"), missing=["w"]
     )
     leaf = fs.state_dict.read(path, {"w": fs.init.zeros((2, 3))}, ignored=["b"])

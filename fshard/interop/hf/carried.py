@@ -1,6 +1,6 @@
-"""The files beside the weights of a folder: config.json, and those that are carried over from another folder.
+"""The small files of a folder of weights: config.json, and files that are carried over from another folder.
 
-config.json               the caller's keys, then those of the other folder's that it lacks; the dtype of the leaves
+config.json               the caller's keys, and the other folder's keys that it lacks; the dtype of the leaves
 generation_config.json    copied, with the tokens that the caller has changed
 tokenizer.json, ...       copied
 """
@@ -56,7 +56,7 @@ def _carried_keys(config: Mapping[str, Any], like: StrPath | None) -> dict[str, 
     other, kind = config_of(like), config.get("model_type")
     if other.get("model_type") != kind:
         raise fail(f"write: like={str(like)!r} is a folder of another type of model",
-                   f"its model_type is {other.get('model_type')!r}, that of config= is {kind!r}",
+                   f"its model_type is {other.get('model_type')!r}, and config= has {kind!r}",
                    fix="the folder that was loaded; or leave like= out")  # fmt: skip
     left_out = _NOT_CARRIED.union(*(names for key, names in _OLD_NAMES.items() if key in config))
     out = {key: value for key, value in other.items() if key not in config and key not in left_out}

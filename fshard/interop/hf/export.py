@@ -1,4 +1,4 @@
-"""Write Hugging Face folders by slices: every rank writes the bytes of its own parts, and nothing is gathered.
+"""Write Hugging Face folders by slices: every rank writes the bytes of its parts, and nothing is gathered.
 
 1. Every rank computes the same layout of files.
 2. Rank 0 creates the files, each of its final size with its header, in a temporary folder `.saving-9f2c81d0` inside the
@@ -70,7 +70,7 @@ def write(
     are replaced all at once; files of other names stay. On a process mesh every rank calls this, on a shared folder.
 
     Args:
-        theirs: path of a leaf -> its tensor in the file, of which the leaf may be a part; or its parts in files.
+        theirs: path of a leaf -> its tensor in the file, all or a part of it; or its parts in files.
         config: the contents of config.json, to which the dtype of the leaves is added; None writes no config.json.
         like: a folder of the same type of model, whose tokenizer and other small files are copied, and the keys of its
             config.json that `config` lacks.
@@ -83,8 +83,8 @@ def write(
     >>> sorted(os.listdir("my-norm"))
     ['config.json', 'model.safetensors']
 
-    Raises ShardingError, on every rank, listing every leaf that cannot be written and every tensor of which a part is
-    missing; if the ranks have different leaves; if one cannot write. The folder is then unchanged.
+    Raises ShardingError, on every rank, listing every leaf that cannot be written and every tensor that lacks a
+    part; if the ranks have different leaves; if one cannot write. The folder is then unchanged.
     """
     leaves = tree.leaves_with_path(tree_)
 
@@ -185,7 +185,7 @@ def summaries(files: Sequence[OutputFile]) -> dict[str, str]:
 
 
 def write_parts(temporary: Path, files: Sequence[OutputFile], ranks: Ranks) -> None:
-    """Write the tensors into files of their final size, each rank its own parts, and flush them to the disk.
+    """Write the tensors into files of their final size, each rank its parts, and flush them to the disk.
 
     `temporary` is the folder of the files or, of one file, its path.
     """
@@ -277,7 +277,7 @@ def _publish(final: AnyPath, temporary: Path, files: Sequence[OutputFile], small
 def _upload(final: UrlPath, temporary: Path, files: Sequence[OutputFile], small: Mapping[str, bytes]) -> None:
     """Put the files into a storage that has no rename: the one that readers look at first is the last.
 
-    An index is replaced at once, so new shards have other names than those of the old index: they are in a folder.
+    An index is replaced at once, so new shards have names that the old index lacks: they are in a folder.
     """
     old, names = _indexed_files(final), {file.name for file in files}
     folder = "" if old.isdisjoint(names) else f"{time.time_ns()}/"

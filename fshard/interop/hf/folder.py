@@ -32,7 +32,7 @@ _SAVED = "give a folder that save_pretrained wrote"
 class WeightHeaders:
     """The tensors of a folder, or of one file, by name, with the errors in their headers.
 
-    `complete` is False if the header of a file could not be read: `tensors` then lacks those of that file.
+    `complete` is False if the header of a file could not be read: `tensors` then lacks the tensors of that file.
     `state_dict`: `path` is one file, of safetensors or of `torch.save`, and names may have aliases.
     """
 

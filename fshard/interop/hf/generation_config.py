@@ -59,7 +59,7 @@ def generation_options(source: StrPath | Any) -> dict[str, Any]:
     Raises ShardingError listing every option that fshard does not have, and every one that has no known name.
     """
     where, config = _contents(source)
-    is_model = "model_type" in config  # whose other fields are those of the model
+    is_model = "model_type" in config  # whose other fields are the model's
 
     def value(name: str, nothing: tuple[Any, ...] = ()) -> Any:
         x = _tokens(config.get(name)) if name.endswith("_token_id") else config.get(name)
@@ -67,12 +67,12 @@ def generation_options(source: StrPath | Any) -> dict[str, Any]:
 
     wrong = [name for name in ("num_beams", "min_length") if not isinstance(config.get(name), (int, NoneType))]
     raise_all([must_be(f"{where}: {name}", "an int", config[name], "correct the file") for name in wrong])
-    errors = [fail(f"{where}: {name}={value(name, nothing)!r} is no option here", fix="generate without it: pass the "
-                   f"contents of the file without {name}")
+    errors = [fail(f"{where}: {name}={value(name, nothing)!r} is not an option here",
+                   fix=f"generate without it: pass the contents of the file without {name}")
               for name, nothing in _REFUSED.items() if value(name, nothing) is not None]  # fmt: skip
     known = {*_OURS, *_OF_DRAWS, *_OF_BEAMS, *_IGNORED, *_REFUSED}
     if not is_model:
-        errors += [fail(f"{where}: {name}={x!r} is no option of generation",
+        errors += [fail(f"{where}: {name}={x!r} is not an option of generation",
                         fix=f"pass the contents of the file without {name}")
                    for name, x in config.items() if name not in known and x is not None]  # fmt: skip
     out = {ours: value(name, nothing) for name, (ours, nothing) in _OURS.items()}

@@ -75,7 +75,7 @@ def output_tensors(
 ) -> list[OutputTensor]:  # fmt: skip
     """Return the tensors to write, in the order of the leaves.
 
-    Raises ShardingError listing every leaf that cannot be written, and every tensor of which a part is missing.
+    Raises ShardingError listing every leaf that cannot be written, and every tensor that lacks a part.
     """
     errors: list[ShardingError] = []
     sources: dict[str, list[Source]] = {}
@@ -124,7 +124,7 @@ def _output_tensor(name: str, sources: Sequence[Source]) -> OutputTensor:
     for s in sources:
         other = first.setdefault((s.part.places.offset, *s.part.places.runs), s.label)
         if other != s.label:
-            raise fail("would be written twice", f"{other} and {s.label}", fix="give each leaf a name of its own")
+            raise fail("would be written twice", f"{other} and {s.label}", fix="give each leaf another name")
     parts, labels = [s.part for s in sources], ", ".join(dict.fromkeys(s.label for s in sources))
     written, total = count_elements(parts), math.prod(parts[0].shape)
     if written != total:

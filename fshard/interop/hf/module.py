@@ -28,7 +28,7 @@ from .folder import WeightHeaders, explain_names
 from .layout import OutputTensor, output_tensors
 from .places import FilePart
 from .traced import Traced, trace
-from .weights import FromFile, check_dtype, names_with, rest_error, unused, with_dot
+from .weights import FileTensor, FromFile, check_dtype, names_with, rest_error, unused, with_dot
 
 KINDS = ("params", "buffers")
 _MOST_PARTS = 16  # at the start of a name, in a pattern
@@ -58,7 +58,7 @@ def _module_config(config: Mapping[str, Any], of: Apply) -> dict[str, Any]:
         return out
     kind = getattr(pretrained.model.config, "model_type", None)
     if out.setdefault("model_type", kind) != kind:
-        raise fail(f"write: the model_type of config= is {out['model_type']!r}, and that of {of!r} is {kind!r}",
+        raise fail(f"write: the model_type of config= is {out['model_type']!r}, and the one of {of!r} is {kind!r}",
                    fix="config.to_diff_dict(), of the config that the module was made of")  # fmt: skip
     out.pop("_name_or_path", None)
     out["architectures"] = out.get("architectures") or [type(pretrained.model).__name__]
@@ -68,7 +68,7 @@ def _module_config(config: Mapping[str, Any], of: Apply) -> dict[str, Any]:
 def _file_parts(leaves: Any, of: Apply) -> Callable[[tree.Path], tuple[FilePart, ...]]:
     """Return the function from the path of a leaf to the parts of tensors in files that it is written to.
 
-    `leaves` are all that the module stores: those of a buffer that is not persistent have no parts.
+    `leaves` are all that the module stores; a buffer that is not persistent has no parts.
 
     Raises ShardingError listing every leaf that is missing or not the module's, and leaves that peft has added.
     """
@@ -92,12 +92,14 @@ def _file_parts(leaves: Any, of: Apply) -> Callable[[tree.Path], tuple[FilePart,
 
 
 def name_of(path: tree.Path, described: Any) -> str:
-    """Return the dotted name of a leaf in its module; `described` may be the whole tree that `defer` returns."""
-    return tree.dotted(path[1:] if _is_whole(described) else path)
+    """Return the dotted name of a leaf in its module; `described` may be the full tree of `defer`."""
+    is_full = isinstance(described, Mapping) and set(described) == set(KINDS)
+    return tree.dotted(path[1:] if is_full else path)
 
 
-def _is_whole(described: Any) -> bool:
-    return isinstance(described, Mapping) and set(described) == set(KINDS)
+def by_name(described: Any) -> Callable[[tree.Path], FileTensor]:
+    """Return the function from the path of a leaf to the tensor of its dotted name."""
+    return lambda path: FileTensor(name_of(path, described))
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ def read_leaves(
 ) -> Any:  # fmt: skip
     """Return the leaves `described` with their values in files, by `names`.
 
-    The errors are those of `read_module`; they name the function `call`.
+    Raise the errors of `read_module`, which name the function `call`.
     """
     prefix = with_dot(prefix)
     leaves = tree.leaves_with_path(described)

@@ -1,8 +1,8 @@
 """Patterns: the dims of a tensor in a file as the dims of a leaf.
 
-`Pattern("(h three k) d -> d three h k")`: the dims in the file on the left, those of the leaf on the right. Names in
+`Pattern("(h three k) d -> d three h k")`: the file's dims on the left, the leaf's dims on the right. Names in
 parentheses are one dim, the first of them the slowest. Every name appears once on each side. A size that does not
-follow from the leaf's shape is written after the name, `(two=2 f) d -> d f`. A name on the left alone needs an index,
+follow from the leaf's shape is written after the name, `(two=2 f) d -> d f`. A name only on the left needs an index,
 with `at={"two": 0}`: the leaf is that part of the tensor. A 1 on the left is a dim of size 1 that the leaf lacks.
 """
 
@@ -25,7 +25,7 @@ _TOKEN = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:=(?P<size>\d+))?(?!\w)|1(?!\w)|->
 
 @dataclass(frozen=True)
 class Pattern:
-    """A rule from the dims of a tensor in a file to those of a leaf.
+    """A rule from the dims of a tensor in a file to the dims of a leaf.
 
     >>> Pattern("(h three k) d -> d three h k").file_shape((64, 3, 4, 16))
     (192, 64)
@@ -104,7 +104,7 @@ class Pattern:
 
 @functools.cache
 def identity(ndim: int) -> Pattern:
-    """Return the pattern of a tensor whose dims in the file are those of the leaf."""
+    """Return the pattern of a tensor whose dims are the same in the file and in the leaf."""
     names = " ".join(f"d{i}" for i in range(ndim))
     return Pattern(f"{names} -> {names}")
 

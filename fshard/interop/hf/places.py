@@ -39,7 +39,7 @@ class Places:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> Places:
-        """Return the places of a complete tensor in the file, in its own order."""
+        """Return the places of a complete tensor in the file, in its order there."""
         return cls(tuple(((n, math.prod(shape[i + 1 :])),) for i, n in enumerate(shape))).reshape(shape)
 
     @property
@@ -125,7 +125,7 @@ class Places:
 
 
 def _merged(factors: Iterable[Factor]) -> list[Factor]:
-    """Return the factors without those of size 1, neighbours that are contiguous in the file as one."""
+    """Return the factors that are not of size 1, neighbours that are contiguous in the file as one."""
     out: list[Factor] = []
     for size, stride in factors:
         if size == 1:

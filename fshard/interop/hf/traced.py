@@ -55,7 +55,7 @@ class Traced(Tensor):
 
 
 def trace(name: str, shape: Sequence[int], dtype: torch.dtype) -> Traced:
-    """Return a whole tensor in a file."""
+    """Return a complete tensor in a file."""
     x = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(Traced)
     x.parts = (FilePart(full_box(shape), name, tuple(shape), Places.of(shape)),)
     return x
@@ -139,8 +139,8 @@ def _narrow(parts: Parts, dim: int, start: int, stop: int) -> Iterator[FilePart]
 def _reshape_part(part: FilePart, before: tuple[int, ...], after: tuple[int, ...]) -> Iterator[FilePart]:
     """Yield the parts of a tensor of shape `before`, once that has shape `after`, of one part of it.
 
-    1. Dims at both ends that stay as they are keep their ranges.
-    2. The other dims become one, of which the part is a range, or is split into ranges.
+    1. Dims at both ends that do not change keep their ranges.
+    2. The other dims become one; the part is a range of it, or is split into ranges.
     3. That range is split into boxes of the new dims.
     """
     if 0 in before:

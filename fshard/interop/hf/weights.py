@@ -24,12 +24,12 @@ from .folder import WeightHeaders, explain_names, unsupported_dtype
 from .pattern import Pattern, identity
 from .places import FilePart, Places, check_division, count_elements
 
-CHUNK_BYTES = 8 << 20  # in memory beside the part itself, while it is read or written
+CHUNK_BYTES = 8 << 20  # in memory, in addition to the part that is read or written
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """Name of a tensor in a file, and the `Pattern` from its dims to those of the leaf; None if they are the same.
+    """Name of a tensor in a file, and the `Pattern` from its dims to the leaf's; None if they are the same.
 
     >>> FileTensor("h.0.attn.c_attn.weight", "d (three h k) -> d three h k")
     FileTensor(name='h.0.attn.c_attn.weight', dims='d (three h k) -> d three h k', at=None)
@@ -78,7 +78,7 @@ class FromFile:
 
     @property
     def reads(self) -> list[Any]:
-        """The places in files that are read: equal to those of another initializer that reads the same bytes."""
+        """The places in files that are read: equal for two initializers that read the same bytes."""
         return [(entry.file, entry.start, entry.dtype, part.box, part.places_in(entry)) for entry, part in self.parts]
 
     def describe(self) -> str:
@@ -191,12 +191,12 @@ def read(
 ) -> Any:  # fmt: skip
     """Return the tree `described` with its values in a folder: leaves of the same shapes, which `materialize` reads.
 
-    The dtypes are those of the file. Only the headers are read here. A leaf at two paths of `described`, a tie, is one
+    Dtypes are the file's. Only the headers are read here. A leaf at two paths of `described`, a tie, is one
     leaf again, read under the first of its names that is in the folder.
 
     Args:
         folder: its path, or its headers if they have been read already.
-        theirs: path of a leaf -> its tensor in the file, of which the leaf may be a part.
+        theirs: path of a leaf -> its tensor in the file, all or a part of it.
         prefix: names are looked up unchanged, without this prefix (`"transformer."`), and with it: for a base model
             saved without its head, or the reverse.
         ignored: suffixes of the names of tensors that may be unused.
@@ -306,7 +306,7 @@ def with_dot(prefix: str) -> str:
 
 
 def rest_error(path: AnyPath, name: str, parts: Sequence[FilePart]) -> ShardingError | None:
-    """Return the error for a tensor in a file, at `path`, of which leaves use these parts and no others."""
+    """Return the error for a tensor in a file, at `path`, that leaves use only partly, by these parts; else None."""
     different = list({(part.places.offset, *part.places.runs): part for part in parts}.values())
     used, total = count_elements(different), math.prod(parts[0].shape)
     if used == total:

@@ -1,6 +1,6 @@
 """Adapters in the files of PEFT, read and written by slices.
 
-cfg, adapters = fs.peft.load("my-adapters", params, of=gpt2.theirs)          # described, beside a parameter tree
+cfg, adapters = fs.peft.load("my-adapters", params, of=gpt2.theirs)          # described, for a parameter tree
 fs.peft.save("again", cfg, adapters, params, of=gpt2.theirs)                 # placed on any mesh, by every rank
 
 apply, module = fs.defer(lambda: peft.get_peft_model(AutoModel.from_config(base), config))

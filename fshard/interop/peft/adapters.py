@@ -1,4 +1,4 @@
-"""Adapters beside a parameter tree, `fs.lora` and `fs.ia3`, in the files of PEFT, by slices, from and to any mesh.
+"""Adapters of a parameter tree, `fs.lora` and `fs.ia3`, in the files of PEFT, by slices, from and to any mesh.
 
 leaf here                       file: base_model.model.MODULE.
 ["h.0.q.w"]["a"]  [in.., r]     lora_A.weight [r, in], of a table lora_embedding_A
@@ -45,18 +45,18 @@ Adapters = Mapping[str, Mapping[str, Any]]
 def load(
     folder: StrPath, params: Any, *, of: Of = None, prefix: str = "", ignored: Sequence[str] = ()
 ) -> tuple[Config, dict[str, dict[str, Any]]]:
-    """Return the config and the described adapters of a folder that PEFT wrote; each rank will read only its own bytes.
+    """Return the config and the described adapters of a folder that PEFT wrote; each rank will read only its bytes.
 
-    Several adapters of a model are in folders of their own, of which this reads one. Dtypes are those of the file.
+    This reads one folder; each adapter of a model has another. Dtypes are the file's.
     Of a config without `target_modules` the targets are PEFT's for the type of the model.
 
     Args:
-        params: the tree that the adapters are beside: any leaves with a shape.
+        params: the tree that is adapted: any leaves with a shape.
         of: the names of its leaves, as for `lora.init`.
         prefix: of the names of modules, which those in the folder may lack: `"bert."`, for adapters of a base model
             without a head.
         ignored: ends of the names of tensors that are not read: `".base_layer.weight"`, the frozen table that PEFT
-            writes beside an adapter of some embeddings.
+            writes next to an adapter of some embeddings.
 
     >>> cfg, adapters = fs.peft.load("my-adapters", params, of=gpt2.theirs)
     >>> adapters["h.0.qkv.w"]["a"]
@@ -101,8 +101,8 @@ def load(
     errors = [fail(f"{path / WEIGHTS}: has no {head}.weight: PEFT has trained {table!r} apart from it",
                    "here they are tied", fix="in peft, modules_to_save with both, and ensure_weight_tying=True")
               for head, table in ties.values() if f"{head}.weight" not in headers.tensors]  # fmt: skip
-    errors += [fail(f"{path / WEIGHTS}: {name!r} is a matrix of the base, which PEFT has written beside its adapter",
-                    fix="ignored=['.base_layer.weight'], if it is that of params")
+    errors += [fail(f"{path / WEIGHTS}: {name!r} is a matrix of the base, which PEFT wrote next to its adapter",
+                    fix="ignored=['.base_layer.weight'], if params has it")
                for name in headers.tensors if name.endswith(".base_layer.weight")
                and not name.endswith(tuple(ignored))]  # fmt: skip
     if contents.get("ensure_weight_tying"):
@@ -119,15 +119,15 @@ def save(
     path: StrPath, cfg: Config, adapters: Adapters, params: Any, *, of: Of = None, prefix: str = "",
     like: StrPath | None = None, config: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Write adapters as a folder that `PeftModel.from_pretrained` reads; every rank writes its own bytes.
+    """Write adapters as a folder that `PeftModel.from_pretrained` reads; every rank writes its bytes.
 
     The leaves of `adapters` are `Sharded`, on any mesh, or tensors that are the same on every rank. The folder changes
-    all at once. `params`, `of` and `prefix` are those of `load`; the prefix is left out of the names in the folder.
+    all at once. `params`, `of` and `prefix` are as in `load`; the prefix is left out of the names in the folder.
 
     Args:
         like: a folder of adapters, such as the one that was loaded. Its tokenizer, processors and licence are copied,
             and what its config says of the base model and the task.
-        config: the same keys, which replace those of `like`: task_type, base_model_name_or_path, revision,
+        config: the same keys, which replace `like`'s: task_type, base_model_name_or_path, revision,
             auto_mapping, peft_version.
 
     >>> cfg, adapters = fs.peft.load("my-adapters", params, of=gpt2.theirs)
@@ -205,7 +205,7 @@ def _tied_copies(
 
 
 def _saved(chosen: Sequence[str], modules: Mapping[str, str]) -> tuple[str, ...]:
-    """Return modules to save as they are here, for the modules by their names there: those that the model has."""
+    """Return the modules to save, by their names here; modules that the model lacks are left out."""
     wanted = [module for name, module in modules.items() if saves(chosen, name)]
     kept = tuple(s for s in chosen if any(in_module(s, m) for m in wanted))
     same = [m for m in modules.values() if any(in_module(s, m) for s in kept)] == wanted
@@ -213,7 +213,7 @@ def _saved(chosen: Sequence[str], modules: Mapping[str, str]) -> tuple[str, ...]
 
 
 def _described(cfg: Config, targets: Targets) -> dict[str, dict[str, Deferred]]:
-    """Return the tree of the adapters, of which only the shapes are meant."""
+    """Return the tree of the adapters, for its shapes only."""
     out = {name: {"value": zeros(x.shape)} for name, x in targets.copied.items()}
     for name, (leaf, x) in targets.adapted.items():
         inputs, outputs = leaf.split(tuple(x.shape))

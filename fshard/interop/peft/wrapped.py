@@ -30,10 +30,10 @@ _FREE = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_vers
 def weights(folder: StrPath, described: Any, *, of: Apply, adapter: str = "default") -> Any:
     """Return the leaves of a module that peft has wrapped, its adapters with their values in a folder.
 
-    `described` is the tree that `fs.defer` returned with `of`, or its params or buffers alone; other leaves are
-    returned as they are. `fs.hf.weights(base, tree, of=apply, missing=("*.lora_*",))` reads those of the base model,
+    `described` is the tree that `fs.defer` returned with `of`, or only its params or buffers; other leaves are
+    returned unchanged. `fs.hf.weights(base, tree, of=apply, missing=("*.lora_*",))` reads the base model's,
     and is called before: it also reads the base's values for trained copies. DoRA's magnitudes, which follow from the
-    base, it refuses unless they are read already: call this before and after. Dtypes are those of the file.
+    base, it refuses unless they are read already: call this before and after. Dtypes are the file's.
 
     >>> config = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
     >>> apply, module = fs.defer(lambda: peft.get_peft_model(AutoModel.from_config(base), config))
@@ -48,7 +48,7 @@ def weights(folder: StrPath, described: Any, *, of: Apply, adapter: str = "defau
     path = f"{folder}/{CONFIG}"
     own = {k: v for k, v in plain(model.peft_config[adapter].to_dict()).items() if k not in _FREE}
     file = {k: v for k, v in {**_defaults(model.peft_config[adapter]), **contents}.items() if k not in _FREE}
-    errors = [fail(f"{path}: {name} is not that of the module", folder=file.get(name), module=own.get(name),
+    errors = [fail(f"{path}: {name} is not the module's", folder=file.get(name), module=own.get(name),
                    fix="the config that peft.PeftConfig.from_pretrained(folder) returns")
               for name in sorted({*own, *file}) if _differ(own.get(name), file.get(name))]  # fmt: skip
     names = _names_in_module(of, model, adapter)
@@ -82,8 +82,8 @@ def save_module(
 ) -> None:
     """Write the adapters of a module that peft has wrapped as a folder that `PeftModel.from_pretrained` reads.
 
-    `leaves` is the tree of the module, `Sharded` on any mesh or tensors, of which those of the base model are left
-    out: what `save_pretrained` of peft writes. Every rank writes its own bytes; the folder changes all at once.
+    `leaves` is the tree of the module, `Sharded` on any mesh or tensors; leaves of the base model are left
+    out: what `save_pretrained` of peft writes. Every rank writes its bytes; the folder changes all at once.
 
     >>> fs.peft.save_module("my-adapters", params, of=apply)
 
@@ -119,7 +119,7 @@ def _wrapped(of: Apply, adapter: str) -> Any:
     if not hasattr(module, "peft_config") or not hasattr(module, "get_base_model"):
         raise fail(f"peft: {of!r} is not a module that peft has wrapped",
                    fix="fs.defer(lambda: peft.get_peft_model(model, config)); "
-                       "or fs.peft.load(folder, tree, of=apply) for adapters beside the module")  # fmt: skip
+                       "or fs.peft.load(folder, tree, of=apply) for adapters outside the module")  # fmt: skip
     if adapter not in module.peft_config:
         raise fail(f"peft: the module has no adapter {adapter!r}", fix=f"one of {', '.join(module.peft_config)}")
     return module

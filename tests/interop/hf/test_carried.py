@@ -307,7 +307,7 @@ def test_folder_of_another_model_is_refused(tmp_path):
     like = folder(tmp_path / "like", {"model_type": "llama"})
     assert error_text(write, tmp_path / "new", like) == (
         f"write: like='{like}' is a folder of another type of model\n"
-        "  its model_type is 'llama', that of config= is 'gpt2'\n"
+        "  its model_type is 'llama', and config= has 'gpt2'\n"
         "  fix: the folder that was loaded; or leave like= out"
     )
     like = folder(tmp_path / "deep", CONFIG | {"n_layer": 3, "layer_types": ["a", "b", "a"], "other": [1, 2]})

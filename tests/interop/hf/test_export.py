@@ -246,7 +246,7 @@ write: 'p.gate' lacks a part
   fix: give one leaf for each part
 write: 'p.twin' would be written twice
   tree['twin1'] and tree['twin2']
-  fix: give each leaf a name of its own"""
+  fix: give each leaf another name"""
     )
     assert not any(tmp_path.iterdir())
 

@@ -89,7 +89,7 @@ def test_folder_that_does_not_fit_the_module_is_an_error_with_every_difference(t
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     save_file({**tensors, name: torch.ones(3, 64), "extra": torch.ones(1)}, file)
     text = error_text(fs.peft.weights, tmp_path / "a", tree, of=apply)
-    for part in ("lora_alpha is not that of the module\n  folder  4    module  5", "target_modules is not that",
+    for part in ("lora_alpha is not the module's\n  folder  4    module  5", "target_modules is not the module's",
                  f"{name!r} has another shape", "'extra' is not part of the adapters",
                  "up_proj.lora_A.weight' is missing",
                  "fix: the config that peft.PeftConfig.from_pretrained"):  # fmt: skip
