@@ -212,8 +212,8 @@ def roofline(plan: Plan) -> Figure:
         if isinstance(e, Operation):
             if e.flops and e.bytes and end > begin:
                 total = groups.setdefault((e.name, e.dtype, str(e.where or "")), [0.0, 0.0, 0.0])
-                for i, x in enumerate((e.flops, e.bytes, end - begin)):
-                    total[i] += x
+                for i, n in enumerate((e.flops, e.bytes, end - begin)):
+                    total[i] += n
             else:
                 others += end - begin
         begin = end
