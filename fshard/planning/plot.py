@@ -202,7 +202,9 @@ def roofline(plan: Plan) -> Figure:
     Source: Williams, Waterman and Patterson, 2009, "Roofline". Raises ShardingError for a plan without a device or
     without FLOPs, and without matplotlib.
     """
-    device, time = _timed("roofline", plan)
+    device, time = plan.device, plan.time
+    if device is None or time is None:
+        raise fail("plot.roofline: the plan names no device", fix="fs.plan(..., device=fs.devices.H100)")
     groups: dict[tuple[str, Any, str], list[float]] = {}
     others = 0.0
     begin = 0.0
@@ -210,8 +212,8 @@ def roofline(plan: Plan) -> Figure:
         if isinstance(e, Operation):
             if e.flops and e.bytes and end > begin:
                 total = groups.setdefault((e.name, e.dtype, str(e.where or "")), [0.0, 0.0, 0.0])
-                for i, x in enumerate((e.flops, e.bytes, end - begin)):
-                    total[i] += x
+                for i, n in enumerate((e.flops, e.bytes, end - begin)):
+                    total[i] += n
             else:
                 others += end - begin
         begin = end
@@ -306,13 +308,6 @@ def traffic(plan: Plan) -> Figure:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28 if len(names) > 1 else -0.4), ncols=4)
     return figure
-
-
-def _timed(name: str, plan: Plan) -> tuple[Any, Any]:
-    """Return the device and the times of a plan."""
-    if plan.device is None or plan.time is None:
-        raise fail(f"plot.{name}: the plan names no device", fix="fs.plan(..., device=fs.devices.H100)")
-    return plan.device, plan.time
 
 
 # --- training ---------------------------------------------------------------------------------------------------

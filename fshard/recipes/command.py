@@ -247,7 +247,10 @@ class Options:
                 saved = json.loads((self.resume / "arguments.json").read_text())
             except (OSError, ValueError) as e:
                 raise Refusal(f"--resume {self.resume}: {e}: give a folder of {self.name}") from None
-            differ = [name for name in now if saved.get(name) != now[name]]
+            if not isinstance(saved, dict) or saved.keys() != now.keys():
+                raise Refusal(f"--resume {self.resume}: {self.name} did not write its arguments.json: "
+                              f"give a folder of {self.name}")  # fmt: skip
+            differ = [name for name in now if saved[name] != now[name]]
             if differ:
                 fixes = " ".join(facts[n][1] if n in facts else self.flags([n], saved) for n in differ)
                 raise Refusal(f"--resume {self.resume}: it was trained with other arguments: give {fixes}")

@@ -251,6 +251,8 @@ def refusal(*flags):
     ("--resume {saved}/step_000002",
      "--resume {saved}/step_000002: there is no complete checkpoint in it: give --resume {saved}"),
     ("--resume {other}", "--resume {other}: [Errno 2] No such file or directory: '{other}/arguments.json': give a "),
+    ("--resume {foreign}",
+     "--resume {foreign}: pretrain did not write its arguments.json: give a folder of pretrain"),
     ("--resume {saved} --text {text} --layers 3 --width 16",
      "--resume {saved}: it was trained with other arguments: give --layers 1 --width 8"),
     ("--resume {saved} --text {text} --context 4 --heads 2",
@@ -267,12 +269,15 @@ def test_what_no_run_can_have_is_refused_in_one_line(flags, want, text, saved, t
         "tmp": tmp_path,
         "saved": saved,
         "other": tmp_path / "other",
+        "foreign": tmp_path / "foreign",
         "text": text,
         "damaged": tmp_path / "damaged",
     }
     (tmp_path / "empty").touch()
     (tmp_path / "short").write_text("x" * 200)
-    checkpoint.save(tmp_path / "other", {"x": 1}, step=1)
+    for name in ("other", "foreign"):
+        checkpoint.save(tmp_path / name, {"x": 1}, step=1)
+    (tmp_path / "foreign" / "arguments.json").write_text("{}")
     shutil.copytree(saved, tmp_path / "damaged")
     (tmp_path / "damaged" / "step_000002" / "manifest.json").write_text("{")
     before = {p: p.read_bytes() for p in saved.rglob("*") if p.is_file()}
