@@ -154,15 +154,15 @@ def in_order(edges: dict[str, set[str]]) -> list[str]:
 
 
 def drawing(edges: dict[str, set[str]]) -> str:
-    """Every node with those it imports, less those that these import themselves; each line imports from above."""
+    """Every node with those it imports, less those that these import themselves; an empty line between two floors."""
     below: dict[str, set[str]] = {}
-    lines = []
-    for node in in_order(edges):
+    groups: dict[int, list[str]] = {}
+    for node, floor in floors(edges).items():
         direct = edges[node]
         below[node] = direct.union(*(below[other] for other in direct))
         needed = sorted(o for o in direct if not any(o in below[other] for other in direct))
-        lines.append(f"{node:20}{', '.join(needed)}".rstrip())
-    return "\n".join(lines)
+        groups.setdefault(floor, []).append(f"{node:20}{', '.join(needed)}".rstrip())
+    return "\n\n".join("\n".join(sorted(groups[floor])) for floor in sorted(groups))
 
 
 def test_at_the_top_are_nine_files_and_sixteen_packages() -> None:

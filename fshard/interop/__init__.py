@@ -1,1 +1,1 @@
-"""To and from other libraries: any `nn.Module`, Hugging Face folders, and files of Accelerate."""
+"""To and from other libraries: Hugging Face folders, adapters of PEFT, files of Accelerate, state dicts."""
