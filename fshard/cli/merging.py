@@ -20,6 +20,7 @@ from fshard.checkpoint.commit import directory_of, is_complete, read
 from fshard.checkpoint.parts import check_part, stream
 from fshard.errors import fail, join_limited, number_of, raise_all
 from fshard.interop.hf import config_of, write
+from fshard.interop.hf.module import by_name
 from fshard.models import hf
 
 _DCP = ".metadata"  # of torch.distributed.checkpoint
@@ -97,7 +98,7 @@ def merge(
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
             tensors = {e.name: e.mapped(Path(folder, str(i))) for i, e in enumerate(entries)}
             if like is None:
-                write(out, tensors, hf.by_name(tensors), config=None, max_shard_bytes=max_shard_bytes)
+                write(out, tensors, by_name(tensors), config=None, max_shard_bytes=max_shard_bytes)
             else:
                 params = tree.map_with_path(lambda path, _: tensors[tree.dotted(path)], described)
                 hf.save(out, cfg, params, like=like, max_shard_bytes=max_shard_bytes)
@@ -117,10 +118,10 @@ def _model(entries: Sequence[Entry], like: str | Path, source: str) -> tuple[Any
     cfg = model.config(Path(like))
     described = model.init(cfg)
     expected = {tree.dotted(path): x for path, x in tree.leaves_with_path(described)}
-    by_name = {e.name: e for e in entries}
-    lines = [f"missing  {name}  {x!r}" for name, x in expected.items() if name not in by_name]
-    lines += [f"extra    {name}  {list(e.shape)}" for name, e in by_name.items() if name not in expected]
-    lines += [f"differs  {name}  {list(e.shape)}, {list(expected[name].shape)} in {like}" for name, e in by_name.items()
+    found = {e.name: e for e in entries}
+    lines = [f"missing  {name}  {x!r}" for name, x in expected.items() if name not in found]
+    lines += [f"extra    {name}  {list(e.shape)}" for name, e in found.items() if name not in expected]
+    lines += [f"differs  {name}  {list(e.shape)}, {list(expected[name].shape)} in {like}" for name, e in found.items()
               if name in expected and e.shape != tuple(expected[name].shape)]  # fmt: skip
     if lines:
         raise fail(f"merge: {source} does not have the parameters of {like}", *lines[:12],

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,15 +26,10 @@ from .probe import Fake, prime_for, probe
 RunOnFakes = Callable[[Fake, Any, Any], None]
 
 
-_Examples = tuple[int, Mapping[int, int]]  # their number, and their dim by position among the arguments' tensors
+class BatchRows(NamedTuple):
+    """This rank's examples in the arguments of a call: their number, and their dim by position among the tensors."""
 
-
-@dataclass(frozen=True)
-class _Probed:
-    """The probes, the number of examples of this rank, and the dim of them by position among the arguments' tensors."""
-
-    probes: list[Probe]
-    count: int
+    number: int
     dims: Mapping[int, int]
 
 
@@ -46,7 +41,7 @@ class SplitBatch:
     dim: int
     with_probe: bool
     is_stated: bool = True
-    probed: dict[str, _Probed] = field(default_factory=dict)  # by the arguments' structure and shapes
+    probed: dict[str, tuple[BatchRows, list[Probe]]] = field(default_factory=dict)  # by the arguments, without values
 
 
 def draws_of(
@@ -80,20 +75,20 @@ def draws_of(
     rows = None if part is None or axes else _rows(name, part, named, bound, split.dim, args, kwargs)
     if not axes and not features and rows is None:
         return Draws(name, key)
-    found, find = _probed(name, key, split, axes, rows, leaves, args, kwargs, run)
-    if split.with_probe and not found.probes:
+    count, probes, find = _probed(name, key, split, axes, rows, leaves, args, kwargs, run)
+    if split.with_probe and not probes:
         find()
-    total = global_size(f"{name}.draws_over", found.count, axes) if axes else found.count
+    total = global_size(f"{name}.draws_over", count, axes) if axes else count
     sizes, coords = ([values[a] for a in axes] for values in (bound, region().coords if axes else {}))
     start, mine = part_range(total, sizes, coords)
-    if mine != found.count:
-        raise fail(f"{name}: this rank has {found.count} examples, and its part of {total} over {axes} is {mine}",
+    if mine != count:
+        raise fail(f"{name}: this rank has {count} examples, and its part of {total} over {axes} is {mine}",
                    f"{total} splits into {part_lengths(total, sizes)}",
                    fix="pass the batch by a spec that names the axis")  # fmt: skip
     if part is not None and (rows or (axes and part.dim_of_rows(name, [total], [mine], [named], bound) == 0)):
         start, total = part.range_of(start, mine).start, total * part.steps
     batch = Batch(axes, start, mine, total, split.dim)
-    return Draws(name, key, batch, found.probes, find, features) if split.with_probe else Draws(name, key, batch)
+    return Draws(name, key, batch, probes, find, features) if split.with_probe else Draws(name, key, batch)
 
 
 def _features(axes: tuple[str, ...], numbers: Collection[int]) -> Features:
@@ -102,41 +97,41 @@ def _features(axes: tuple[str, ...], numbers: Collection[int]) -> Features:
 
 
 def _probed(
-    name: str, key: Tensor, split: SplitBatch, axes: tuple[str, ...], rows: _Examples | None,
+    name: str, key: Tensor, split: SplitBatch, axes: tuple[str, ...], rows: BatchRows | None,
     leaves: Sequence[Tensor], args: Any, kwargs: Any, run: RunOnFakes,
-) -> tuple[_Probed, Callable[[], Probe]]:  # fmt: skip
-    """Return the facts about calls with such arguments, and a function that probes this one and adds the result."""
+) -> tuple[int, list[Probe], Callable[[], Probe]]:  # fmt: skip
+    """Return the number of examples, the probes of calls with such arguments, and a function that adds one."""
     values, structure = tree.flatten((args, kwargs))
     xs = [x for x in values if isinstance(x, Tensor)]
     rest = [type(x) if " at 0x" in repr(x) else x for x in values if not isinstance(x, Tensor)]
     signature = repr((axes, rows, structure, [(x.dtype, x.shape) for x in xs], rest))
     known = split.probed.get(signature)
     if known is None or checker() is not None:
-        count, dims = rows or _examples(name, axes, split.dim, args, kwargs)
-        if known is not None and known.dims != dims:
+        here = rows or _examples(name, axes, split.dim, args, kwargs)
+        if known is not None and known[0].dims != here.dims:
             raise fail(f"{name}.draws_over: in an earlier call, of the same shapes, other dims had the examples",
                        fix="draws_over once for each of the two functions that call it")  # fmt: skip
-        known = split.probed.setdefault(signature, _Probed([], count, dims))
-    probed = known
+        known = split.probed.setdefault(signature, (here, []))
+    (count, dims), probes = known
 
     def run_with(prime: int, fake: Fake) -> None:
-        sizes = [[prime * (n // max(1, probed.count) or 1) if probed.dims.get(i) == d else n
+        sizes = [[prime * (n // max(1, count) or 1) if dims.get(i) == d else n
                   for d, n in enumerate(x.shape)] for i, x in enumerate(xs)]  # fmt: skip
         fakes = iter([fake(x, size) for x, size in zip(xs, sizes, strict=True)])
         run(fake, *tree.unflatten(structure, [next(fakes) if isinstance(x, Tensor) else x for x in values]))
 
     def find() -> Probe:
         prime = prime_for(n for x in (*xs, *leaves) for n in x.shape)
-        probed.probes.append(probe(name, key, prime, functools.partial(run_with, prime)))
-        return probed.probes[-1]
+        probes.append(probe(name, key, prime, functools.partial(run_with, prime)))
+        return probes[-1]
 
-    return probed, find
+    return count, probes, find
 
 
-def _examples(name: str, axes: tuple[str, ...], dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Examples:
+def _examples(name: str, axes: tuple[str, ...], dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchRows:
     """Return the examples of this rank."""
     if not axes:
-        return 1, {}
+        return BatchRows(1, {})
     types, name = checker(), f"{name}: draws_over({axes[0] if len(axes) == 1 else axes!r})"
     if types is None:
         raise fail(f"{name}: the first call for arguments of these shapes must be a checked one",
@@ -164,12 +159,12 @@ def _examples(name: str, axes: tuple[str, ...], dim: int, args: tuple[Any, ...],
         type_ = types.info(x).type
         if not type_.varying | type_.invariant and x.ndim > dim >= -x.ndim and x.shape[dim] == count:
             dims[i] = dim % x.ndim
-    return count, dims
+    return BatchRows(count, dims)
 
 
 def _rows(
     name: str, part: Microbatch, axes: tuple[str, ...], sizes: Mapping[str, int], dim: int, *arguments: Any
-) -> _Examples | None:
+) -> BatchRows | None:
     """Return the examples that are the rows of a microbatch, where no axis splits them; None if no argument has them.
 
     They are found by their number: where no dim has as many entries, in dims that have several for each row.
@@ -179,7 +174,7 @@ def _rows(
     found = {i for i, n in lengths.items() if part.dim_of_rows(name, [n], [n], [axes], sizes) == 0}
     exact = {i for i in found if lengths[i] in dict(part.rows)}
     dims = {i: dim % xs[i].ndim for i in sorted(exact or found)}
-    return (math.gcd(*(lengths[i] for i in dims)), dims) if dims else None
+    return BatchRows(math.gcd(*(lengths[i] for i in dims)), dims) if dims else None
 
 
 def _argument(path: tree.Path) -> str:

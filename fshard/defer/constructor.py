@@ -43,7 +43,7 @@ from fshard.spec import Box, describe
 from . import graph
 from .functional_module import Apply
 from .graph import Draw, Node, draws, step_name, tensors_in, topological_order
-from .module_leaves import Leaves, Place, leaves_at, places_of
+from .module_leaves import MODULE_ATTRIBUTES, Leaves, Place, leaves_at, places_of
 from .recorder import EAGER, GradientHooks, Recorder, recording, recording_error, why_valueless
 from .references import Outside, Slot, items, reachable
 from .replay import Replay, bytes_in_full, is_local
@@ -169,9 +169,6 @@ def _check_leaves(leaves: Leaves, why: Callable[[Tensor], tuple[str, str] | None
     raise_all([fail(f"defer: {name}: {reason[0]}", fix=reason[1]) for name, reason in found if reason])
 
 
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-
-
 def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | None, outside: Outside) -> None:
     """Replace the leaves by tensors on meta, and recorded tensors in attributes and closures by real ones."""
     on_meta: dict[int, Tensor] = {}
@@ -227,7 +224,7 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | No
               if hasattr(x, "__dict__") and not isinstance(x, (nn.Module, Tensor))]  # fmt: skip
     for prefix, part in parts:
         for key, x in list(vars(part).items()):
-            if key not in _MODULE_ATTRIBUTES and any(map(is_replaced, tensors_in(x))):  # others keep their containers
+            if key not in MODULE_ATTRIBUTES and any(map(is_replaced, tensors_in(x))):  # others keep their containers
                 name = f"{prefix}.{key}" if prefix else key
                 part.__dict__[key] = _in_place(x, trees.map_with_path(functools.partial(replace, name), x))
     for x in found:

@@ -135,7 +135,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.features = features
         self.number = 0
         self.read: list[Read] = []
-        self._scalars: Any = WeakTensorKeyDictionary()  # tensors of one number, made only of draws
+        self._drawn: Any = WeakTensorKeyDictionary()  # tensors made only of draws
 
     def resumed(self, number: int) -> Draws:
         """Return a mode that goes on from draw `number`."""
@@ -175,7 +175,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parts = self._decomposed(func, args, kwargs)
             return self._run(rule, func, args, kwargs) if parts is NotImplemented else parts
         out = func(*args, **kwargs)
-        if len(self._scalars):
+        if len(self._drawn):
             self._follow(func, tensors_in(args, kwargs), out)
         return out
 
@@ -190,12 +190,12 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func.decompose(*args, **kwargs)
 
     def _follow(self, func: Any, operands: Sequence[Tensor], out: Any) -> None:
-        """Record the numbers that are read from tensors made only of draws."""
-        if operands and all(x in self._scalars for x in operands):
+        """Note the tensors that are made only of draws, and the numbers that are read from them."""
+        if operands and all(x in self._drawn for x in operands):
             if func.overloadpacket.__name__ == "_local_scalar_dense":
                 self.read.append((self.number, out))
             for y in tensors_in(out):
-                self._scalars[y] = None
+                self._drawn[y] = None
 
     def _run(self, rule: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: Values) -> Any:
         """Run a random operation by its rule, unless it draws nothing or by a generator of its own."""
@@ -230,7 +230,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif types is not None:
             types.set_draw_type(out, op, self.key, ())
         if self.probes is not None and not axes and out.numel() == 1:
-            self._scalars[out] = None
+            self._drawn[out] = None
         return out
 
     def _part(self, op: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Box, tuple[str, ...]]:

@@ -12,12 +12,10 @@ from torch import Tensor, nn
 
 from fshard.errors import fail
 
-from .module_leaves import Place
+from .module_leaves import MODULE_ATTRIBUTES, Place
 from .references import Outside, Slot, contents_of, copy_with_functions, items, reachable
 from .stand_ins import Split
 from .units import UnitForwards
-
-_OF_ALL_MODULES = frozenset(vars(nn.Module()))  # its parameters, buffers, modules, hooks
 
 
 class Contents:
@@ -43,7 +41,7 @@ class Contents:
             if name not in before or x is not before[name]:
                 if not callable(x):  # one is bound to the modules of this copy
                     out[name] = x
-            elif isinstance(x, (list, dict, set)) and name not in _OF_ALL_MODULES and self.is_changed(x):
+            elif isinstance(x, (list, dict, set)) and name not in MODULE_ATTRIBUTES and self.is_changed(x):
                 out[name] = copy.copy(x)
         return out
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # of all modules: parameters, buffers, modules, hooks
+
 Named = Mapping[str, Tensor]
 Leaves = dict[str, dict[str, Tensor]]  # by kind ("params", "buffers") and name
 

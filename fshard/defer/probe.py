@@ -48,8 +48,7 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
         self.prime = prime
         self.found: list[Drawn] = []
         self._outer: Any = WeakTensorKeyDictionary()
-        self._drawn: Any = WeakTensorKeyDictionary()  # tensors made only of draws -> None
-        self._ranges: Any = WeakTensorKeyDictionary()  # and only of torch.arange
+        self._ranges: Any = WeakTensorKeyDictionary()  # tensors made only of torch.arange
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, schema_of(func).name.split("::")[-1]
@@ -57,18 +56,14 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
         if parts is not NotImplemented:
             return parts
         operands, rule = tensors_in(args, kwargs), rule_of(func)
-        drawn = bool(operands) and all(x in self._drawn for x in operands)
         if rule is not None:
             out = self._run(rule, func, args, kwargs)
         elif name == "_grouped_mm" and args[0].ndim == 2 and args[1].ndim == 3:  # torch's fake one refuses float32
             out = args[0].new_empty(args[0].shape[0], args[1].shape[-1])
         else:
             out = func(*args, **kwargs)
-        if drawn and name == "_local_scalar_dense":
-            self.read.append((self.number, out))
+        self._follow(func, operands, out)
         for y in tensors_in(out):
-            if drawn:
-                self._drawn[y] = None
             if name == "arange" or (operands and all(x in self._ranges for x in operands)):
                 self._ranges[y] = None
             self._outer[y] = self._outer_of(func, name, args, kwargs, y)

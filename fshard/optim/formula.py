@@ -194,7 +194,7 @@ def make_optimizer(
             rate64 = torch.as_tensor(rate, dtype=torch.float64, device=p.device)
             wide = torch.float32 if p.dtype.itemsize < 4 else p.dtype  # half precision is rounded once
             row = [x.to(p.device).to(wide) for x in (p, g, *rest)]
-            new = formula(*row, lr=rate64, count=count, **_numbers(numbers, decays[i]), **places[i])
+            new = formula(*row, lr=rate64, count=count.to(p.device), **_numbers(numbers, decays[i]), **places[i])
             _check_result(name, moments, [row[0], *row[2:]], new)
             for column, old, x in zip([columns[0], *columns[2:]], [p, *rest], new, strict=True):
                 reuse = is_donated(old) and not is_differentiated(x)

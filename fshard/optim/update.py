@@ -58,7 +58,8 @@ def value_and_update(
     full batch: there is no accumulation over microbatches.
 
     Args:
-        opt: `optim.sgd` or `optim.adamw`, with any schedule and mask. A clip by the norm, and a loss scale, need all
+        opt: one whose step is elementwise, as `optim.sgd` and `optim.adamw`, with any schedule and mask. A clip by the
+        norm, and a loss scale, need all
             gradients before the first step.
         in_backward: a glob of dotted paths, as `fs.partition` matches them, or several.
         has_aux: `f` returns `(loss, aux)`; then the result is `((loss, aux), params, state)`.

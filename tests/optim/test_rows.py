@@ -18,6 +18,7 @@ OPTIMIZERS = {
     "nesterov": optim.sgd(0.1, momentum=0.9, nesterov=True),
     "dampening": optim.sgd(0.1, momentum=0.9, dampening=0.5),
     "adamw": optim.adamw(0.1),
+    "lion": optim.lion(0.1),
     "schedule": optim.adamw(optim.warmup(optim.cosine(0.1, 10), 3), mask=lambda p: tree.map(lambda x: x.ndim > 1, p)),
 }
 

@@ -102,6 +102,7 @@ OPTIMIZERS = {
     "adamw": optim.adamw(optim.warmup(0.1, 3), weight_decay=0.3, mask=lambda p: fs.tree.map(lambda x: x.ndim > 1, p)),
     "masked": optim.adamw(0.1, weight_decay=0.3, mask={"fc": {"w": False, "b": True}, "frozen": None, "body": True,
                                                       "up": True, "down": False}),
+    "schedule_free": optim.schedule_free(0.1, warmup=2),
 }  # fmt: skip
 BOTH = ("data", "model")
 CASES = [
