@@ -216,7 +216,7 @@ def skip(p: Params, grads: Tensor) -> Params:  # w [D]{I}, grads [B@data, D]
 IDS = torch.arange(8) * 3 % 8
 MASK = torch.tensor([1.0, 1, 1, 1, 1, 0, 0, 0])
 DATA, MODEL = P("data"), P("model")
-AXES = {"data": 2, "model": 2}
+AXES = {"data": 2, "model": 4}
 
 PROGRAMS = [
     WrongProgram(
