@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
+from pathlib import Path
 
 import pytest
 
@@ -91,3 +93,9 @@ def verify_names_the_axis_and_the_line(program: WrongProgram) -> None:
 def test_names_are_unique():
     names = [str(program) for program in PROGRAMS]
     assert len(set(names)) == len(names)
+
+
+def test_replaced_lines_name_programs():
+    sources = (Path(folder, f"{name}.py").read_text() for folder in wrong.__path__ for name in MODULES)
+    named = {name for source in sources for name in re.findall(r"# WRONG (\w+)", source)}
+    assert named <= {program.name for program in PROGRAMS}
