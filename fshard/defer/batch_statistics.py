@@ -43,6 +43,25 @@ _NAMES: dict[Any, tuple[str, ...]] = {  # the names of each operation's argument
 }
 
 
+class _Cumulative(float):
+    """The momentum of a norm that averages all batches, `momentum=None`: one by the count of batches, as a tensor.
+
+    The forward of torch's norms reads that count as a number, which an abstract mesh does not have.
+    """
+
+    norm: Any
+
+    @staticmethod
+    def of_norm(norm: nn.Module) -> _Cumulative:
+        out = _Cumulative(0.0)
+        out.norm = norm
+        return out
+
+    def factor(self) -> Tensor | float:
+        count = self.norm.num_batches_tracked
+        return 0.0 if count is None else 1.0 / count.double()
+
+
 class BatchStatistics(TorchFunctionMode):
     """Takes the statistics of norms over all ranks of an axis; refuses statistics of one rank's examples.
 
@@ -52,6 +71,20 @@ class BatchStatistics(TorchFunctionMode):
     def __init__(self, name: str, module: nn.Module, over: Axis) -> None:
         super().__init__()
         self.name, self.module, self.over = name, module, over
+        self._cumulative: list[Any] = []
+
+    def __enter__(self) -> Any:
+        if self.over is not UNSET and self.over is not None:
+            norms = (m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._NormBase))
+            self._cumulative = [m for m in norms if m.momentum is None]
+        for norm in self._cumulative:
+            norm.momentum = _Cumulative.of_norm(norm)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exception: Any) -> None:
+        for norm in self._cumulative:
+            norm.momentum = None
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -83,10 +116,12 @@ class BatchStatistics(TorchFunctionMode):
                 F.instance_norm(x.detach(), own[0], own[1], momentum=1.0)
             *totals, count = psum((*(n * s for s in own), torch.tensor(float(n), device=x.device)), self.over)
             new = [total / count for total in totals]
+        momentum = options["momentum"]
+        factor = momentum.factor() if isinstance(momentum, _Cumulative) else momentum
         with torch.no_grad():
             for name, statistic in zip(_LEAVES[2:], new, strict=True):
                 if (running := leaves.get(name)) is not None:
-                    running.add_((options["momentum"] * (statistic - running)).to(running.dtype))
+                    running.add_((factor * (statistic - running)).to(running.dtype))
         return y
 
     def _refuse(self, op: str, given: Mapping[str, Any]) -> None:

@@ -752,6 +752,15 @@ def test_batch_norm_over_an_axis_refuses_what_torch_refuses(name):
             )
 
 
+def test_norm_that_averages_all_batches_is_checked_without_data():
+    module, x = nn.BatchNorm1d(3, momentum=None), torch.randn(4, 3)
+    apply = Apply(module).batch_norm_over("data")
+    f = fs.shard_map(lambda p, b, x: apply.with_buffers(p, b, x)[1], mesh=fs.make_mesh(data=2),
+                     in_specs=(P(), P(), P("data")), out_specs=P())  # fmt: skip
+    assert len(fs.check(f, *leaves(module), x).transfers) > 0
+    assert apply.module.momentum is None
+
+
 def test_batch_norm_over_none_without_a_count_of_batches_equals_torch():
     module, x = nn.BatchNorm1d(3, track_running_stats=False, momentum=None), torch.randn(4, 3)
     torch.testing.assert_close(Apply(module).batch_norm_over(None)(*leaves(module), x), module(x).detach())

@@ -26,7 +26,7 @@ OUTCOMES = ("saved", "another program saves", "read", "changed while it was read
 
 # A step that `keep` has removed; and a folder for others, whose leaves are read later than its headers.
 CHANGED = ("is not a checkpoint", "replaced or removed by another program", "has changed since its header was read",
-           "o such file", "has neither", "is not the file that")  # fmt: skip
+           "o such file", "has neither")  # fmt: skip
 
 
 def work(job: Callable[[int], str], seconds: float, results: multiprocessing.Queue[Counter[str]]) -> None:

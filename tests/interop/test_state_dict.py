@@ -493,7 +493,7 @@ def test_a_changed_bit_outside_of_the_tensors_is_refused_or_changes_nothing(tmp_
             texts.append(str(e))
             continue
         texts += map(str, got.errors)
-        assert got.errors or [replace(e, file=path, file_mtime=want[0].file_mtime) for e in got.entries] == want
+        assert got.errors or [replace(e, file=path, file_time=want[0].file_time) for e in got.entries] == want
     assert all(str(other) in text for text in texts)
     assert len(texts) > 30
 

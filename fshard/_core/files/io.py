@@ -104,12 +104,15 @@ def write_errors(verb: str, path: AnyPath, state: str) -> Iterator[None]:
 
 
 def file_state(f: BinaryIO) -> tuple[int, int]:
-    """Return the size of an open file, and a number that is another one when it changes: its time, in ns."""
+    """Return the size of an open file, and a number that differs when it changes or is replaced.
+
+    The number has the time, in ns, and the inode: two files that are written at once may have the same time.
+    """
     raw = getattr(f, "raw", None)
     if isinstance(raw, UrlFile):
         return raw.path.state()
     stat = os.fstat(f.fileno())
-    return stat.st_size, stat.st_mtime_ns
+    return stat.st_size, stat.st_mtime_ns + (stat.st_ino << 64)
 
 
 def read_at(f: BinaryIO, buffer: memoryview, start: int) -> int:

@@ -43,14 +43,14 @@ MAX_DIMS, MAX_ELEMENTS, MAX_NAME = 64, 1 << 59, 512
 class HeaderEntry:
     """A tensor in a file: `start` is its first byte, `dtype` is None if torch has no dtype for `dtype_name`.
 
-    `file_size` and `file_mtime` (ns) are of the time when the header was read. `file` is absolute: the values may be
-    read later from another working directory. `strides` are set for a tensor that is not row-major, which a file of
-    torch may have.
+    `file_size` and `file_time` are the file's state (`file_state`) when the header was read. `file` is absolute: the
+    values may be read later from another working directory. `strides` are set for a tensor that is not row-major, which
+    a file of torch may have.
     """
 
     file: AnyPath
     file_size: int
-    file_mtime: int
+    file_time: int
     name: str
     dtype_name: str
     dtype: torch.dtype | None

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import io
 import math
-import os
 import pickle
 import struct
 import sys
@@ -34,7 +33,7 @@ import torch
 from fshard._core.torch import FakeTensorMode
 from fshard.errors import ShardingError, fail
 
-from .io import open_file
+from .io import file_state, open_file
 from .safetensors import MAX_DIMS, MAX_ELEMENTS, MAX_NAME, Header, HeaderEntry, check_name, dtype_name, is_shape
 
 _STORAGES = {
@@ -117,7 +116,7 @@ def read_torch_file(path: Path) -> Header:
     Raises ShardingError if the file is none of `torch.save`, is cut short or damaged, or has objects of other kinds.
     """
     with open_file(path) as f:
-        stat = os.fstat(f.fileno())
+        size, time = file_state(f)
         try:
             archive = zipfile.ZipFile(f)
             records = _records(path, archive)
@@ -130,7 +129,7 @@ def read_torch_file(path: Path) -> Header:
     if order not in (b"", sys.byteorder.encode()):
         raise fail(f"{path}: was written on a machine of another byte order", f"{order!r:.60}", fix=_SAVE_AGAIN)
     try:
-        tensors = list(_named(_Unpickler(text, stat.st_size).load(), stat.st_size))
+        tensors = list(_named(_Unpickler(text, size).load(), size))
     except _UnknownError as e:
         raise fail(f"{path}: has an object of the kind {e}", "tensors, dicts, lists, numbers and strings are read; "
                    "another kind could run code that is in the file", fix="on a machine that may run that: "
@@ -143,7 +142,7 @@ def read_torch_file(path: Path) -> Header:
         try:
             if name in entries:
                 raise fail(f"{path}: {name!r} is the name of two tensors", fix="save a dict of other keys")
-            entries[name] = _entry(path, where, stat, name, x, records)
+            entries[name] = _entry(path, where, (size, time), name, x, records)
         except ShardingError as e:
             errors.append(e)
     return Header(list(entries.values()), errors)
@@ -186,7 +185,7 @@ _TREES = (dict, list, tuple, _Tensor)
 
 
 def _entry(
-    path: Path, where: Path, stat: os.stat_result, name: str, x: _Tensor, records: Mapping[str, _Record]
+    path: Path, where: Path, state: tuple[int, int], name: str, x: _Tensor, records: Mapping[str, _Record]
 ) -> HeaderEntry:
     itemsize, record = x.dtype.itemsize, records.get(f"data/{x.storage}")
     if record is None:
@@ -195,13 +194,13 @@ def _entry(
         raise fail(f"{path}: {name!r} has the values of another tensor, and is to be changed: {', '.join(x.lazy)}",
                    fix="save x.resolve_conj().resolve_neg()")  # fmt: skip
     end = (x.offset + sum((n - 1) * stride for n, stride in zip(x.shape, x.strides, strict=True)) + 1) * itemsize
-    present = min(record.size, stat.st_size - record.start)
+    present = min(record.size, state[0] - record.start)
     if 0 not in x.shape and end > present:
         fact = f"it ends at byte {end} of its storage, and the file has {present}"
         raise fail(f"{path}: {name!r} is cut short", fact, fix="copy it again")
     row_major = [math.prod(x.shape[i + 1 :]) for i in range(len(x.shape))]  # the stride of a dim of 1 does not matter
     in_order = all(n == 1 or a == b for n, a, b in zip(x.shape, x.strides, row_major, strict=True))
-    return HeaderEntry(where, stat.st_size, stat.st_mtime_ns, name, *dtype_name(x.dtype), x.shape,
+    return HeaderEntry(where, *state, name, *dtype_name(x.dtype), x.shape,
                        record.start + x.offset * itemsize,
                        strides=None if 0 in x.shape or in_order else x.strides)  # fmt: skip
 

@@ -155,7 +155,7 @@ def _open(entry: HeaderEntry) -> Iterator[BinaryIO]:
 
 def _check_unchanged(f: BinaryIO, entry: HeaderEntry) -> None:
     size, time = file_state(f)
-    if (size, time) != (entry.file_size, entry.file_mtime):
+    if (size, time) != (entry.file_size, entry.file_time):
         raise _changed(entry, f"{entry.file_size} bytes then, {size} now")
 
 
