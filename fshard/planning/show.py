@@ -26,6 +26,8 @@ from fshard.mesh import Mesh, mesh_grid
 from fshard.sharded import Sharded
 from fshard.spec import P, draw, format_axes, format_tensor, format_value, is_spec, part_range, size, spec_errors
 
+from .table import aligned
+
 Sizes = Mapping[str, int]
 # Bytes on each device: an int where all devices have the same number, else an array that broadcasts over the mesh.
 Bytes = Any
@@ -393,14 +395,7 @@ def _chain(node: _Node) -> tuple[str, int, _Node]:
     return name, times, node
 
 
-# --- text ---------------------------------------------------------------------------------------------------
-
-
-def _table(root: _Node | None, sizes: Sizes, third: str, *, is_move: bool = False) -> View:
-    """Return the table of a tree; `third` names the column behind the types."""
-    per_device = None if root is None or not root.has_bytes else _most(root.one)
-    return View(_text_table(root, sizes, is_move=is_move),
-                lambda: _html_table(root, sizes, third, is_move=is_move), per_device)  # fmt: skip
+# --- text and HTML ------------------------------------------------------------------------------------------
 
 
 def _most(local: Bytes) -> int:
@@ -425,10 +420,8 @@ def _cells(node: _Node) -> tuple[str, str, str, str, _Node]:
     return name, leaf.type, leaf.init, nbytes, last
 
 
-def _top_nodes(root: _Node | None) -> Sequence[_Node]:
+def _top_nodes(root: _Node) -> Sequence[_Node]:
     """Return the nodes without indentation: the root's children, or the root if it is a leaf or an only-child chain."""
-    if root is None:
-        return ()
     _, _, last = _chain(root)
     return root.children if last is root and root.children else (root,)
 
@@ -456,44 +449,26 @@ def _total(root: _Node, sizes: Sizes) -> str:
     return f"{total}; {_span(root.one)} on each of {n} devices ({format_axes(sizes)}){on_host}"
 
 
-def _heading(root: _Node, sizes: Sizes, *, is_move: bool) -> str:
-    if not root.has_bytes:
-        return ""
-    return f"{'received ' * is_move}per device" if sizes else "bytes"
-
-
-def _text_table(root: _Node | None, sizes: Sizes, *, is_move: bool = False) -> str:
-    rows = list(_rows(_top_nodes(root)))
-    if root is None or not rows:
-        return "(no leaves)"
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    heading = _heading(root, sizes, is_move=is_move) if sizes else ""
-    widths[3] = max(widths[3], len(heading))
-    head = [("", "", "", heading)] if heading else []
-    lines = []
-    for *left, nbytes in [*head, *rows]:
-        cells = [text.ljust(w) for text, w in zip(left, widths, strict=False) if w]
-        lines.append("  ".join([*cells, nbytes.rjust(widths[3])]).rstrip())
-    return "\n".join([*lines, *_last_line(root, sizes, is_move=is_move)])
-
-
-def _last_line(root: _Node, sizes: Sizes, *, is_move: bool) -> list[str]:
-    last = _received(root.one, sizes) if is_move else f"total  {_total(root, sizes)}"
-    return [last] if root.has_bytes else []
-
-
-# --- HTML ---------------------------------------------------------------------------------------------------
-
-
-def _html_table(root: _Node | None, sizes: Sizes, third: str, *, is_move: bool = False) -> Html:
+def _table(root: _Node | None, sizes: Sizes, third: str, *, is_move: bool = False) -> View:
+    """Return the table of a tree, as text and as HTML; `third` names the column after the types."""
     if root is None:
-        return page("(no leaves)")
+        return View("(no leaves)", lambda: page("(no leaves)"))
     nodes = _top_nodes(root)
-    head = ["leaf", "type", third if any(row[2] for row in _rows(nodes)) else "",
-            _heading(root, sizes, is_move=is_move), ""]  # fmt: skip
-    most = max(1, _most(root.one + root.host))
-    lines = _last_line(root, sizes, is_move=is_move)
-    return page(table([_html_row(node, most) for node in nodes], head=head, align="lllrl"), *lines)
+    rows = list(_rows(nodes))
+    heading, last = "", []
+    if root.has_bytes:
+        heading = f"{'received ' * is_move}per device" if sizes else "bytes"
+        last = [_received(root.one, sizes) if is_move else f"total  {_total(root, sizes)}"]
+    lines = [("", "", "", heading), *rows] if heading and sizes else rows
+    shown = [i for i in range(4) if any(line[i] for line in lines)]
+    texts = aligned([[line[i] for i in shown] for line in lines], [at for at, i in enumerate(shown) if i < 3])
+
+    def html() -> Html:
+        head = ["leaf", "type", third if any(row[2] for row in rows) else "", heading, ""]
+        most = max(1, _most(root.one + root.host))
+        return page(table([_html_row(node, most) for node in nodes], head=head, align="lllrl"), *last)
+
+    return View("\n".join([*texts, *last]), html, _most(root.one) if root.has_bytes else None)
 
 
 def _html_row(node: _Node, most: int, times: int = 1) -> Row:
