@@ -70,6 +70,11 @@ def test_mesh_of_one_rank_runs_exactly_the_operations_of_the_plain_function():
         torch.testing.assert_close(fs.device_get(got), want, rtol=0, atol=0)
 
 
+def test_mesh_of_one_rank_runs_in_the_callers_thread():
+    seen = fs.shard_map(threading.get_ident, mesh=ONE, out_specs=P())()
+    assert seen == threading.get_ident()
+
+
 @MESHES
 def test_placed_arguments_and_new_results_are_not_copied(mesh):
     seen = {}
