@@ -27,7 +27,7 @@ RunOnFakes = Callable[[Fake, Any, Any], None]
 
 
 class BatchRows(NamedTuple):
-    """This rank's examples in the arguments of a call: their number, and their dim by position among the tensors."""
+    """Examples of this rank in the arguments of a call: their number, and their dim by position among the tensors."""
 
     number: int
     dims: Mapping[int, int]

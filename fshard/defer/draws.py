@@ -70,7 +70,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's part of the examples of a batch: `count` from `start` on, of `total`, over mesh `axes`.
+    """Part of the examples of a batch that this rank has: `count` from `start` on, of `total`, over mesh `axes`.
 
     `dim` has the examples in every draw, if no probe says in which.
     """

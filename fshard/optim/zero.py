@@ -132,7 +132,7 @@ def _wrong_types(error: ShardingError, axis: Axis, summed: bool) -> ShardingErro
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's part of one dim of a leaf, over axes that are minor to the axes of its spec; over no axes, the dim.
+    """Part of one dim of a leaf that this rank has, over axes minor to the axes of its spec; over no axes, the dim.
 
     `place` is (dim, size before the split), and `unsummed` are the axes over which the gradient is still to be summed.
     Axes of one rank are left out.
