@@ -40,11 +40,11 @@ from fshard.errors import checked, raise_all
 
 from . import commit
 from .background import join, wait
-from .base import digest
 from .loading import restore
 from .manifest import Saved, Scalar
 from .parts import check_part
 from .saving import save
+from .tree_digest import digest
 
 
 @checked

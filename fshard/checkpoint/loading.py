@@ -35,9 +35,9 @@ from fshard.spec import (
 
 from . import commit
 from .background import join
-from .base import check_base
 from .manifest import SCALARS, Manifest, Saved, Scalar
 from .parts import RESTORE_ANOTHER, Chunk, check_part, read_chunk
+from .tree_digest import check_base
 
 Reads = dict[str, list[tuple[str, Chunk, list[tuple[Box, Tensor]]]]]  # file -> (leaf, chunk, (box of it, destination))
 

@@ -17,9 +17,9 @@ from fshard.sharded import Sharded
 
 from . import commit
 from .background import copy_to_host, group_of_ranks, raise_failure, start
-from .base import named_leaves
 from .manifest import SCALARS, Manifest, Saved, Scalar, leaves_digest, write_manifest
 from .parts import UNCHANGED, Chunk, PartFile, Piece, part_name, write_part
+from .tree_digest import named_leaves
 
 Parts = dict[str, tuple[PartFile, list[tuple[str, Chunk]]]]  # file -> the file, and (leaf, chunk) for each chunk
 

@@ -17,8 +17,8 @@ from fshard.random.permutation import permute
 from .buckets import Bucketed, Buckets, buckets
 from .images import ImageFolder, image_folder
 from .loader import Sampler, batches, sampler
-from .loading import load
 from .order import counted, indices, steps_per_epoch
+from .placed_batch import load
 from .tokens import crop, pad
 
 __all__ = [

@@ -26,8 +26,8 @@ from fshard.mesh import Mesh
 from fshard.random.permutation import Rows
 from fshard.spec import Axis, P, describe, is_spec, local_box, spec_errors
 
-from .loading import load
 from .order import indices, steps_per_epoch
+from .placed_batch import load
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,8 @@ from fshard._core.weight import Leaf
 from .adapters import init, specs
 from .config import Config
 from .int8 import Int8, dequantize, part_specs, quantize
+from .lora_weight import LoraWeight, apply
 from .merging import merge, unmerge
-from .view import LoraWeight, apply
 
 __all__ = ["Config", "Int8", "Leaf", "LoraWeight", "apply", "dequantize", "init", "merge", "part_specs", "quantize",
            "specs", "unmerge"]  # fmt: skip

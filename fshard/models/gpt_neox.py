@@ -23,8 +23,8 @@ from fshard.nn import rope
 from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
-from .decoding import Cache, KeyValues, Tokens
 from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
+from .kv_cache import Cache, KeyValues, Tokens
 from .transformer import (
     Layout,
     apply_blocks,

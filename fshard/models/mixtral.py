@@ -36,8 +36,8 @@ from fshard.spec import Axis, P, names_of
 
 from . import llama
 from .activations import ACTIVATIONS
-from .decoding import Cache, KeyValues
 from .hf_files import file_functions, file_tensor
+from .kv_cache import Cache, KeyValues
 from .llama import Forward
 from .transformer import (
     ONE_DEVICE,

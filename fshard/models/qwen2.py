@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from fshard.errors import checked, fail, raise_all
 
 from . import llama
-from .decoding import Cache
 from .hf_files import file_functions
+from .kv_cache import Cache
 from .llama import apply, init, specs, states
 from .transformer import Layout, generate_of, loss_of
 

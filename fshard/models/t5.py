@@ -30,8 +30,8 @@ from fshard.random import fold_in
 from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activated, activation_errors
-from .decoding import Cache, KeyValues, Tokens, append_to_cache
 from .hf_files import ModelFile, file_functions, read_config
+from .kv_cache import Cache, KeyValues, Tokens, append_to_cache
 from .transformer import (
     ONE_DEVICE,
     Layout,

@@ -32,7 +32,7 @@ from fshard.schedule.scan import scan
 from fshard.schedule.unshard import make_whole, unshard
 from fshard.spec import Axis, P, any_on_host, is_spec, names_of
 
-from .decoding import Cache, KeyValues, Tokens, append_to_cache
+from .kv_cache import Cache, KeyValues, Tokens, append_to_cache
 
 # A block: its unsharded parameters, x, its key, its cached keys and values[, its own argument] -> x and the
 # updated keys and values.

@@ -1,13 +1,13 @@
 """Pure layers and losses: sharded over a mesh axis with `axis=`, dense without."""
 
 from .batch_norm import batch_norm
-from .classes import sample_classes
 from .convolution import avg_pool2d, conv2d, max_pool2d
 from .layers import attention, causal_mask, dropout, embedding, gelu, layer_norm, linear, mlp, rms_norm
 from .loss import cross_entropy
 from .margins import arcface, cosface, cosine_logits, margin
 from .ranking import accuracy, top_k
 from .replacement import Replacement, column_embedding, column_linear, row_embedding, row_linear
+from .sampled_classes import sample_classes
 
 __all__ = [
     "Replacement", "accuracy", "arcface", "attention", "avg_pool2d", "batch_norm", "causal_mask", "column_embedding",

@@ -24,7 +24,7 @@ from fshard.collectives import all_gather, psum, psum_scatter, pvary
 from fshard.errors import checked, fail
 from fshard.spec import Axis, P, describe, names_of
 
-from .classes import check_range
+from .sampled_classes import check_range
 
 
 @checked

@@ -20,8 +20,8 @@ from fshard.collectives import pmax, psum, pvary
 from fshard.errors import checked, fail
 from fshard.spec import Axis, describe
 
-from .blocks import row_blocks
-from .classes import check_range, checked_targets, target_columns
+from .row_blocks import row_blocks
+from .sampled_classes import check_range, checked_targets, target_columns
 
 # Largest number of logits for which the plain formula is faster. Forward and backward on one core of a busy machine:
 # plain 4.3 and in row blocks 2.3 ms for half a million elements in rows of 4096, 2.3 and 2.5 in rows of 32128; 17 and

@@ -22,8 +22,8 @@ from fshard._core.weight import Weight
 from fshard.errors import checked, fail
 from fshard.spec import Axis, describe, names_of
 
-from .blocks import row_blocks
-from .classes import target_columns
+from .row_blocks import row_blocks
+from .sampled_classes import target_columns
 
 _PLAIN_UP_TO = 1 << 19  # elements up to which arrays of the size of the table or of the logits do not matter
 _BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements of a block of the table: on a CPU, what fits a core's cache

@@ -19,7 +19,7 @@ from fshard.collectives import all_gather, axis_size, psum
 from fshard.errors import checked, fail
 from fshard.spec import Axis, describe
 
-from .classes import checked_targets
+from .sampled_classes import checked_targets
 
 _ABSENT = 1 << 62  # number of a class that is not there, after all that are; exact as a float, as F.pad takes it
 

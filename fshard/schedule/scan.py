@@ -21,8 +21,8 @@ from fshard.errors import checked, fail, must_be
 from fshard.grad import split_tensors
 from fshard.spec import Axis, P, any_on_host, is_spec
 
+from .block_loop import Executor, FlatTree, ScanOptions, run_blocks
 from .buckets import BucketPlan, plan_buckets
-from .executor import Executor, FlatTree, ScanOptions, run_blocks
 from .options import BackwardPrefetch, Release
 from .remat import check_captured
 from .remat import remat as rematerialize

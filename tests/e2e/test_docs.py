@@ -342,7 +342,7 @@ SETUP = {
     "fshard.collectives.ppermute": "x = torch.ones(2)",
     "fshard.data.images.image_folder": PHOTOS,
     "fshard.data.loader.sampler": "from torch.utils.data import DataLoader",
-    "fshard.data.loading.load": IMAGES,
+    "fshard.data.placed_batch.load": IMAGES,
     "fshard.nn.loss.cross_entropy": VOCABULARY + "logits, targets = torch.zeros(2, 3, v), ids",
     "fshard.cli.inspecting.inspect": GPT2,
     "fshard.defer.generation.generate": GENERATOR,
@@ -368,7 +368,7 @@ weights = {"params": resnet.init(cfg), "state": resnet.state(cfg)}
 resnet.save("my-resnet", cfg, fs.materialize(weights, P(), mesh, key=fs.key(0)))
 """,
     "fshard.models.resnet.loss": RESNET_LOCAL,
-    "fshard.nn.classes.sample_classes": SAMPLED,
+    "fshard.nn.sampled_classes.sample_classes": SAMPLED,
     "fshard.nn.margins.margin": CLASSIFIER,
     "fshard.nn.batch_norm.batch_norm": """
 x = fs.random.normal(fs.key(1), (4, 3, 4, 4), spec=P("data"))
@@ -416,7 +416,7 @@ SETUP |= {
     "fshard.checkpoint.manifest.Saved": SAVED,
     "fshard.data.images.ImageFolder": PHOTOS,
     "fshard.data.loader.batches": "from torch.utils.data import DataLoader",
-    "fshard.models.decoding.Cache": model("gpt2"),
+    "fshard.models.kv_cache.Cache": model("gpt2"),
     "fshard.models.resnet.config": RESNET_PLACED + 'resnet.save("my-resnet", cfg, weights)',
 }
 MESHES = {

@@ -10,7 +10,7 @@ import torch
 import fshard as fs
 from fshard import P, ShardingError
 from fshard.models import gpt2
-from fshard.models.decoding import Cache, Tokens
+from fshard.models.kv_cache import Cache, Tokens
 
 MESHES = [{"data": 1, "model": 1}, {"data": 2, "model": 1}, {"data": 1, "model": 3}, {"data": 2, "model": 2}]
 CFG = gpt2.Config(vocab_size=13, n_positions=12, n_embd=12, n_layer=2, n_head=3)

@@ -8,7 +8,7 @@ import torch
 import fshard as fs
 from fshard import P
 from fshard.models import llama, mistral, qwen2, qwen3
-from fshard.models.decoding import Cache
+from fshard.models.kv_cache import Cache
 from tests.lib import model_cases as cases
 from tests.lib.assertions import error_text
 from tests.lib.model_cases import DECODERS

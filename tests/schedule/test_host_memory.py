@@ -23,7 +23,7 @@ from fshard._core.ops import dim_sizes as sizes
 from fshard._core.region import region
 from fshard.models import gpt2
 from fshard.optim import fused
-from fshard.schedule import buckets, executor
+from fshard.schedule import block_loop, buckets
 from tests.lib.assertions import assert_same
 from tests.lib.operations import Operations
 
@@ -301,7 +301,7 @@ def test_scan_offloads_x_before_each_block(prefetch: int, monkeypatch: Any) -> N
     mesh = fs.make_mesh(data=1)
     base = peak(mesh, False)
     with monkeypatch.context() as m:
-        m.setattr(executor, "start_copy_to_host", torch.clone)  # a copy in another memory
+        m.setattr(block_loop, "start_copy_to_host", torch.clone)  # a copy in another memory
         # One x more than in `base`: with offload a block is recomputed as a whole, with its result.
         assert peak(mesh, True) < base + 2 * (2 * rows * d * 4)
     mesh = fs.make_mesh(kind="abstract", device=DEVICE, data=2)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fshard as fs
 from fshard import P
-from fshard.schedule import executor, units
+from fshard.schedule import block_loop, units
 from fshard.schedule.units import UnitSchedule
 from tests.lib.assertions import assert_same, error_text
 from tests.lib.operations import Operations
@@ -162,10 +162,12 @@ def events_of_backward(monkeypatch: Any, **how: Any) -> list[str]:
         return f
 
     sums = iter(range(n - 1, -1, -1))
-    start_gather, start_reduce = executor.start_gather, executor.start_reduce
+    start_gather, start_reduce = block_loop.start_gather, block_loop.start_reduce
     number = lambda region, plan, shards, buffer: buffer.contents[1]  # noqa: E731
-    monkeypatch.setattr(executor, "start_gather", logged("gather", start_gather, number))
-    monkeypatch.setattr(executor, "start_reduce", logged("sum", start_reduce, lambda *_: next(sums) if first() else -1))
+    monkeypatch.setattr(block_loop, "start_gather", logged("gather", start_gather, number))
+    monkeypatch.setattr(
+        block_loop, "start_reduce", logged("sum", start_reduce, lambda *_: next(sums) if first() else -1)
+    )
     body = lambda w, x: torch.tanh(x @ w)  # noqa: E731
 
     def loss(p: Any, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, checkpoint
-from fshard.checkpoint import base as base_module
+from fshard.checkpoint import tree_digest as base_module
 from fshard.spec import describe
 from tests.checkpoint.test_checkpoint import MESHES, place, values
 from tests.checkpoint.test_checkpoint_files import rewritten
