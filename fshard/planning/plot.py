@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from fshard._core.display import duration
+from fshard._core.files.io import open_file
 from fshard.errors import checked, fail, must_be
 from fshard.spec import format_axes, short_dtype, size
 
@@ -338,11 +339,8 @@ def losses(path: StrPath | Mapping[str, StrPath], *, window: int = 50) -> Figure
 def read_losses(path: StrPath) -> tuple[list[int], list[float]]:
     """Return the steps and the losses in a file `metrics.jsonl`, or in the one of a folder."""
     file = Path(path) / "metrics.jsonl" if Path(path).is_dir() else Path(path)
-    try:
-        lines = file.read_text(errors="replace").splitlines(keepends=True)
-    except OSError as e:
-        raise fail(f"plot.losses: {file}: cannot be read", str(e.strerror), fix="name the file metrics.jsonl of a run, "
-                   "or its folder") from None  # fmt: skip
+    with open_file(file, "name the file metrics.jsonl of a run, or its folder") as f:
+        lines = f.read().decode(errors="replace").splitlines(keepends=True)
     steps: list[int] = []
     losses: list[float] = []
     for i, line in enumerate(lines):

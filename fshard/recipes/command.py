@@ -24,6 +24,7 @@ import torch
 
 import fshard as fs
 from fshard import checkpoint
+from fshard._core.files.io import open_file
 
 Run = TypeVar("Run", bound="Options")
 R = TypeVar("R")
@@ -244,7 +245,8 @@ class Options:
         now |= {name: value for name, (value, _) in facts.items()}
         if self.resume:
             try:
-                saved = json.loads((self.resume / "arguments.json").read_text())
+                with open_file(self.resume / "arguments.json") as f:
+                    saved = json.load(f)
             except (OSError, ValueError) as e:
                 raise Refusal(f"--resume {self.resume}: {e}: give a folder of {self.name}") from None
             if not isinstance(saved, dict) or saved.keys() != now.keys():

@@ -14,6 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fshard._core.files.io import open_file
+
 from .command import Options, Refusal, is_first
 
 
@@ -93,7 +95,10 @@ class Log:
 
 def read_metrics(path: Path) -> list[tuple[int, str]]:
     """Return (step, line) for every line of metrics.jsonl, but a last one that a kill or a full disk has cut short."""
-    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+    if not path.exists():
+        return []
+    with open_file(path) as f:
+        lines = f.read().decode(errors="replace").splitlines(keepends=True)
     out = []
     for i, line in enumerate(lines):
         try:

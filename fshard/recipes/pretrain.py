@@ -29,6 +29,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, checkpoint, data, optim
+from fshard._core.files.io import open_file
 from fshard.models import gpt2
 
 from . import command
@@ -99,10 +100,8 @@ def standard_library() -> Iterator[tuple[str, bytes]]:
 def tokens(text: Path | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return (training, validation) tokens, int16; every 20th file, by its name, or the end of the text is held out."""
     if text is not None:
-        try:
-            every = np.frombuffer(text.read_bytes(), np.uint8).astype(np.int16)
-        except OSError as e:
-            raise Refusal(f"--text {text}: {e.strerror}: give a file of text") from None
+        with open_file(text, "give a file of text") as f:
+            every = np.frombuffer(f.read(), np.uint8).astype(np.int16)
         return every[: len(every) * 19 // 20], every[len(every) * 19 // 20 :]
     parts: tuple[list[Any], list[Any]] = ([], [])
     for name, source in standard_library():

