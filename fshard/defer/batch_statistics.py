@@ -78,10 +78,10 @@ class BatchStatistics(TorchFunctionMode):
                                       fix="a larger batch, or apply.eval()")  # fmt: skip
         else:  # the statistics of each example; running ones are their mean
             y, n = F.instance_norm(x, None, None, w, b, eps=options["eps"]), len(x)
-            own = [torch.zeros_like(leaves[name]) for name in _LEAVES[2:]]
+            local = [torch.zeros_like(leaves[name]) for name in _LEAVES[2:]]
             if n:
-                F.instance_norm(x.detach(), own[0], own[1], momentum=1.0)
-            *totals, count = psum((*(n * s for s in own), torch.tensor(float(n), device=x.device)), self.over)
+                F.instance_norm(x.detach(), local[0], local[1], momentum=1.0)
+            *totals, count = psum((*(n * s for s in local), torch.tensor(float(n), device=x.device)), self.over)
             new = [total / count for total in totals]
         with torch.no_grad():
             for name, statistic in zip(_LEAVES[2:], new, strict=True):

@@ -94,8 +94,8 @@ class Features:
     def split(self, dim: int, ndim: int, full: int, part: int) -> bool:
         """Return whether `part` is this rank's size of a dim with features, or with heads of them.
 
-        A dim where they are flattened with others may have that size too, but a rank's part of it is no range: dim 0 of
-        several is [B*heads], and another product divides no number of features, as a rule.
+        A dim where they are flattened with others may have that size too, but a rank's part of it is not a range: dim 0
+        of several is [B*heads], and another product divides no number of features, as a rule.
         """
         is_features = (dim > 0 or ndim == 1) and any(n % max(1, full) == 0 for n in self.numbers)
         return is_features and self.part(full)[1] == part
@@ -198,7 +198,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._drawn[y] = None
 
     def _run(self, rule: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: Values) -> Any:
-        """Run a random operation by its rule, unless it draws nothing or by a generator of its own."""
+        """Run a random operation by its rule, unless it draws nothing or by a given generator."""
         values = values_of(func, args, kwargs)
         name = func.overloadpacket.__name__
         rate = values.get("dropout_p", values.get("dropout", values.get("p") if "dropout" in name else None))

@@ -100,7 +100,7 @@ class AdaptedParameter(StandIn):
     weight: Weight
 
     @staticmethod
-    def of(leaf: str, weight: Weight) -> AdaptedParameter:
+    def from_weight(leaf: str, weight: Weight) -> AdaptedParameter:
         device, error = tree.leaves(weight)[0].device, functools.partial(_adapter_error, leaf, weight)
         out = AdaptedParameter.like(leaf, weight.shape, weight.dtype, device, ", adapted", error)
         out.weight = weight
@@ -177,7 +177,7 @@ class SplitParameter(StandIn):
     placed: Split
 
     @staticmethod
-    def of(leaf: str, part: Tensor, split: Split) -> SplitParameter:
+    def from_part(leaf: str, part: Tensor, split: Split) -> SplitParameter:
         def error(operation: str) -> ShardingError:
             where = f", as {split.others}" if split.others else ""
             return fail(f"{leaf!r} is split by replace= ({split.by}), and used by {operation} outside of the forward "
@@ -192,18 +192,18 @@ class SplitParameter(StandIn):
 def detached(x: Tensor) -> Tensor:
     """Return a leaf of a module, detached; it requires a gradient where it did."""
     if isinstance(x, AdaptedParameter):
-        return AdaptedParameter.of(x.leaf, tree.map(detached, x.weight))
+        return AdaptedParameter.from_weight(x.leaf, tree.map(detached, x.weight))
     if isinstance(x, SplitParameter):
-        return SplitParameter.of(x.leaf, detached(x.part), x.placed)
+        return SplitParameter.from_part(x.leaf, detached(x.part), x.placed)
     return x if isinstance(x, StandIn) else x.detach().requires_grad_(x.requires_grad)
 
 
 def in_module(params: Mapping[str, Any], splits: Mapping[str, Split]) -> dict[str, Tensor]:
     """Return the leaves as a module may have them: a Weight, and a part of a leaf that is split, by its stand-in."""
-    out = {name: AdaptedParameter.of(name, x) if isinstance(x, Weight) else x for name, x in params.items()}
+    out = {name: AdaptedParameter.from_weight(name, x) if isinstance(x, Weight) else x for name, x in params.items()}
     for name, split in splits.items():
         if name in out and type(out[name]) is not StandIn:
-            out[name] = SplitParameter.of(name, out[name], split)
+            out[name] = SplitParameter.from_part(name, out[name], split)
     return out
 
 

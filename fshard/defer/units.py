@@ -81,9 +81,9 @@ def _choose_large(name: str, m: nn.Module, least: int, chosen: set[str], seen: s
     seen.add(id(m))
     # Attention computes with the leaves of its child, whose forward nobody calls; and its parent may, without it.
     attention = isinstance(m, nn.MultiheadAttention)
-    own = {id(x): x.numel() for x in m.parameters(recurse=attention) if id(x) not in seen}
-    seen.update(own)
-    left = sum(own.values())
+    numels = {id(x): x.numel() for x in m.parameters(recurse=attention) if id(x) not in seen}
+    seen.update(numels)
+    left = sum(numels.values())
     if attention:
         return left
     left += sum(_choose_large(f"{name}.{key}" if name else key, child, least, chosen, seen)
@@ -135,7 +135,7 @@ Watch = Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[None]
 Fill = Callable[[str, Sequence[Tensor]], Sequence[Any]]  # (unit, its gathered tensors) -> its leaves
 
 
-def as_they_are(unit: str, tensors: Sequence[Tensor]) -> Sequence[Any]:
+def unchanged(unit: str, tensors: Sequence[Tensor]) -> Sequence[Any]:
     """Return the tensors of a unit none of whose leaves is a `Weight`: its leaves."""
     return tensors
 
@@ -161,7 +161,7 @@ class UnitForwards:
         self.calls: Any = None  # None: a call with full leaves
         self.keep: Callable[[str], Any] = str
         self.watch: Watch = unwatched
-        self.fill: Fill = as_they_are
+        self.fill: Fill = unchanged
         self.replaced: list[str] = []  # parameters that the forward of a unit has replaced
         self._original: dict[str, Callable[..., Any]] = {}
         by_leaf: dict[str, list[Place]] = {}
@@ -193,9 +193,9 @@ class UnitForwards:
             with self.watch(given):
                 return self._original[name](*args, **kwargs)
         finally:
-            for ps, xs, own in zip(places, outside, leaves, strict=True):
+            for ps, xs, leaf in zip(places, outside, leaves, strict=True):
                 for p, x in zip(ps, xs, strict=True):
-                    if isinstance(new := p.holder.get(p.key), nn.Parameter) and new is not own:
+                    if isinstance(new := p.holder.get(p.key), nn.Parameter) and new is not leaf:
                         self.replaced.append(p.leaf)
                     p.holder[p.key] = x
 
@@ -215,7 +215,7 @@ class Function(Protocol):
 
     def run(
         self, params: Named, buffers: Named, args: tuple[Any, ...], kwargs: dict[str, Any], calls: Any = None,
-        in_units: Named | None = None, fill: Fill = as_they_are,
+        in_units: Named | None = None, fill: Fill = unchanged,
     ) -> tuple[Any, dict[str, Tensor], list[str]]: ...  # fmt: skip
 
 
@@ -298,7 +298,7 @@ class UnshardedByUnit:
     def _fill(self, units: Mapping[str, Unit], params: Named) -> Fill:
         """Return the function that makes the leaves of a unit of its gathered tensors."""
         if not any(map(is_weight, params.values())):
-            return as_they_are
+            return unchanged
         leaves: dict[str, Any] = {name: [params[leaf] for leaf in self._apply.units[name]] for name in units}
         structures = {name: tree.structure(xs) for name, xs in leaves.items()}
 
@@ -318,10 +318,10 @@ class UnshardedByUnit:
             xs: list[Tensor] = []
             found: list[Route] = []
             for leaf in names:
-                verb, own = f"apply.unshard: params[{leaf!r}]", tree.leaves(params[leaf])
+                verb, shards = f"apply.unshard: params[{leaf!r}]", tree.leaves(params[leaf])
                 parts, sizes = placements(verb, params[leaf], specs[leaf], self._shapes[leaf])
-                found += routes("apply.unshard", here, {leaf: params[leaf]}, own, parts, self._axis, sizes)
-                xs += own
+                found += routes("apply.unshard", here, {leaf: params[leaf]}, shards, parts, self._axis, sizes)
+                xs += shards
             plan = plan_buckets(here, xs, found, self._dtype, self._reduce_dtype)
             if plan is not None:
                 out[name] = Unit.from_shards(xs, plan)

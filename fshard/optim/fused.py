@@ -222,7 +222,7 @@ def _scaled_pieces(columns: Columns, factors: Sequence[Tensor]) -> Iterator[Colu
                 yield pieces
                 pieces, used = [[] for _ in columns], 0
             end = used + g.numel()
-            # The checker keeps one type per storage, so in a checked call each gradient has its own.
+            # The checker keeps one type per storage, so in a checked call each gradient has a separate one.
             fits = end <= len(buffer) and checker() is None
             to = buffer[used:end].view(g.shape) if fits else torch.empty_like(g, memory_format=torch.contiguous_format)
             row[GRADS] = torch.mul(g, factors[i], out=to) if factors else to.copy_(g)

@@ -2,7 +2,7 @@
 
 The full gradient of such a matrix never exists, only one chunk at a time. In memory are the matrix, its moments and
 the gradient of a chunk.
-Its backward pass reads each row once: for the gradient of the input, for its own gradient, and for its step.
+Its backward pass reads each row once: for the gradient of the input, for the gradient of the matrix, and for its step.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def value_and_update(
         new, shared = optimizer.step({i: [rows[i][0], flat_grads[i], *rows[i][1:]] for i in after})
         return value, *optimizer.trees(new | {i: table.new for i, table in tables.items()}, shared)
 
-    wrapped.__name__ = wrapped.__qualname__ = name  # without __wrapped__: its arguments differ from those of f
+    wrapped.__name__ = wrapped.__qualname__ = name  # without __wrapped__: its arguments differ from the arguments of f
     return wrapped
 
 
