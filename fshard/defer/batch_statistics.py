@@ -111,7 +111,7 @@ class BatchStatistics(TorchFunctionMode):
             what, line = self._caller(op)
             over = repr(min(axes) if len(axes) == 1 else tuple(sorted(axes)))
             raise fail(f"{what} with scale_grad_by_freq=True", *line,
-                       f"its ids vary over {over}: it divides the gradients of each rank's own ids by their number on "
+                       f"its ids vary over {over}: it divides the gradients of each rank's ids by their number on "
                        "that rank, which changes with the mesh",
                        fix="scale_grad_by_freq=False; and if nothing else uses the table, divide row i of its gradient "
                        "by the number of ids i:\n"

@@ -77,7 +77,7 @@ def defer(
     Args:
         units: the submodules that `apply.unshard` gathers one by one: the name of a class ("T5Block"), a glob of paths
             ("encoder.block.*"; `**` is any number of parts) or several of both; a function (path, module) -> bool; or a
-            number: the innermost submodules with at least so many parameters. `apply.units` has their leaves.
+            number: the innermost submodules with at least this number of parameters. `apply.units` has their leaves.
         replace: globs of paths of submodules, and the pure functions that compute them on shards:
             `{"fc": fs.nn.column_linear("model"), "**.embed": fs.nn.row_embedding("model")}`. `apply.specs` has the
             specs of all leaves. The first glob that matches a submodule counts; one that matches none is an error.

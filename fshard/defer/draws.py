@@ -72,7 +72,7 @@ class Probe:
 class Batch:
     """This rank's part of the examples of a batch: `count` from `start` on, of `total`, over mesh `axes`.
 
-    `dim` has the examples in every draw, if no probe says in which.
+    `dim` has the examples in every draw, if no probe finds it.
     """
 
     axes: tuple[str, ...]
@@ -160,7 +160,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _unexpected(self, here: str, there: str) -> ShardingError:
         axes = " or ".join(str(f.axes) for f in self.features)
-        split = [f"or {why}: replace= is to leave them whole" for why in (
+        split = [f"or {why}: replace= is to leave them unsplit" for why in (
             f"this rank has no part of the features that {axes} splits, and torch draws nothing for it",
             "they are flattened with another dim, and a rank's part is no range of it",
             *["axes whose parts have one size cannot be told apart"] * (len(self.features) > 1)) if axes]  # fmt: skip
@@ -290,7 +290,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _stated(self, op: str, shape: tuple[int, ...], batch: Batch) -> Examples | None:
-        """Return the dim that is said to have the examples."""
+        """Return the dim that was given as the dim of the examples."""
         dim = batch.dim or 0
         if not shape:
             return None

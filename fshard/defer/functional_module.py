@@ -130,7 +130,7 @@ class Apply:
         """Describe a parameter for `fs.lora`, which is passed this function as `of`: its module, and its layout."""
         name = tree.dotted(path)
         if name not in self._adapted_as:
-            raise fail(f"{self!r}: {name!r} is no parameter of the module", fix='pass tree["params"] of fs.defer')
+            raise fail(f"{self!r}: {name!r} is not a parameter of the module", fix='pass tree["params"] of fs.defer')
         return self._adapted_as[name]
 
     @functools.cached_property
@@ -269,7 +269,7 @@ class Apply:
 
         Draw number j of a call, from 0, is `fs.random` under `fold_in(key, j)`, of the shape of the global tensor: the
         mask of an nn.Dropout is `fs.random.bernoulli(fs.fold_in(key, j), x.shape, p=1 - rate)`. Two calls by one key
-        draw the same numbers, so fold in the step, and the name of each model. In a region say by `draws_over` which
+        draw the same numbers, so fold in the step, and the name of each model. In a region, state by `draws_over` which
         axis splits the batch. `None` draws from torch's generator.
 
         Only the first form is available for a module whose forward has an argument `key`, as nn.MultiheadAttention's.
@@ -307,7 +307,7 @@ class Apply:
 
         Each rank draws the numbers of its examples, which may be fewer than on other ranks, or none. Draws
         without a dim of examples (the skip of a layer) are the same on all ranks. `None` is for arguments that
-        are the same on all ranks. The spec of an argument tells the dim of its examples; `dim` is the dim in arguments
+        are the same on all ranks. The spec of an argument gives the dim of its examples; `dim` is the dim in arguments
         that were computed in the region. Of features that replaced modules leave split, each rank draws its part.
         In `fs.accumulate` a row of the batch has the same numbers in any number of microbatches.
 

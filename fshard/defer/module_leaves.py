@@ -18,7 +18,7 @@ Leaves = dict[str, dict[str, Tensor]]  # by kind ("params", "buffers") and name
 class Place:
     """One entry of a module's parameters or buffers: its dotted names, and the name of the leaf it uses.
 
-    A module that stands in its parents more than once (`Sequential(a, relu, a)`) gives each of its entries more names.
+    A module that its parents have more than once (`Sequential(a, relu, a)`) gives each of its entries more names.
     """
 
     holder: dict[str, Any]

@@ -106,7 +106,7 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
 
     def _interleaved(self, what: str, x: Tensor) -> ShardingError:
         return draw_error(f"{self.name}: {what} {self._shown(x)}, in which the entries of one example are not together",
-                          "B is the number of examples; those of a rank are no range of this dim",
+                          "B is the number of examples; a rank's examples are not a range of this dim",
                           fix="keep the batch in a separate dim, or flatten [B, T], not [T, B]")  # fmt: skip
 
     def _shown(self, x: Tensor) -> str:

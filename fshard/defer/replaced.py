@@ -140,7 +140,7 @@ def _check_module(m: nn.Module, replacement: Replacement) -> None:
     for part in m.modules():
         if parametrize.is_parametrized(part):
             raise fail("it has parametrizations, which compute its parameters",
-                       fix="leave it as it is, or torch.nn.utils.parametrize.remove_parametrizations")  # fmt: skip
+                       fix="do not replace it, or torch.nn.utils.parametrize.remove_parametrizations")  # fmt: skip
         if any(getattr(part, hooks) for hooks in _HOOKS):
             raise fail("it has hooks, which see, or compute, whole tensors", fix="remove them in the constructor")
 

@@ -1,4 +1,4 @@
-"""Tensors without values that stand in a module for its leaves: not gathered ones, a `Weight`, and parts."""
+"""Tensors without values in place of the leaves of a module: not gathered ones, a `Weight`, and parts."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _adapter_error(leaf: str, weight: Weight, operation: str) -> ShardingError:
     if getattr(weight, "layout", None) is None:
         return fail(f"{leaf!r} is of type {type(weight).__name__}, and used by {operation}",
                     "in a deferred module only an adapter of a layer stands for it",
-                    fix="exclude its module from those of lora.quantize, or adapt it")  # fmt: skip
+                    fix="exclude its module in lora.quantize, or adapt it")  # fmt: skip
     return fail(f"{leaf!r} is adapted, and used by {operation}, which adapters do not take part in",
                 "they do in nn.Linear, nn.Embedding and transformers' Conv1D",
                 fix="exclude its module from the adapter's targets")  # fmt: skip

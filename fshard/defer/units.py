@@ -136,7 +136,7 @@ Fill = Callable[[str, Sequence[Tensor]], Sequence[Any]]  # (unit, its gathered t
 
 
 def unchanged(unit: str, tensors: Sequence[Tensor]) -> Sequence[Any]:
-    """Return the tensors of a unit none of whose leaves is a `Weight`: its leaves."""
+    """Return the tensors of a unit without a `Weight`: its leaves."""
     return tensors
 
 
@@ -268,7 +268,7 @@ class UnshardedByUnit:
             or in_transform()
             or any(map(has_tangent, tree.leaves(named)))
         ):
-            return apply.run(self._whole(named, self._specs), self._whole_buffers(buffers), args, kwargs)
+            return apply.run(self._full(named, self._specs), self._full_buffers(buffers), args, kwargs)
         refuse_saved_tensor_hooks("apply.unshard")
         flat = tree.broadcast(self._specs, named, name="apply.unshard: specs", leaf=is_spec, is_leaf=is_weight)
         specs: Any = tree.unflatten(tree.flatten(named, is_weight)[1], flat)
@@ -276,22 +276,22 @@ class UnshardedByUnit:
         in_units = {leaf for name in units for leaf in apply.units[name]}
         in_units -= {leaf for name, leaves in apply.units.items() if name not in units for leaf in leaves}
         root = [leaf for leaf in named if leaf not in in_units]
-        full = self._whole({leaf: named[leaf] for leaf in root}, {leaf: specs[leaf] for leaf in root})
-        whole_buffers = self._whole_buffers(buffers)
+        full = self._full({leaf: named[leaf] for leaf in root}, {leaf: specs[leaf] for leaf in root})
+        full_buffers = self._full_buffers(buffers)
         placeholders = {}
         for name, unit in units.items():
-            wholes = iter([x if part is None else part for part, x in zip(unit.plan.slices, unit.shards, strict=True)])
+            parts = iter([x if part is None else part for part, x in zip(unit.plan.slices, unit.shards, strict=True)])
             for leaf in apply.units[name]:
                 x = params[leaf]
-                whole_leaf = tree.map(lambda _, wholes=wholes: next(wholes), x) if is_weight(x) else next(wholes)
-                key = (leaf, whole_leaf.shape, whole_leaf.dtype, here.device)
+                full_leaf = tree.map(lambda _, parts=parts: next(parts), x) if is_weight(x) else next(parts)
+                key = (leaf, full_leaf.shape, full_leaf.dtype, here.device)
                 if key not in self._placeholders:
                     self._placeholders[key] = outside_unit(name, *key)
                 if leaf in in_units:
                     placeholders[leaf] = self._placeholders[key]
         shards = [x for name in units for leaf in apply.units[name] for x in tree.leaves(params[leaf])]
         calls = UnitCalls(UnitSchedule(here, units, self._options), shards)
-        result = apply.run(full, whole_buffers, args, kwargs, calls, placeholders, self._fill(units, params))
+        result = apply.run(full, full_buffers, args, kwargs, calls, placeholders, self._fill(units, params))
         calls.end()
         return result
 
@@ -304,11 +304,11 @@ class UnshardedByUnit:
 
         return lambda name, tensors: tree.unflatten(structures[name], tensors)
 
-    def _whole(self, params: dict[str, Tensor], specs: Any) -> Any:
+    def _full(self, params: dict[str, Tensor], specs: Any) -> Any:
         shapes = {name: self._shapes[name] for name in params}
         return unshard(params, specs, self._axis, shapes=shapes, dtype=self._dtype, reduce_dtype=self._reduce_dtype)
 
-    def _whole_buffers(self, buffers: Named) -> Any:
+    def _full_buffers(self, buffers: Named) -> Any:
         return unshard(dict(buffers), P(), self._axis)
 
     def _units(self, here: Region, params: Named, specs: Any) -> dict[str, Unit]:

@@ -143,7 +143,7 @@ def apply(
     named = named_leaves("ia3.apply", params)
     targets = _targets("ia3.apply", cfg, named, of)
     if model and specs is None:
-        raise fail(f"ia3.apply: model={model!r}, and no specs", fix="specs=, those of params")
+        raise fail(f"ia3.apply: model={model!r}, and no specs", fix="specs=, the specs of params")
     wanted = {name: {"scale": len(_of_side(cfg, leaf, tuple(x.shape)))} for name, (leaf, x) in targets.adapted.items()}
     check_adapters("ia3.apply", targets, named, adapters, wanted, (Tensor,))
     by_name = {} if specs is None else specs_by_name("ia3.apply", named, params, specs)

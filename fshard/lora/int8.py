@@ -84,7 +84,7 @@ class Int8(Weight):
         """Compute x @ w + b, with w in the dtype of x: x [..., D] -> [..., F]. Backward dequantizes again."""
         if self.scale.requires_grad:
             raise fail(f"linear: Int8{list(self.shape)} is differentiated, and is frozen",
-                       fix="differentiate the adapters alone")  # fmt: skip
+                       fix="differentiate only the adapters")  # fmt: skip
         transposed = self.layout == "oi"
         if torch.compiler.is_dynamo_compiling():  # which refuses a jvp, and saves what it needs by itself
             w = self.dequantize(x.dtype)
@@ -151,7 +151,7 @@ def quantize(
     of the parts, for `shard_map`, `materialize` and `checkpoint.restore`.
 
     Args:
-        params: a tree of placed leaves, of described ones, which are then quantized as they are filled, a leaf at a
+        params: a tree of placed leaves, of described ones, which are then quantized while they are filled, a leaf at a
             time, or of tensors. Described, a device reads all inputs of its outputs.
         targets, exclude, of: as for `lora.Config` and `lora.init`; `of` says which dims are inputs.
             Tables of embeddings are not quantized.
@@ -194,7 +194,7 @@ def dequantize(params: Any, *, dtype: torch.dtype = torch.float32) -> Any:
     Raises ShardingError inside `shard_map`, and for described leaves, which have no values.
     """
     if in_region():
-        raise fail("lora.dequantize: called inside shard_map", fix="call it outside; inside, a Weight is used as it is")
+        raise fail("lora.dequantize: called inside shard_map", fix="call it outside; inside, a Weight is used directly")
     tree.check_leaves("lora.dequantize", "params", params, (Tensor, Sharded))
     nodes, structure = tree.flatten(params, is_weight)
     chosen = {i: x for i, x in enumerate(nodes) if isinstance(x, Int8)}

@@ -43,7 +43,7 @@ def leaf_of(of: Of, path: tree.Path, ndim: int) -> Leaf:
     tensor = of(path)
     module, _, part = str(tensor.name).rpartition(".")
     if part not in _PARTS:
-        return Leaf(tensor.name, part, why="it is no parameter of a linear layer")
+        return Leaf(tensor.name, part, why="it is not a parameter of a linear layer")
     if "router" in path:
         return Leaf(module, part, why="it is a router")
     if "*" in tensor.name:

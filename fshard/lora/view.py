@@ -289,7 +289,7 @@ def _aligned(
     replicated is sliced. Each kind of slice, and all that vary over the same axes, are one call.
     """
     if model and not base_specs:
-        raise fail(f"lora.apply: model={model!r}, and no specs", fix="specs=, those of params")
+        raise fail(f"lora.apply: model={model!r}, and no specs", fix="specs=, the specs of params")
     out = {name: dict(adapters[name]) for name, *_ in leaves}
     own_specs: dict[tuple[str, str], P] = {}
     if adapter_specs is not None:

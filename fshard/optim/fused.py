@@ -53,7 +53,7 @@ def _is_supported(p: Tensor) -> bool:
 
 
 def donation_test() -> Callable[[Tensor], bool]:
-    """Return a function that says whether this call may overwrite a tensor: whether shard_map has it as donated."""
+    """Return a function that returns whether this call may overwrite a tensor: whether shard_map has it as donated."""
     if torch.compiler.is_dynamo_compiling():
         return lambda x: getattr(x, "donated", False)  # shard_map sets it, as traced storages have no address
     storages = region().donated if in_region() else frozenset()

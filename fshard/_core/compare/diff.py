@@ -50,7 +50,7 @@ _USUAL = (
     "masks counted from 0 on each rank; a gradient that is not summed, for want of a pvary"
 )
 _NEAR_ZERO = [  # the noise is measured to first order, and a quotient g / |g| has none near 0
-    "the first step of Adam has the sign of a gradient, whatever its size: of one near 0, that of its rounding.",
+    "the first step of Adam has the sign of a gradient, whatever its size: near 0, the sign of its rounding.",
     "return the gradients too, and compare those; or verify in float32",
 ]
 FULL, NAMED = 4, 3  # leaves of each axis described in full, and then by name only
