@@ -84,7 +84,7 @@ def pmean(x: Any, axis: Axis) -> Any:
 
 @checked
 def pvary(x: Any, axis: Axis) -> Any:
-    """Let each rank use an invariant value in its own way: its gradients are summed over the axis.
+    """Let each rank use an invariant value differently: its gradients are summed over the axis.
 
         [B, D]{I} -> [B, D]{V}     transpose: psum     cost: none forward, 2(n-1)/n bytes backward
 
@@ -131,7 +131,7 @@ def all_gather(
 
     `size` is the global size of the dim, needed only if the axis does not divide it (without `size`, and with
     arguments that the axis does not divide, the ranks first exchange their sizes). Use "invariant" if the result is
-    one logical value, "varying" if each rank uses it in its own way.
+    one logical value, "varying" if each rank uses it differently.
 
     >>> all_gather(axis_index("model")[None], "model")               # model=4
     tensor([0, 1, 2, 3])

@@ -44,8 +44,8 @@ _LEAST_TIMEOUT, _MOST_TIMEOUT = 0.001, 10**8  # seconds: torch counts millisecon
 _NAMES_ELSEWHERE = {
     "shape": "axes, sizes by name", "axis_names": "axes, whose keys are the names", "axis_sizes": "axes, sizes by name",
     "mesh_dim_names": "axes, whose keys are the names", "ndim": "axes, by len(mesh.axes)",
-    "devices": "ranks, those of this process, and mesh.device", "device_type": "device.type",
-    "get_coordinate": "coords(rank)", "get_rank": "ranks, those of this process",
+    "devices": "ranks, of this process, and mesh.device", "device_type": "device.type",
+    "get_coordinate": "coords(rank)", "get_rank": "ranks, of this process",
 }  # fmt: skip
 _MOST_SIMULATED = 4096  # ranks, each a thread
 

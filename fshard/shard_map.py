@@ -85,7 +85,7 @@ def shard_map(
 
     Args:
         in_specs: specs for the tuple of arguments, a prefix tree. `None`, for all or for one argument, takes each
-            `Sharded` leaf as it is placed and plain tensors unsplit.
+            `Sharded` leaf by its spec and plain tensors unsplit.
         out_specs: specs for the result, a prefix tree.
         check: follow what each tensor varies over, and raise at the line that breaks the rules: at the "first" call of
             each signature, and of code that has changed since (docs/the-law.md), "always" or "never". "values" also

@@ -361,7 +361,7 @@ def _not_a_prefix(
     label: str, prefix: Any, children: dict[Any, Any], tree: Any, expected: dict[Any, Any] | None, kind: str
 ) -> ShardingError:  # fmt: skip
     """Return the error of a container whose children differ from the tree's at its path."""
-    what, whole = f"{label}: not a prefix of the tree it describes", f"one {kind} for the whole subtree"
+    what, one_for_all = f"{label}: not a prefix of the tree it describes", f"one {kind} for the whole subtree"
     missing = [k for k in expected or () if k not in children]
     extra = [k for k in children if k not in (expected or ())]
     difference = f"missing {_limited(missing)}    extra {_limited(extra)}"
@@ -370,9 +370,9 @@ def _not_a_prefix(
     if expected is None:
         fix = f"pass its result, {call_of(tree)}" if call_of(tree) else f"give the leaf a {kind}"
         return fail(what, "the tree has a leaf at this path", fix=fix, **facts)
-    fix, notes = f"give every key a {kind}, or {whole}", [difference]
+    fix, notes = f"give every key a {kind}, or {one_for_all}", [difference]
     if type(tree) is list and len(tree) > 1 and (not isinstance(prefix, (list, tuple)) or len(prefix) == 1):
-        fix, notes = f"[{'spec' if kind == 'P' else kind}] * {len(tree)}, or {whole}", []  # one, for all blocks
+        fix, notes = f"[{'spec' if kind == 'P' else kind}] * {len(tree)}, or {one_for_all}", []  # one, for all blocks
     elif children and (same := [k for k, x in expected.items() if list(_children(x) or ()) == list(children)]):
         notes.append(f"its keys are those of the tree at {join_limited([f'[{k!r}]' for k in same], 3)}")
         fix = f"give every key a {kind}; opt.specs(specs) makes those of an optimizer's state"

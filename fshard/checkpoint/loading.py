@@ -68,7 +68,7 @@ def restore(
     data in a file is damaged.
     """
     meshes = [mesh, *(x.mesh for x in tree.leaves(like) if isinstance(x, Sharded))]
-    ranks = Ranks("restore", alone=not any(m is not None and m.kind == "process" for m in meshes))
+    ranks = Ranks("restore", one_process=not any(m is not None and m.kind == "process" for m in meshes))
     join()
     directory = commit.directory_of(path, step)
     targets, errors = _targets(like, specs, mesh, at)

@@ -58,13 +58,13 @@ def save(
         raise fail(f"save: keep={keep!r} with step={step!r}", fix="keep= is 1 or more, and needs step=")
     raise_failure()
     leaves, errors = named_leaves("save", tree_)
-    ranks = Ranks.of("save", leaves.values())
+    ranks = Ranks.from_leaves("save", leaves.values())
     final = commit.directory_of(path, step)
     tensors, tied = _tensors(leaves)
 
     def describe_leaves() -> dict[str, str]:
         raise_all(errors)
-        if ranks.alone:
+        if ranks.one_process:
             return {}
         of_base = {f"base of {name}": text for name, text in (base or {}).items()}
         return {name: summary(x) + (f" = {tied[name]}" if name in tied else "") for name, x in leaves.items()} | of_base
@@ -100,7 +100,7 @@ def save(
                 commit.keep_newest(final.parent, step, keep)
 
     events: list[torch.cuda.Event] = []  # after which the copies are complete
-    group = group_of_ranks() if background and not ranks.alone else None
+    group = group_of_ranks() if background and not ranks.one_process else None
     try:
         (temporary, generation), *_ = ranks.run(begin)
         if background:

@@ -52,7 +52,7 @@ def digest(tree_: Any) -> dict[str, str]:
     Raises ShardingError for leaves that a checkpoint cannot have.
     """
     leaves, errors = named_leaves("digest", tree_)
-    ranks = Ranks.of("digest", leaves.values())
+    ranks = Ranks.from_leaves("digest", leaves.values())
     tensors = {name: x for name, x in leaves.items() if type(x) not in SCALARS}
 
     def sums_of_parts() -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""The draws of one call of a module by a key, each rank's own part of them where a mesh axis splits the batch."""
+"""The draws of one call of a module by a key, on each rank its part of them where a mesh axis splits the batch."""
 
 from __future__ import annotations
 

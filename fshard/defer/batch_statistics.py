@@ -111,10 +111,10 @@ class BatchStatistics(TorchFunctionMode):
                                       fix="a larger batch, or apply.eval()")  # fmt: skip
         else:  # the statistics of each example; running ones are their mean
             y, n = F.instance_norm(x, None, None, w, b, eps=options["eps"]), len(x)
-            own = [torch.zeros_like(leaves[name]) for name in _LEAVES[2:]]
+            local = [torch.zeros_like(leaves[name]) for name in _LEAVES[2:]]
             if n:
-                F.instance_norm(x.detach(), own[0], own[1], momentum=1.0)
-            *totals, count = psum((*(n * s for s in own), torch.tensor(float(n), device=x.device)), self.over)
+                F.instance_norm(x.detach(), local[0], local[1], momentum=1.0)
+            *totals, count = psum((*(n * s for s in local), torch.tensor(float(n), device=x.device)), self.over)
             new = [total / count for total in totals]
         momentum = options["momentum"]
         factor = momentum.factor() if isinstance(momentum, _Cumulative) else momentum
@@ -146,7 +146,7 @@ class BatchStatistics(TorchFunctionMode):
             what, line = self._caller(op)
             over = repr(min(axes) if len(axes) == 1 else tuple(sorted(axes)))
             raise fail(f"{what} with scale_grad_by_freq=True", *line,
-                       f"its ids vary over {over}: it divides the gradients of each rank's own ids by their number on "
+                       f"its ids vary over {over}: it divides the gradients of each rank's ids by their number on "
                        "that rank, which changes with the mesh",
                        fix="scale_grad_by_freq=False; and if nothing else uses the table, divide row i of its gradient "
                        "by the number of ids i:\n"

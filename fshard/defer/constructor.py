@@ -60,7 +60,7 @@ def defer(
 ) -> tuple[Apply, Tree]:  # fmt: skip
     """Run a constructor without allocating its parameters: return a pure function and a tree of their descriptions.
 
-    All operations on parameters and buffers are recorded. `materialize` replays them for each device's own part, and
+    All operations on parameters and buffers are recorded. `materialize` replays them for the part of each device, and
     draws from the constructor's distributions by the leaf's key: the values are the same on every mesh, and not as by
     `torch.manual_seed`. An operation that needs a full tensor (a QR) computes it in full, one leaf at a time, and
     keeps the part: `apply.whole` has the bytes of each such leaf.
@@ -77,7 +77,7 @@ def defer(
     Args:
         units: the submodules that `apply.unshard` gathers one by one: the name of a class ("T5Block"), a glob of paths
             ("encoder.block.*"; `**` is any number of parts) or several of both; a function (path, module) -> bool; or a
-            number: the innermost submodules with at least so many parameters. `apply.units` has their leaves.
+            number: the innermost submodules with at least this number of parameters. `apply.units` has their leaves.
         replace: globs of paths of submodules, and the pure functions that compute them on shards:
             `{"fc": fs.nn.column_linear("model"), "**.embed": fs.nn.row_embedding("model")}`. `apply.specs` has the
             specs of all leaves. The first glob that matches a submodule counts; one that matches none is an error.
@@ -106,9 +106,9 @@ def defer(
         nodes = {name: recorder.node(x) for named in leaves.values() for name, x in named.items()}
         outside = Outside(constructor, module)
         _release(module, places, recorder, outside)
-    tree, whole = _describe(leaves, nodes, budget)
+    tree, computed_in_full = _describe(leaves, nodes, budget)
     chosen = choose_units(module, units)
-    return Apply(module, whole=whole, units=chosen, replace=replace, outside=outside), tree
+    return Apply(module, whole=computed_in_full, units=chosen, replace=replace, outside=outside), tree
 
 
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -311,7 +311,7 @@ class Reference:
 def _describe(leaves: Leaves, nodes: Mapping[str, Node], budget: int) -> tuple[Tree, dict[str, int]]:
     owners: dict[int, tuple[str, int]] = {}  # id of a draw -> (the first leaf computed from it, its number there)
     tree: Tree = {"params": {}, "buffers": {}}
-    whole: dict[str, int] = {}
+    computed_in_full: dict[str, int] = {}
     errors: list[ShardingError] = []
     for kind, names in leaves.items():
         for name in names:
@@ -322,7 +322,7 @@ def _describe(leaves: Leaves, nodes: Mapping[str, Node], budget: int) -> tuple[T
                     count += 1
             tree[kind][name] = _describe_leaf(kind, name, node, owners)
             if size := _bytes_in_full(node):
-                whole[name] = size
+                computed_in_full[name] = size
             if size > budget:
                 ops = sorted({step_name(n) for n in topological_order(node) if not is_local(n)})
                 what = f"defer: {name}: {describe(node)} is computed in full, beyond budget="
@@ -330,21 +330,21 @@ def _describe(leaves: Leaves, nodes: Mapping[str, Node], budget: int) -> tuple[T
                                    f"{size:,} bytes > {budget:,}", operations=", ".join(ops),
                                    fix=f"budget={size}, of each device; or {EAGER}"))  # fmt: skip
     raise_all(errors)
-    return tree, whole
+    return tree, computed_in_full
 
 
 def _describe_leaf(kind: str, name: str, node: Node, owners: Mapping[int, tuple[str, int]]) -> Deferred:
-    own, drawn = f"{kind}.{name}", draws(node)
+    leaf, drawn = f"{kind}.{name}", draws(node)
     names = tuple(dict.fromkeys(owners[id(d)][0] for d in drawn))
-    shared = any(o != own for o in names)
+    shared = any(o != leaf for o in names)
     plain = None if shared else _plain_initializer(node)
     if plain is not None:
-        return Deferred(node.shape, node.dtype, plain, Scope(own))
+        return Deferred(node.shape, node.dtype, plain, Scope(leaf))
     sources = {id(d): (names.index(owners[id(d)][0]), owners[id(d)][1]) for d in drawn}
     if not shared:
-        return Deferred(node.shape, node.dtype, Recorded(node, sources, (), name), Scope(own))
+        return Deferred(node.shape, node.dtype, Recorded(node, sources, (), name), Scope(leaf))
     shown = tuple(o.partition(".")[2] for o in names)
-    return Deferred(node.shape, node.dtype, Recorded(node, sources, shown, name), Scope(own, names))
+    return Deferred(node.shape, node.dtype, Recorded(node, sources, shown, name), Scope(leaf, names))
 
 
 def _bytes_in_full(node: Node) -> int:

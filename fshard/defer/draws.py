@@ -72,7 +72,7 @@ class Probe:
 class Batch:
     """Part of the examples of a batch that this rank has: `count` from `start` on, of `total`, over mesh `axes`.
 
-    `dim` has the examples in every draw, if no probe says in which.
+    `dim` has the examples in every draw, if no probe finds it.
     """
 
     axes: tuple[str, ...]
@@ -94,8 +94,8 @@ class Features:
     def split(self, dim: int, ndim: int, full: int, part: int) -> bool:
         """Return whether `part` is this rank's size of a dim with features, or with heads of them.
 
-        A dim where they are flattened with others may have that size too, but a rank's part of it is no range: dim 0 of
-        several is [B*heads], and another product divides no number of features, as a rule.
+        A dim where they are flattened with others may have that size too, but a rank's part of it is not a range: dim 0
+        of several is [B*heads], and another product divides no number of features, as a rule.
         """
         is_features = (dim > 0 or ndim == 1) and any(n % max(1, full) == 0 for n in self.numbers)
         return is_features and self.part(full)[1] == part
@@ -160,7 +160,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _unexpected(self, here: str, there: str) -> ShardingError:
         axes = " or ".join(str(f.axes) for f in self.features)
-        split = [f"or {why}: replace= is to leave them whole" for why in (
+        split = [f"or {why}: replace= is to leave them unsplit" for why in (
             f"this rank has no part of the features that {axes} splits, and torch draws nothing for it",
             "they are flattened with another dim, and a rank's part is no range of it",
             *["axes whose parts have one size cannot be told apart"] * (len(self.features) > 1)) if axes]  # fmt: skip
@@ -198,7 +198,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._drawn[y] = None
 
     def _run(self, rule: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: Values) -> Any:
-        """Run a random operation by its rule, unless it draws nothing or by a generator of its own."""
+        """Run a random operation by its rule, unless it draws nothing or by a given generator."""
         values = values_of(func, args, kwargs)
         name = func.overloadpacket.__name__
         rate = values.get("dropout_p", values.get("dropout", values.get("p") if "dropout" in name else None))
@@ -290,7 +290,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _stated(self, op: str, shape: tuple[int, ...], batch: Batch) -> Examples | None:
-        """Return the dim that is said to have the examples."""
+        """Return the dim that was given as the dim of the examples."""
         dim = batch.dim or 0
         if not shape:
             return None

@@ -37,7 +37,7 @@ from .recomputation import AGAIN, RefuseCheckpoint, recomputed, refused_by_torch
 from .references import Outside, Seen, reachable
 from .replaced import Replace, Replaced
 from .stand_ins import adapted_as, between_calls, detached, in_module, tensors_of
-from .units import Fill, UnshardedByUnit, as_they_are, leaves_of_units, shapes_of, unwatched
+from .units import Fill, UnshardedByUnit, leaves_of_units, shapes_of, unchanged, unwatched
 from .values import first_valueless, is_valueless, not_of_the_call
 from .writes import ParameterWrites, equal_values, version
 
@@ -77,7 +77,7 @@ class Apply:
     Args:
         ties: tied name -> the name of the leaf it uses, beyond the ties of `module` itself.
         whole: leaves whose initial values are computed in full, and their bytes; for information.
-        transient: names of buffers that are not persistent, beyond those of `module` itself.
+        transient: names of buffers that are not persistent, beyond the ones of `module` itself.
         units: names of the submodules that `unshard` gathers one by one.
         replace: the submodules that are pure functions on shards, as for `fs.defer`.
         outside: the objects that functions of the module capture and that are not of the module.
@@ -106,7 +106,7 @@ class Apply:
         self.shapes = shapes_of(self._leaves["params"])
         self.frozen = frozenset(k for k, x in self._leaves["params"].items() if not x.requires_grad)
         self.units = leaves_of_units(module, units, self._places)
-        self._replaced = Replaced.of(module, replace, self._places)
+        self._replaced = Replaced.from_module(module, replace, self._places)
         self.specs = self._replaced.specs
         self._free_copies: dict[int, list[ModuleCopy]] = {}  # by thread: see `_take_copy`
         self._done: set[str] = set()  # the checks that only the first call makes; shared with copies, as the others are
@@ -130,7 +130,7 @@ class Apply:
         """Describe a parameter for `fs.lora`, which is passed this function as `of`: its module, and its layout."""
         name = tree.dotted(path)
         if name not in self._adapted_as:
-            raise fail(f"{self!r}: {name!r} is no parameter of the module", fix='pass tree["params"] of fs.defer')
+            raise fail(f"{self!r}: {name!r} is not a parameter of the module", fix='pass tree["params"] of fs.defer')
         return self._adapted_as[name]
 
     @functools.cached_property
@@ -148,7 +148,7 @@ class Apply:
     ) -> tuple[Any, dict[str, Tensor]]:
         """Return the result of `forward` and the buffers after it; the arguments are not changed.
 
-        On a mesh each rank updates the buffers by its own batch, so they vary: see `batch_norm_over` for batch norms.
+        On a mesh each rank updates the buffers by its examples, so they vary: see `batch_norm_over` for batch norms.
         To have one value on all ranks, take the mean, and for counters, which are equal on every rank, the maximum:
 
             fs.tree.map(lambda b: fs.pmean(b, "data") if b.is_floating_point() else fs.pmax(b, "data"), new)
@@ -182,8 +182,8 @@ class Apply:
 
         It applies to `F.batch_norm` in any code of forward, of a subclass as of a function, and to the running
         statistics of instance norms. Without it a batch norm in train mode is an error where its input varies, since
-        statistics of each rank's own examples would change with the mesh. `None` takes those all the same, as torch's
-        DistributedDataParallel does: for ranks that train models of their own. The running statistics are of all
+        statistics of the examples of one rank would change with the mesh. `None` takes those all the same, as torch's
+        DistributedDataParallel does: for ranks that train different models. The running statistics are of all
         ranks too.
 
         An axis that splits the channels, and so the norm's leaves, needs nothing: each rank has all examples of its
@@ -231,7 +231,7 @@ class Apply:
             backward_prefetch: the same in backward, by default as many; "post" gathers one unit ahead after the
                 gradients of a unit are computed, while they are summed.
             dtype, reduce_dtype: as for `fs.unshard`.
-            shapes: as for `fs.unshard`; by default the shapes of the module's own parameters.
+            shapes: as for `fs.unshard`; by default the shapes of the module's parameters.
 
         Transfers, for each dtype of a unit and each of its calls: a gather in forward, one in backward if a gradient
         needs its leaves, and one sum. Frozen leaves have no gradient: no buffer and no sum. A unit that is called again
@@ -269,11 +269,11 @@ class Apply:
 
         Draw number j of a call, from 0, is `fs.random` under `fold_in(key, j)`, of the shape of the global tensor: the
         mask of an nn.Dropout is `fs.random.bernoulli(fs.fold_in(key, j), x.shape, p=1 - rate)`. Two calls by one key
-        draw the same numbers, so fold in the step, and the name of each model. In a region say by `draws_over` which
+        draw the same numbers, so fold in the step, and the name of each model. In a region, state by `draws_over` which
         axis splits the batch. `None` draws from torch's generator.
 
         Only the first form is available for a module whose forward has an argument `key`, as nn.MultiheadAttention's.
-        An operation that draws in a way that a key cannot replace (a generator of its own, a fused kernel) is an error.
+        An operation that draws in a way that a key cannot replace (a given generator, a fused kernel) is an error.
         On a CPU it costs 8 microseconds for each operation of forward and half a millisecond for each draw, beyond the
         numbers themselves. Not for compiled programs.
 
@@ -305,10 +305,10 @@ class Apply:
 
             arguments that vary over axis: [B@axis, ...] or [T, B@axis, ...]; a draw: one for all B examples
 
-        Each rank draws the numbers of its own examples, which may be fewer than on other ranks, or none. Draws
-        without a dim of examples (the skip of a whole layer) are the same on all ranks. `None` is for arguments that
-        are the same on all ranks. The spec of an argument tells the dim of its examples; `dim` is the dim in arguments
-        that were computed in the region. Of features that replaced modules leave split, each rank draws its own part.
+        Each rank draws the numbers of its examples, which may be fewer than on other ranks, or none. Draws
+        without a dim of examples (the skip of a layer) are the same on all ranks. `None` is for arguments that
+        are the same on all ranks. The spec of an argument gives the dim of its examples; `dim` is the dim in arguments
+        that were computed in the region. Of features that replaced modules leave split, each rank draws its part.
         In `fs.accumulate` a row of the batch has the same numbers in any number of microbatches.
 
         The dims that have the examples are found: the first call for arguments of new shapes, which must be a checked
@@ -336,7 +336,7 @@ class Apply:
 
     def run(
         self, params: Named, buffers: Named, args: tuple[Any, ...], kwargs: dict[str, Any], calls: Any = None,
-        in_units: Named | None = None, fill: Fill = as_they_are,
+        in_units: Named | None = None, fill: Fill = unchanged,
     ) -> tuple[Any, dict[str, Tensor], list[str]]:  # fmt: skip
         """Return the result of forward, the buffers after it, and the names of the buffers that it changed.
 
@@ -548,7 +548,7 @@ class Apply:
 
     def _give_back(self, mine: ModuleCopy) -> None:
         mine.units.calls, mine.units.keep, mine.units.watch, mine.units.replaced = None, str, unwatched, []
-        mine.units.fill = as_they_are
+        mine.units.fill = unchanged
         for p in mine.references:
             p.holder[p.key] = self._between_calls[p.leaf]
         self._copies_of_thread.append(mine)
@@ -562,11 +562,11 @@ class Apply:
         # What this call has changed before: attributes are arguments too.
         changed = {key: new for key, m in modules.items() if (new := mine.contents.changed_attributes(m))}
         changed = tree.map(lambda x: detached(x) if isinstance(x, Tensor) else x, changed)
-        own = set(self.units[name])
+        leaves = set(self.units[name])
         now: dict[str, Tensor] = {}
         number, fill = 0 if draws is None else draws.number, mine.units.fill
         for p in (*mine.places, *mine.references):
-            if (id(p.holder) in holders or p in mine.references) and not (p.kind == "params" and p.leaf in own):
+            if (id(p.holder) in holders or p in mine.references) and not (p.kind == "params" and p.leaf in leaves):
                 x = p.holder[p.key]
                 if p.kind == "buffers":
                     now[p.name] = x.clone()  # forward may update it

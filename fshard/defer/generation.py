@@ -1,4 +1,4 @@
-"""Generation by models of `transformers`, decoders and encoder-decoders, with their own caches.
+"""Generation by models of `transformers`, decoders and encoder-decoders, with their caches.
 
 Legend: B batch, T the tokens of the prompt, S those so far, N of this step, V vocabulary, D width.
 """
@@ -38,7 +38,7 @@ def generate(
     lengths are padded on the left, and `mask` [B@data, T] is 0 there. `on_token(step, tokens)` is called on every rank
     with the new tokens [B@data] of each step, until all sequences of all ranks have ended.
 
-    Keys and values, or states, are kept in the model's own cache, which is an argument and a result of each step; a
+    Keys and values, or states, are kept in the model's cache, which is an argument and a result of each step; a
     model without one runs on all tokens at each step. Every rank has the logits of its rows, [B@data, V].
 
     Args:
@@ -61,7 +61,7 @@ def generate(
     Raises ShardingError for options that do not exist, are out of range or contradict each other, for an
     encoder-decoder without a start, and for a model that gives no logits.
     """
-    model = _Model.of(apply, getattr(apply, "module", None) if module is None else module)
+    model = _Model.from_apply(apply, getattr(apply, "module", None) if module is None else module)
     chosen = Options.of(with_tokens(options, model.eos, model.pad, model.size))
     check_ids("generate", ids)
     if mask is not None and mask.shape != ids.shape:
@@ -102,7 +102,7 @@ class _Model(NamedTuple):
     size: int | None
 
     @classmethod
-    def of(cls, apply: object, module: object) -> _Model:
+    def from_apply(cls, apply: object, module: object) -> _Model:
         if not isinstance(module, nn.Module):
             raise must_be(
                 "generate: apply.module", "a Module", module, "pass module=apply.module, of the Apply of defer"

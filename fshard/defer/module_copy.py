@@ -1,4 +1,4 @@
-"""Copies of a module, which share its tensors: each call that runs at the same time as others uses one of its own."""
+"""Copies of a module, which share its tensors: each call that runs at the same time as others uses a separate copy."""
 
 from __future__ import annotations
 

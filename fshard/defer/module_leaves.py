@@ -18,7 +18,7 @@ Leaves = dict[str, dict[str, Tensor]]  # by kind ("params", "buffers") and name
 class Place:
     """One entry of a module's parameters or buffers: its dotted names, and the name of the leaf it uses.
 
-    A module that stands in its parents more than once (`Sequential(a, relu, a)`) gives each of its entries more names.
+    A module that its parents have more than once (`Sequential(a, relu, a)`) gives each of its entries more names.
     """
 
     holder: dict[str, Any]
@@ -34,7 +34,7 @@ class Place:
 
 
 def places_of(module: nn.Module, ties: Mapping[str, str] | None = None) -> list[Place]:
-    """Return the places of parameters and buffers, once each. Those of one tensor use one leaf, by the first name."""
+    """Return the places of parameters and buffers, once each. Places of one tensor use one leaf, by the first name."""
     ties = ties or {}
     first: dict[int, str] = {}
     places: dict[tuple[int, str], Place] = {}
@@ -44,8 +44,8 @@ def places_of(module: nn.Module, ties: Mapping[str, str] | None = None) -> list[
                 if x is None:
                     continue
                 name = f"{prefix}{key}"
-                own = first.setdefault(id(x), name)
-                leaf = ties.get(name, ties.get(own, own))
+                first_name = first.setdefault(id(x), name)
+                leaf = ties.get(name, ties.get(first_name, first_name))
                 place = Place(holder, key, (name,), leaf, kind, key in m._non_persistent_buffers_set)
                 if known := places.get((id(holder), key)):
                     place = replace(known, names=(*known.names, name), leaf=leaf if name in ties else known.leaf)

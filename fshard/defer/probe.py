@@ -39,7 +39,7 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
     """The draws of a run on fake tensors with a prime number of examples.
 
     Entry i of a dim of size outer * prime * inner belongs to example i // inner % prime. `_outer` has the outer factor
-    of a tensor where it is not 1: there the entries of one example are no contiguous range. It is NaN if unknown, of
+    of a tensor where it is not 1: there the entries of one example are not contiguous. It is NaN if unknown, of
     entries that were sorted or picked; added to others they are in the order of those.
     """
 
@@ -106,8 +106,8 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
 
     def _interleaved(self, what: str, x: Tensor) -> ShardingError:
         return draw_error(f"{self.name}: {what} {self._shown(x)}, in which the entries of one example are not together",
-                          "B is the number of examples; those of a rank are no range of this dim",
-                          fix="keep the batch in a dim of its own, or flatten [B, T], not [T, B]")  # fmt: skip
+                          "B is the number of examples; a rank's examples are not a range of this dim",
+                          fix="keep the batch in a separate dim, or flatten [B, T], not [T, B]")  # fmt: skip
 
     def _shown(self, x: Tensor) -> str:
         each = [n / self.prime for n in x.shape]

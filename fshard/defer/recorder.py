@@ -100,7 +100,7 @@ def recording(budget: int) -> Iterator[Recorder]:
 class RecordedStorage:
     """The current value of a storage, as the tensor that was allocated with it."""
 
-    alive: list[Any]  # the storage, kept so that its id stays its own, and others that share its memory
+    alive: list[Any]  # the storage, kept so that no other storage gets its id, and others that share its memory
     value: Node
     strides: tuple[int, ...]
     offset: int
@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return row.as_strided(x.shape, x.stride(), x.storage_offset())
 
     def _new(self, x: Tensor, value: Node) -> None:
-        """Record the value of a tensor with a storage of its own."""
+        """Record the value of a tensor with a new storage."""
         storage = RecordedStorage([x.untyped_storage()], value, x.stride(), int(x.storage_offset()))
         self._storages[storage_id(x)] = storage
 

@@ -142,9 +142,9 @@ def copy_with_functions(root: Any, outside: Mapping[int, Any]) -> Any:
     copies = [(f, _copy_of(f, cells)) for f in functions]
     memo.update((id(f), new) for f, new in copies)
     out = copy.deepcopy(root, memo)
-    for cell, own in cells.values():
+    for cell, new_cell in cells.values():
         if (content := contents_of(cell)) is not None:
-            own.cell_contents = _copied(content, memo)
+            new_cell.cell_contents = _copied(content, memo)
     for f, new in copies:
         new.__defaults__, new.__kwdefaults__ = _copied(f.__defaults__, memo), _copied(f.__kwdefaults__, memo)
         new.__dict__.update((key, _copied(x, memo)) for key, x in vars(f).items())
@@ -202,9 +202,9 @@ class Outside:
         if not any(isinstance(x, (CellType, BuiltinMethodType)) for x in found):
             return
         outside = {id(x): x for x in reachable(constructor, classes=True)}
-        own = {id(x): x for x in reachable(module, closures=False)}
-        modules = {key for key, x in own.items() if isinstance(x, nn.Module)}
-        self.objects = {id(x): x for x in found if id(x) in outside and id(x) not in own and x is not None
+        inside = {id(x): x for x in reachable(module, closures=False)}
+        modules = {key for key, x in inside.items() if isinstance(x, nn.Module)}
+        self.objects = {id(x): x for x in found if id(x) in outside and id(x) not in inside and x is not None
                         and modules.isdisjoint(map(id, reachable(x)))}  # fmt: skip
 
     def seen_by(self, module: nn.Module) -> Iterator[Seen]:

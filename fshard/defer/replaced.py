@@ -29,12 +29,12 @@ class Replaced:
     """The submodules that are replaced, by their first names, and their parameters that are split."""
 
     by: Mapping[str, Replacement]
-    own: Mapping[str, Mapping[str, P]]  # of each, the specs of its parameters, by their names in it
+    specs_in: Mapping[str, Mapping[str, P]]  # of each, the specs of its parameters, by their names in it
     splits: Mapping[str, Split]
     specs: Mapping[str, Mapping[str, P]]  # of all leaves, by kind and name
 
     @staticmethod
-    def of(module: nn.Module, replace: Replace, places: Sequence[Place]) -> Replaced:
+    def from_module(module: nn.Module, replace: Replace, places: Sequence[Place]) -> Replaced:
         """Choose the submodules that the globs match; the first of several globs that match one counts.
 
         Raises ShardingError listing every glob that matches none, and every submodule that cannot be replaced.
@@ -42,25 +42,25 @@ class Replaced:
         named = {id(m): name for name, m in module.named_modules()}  # the first names
         chosen, errors = _matched(module, {} if replace is None else replace, named)
         by = {named[key]: replacement for key, replacement in chosen.items()}
-        own: dict[str, dict[str, P]] = {}
+        specs_in: dict[str, dict[str, P]] = {}
         for name, replacement in by.items():
             m = module.get_submodule(name)
             try:
                 _check_module(m, replacement)
-                own[name] = _own_specs(m, replacement)
+                specs_in[name] = _checked_specs(m, replacement)
             except ShardingError as e:
                 errors.append(ShardingError(f"defer: replace: {name!r} is a {type(m).__name__}: {e}"))
             errors += [fail(f"defer: replace: {name!r} is in {outer!r}, which is replaced too",
                             f"{by[outer]} computes all of {outer!r}", fix="replace one of them")
                        for outer in by if name.startswith(f"{outer}.")]  # fmt: skip
         raise_all(errors)
-        specs, users = _specs_of_leaves(module, by, own, places)
+        specs, users = _specs_of_leaves(module, by, specs_in, places)
         leaves = leaves_at(places)
         splits = {
             leaf: Split(tuple(leaves["params"][leaf].shape), spec, *_users(leaf, users[leaf], by, places))
             for leaf, spec in specs.items() if spec.axes
         }  # fmt: skip
-        return Replaced(by, own, splits, _of_all_leaves(leaves, specs))
+        return Replaced(by, specs_in, splits, _of_all_leaves(leaves, specs))
 
     @property
     def features(self) -> dict[tuple[str, ...], set[int]]:
@@ -76,11 +76,11 @@ class Replaced:
         """Give the submodules of a copy of the module their functions."""
         for name, replacement in self.by.items():
             m = module.get_submodule(name)
-            axes = {axis for spec in self.own[name].values() for axis in spec.axes}
+            axes = {axis for spec in self.specs_in[name].values() for axis in spec.axes}
             m.forward = functools.partial(_run, f"{label}: {name!r}: {replacement}", replacement, axes, m)
 
     def remove(self, module: nn.Module) -> None:
-        """Give the submodules of a copy of the module their own forwards."""
+        """Give the submodules of a copy of the module the forwards of their classes."""
         for name in self.by:
             m: Any = module.get_submodule(name)
             m.forward = functools.partial(type(m).forward, m)
@@ -93,7 +93,7 @@ def _matched(
     if not isinstance(replace, Mapping):
         raise must_be("defer: replace", "a dict of globs and replacements", replace,
                       '{"fc": fs.nn.column_linear("model")}')  # fmt: skip
-    raise_all([must_be(f"defer: replace[{glob!r}]", "a Replacement", x, "fs.nn.column_linear(axis), or one of your own")
+    raise_all([must_be(f"defer: replace[{glob!r}]", "a Replacement", x, "fs.nn.column_linear(axis), or another one")
                for glob, x in replace.items() if not isinstance(x, Replacement)])  # fmt: skip
     chosen: dict[int, Replacement] = {}
     used: set[str] = set()
@@ -133,34 +133,34 @@ def _check_module(m: nn.Module, replacement: Replacement) -> None:
     ]
     if not kinds:
         taken = " and ".join(t if isinstance(t, str) else t.__name__ for t in replacement.takes)
-        raise fail(f"{replacement} takes {taken}", fix="a narrower glob, or an fs.nn.Replacement of your own")
+        raise fail(f"{replacement} takes {taken}", fix="a narrower glob, or another fs.nn.Replacement")
     if all(type(m).forward is not kind.forward for kind in kinds) or "forward" in vars(m):
         raise fail(f"{replacement} computes the forward of {kinds[0].__name__}, and this one has its own",
-                   fix="an fs.nn.Replacement of your own, for this class")  # fmt: skip
+                   fix="an fs.nn.Replacement for this class")  # fmt: skip
     for part in m.modules():
         if parametrize.is_parametrized(part):
             raise fail("it has parametrizations, which compute its parameters",
-                       fix="leave it as it is, or torch.nn.utils.parametrize.remove_parametrizations")  # fmt: skip
+                       fix="do not replace it, or torch.nn.utils.parametrize.remove_parametrizations")  # fmt: skip
         if any(getattr(part, hooks) for hooks in _HOOKS):
             raise fail("it has hooks, which see, or compute, whole tensors", fix="remove them in the constructor")
 
 
-def _own_specs(m: nn.Module, replacement: Replacement) -> dict[str, P]:
+def _checked_specs(m: nn.Module, replacement: Replacement) -> dict[str, P]:
     """Return the specs of a module's parameters by their names in it. Raises ShardingError without its name."""
-    specs, own = replacement.specs(m), _parameters(m)
+    specs, params = replacement.specs(m), _parameters(m)
     if not isinstance(specs, Mapping):
         raise must_be(f"{replacement}: specs", "a function that returns a dict of parameters' names and specs", specs)
     for key, spec in specs.items():
-        if key not in own:
-            raise fail(f"{replacement} has a spec for {key!r}, and it has no such parameter", has=", ".join(own),
+        if key not in params:
+            raise fail(f"{replacement} has a spec for {key!r}, and it has no such parameter", has=", ".join(params),
                        fix="specs of parameters, by their names in the module")  # fmt: skip
         if not isinstance(spec, P):
             raise must_be(f"{replacement}: the spec of {key!r}", "a P", spec)
         try:
-            spec.parts(own[key].ndim)
+            spec.parts(params[key].ndim)
         except ShardingError as e:
             raise ShardingError(f"{replacement}: {key!r}: {e}") from None
-    return {key: specs.get(key, P()) for key in own}
+    return {key: specs.get(key, P()) for key in params}
 
 
 def _parameters(m: nn.Module) -> dict[str, Tensor]:
@@ -170,14 +170,14 @@ def _parameters(m: nn.Module) -> dict[str, Tensor]:
 
 
 def _specs_of_leaves(
-    module: nn.Module, by: Mapping[str, Replacement], own: Mapping[str, Mapping[str, P]], places: Sequence[Place]
+    module: nn.Module, by: Mapping[str, Replacement], specs_in: Mapping[str, Mapping[str, P]], places: Sequence[Place]
 ) -> tuple[dict[str, P], dict[str, list[str]]]:
     """Return the spec of each leaf of a replaced module, and the names of the modules. Raises for ties that differ."""
     leaf_of = {(id(p.holder), p.key): p.leaf for p in places}
     specs: dict[str, P] = {}
     users: dict[str, list[str]] = {}
     errors = []
-    for name, of_module in own.items():
+    for name, of_module in specs_in.items():
         for key, spec in of_module.items():
             path, _, last = key.rpartition(".")
             holder = module.get_submodule(f"{name}.{path}" if path else name)._parameters

@@ -108,7 +108,7 @@ class Replay:
         def filler() -> Callable[[int], None]:
             replay = (
                 Replay(self.root, self.key_of, self.device) if threads else self
-            )  # boxes of shared nodes of its own
+            )  # each thread has its boxes of shared nodes
 
             def fill(start: int) -> None:
                 n = min(step, sizes[dim] - start)

@@ -1,4 +1,4 @@
-"""Tensors without values that stand in a module for its leaves: not gathered ones, a `Weight`, and parts."""
+"""Tensors without values in place of the leaves of a module: not gathered ones, a `Weight`, and parts."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class AdaptedParameter(StandIn):
     weight: Weight
 
     @staticmethod
-    def of(leaf: str, weight: Weight) -> AdaptedParameter:
+    def from_weight(leaf: str, weight: Weight) -> AdaptedParameter:
         device, error = tree.leaves(weight)[0].device, functools.partial(_adapter_error, leaf, weight)
         out = AdaptedParameter.like(leaf, weight.shape, weight.dtype, device, ", adapted", error)
         out.weight = weight
@@ -154,7 +154,7 @@ def _adapter_error(leaf: str, weight: Weight, operation: str) -> ShardingError:
     if getattr(weight, "layout", None) is None:
         return fail(f"{leaf!r} is of type {type(weight).__name__}, and used by {operation}",
                     "in a deferred module only an adapter of a layer stands for it",
-                    fix="exclude its module from those of lora.quantize, or adapt it")  # fmt: skip
+                    fix="exclude its module in lora.quantize, or adapt it")  # fmt: skip
     return fail(f"{leaf!r} is adapted, and used by {operation}, which adapters do not take part in",
                 "they do in nn.Linear, nn.Embedding and transformers' Conv1D",
                 fix="exclude its module from the adapter's targets")  # fmt: skip
@@ -177,7 +177,7 @@ class SplitParameter(StandIn):
     placed: Split
 
     @staticmethod
-    def of(leaf: str, part: Tensor, split: Split) -> SplitParameter:
+    def from_part(leaf: str, part: Tensor, split: Split) -> SplitParameter:
         def error(operation: str) -> ShardingError:
             where = f", as {split.others}" if split.others else ""
             return fail(f"{leaf!r} is split by replace= ({split.by}), and used by {operation} outside of the forward "
@@ -192,18 +192,18 @@ class SplitParameter(StandIn):
 def detached(x: Tensor) -> Tensor:
     """Return a leaf of a module, detached; it requires a gradient where it did."""
     if isinstance(x, AdaptedParameter):
-        return AdaptedParameter.of(x.leaf, tree.map(detached, x.weight))
+        return AdaptedParameter.from_weight(x.leaf, tree.map(detached, x.weight))
     if isinstance(x, SplitParameter):
-        return SplitParameter.of(x.leaf, detached(x.part), x.placed)
+        return SplitParameter.from_part(x.leaf, detached(x.part), x.placed)
     return x if isinstance(x, StandIn) else x.detach().requires_grad_(x.requires_grad)
 
 
 def in_module(params: Mapping[str, Any], splits: Mapping[str, Split]) -> dict[str, Tensor]:
     """Return the leaves as a module may have them: a Weight, and a part of a leaf that is split, by its stand-in."""
-    out = {name: AdaptedParameter.of(name, x) if isinstance(x, Weight) else x for name, x in params.items()}
+    out = {name: AdaptedParameter.from_weight(name, x) if isinstance(x, Weight) else x for name, x in params.items()}
     for name, split in splits.items():
         if name in out and type(out[name]) is not StandIn:
-            out[name] = SplitParameter.of(name, out[name], split)
+            out[name] = SplitParameter.from_part(name, out[name], split)
     return out
 
 

@@ -81,9 +81,9 @@ def _choose_large(name: str, m: nn.Module, least: int, chosen: set[str], seen: s
     seen.add(id(m))
     # Attention computes with the leaves of its child, whose forward nobody calls; and its parent may, without it.
     attention = isinstance(m, nn.MultiheadAttention)
-    own = {id(x): x.numel() for x in m.parameters(recurse=attention) if id(x) not in seen}
-    seen.update(own)
-    left = sum(own.values())
+    numels = {id(x): x.numel() for x in m.parameters(recurse=attention) if id(x) not in seen}
+    seen.update(numels)
+    left = sum(numels.values())
     if attention:
         return left
     left += sum(_choose_large(f"{name}.{key}" if name else key, child, least, chosen, seen)
@@ -135,8 +135,8 @@ Watch = Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[None]
 Fill = Callable[[str, Sequence[Tensor]], Sequence[Any]]  # (unit, its gathered tensors) -> its leaves
 
 
-def as_they_are(unit: str, tensors: Sequence[Tensor]) -> Sequence[Any]:
-    """Return the tensors of a unit none of whose leaves is a `Weight`: its leaves."""
+def unchanged(unit: str, tensors: Sequence[Tensor]) -> Sequence[Any]:
+    """Return the tensors of a unit without a `Weight`: its leaves."""
     return tensors
 
 
@@ -161,7 +161,7 @@ class UnitForwards:
         self.calls: Any = None  # None: a call with full leaves
         self.keep: Callable[[str], Any] = str
         self.watch: Watch = unwatched
-        self.fill: Fill = as_they_are
+        self.fill: Fill = unchanged
         self.replaced: list[str] = []  # parameters that the forward of a unit has replaced
         self._original: dict[str, Callable[..., Any]] = {}
         by_leaf: dict[str, list[Place]] = {}
@@ -193,9 +193,9 @@ class UnitForwards:
             with self.watch(given):
                 return self._original[name](*args, **kwargs)
         finally:
-            for ps, xs, own in zip(places, outside, leaves, strict=True):
+            for ps, xs, leaf in zip(places, outside, leaves, strict=True):
                 for p, x in zip(ps, xs, strict=True):
-                    if isinstance(new := p.holder.get(p.key), nn.Parameter) and new is not own:
+                    if isinstance(new := p.holder.get(p.key), nn.Parameter) and new is not leaf:
                         self.replaced.append(p.leaf)
                     p.holder[p.key] = x
 
@@ -215,7 +215,7 @@ class Function(Protocol):
 
     def run(
         self, params: Named, buffers: Named, args: tuple[Any, ...], kwargs: dict[str, Any], calls: Any = None,
-        in_units: Named | None = None, fill: Fill = as_they_are,
+        in_units: Named | None = None, fill: Fill = unchanged,
     ) -> tuple[Any, dict[str, Tensor], list[str]]: ...  # fmt: skip
 
 
@@ -268,7 +268,7 @@ class UnshardedByUnit:
             or in_transform()
             or any(map(has_tangent, tree.leaves(named)))
         ):
-            return apply.run(self._whole(named, self._specs), self._whole_buffers(buffers), args, kwargs)
+            return apply.run(self._full(named, self._specs), self._full_buffers(buffers), args, kwargs)
         refuse_saved_tensor_hooks("apply.unshard")
         flat = tree.broadcast(self._specs, named, name="apply.unshard: specs", leaf=is_spec, is_leaf=is_weight)
         specs: Any = tree.unflatten(tree.flatten(named, is_weight)[1], flat)
@@ -276,39 +276,39 @@ class UnshardedByUnit:
         in_units = {leaf for name in units for leaf in apply.units[name]}
         in_units -= {leaf for name, leaves in apply.units.items() if name not in units for leaf in leaves}
         root = [leaf for leaf in named if leaf not in in_units]
-        full = self._whole({leaf: named[leaf] for leaf in root}, {leaf: specs[leaf] for leaf in root})
-        whole_buffers = self._whole_buffers(buffers)
+        full = self._full({leaf: named[leaf] for leaf in root}, {leaf: specs[leaf] for leaf in root})
+        full_buffers = self._full_buffers(buffers)
         placeholders = {}
         for name, unit in units.items():
-            wholes = iter([x if part is None else part for part, x in zip(unit.plan.slices, unit.shards, strict=True)])
+            parts = iter([x if part is None else part for part, x in zip(unit.plan.slices, unit.shards, strict=True)])
             for leaf in apply.units[name]:
                 x = params[leaf]
-                whole_leaf = tree.map(lambda _, wholes=wholes: next(wholes), x) if is_weight(x) else next(wholes)
-                key = (leaf, whole_leaf.shape, whole_leaf.dtype, here.device)
+                full_leaf = tree.map(lambda _, parts=parts: next(parts), x) if is_weight(x) else next(parts)
+                key = (leaf, full_leaf.shape, full_leaf.dtype, here.device)
                 if key not in self._placeholders:
                     self._placeholders[key] = outside_unit(name, *key)
                 if leaf in in_units:
                     placeholders[leaf] = self._placeholders[key]
         shards = [x for name in units for leaf in apply.units[name] for x in tree.leaves(params[leaf])]
         calls = UnitCalls(UnitSchedule(here, units, self._options), shards)
-        result = apply.run(full, whole_buffers, args, kwargs, calls, placeholders, self._fill(units, params))
+        result = apply.run(full, full_buffers, args, kwargs, calls, placeholders, self._fill(units, params))
         calls.end()
         return result
 
     def _fill(self, units: Mapping[str, Unit], params: Named) -> Fill:
         """Return the function that makes the leaves of a unit of its gathered tensors."""
         if not any(map(is_weight, params.values())):
-            return as_they_are
+            return unchanged
         leaves: dict[str, Any] = {name: [params[leaf] for leaf in self._apply.units[name]] for name in units}
         structures = {name: tree.structure(xs) for name, xs in leaves.items()}
 
         return lambda name, tensors: tree.unflatten(structures[name], tensors)
 
-    def _whole(self, params: dict[str, Tensor], specs: Any) -> Any:
+    def _full(self, params: dict[str, Tensor], specs: Any) -> Any:
         shapes = {name: self._shapes[name] for name in params}
         return unshard(params, specs, self._axis, shapes=shapes, dtype=self._dtype, reduce_dtype=self._reduce_dtype)
 
-    def _whole_buffers(self, buffers: Named) -> Any:
+    def _full_buffers(self, buffers: Named) -> Any:
         return unshard(dict(buffers), P(), self._axis)
 
     def _units(self, here: Region, params: Named, specs: Any) -> dict[str, Unit]:
@@ -318,10 +318,10 @@ class UnshardedByUnit:
             xs: list[Tensor] = []
             found: list[Route] = []
             for leaf in names:
-                verb, own = f"apply.unshard: params[{leaf!r}]", tree.leaves(params[leaf])
+                verb, shards = f"apply.unshard: params[{leaf!r}]", tree.leaves(params[leaf])
                 parts, sizes = placements(verb, params[leaf], specs[leaf], self._shapes[leaf])
-                found += routes("apply.unshard", here, {leaf: params[leaf]}, own, parts, self._axis, sizes)
-                xs += own
+                found += routes("apply.unshard", here, {leaf: params[leaf]}, shards, parts, self._axis, sizes)
+                xs += shards
             plan = plan_buckets(here, xs, found, self._dtype, self._reduce_dtype)
             if plan is not None:
                 out[name] = Unit.from_shards(xs, plan)

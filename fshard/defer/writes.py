@@ -34,10 +34,10 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def refuse_reads(self, skeletons: Sequence[Named], given: Named) -> None:
         """Refuse operations on the leaves of the module that a call is not given: they have no values, or old ones."""
-        own = {storage_id(y) for x in tensors_of(given).values() if (y := unwrapped(x)).layout is torch.strided}
+        present = {storage_id(y) for x in tensors_of(given).values() if (y := unwrapped(x)).layout is torch.strided}
         self.skeleton = {storage_id(x): name for named in skeletons for name, x in named.items()
                          if x.layout is torch.strided}  # fmt: skip
-        self.skeleton = {n: name for n, name in self.skeleton.items() if n not in own}
+        self.skeleton = {n: name for n, name in self.skeleton.items() if n not in present}
 
     def _add(self, params: Named) -> None:
         plain = {name: unwrapped(x) for name, x in tensors_of(params).items()}

@@ -74,7 +74,7 @@ def write(
     _check_path("write", path)
     final = Path(path)
     leaves = tree.leaves_with_path(tree_)
-    ranks = Ranks.of("write", [leaf for _, leaf in leaves])
+    ranks = Ranks.from_leaves("write", [leaf for _, leaf in leaves])
     files: list[OutputFile] = []
 
     def plan() -> dict[str, str]:
@@ -93,9 +93,9 @@ def write(
         else:
             shapes = {t.name: (t.dtype, t.shape) for t in tensors}
             with write_errors("write", final, f"{final.name} is unchanged"):  # torch writes the places to a file
-                archive = Archive.of(shapes, aliases)
+                archive = Archive.make(shapes, aliases)
             files.append(_TorchFile(file.name, {}, tuple(tensors), archive))
-        return {} if ranks.alone else summaries(files)
+        return {} if ranks.one_process else summaries(files)
 
     def create() -> str:
         with write_errors("write", final, f"{final.name} is unchanged"):

@@ -21,7 +21,7 @@ class AdaptedWeight(Weight):
 
     base: Any  # [in.., out..]; flattened as its user asks
     leaf: Leaf
-    inputs: int  # the number of input dims of the base, as it is flattened now
+    inputs: int  # the number of input dims of the base, as flattened now
 
     @property
     def shape(self) -> torch.Size:

@@ -22,7 +22,7 @@ from .targets import Of, Targets, named_leaves, specs_by_name, specs_of
 
 @dataclass(frozen=True)
 class _OfBase:
-    """Copies a leaf, or the norms of its outputs' weights, by the leaf's own initializer and key."""
+    """Copies a leaf, or the norms of its outputs' weights, by the leaf's initializer and key."""
 
     base: Deferred
     key: Tensor | None  # of the base's tree, folded with the leaf's name
@@ -71,9 +71,9 @@ def init(cfg: Config, params: Any, *, of: Of = None, key: Tensor | None = None) 
     >>> adapters["up"]
     {'a': f32[4, 2] = uniform(low=-0.5, high=0.5), 'b': f32[2, 6] = zeros}
 
-    Raises ShardingError listing targets that name no module, with names like them, and targets that are no matrix.
+    Raises ShardingError listing targets that name no module, with names like them, and targets that are not matrices.
     """
-    targets = Targets.of("lora.init", cfg, params, of)
+    targets = Targets.from_config("lora.init", cfg, params, of)
     named = named_leaves("lora.init", params)
     out = {name: _factors(cfg, leaf, tuple(x.shape)) for name, (leaf, x) in targets.adapted.items()}
     errors: list[ShardingError] = []
@@ -82,9 +82,9 @@ def init(cfg: Config, params: Any, *, of: Of = None, key: Tensor | None = None) 
     for name, x, leaf in rows:
         part = "value" if leaf is None else "magnitude"
         if isinstance(x, Deferred):
-            own = None if key is None else key_of(x, named[name][0], key)
+            leaf_key = None if key is None else key_of(x, named[name][0], key)
             shape, dtype = (x.shape, x.dtype) if leaf is None else (leaf.split(x.shape)[1], torch.float32)
-            made: Any = Deferred(shape, dtype, _OfBase(x, own, name, leaf))
+            made: Any = Deferred(shape, dtype, _OfBase(x, leaf_key, name, leaf))
         elif isinstance(x, Tensor):
             dims = () if leaf is None else leaf.split(tuple(range(x.ndim)))[0]
             made = x.detach().clone() if leaf is None else torch.linalg.vector_norm(x.detach().float(), dim=dims)

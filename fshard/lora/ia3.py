@@ -92,10 +92,10 @@ def init(cfg: Config, params: Any, *, of: Of = None, key: Tensor | None = None) 
     >>> fs.ia3.init(fs.ia3.Config(["up"]), {"up": fs.init.zeros((4, 6))})
     {'up': {'scale': f32[6] = ones}}
 
-    Raises ShardingError listing targets that name no layer, and targets that are no layer.
+    Raises ShardingError listing targets that name no layer, and targets that are not layers.
     """
     leaves = _targets("ia3.init", cfg, named_leaves("ia3.init", params), of)
-    copies = {name: own for name, own in lora.init(cfg.named, params, of=of, key=key).items() if "value" in own}
+    copies = {name: parts for name, parts in lora.init(cfg.named, params, of=of, key=key).items() if "value" in parts}
     scales = {name: {"scale": initial.ones(_of_side(cfg, leaf, tuple(x.shape)))}
               for name, (leaf, x) in leaves.adapted.items()}  # fmt: skip
     return {**scales, **copies}
@@ -143,7 +143,7 @@ def apply(
     named = named_leaves("ia3.apply", params)
     targets = _targets("ia3.apply", cfg, named, of)
     if model and specs is None:
-        raise fail(f"ia3.apply: model={model!r}, and no specs", fix="specs=, those of params")
+        raise fail(f"ia3.apply: model={model!r}, and no specs", fix="specs=, the specs of params")
     wanted = {name: {"scale": len(_of_side(cfg, leaf, tuple(x.shape)))} for name, (leaf, x) in targets.adapted.items()}
     check_adapters("ia3.apply", targets, named, adapters, wanted, (Tensor,))
     by_name = {} if specs is None else specs_by_name("ia3.apply", named, params, specs)
@@ -177,7 +177,7 @@ class ScaledWeight(AdaptedWeight):
     base: Any  # [in.., out..]; flattened as its user asks
     scale: Tensor  # [out..], or [in..]
     leaf: Leaf
-    inputs: int  # the number of input dims of the base, as it is flattened now
+    inputs: int  # the number of input dims of the base, as flattened now
     of_inputs: bool
     spec: P  # of the scale
 

@@ -74,7 +74,7 @@ class Int8(Weight):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix in a floating dtype."""
-        return _dequantized(self.values, _beside(self.scale, self.layout), dtype)
+        return _dequantized(self.values, _broadcast(self.scale, self.layout), dtype)
 
     def dense(self) -> Tensor:
         """Return the matrix in the dtype of the scale."""
@@ -84,17 +84,17 @@ class Int8(Weight):
         """Compute x @ w + b, with w in the dtype of x: x [..., D] -> [..., F]. Backward dequantizes again."""
         if self.scale.requires_grad:
             raise fail(f"linear: Int8{list(self.shape)} is differentiated, and is frozen",
-                       fix="differentiate the adapters alone")  # fmt: skip
+                       fix="differentiate only the adapters")  # fmt: skip
         transposed = self.layout == "oi"
         if torch.compiler.is_dynamo_compiling():  # which refuses a jvp, and saves what it needs by itself
             w = self.dequantize(x.dtype)
             return nn.linear(x, w.mT if transposed else w, b)
-        scale = _beside(self.scale, self.layout)
+        scale = _broadcast(self.scale, self.layout)
         y: Tensor = _Linear.apply(x, self.values, scale, transposed)  # type: ignore[no-untyped-call]
         return y if b is None else y + b
 
 
-def _beside(scale: Tensor, layout: str | None) -> Tensor:
+def _broadcast(scale: Tensor, layout: str | None) -> Tensor:
     """Return the scales of the outputs in a shape that multiplies the values."""
     return scale.unsqueeze(-1) if layout == "oi" else scale
 
@@ -151,7 +151,7 @@ def quantize(
     of the parts, for `shard_map`, `materialize` and `checkpoint.restore`.
 
     Args:
-        params: a tree of placed leaves, of described ones, which are then quantized as they are filled, a leaf at a
+        params: a tree of placed leaves, of described ones, which are then quantized while they are filled, a leaf at a
             time, or of tensors. Described, a device reads all inputs of its outputs.
         targets, exclude, of: as for `lora.Config` and `lora.init`; `of` says which dims are inputs.
             Tables of embeddings are not quantized.
@@ -168,7 +168,7 @@ def quantize(
         raise fail("lora.quantize: called inside shard_map, where every leaf is a local part", fix="call it outside")
     tree.check_leaves("lora.quantize", "params", params, (Tensor, Deferred, Sharded))
     rows = tree.leaves_with_path(params, is_weight)
-    chosen = Targets.of("lora.quantize", Config(targets, exclude=exclude), params, of).adapted
+    chosen = Targets.from_config("lora.quantize", Config(targets, exclude=exclude), params, of).adapted
     raise_all([error for path, x in rows if (name := tree.dotted(path)) in chosen
                for error in _errors(tree.show("params", path), chosen[name][0], x)])  # fmt: skip
     leaves = {tree.dotted(path): x for path, x in rows if tree.dotted(path) in chosen}
@@ -194,7 +194,7 @@ def dequantize(params: Any, *, dtype: torch.dtype = torch.float32) -> Any:
     Raises ShardingError inside `shard_map`, and for described leaves, which have no values.
     """
     if in_region():
-        raise fail("lora.dequantize: called inside shard_map", fix="call it outside; inside, a Weight is used as it is")
+        raise fail("lora.dequantize: called inside shard_map", fix="call it outside; inside, a Weight is used directly")
     tree.check_leaves("lora.dequantize", "params", params, (Tensor, Sharded))
     nodes, structure = tree.flatten(params, is_weight)
     chosen = {i: x for i, x in enumerate(nodes) if isinstance(x, Int8)}
@@ -245,7 +245,7 @@ def _largest(w: Tensor, leaf: Leaf) -> Tensor:
 def _rounded(w: Tensor, largest: Tensor, leaf: Leaf) -> tuple[Tensor, Tensor]:
     scale = torch.where(largest > 0, largest / LARGEST, 1.0)
     scale = torch.where(scale > 0, scale, torch.finfo(torch.float32).tiny)  # largest / 127 may round to 0
-    return (w.float() / _beside(scale, leaf.layout)).round().clamp(-LARGEST, LARGEST).to(torch.int8), scale
+    return (w.float() / _broadcast(scale, leaf.layout)).round().clamp(-LARGEST, LARGEST).to(torch.int8), scale
 
 
 def _int8(values: Any, scale: Any, leaf: Leaf) -> Int8:
@@ -276,10 +276,10 @@ def _quantize_placed(leaves: dict[str, tuple[Sharded, Leaf]]) -> dict[str, Int8]
         values, found, wrong = {}, {}, {}
         for name, w in to_device(ws).items():
             leaf = leaves[name][1]
-            own = _largest(w, leaf)
-            wrong[name] = pmax((~own.isfinite()).any().int(), specs[name].axes or None)
+            largest = _largest(w, leaf)
+            wrong[name] = pmax((~largest.isfinite()).any().int(), specs[name].axes or None)
             axes = tuple(a for split in leaf.split(specs[name].parts(w.ndim))[0] for a in split)
-            values[name], found[name] = _rounded(w, pmax(own, axes or None), leaf)
+            values[name], found[name] = _rounded(w, pmax(largest, axes or None), leaf)
         return values, found, wrong
 
     values, found, wrong = run({name: x for name, (x, _) in leaves.items()})

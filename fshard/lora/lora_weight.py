@@ -64,7 +64,7 @@ class LoraWeight(AdaptedWeight):
     scale: float
     rate: float
     leaf: Leaf
-    inputs: int  # the number of input dims of the base, as it is flattened now
+    inputs: int  # the number of input dims of the base, as flattened now
     rank: int
     specs: tuple[P, P, P]  # of a, b, magnitude
     split: tuple[Axis, tuple[Axis, ...], Axis]  # axes of the rows of x; of the base, inside, by input; of its outputs
@@ -74,9 +74,9 @@ class LoraWeight(AdaptedWeight):
     def parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
         known = None if shape is None else self.leaf.split(tuple(shape))
         sizes = [None] * 3 if known is None else [(*known[0], self.rank), (self.rank, *known[1]), known[1]]
-        own = list(zip(self.specs, sizes, strict=True))
-        own = own if self.magnitude is not None else own[:2]
-        return [*self.base_parts(spec, shape), *own, *([] if self.key is None else [(None, None)])]
+        factors = list(zip(self.specs, sizes, strict=True))
+        factors = factors if self.magnitude is not None else factors[:2]
+        return [*self.base_parts(spec, shape), *factors, *([] if self.key is None else [(None, None)])]
 
     def transpose(self, first: int, second: int) -> Any:
         """Return the transposed table without its adapter, which a head tied to the table does not use, as in PEFT."""
@@ -221,9 +221,9 @@ def apply(
     sizes = _input_sizes(factors, placed, leaves, shapes) if has_dropout else {}
     found: dict[str, Any] = {}
     for name, _, x, leaf in leaves:
-        own = factors[name]
-        found[name] = own["value"] if leaf is None else LoraWeight(
-            base=x, a=own["a"], b=own["b"], magnitude=own.get("magnitude"),
+        parts = factors[name]
+        found[name] = parts["value"] if leaf is None else LoraWeight(
+            base=x, a=parts["a"], b=parts["b"], magnitude=parts.get("magnitude"),
             key=fold_in(key, name) if has_dropout and key is not None else None,
             scale=cfg.scale_of(leaf.module) * weight, rate=cfg.dropout, leaf=leaf, inputs=leaf.inputs,
             rank=cfg.rank_of(leaf.module), specs=placed[name].specs,
@@ -246,9 +246,9 @@ class _Placed(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)  # `apply` asks for each leaf in every step
 def _placed(
-    leaf: Leaf, ndim: int, base: P, own: tuple[P | None, P | None, P | None], model: tuple[str, ...]
+    leaf: Leaf, ndim: int, base: P, given: tuple[P | None, P | None, P | None], model: tuple[str, ...]
 ) -> _Placed:
-    """Return the placement of the factors of a leaf, by its spec and their `own` ones: by default its placement."""
+    """Return the placement of the factors of a leaf, by its spec and their `given` ones: by default its placement."""
     wanted, dims = specs_of(leaf, base, ndim, "specs"), leaf.split(tuple(range(ndim)))
     like: dict[str, tuple[int | None, ...]] = {"a": (*dims[0], None), "b": (None, *dims[1]), "magnitude": dims[1]}
     specs: list[P] = []
@@ -256,7 +256,7 @@ def _placed(
     varied: list[tuple[str, tuple[str, ...]]] = []
     same: list[tuple[str, int, int | None]] = []
     misplaced: list[tuple[str, int, tuple[str, ...], tuple[str, ...]]] = []
-    for spec, (part, base_dims) in zip(own, like.items(), strict=True):
+    for spec, (part, base_dims) in zip(given, like.items(), strict=True):
         spec = wanted[part] if spec is None else P(*spec.entries)
         own_axes = list(parts_of(f"adapter_specs of {part!r}", spec, len(base_dims)))
         for dim, (axes, base_axes) in enumerate(zip(own_axes, wanted[part].parts(len(base_dims)), strict=True)):
@@ -289,7 +289,7 @@ def _aligned(
     replicated is sliced. Each kind of slice, and all that vary over the same axes, are one call.
     """
     if model and not base_specs:
-        raise fail(f"lora.apply: model={model!r}, and no specs", fix="specs=, those of params")
+        raise fail(f"lora.apply: model={model!r}, and no specs", fix="specs=, the specs of params")
     out = {name: dict(adapters[name]) for name, *_ in leaves}
     own_specs: dict[tuple[str, str], P] = {}
     if adapter_specs is not None:

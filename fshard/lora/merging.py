@@ -59,15 +59,15 @@ def merge(
     is not finite.
     """
 
-    def change(w: Tensor, own: Mapping[str, Tensor], leaf: Leaf, scale: float, axes: tuple[str, ...]) -> Tensor:
-        delta = _delta(w, own, leaf, scale)
-        if "magnitude" in own:
+    def change(w: Tensor, factors: Mapping[str, Tensor], leaf: Leaf, scale: float, axes: tuple[str, ...]) -> Tensor:
+        delta = _delta(w, factors, leaf, scale)
+        if "magnitude" in factors:
             full = w + delta
             dims = leaf.split(tuple(range(w.ndim)))[0]
             norms = torch.linalg.vector_norm(full, dim=dims, keepdim=True)
             if axes:
                 norms = psum(norms.square(), axes).sqrt()
-            made: Tensor = own["magnitude"].reshape(norms.shape) / norms * full
+            made: Tensor = factors["magnitude"].reshape(norms.shape) / norms * full
             return made.to(w.dtype)
         return w + delta.to(w.dtype) if safe or leaf.layout == "table" else (w + delta).to(w.dtype)
 
@@ -85,20 +85,20 @@ def unmerge(cfg: Config, params: Any, adapters: Mapping[str, Any], *, of: Of = N
 
     Raises ShardingError for what merge has overwritten: modules that train in full, and the norms of DoRA.
     """
-    lost = [name for name, own in adapters.items() if isinstance(own, Mapping) and {"value", "magnitude"} & set(own)]
+    lost = [name for name, part in adapters.items() if isinstance(part, Mapping) and {"value", "magnitude"} & set(part)]
     if lost:
         raise fail("lora.unmerge: merge does not keep what these had: modules to save, biases, norms of DoRA", *lost,
                    fix="keep the parameters from before merge")  # fmt: skip
 
-    def change(w: Tensor, own: Mapping[str, Tensor], leaf: Leaf, scale: float, axes: tuple[str, ...]) -> Tensor:
-        return w - _delta(w, own, leaf, scale).to(w.dtype)
+    def change(w: Tensor, factors: Mapping[str, Tensor], leaf: Leaf, scale: float, axes: tuple[str, ...]) -> Tensor:
+        return w - _delta(w, factors, leaf, scale).to(w.dtype)
 
     return _changed("lora.unmerge", cfg, params, adapters, of, weight, change, False)
 
 
-def _delta(w: Tensor, own: Mapping[str, Tensor], leaf: Leaf, scale: float) -> Tensor:
+def _delta(w: Tensor, factors: Mapping[str, Tensor], leaf: Leaf, scale: float) -> Tensor:
     """Return s A B in the shape of w, in the dtype of the factors; half precision is computed in float32 on a CPU."""
-    a, b = (own[part].to(w.device) for part in ("a", "b"))
+    a, b = (factors[part].to(w.device) for part in ("a", "b"))
     dtype = a.dtype
     if w.device.type == "cpu" and dtype in (torch.float16, torch.bfloat16):
         a, b = a.float(), b.float()
@@ -126,16 +126,16 @@ def _changed(
     own_specs = {name: {part: _own_spec(leaf, part, specs[name], bases[name].ndim) for part in adapters[name]}
                  for name, leaf in described.items()}  # fmt: skip
 
-    def step(bases: Any, own: Any) -> Any:
+    def step(bases: Any, local: Any) -> Any:
         out, wrong = {}, {}
         for name, w in bases.items():
             leaf, spec = described[name], specs[name]
             if leaf is None:
-                out[name] = own[name]["value"].to(w.dtype, copy=True)
+                out[name] = local[name]["value"].to(w.dtype, copy=True)
             else:
                 inputs, _ = leaf.split(spec.parts(w.ndim))
                 axes = tuple(a for group in inputs for a in group)
-                out[name] = change(w, own[name], leaf, cfg.scale_of(leaf.module) * weight, axes)
+                out[name] = change(w, local[name], leaf, cfg.scale_of(leaf.module) * weight, axes)
             if safe:
                 wrong[name] = psum((~out[name].isfinite()).sum(), spec.axes or None)
         return out, wrong
@@ -162,7 +162,7 @@ def _not_mergeable(verb: str, path: tree.Path, x: Any, placed: bool) -> Sharding
     return must_be(f"{verb}: {tree.show('params', path)}", words, x, fix=fix)
 
 
-def _shape_errors(verb: str, cfg: Config, found: Adapted, own: Mapping[str, Any]) -> list[ShardingError]:
+def _shape_errors(verb: str, cfg: Config, found: Adapted, tensors: Mapping[str, Any]) -> list[ShardingError]:
     """Return the errors of tensors whose global shapes do not fit their leaf."""
     wanted, rank = {"value": tuple(found.base.shape)}, None
     if found.leaf is not None:
@@ -170,7 +170,7 @@ def _shape_errors(verb: str, cfg: Config, found: Adapted, own: Mapping[str, Any]
         rank = cfg.rank_of(found.leaf.module)
         wanted = {"a": (*inputs, rank), "b": (rank, *outputs), "magnitude": outputs}
     return [another_shape(f"{verb}: adapters[{found.name!r}]", part, x, found.base, rank)
-            for part, x in own.items() if tuple(x.shape) != wanted[part]]  # fmt: skip
+            for part, x in tensors.items() if tuple(x.shape) != wanted[part]]  # fmt: skip
 
 
 def _own_spec(leaf: Leaf | None, part: str, spec: P, ndim: int) -> P:

@@ -43,7 +43,7 @@ def leaf_of(of: Of, path: tree.Path, ndim: int) -> Leaf:
     tensor = of(path)
     module, _, part = str(tensor.name).rpartition(".")
     if part not in _PARTS:
-        return Leaf(tensor.name, part, why="it is no parameter of a linear layer")
+        return Leaf(tensor.name, part, why="it is not a parameter of a linear layer")
     if "router" in path:
         return Leaf(module, part, why="it is a router")
     if "*" in tensor.name:
@@ -68,8 +68,8 @@ class Targets(NamedTuple):
     copied: dict[str, Any]  # biases and modules that train in full
 
     @staticmethod
-    def of(verb: str, cfg: Config, params: Any, of: Of) -> Targets:
-        """Find the leaves. Raises ShardingError for targets that no leaf has, and for those that are no matrix."""
+    def from_config(verb: str, cfg: Config, params: Any, of: Of) -> Targets:
+        """Find the leaves. Raises ShardingError for targets that no leaf has, and for targets that are not matrices."""
         return Targets.among(verb, cfg, named_leaves(verb, params), of)
 
     @staticmethod
@@ -218,23 +218,24 @@ def check_adapters(
     errors = [fail(f"{verb}: adapters[{name!r}] is missing",
                    fix=f"what {module}.init, or fs.peft.load, returned for cfg")
               for name in wanted if name not in adapters]  # fmt: skip
-    for name, own in adapters.items():
+    for name, parts in adapters.items():
         label = f"{verb}: adapters[{name!r}]"
         if name not in named:
             like = ", ".join(difflib.get_close_matches(name, named, 3, 0.0))
             errors.append(fail(f"{label}: params has no leaf {name!r}", near=like,
                                fix=f"pass the params of {module}.init"))  # fmt: skip
-        elif not isinstance(own, Mapping) or not all(isinstance(t, kinds) for t in own.values()):
-            got = next((t for t in own.values() if not isinstance(t, kinds)), own) if isinstance(own, Mapping) else own
+        elif not isinstance(parts, Mapping) or not all(isinstance(t, kinds) for t in parts.values()):
+            tensors = parts.values() if isinstance(parts, Mapping) else ()
+            got = next((t for t in tensors if not isinstance(t, kinds)), parts)
             errors.append(must_be(label, f"a dict of {words} leaves", got,
                                   fix=f"materialize what {module}.init returned"))  # fmt: skip
         elif name not in wanted:
             errors.append(fail(f"{label}: cfg does not adapt this leaf", fix=f"pass the config of {module}.init"))
-        elif own.keys() != wanted[name].keys():
-            errors.append(fail(f"{label}: has {sorted(own)}, not {sorted(wanted[name])}",
+        elif parts.keys() != wanted[name].keys():
+            errors.append(fail(f"{label}: has {sorted(parts)}, not {sorted(wanted[name])}",
                                fix=f"the config with which it was made{config}"))  # fmt: skip
         else:
-            errors += [another_shape(label, part, x, named[name][1]) for part, x in own.items()
+            errors += [another_shape(label, part, x, named[name][1]) for part, x in parts.items()
                        if x.ndim != wanted[name][part]]  # fmt: skip
     raise_all(errors)
 

@@ -43,8 +43,8 @@ def batch_norm(
         momentum: weight of a new batch in the averages; None: they are of all batches alike.
         over: axes the batch is split over, and also those that split height or width.
 
-    float32 or better inside; y has the dtype of x, the state keeps its own. Raises ShardingError in training for x that
-    varies over an axis that is neither in `over` nor an axis of the state: the statistics of each rank's own examples
+    float32 or better inside; y has the dtype of x, the state keeps its dtype. Raises ShardingError in training for x
+    that varies over an axis that is neither in `over` nor an axis of the state: the statistics of one rank's examples
     change with the mesh; and for a single value of each channel, which has no variance.
 
     >>> y, state = nn.batch_norm(x, state, p["w"], p["b"], train=True, over="data")     # x [B@data, C, H, W]
@@ -82,16 +82,16 @@ def _check(verb: str, x: Tensor, state: Any, w: Tensor | None, b: Tensor | None)
 
 
 def _check_axes(verb: str, x: Tensor, state: Any, over: Axis) -> None:
-    """Raise ShardingError for statistics of one rank's own examples, or of several ranks' different channels."""
+    """Raise ShardingError for statistics of one rank's examples, or of several ranks' different channels."""
     channels = (frozenset[str]() if state is None else
                 axes_of_own_values(state["mean"]) & axes_of_own_values(state["var"]))  # fmt: skip
     if split := sorted(channels & set(names_of(over))):
         raise fail(f"{verb}: over={over!r}, and the state varies over {split[0]!r}: that is the mean over different "
                    "channels", fix="leave that axis out: each rank has all examples of its channels")  # fmt: skip
-    own = axes_of_own_values(x) - channels - set(names_of(over))
-    if own:
-        axes = tuple(sorted(own | set(names_of(over))))
-        raise fail(f"{verb}: x varies over {' and '.join(map(repr, sorted(own)))}, and over={over!r}",
+    local = axes_of_own_values(x) - channels - set(names_of(over))
+    if local:
+        axes = tuple(sorted(local | set(names_of(over))))
+        raise fail(f"{verb}: x varies over {' and '.join(map(repr, sorted(local)))}, and over={over!r}",
                    "the statistics of each rank's own examples change with the mesh",
                    fix=f"over={axes if len(axes) > 1 else axes[0]!r}: those of all examples; or train=False; or a "
                    "state that varies too, if each rank has channels or a model of its own")  # fmt: skip
@@ -130,14 +130,14 @@ def _normalize(x: Tensor, mean: Tensor, var: Tensor, w: Tensor | None, b: Tensor
     mean, var = mean.to(dtype), var.to(dtype)
     w, b = (None if leaf is None else leaf.to(dtype) for leaf in (w, b))
     if not x.numel() or torch.compiler.is_dynamo_compiling() or in_transform():
-        return _affine((x - _beside(x, mean)) * _beside(x, (var + eps).rsqrt()), w, b).to(x.dtype)
+        return _affine((x - _broadcast(x, mean)) * _broadcast(x, (var + eps).rsqrt()), w, b).to(x.dtype)
     y: Tensor = _Normalize.apply(x, mean, var, w, b, eps)  # type: ignore[no-untyped-call]
     return y
 
 
 def _affine(y: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
-    y = y if w is None else y * _beside(y, w)
-    return y if b is None else y + _beside(y, b)
+    y = y if w is None else y * _broadcast(y, w)
+    return y if b is None else y + _broadcast(y, b)
 
 
 def _moments(x: Tensor, values: int) -> tuple[Tensor, Tensor]:
@@ -148,12 +148,12 @@ def _moments(x: Tensor, values: int) -> tuple[Tensor, Tensor]:
         return zeros, zeros
     if not x.numel() or torch.compiler.is_dynamo_compiling() or in_transform():
         mean = x.to(dtype).mean(dims)
-        return mean, (x - _beside(x, mean)).square().sum(dims)
+        return mean, (x - _broadcast(x, mean)).square().sum(dims)
     moments: tuple[Tensor, Tensor] = _Moments.apply(x)  # type: ignore[no-untyped-call]
     return moments
 
 
-def _beside(x: Tensor, channels: Tensor) -> Tensor:
+def _broadcast(x: Tensor, channels: Tensor) -> Tensor:
     """View one number for each channel as x."""
     return channels.view([1, -1] + [1] * (x.ndim - 2)) if x.ndim > 2 else channels
 
@@ -191,7 +191,7 @@ class _Moments(torch.autograd.Function):
         x, mean = ctx.saved_tensors
         scale = 2 * d_squares
         shift = d_mean / (x.numel() // x.shape[1]) - scale * mean
-        return torch.addcmul(_beside(x, shift), x, _beside(x, scale)).to(x.dtype)
+        return torch.addcmul(_broadcast(x, shift), x, _broadcast(x, scale)).to(x.dtype)
 
 
 class _Normalize(torch.autograd.Function):
@@ -212,8 +212,8 @@ class _Normalize(torch.autograd.Function):
         if torch.is_grad_enabled():  # for a second derivative: operations that autograd can differentiate
             dims = [d for d in range(x.ndim) if d != 1]
             wide = d_y.to(mean.dtype)
-            d_x = (wide * _beside(x, rate if w is None else rate * w)).to(x.dtype)
-            d_w, d_b = (wide * (x - _beside(x, mean)) * _beside(x, rate)).sum(dims), wide.sum(dims)
+            d_x = (wide * _broadcast(x, rate if w is None else rate * w)).to(x.dtype)
+            d_w, d_b = (wide * (x - _broadcast(x, mean)) * _broadcast(x, rate)).sum(dims), wide.sum(dims)
         else:
             d_x, d_w, d_b = torch.ops.aten.native_batch_norm_backward(
                 d_y, x, w, mean, var, None, None, False, ctx.eps, [True, True, True]

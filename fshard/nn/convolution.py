@@ -29,7 +29,7 @@ def conv2d(
                                 then add the bias
 
     A rank whose part of the channels or of the batch is empty computes an empty result, or zeros. Height and width are
-    whole on each rank. `padding` is a number of zeros on both sides, "valid" or "same". Options and result
+    complete on each rank. `padding` is a number of zeros on both sides, "valid" or "same". Options and result
     are as in torch.nn.functional.conv2d. Raises ShardingError for channels, or windows, that do not fit x.
 
     >>> y = nn.conv2d(fs.pvary(x, "model"), params["w"], params["b"], stride=2, padding=1)     # w [O@model, I, 3, 3]

@@ -66,12 +66,12 @@ def linear(
         raise fail(f"linear: x has {x.shape[-1]} inputs and w has {w.shape[0]}", x=list(x.shape), w=list(w.shape),
                    fix=f"split={split!r} takes x {parts}{hint}")  # fmt: skip
     if b is not None and b.shape != w.shape[1:] and not (split == "row" and out == "split"):
-        own = "b [F@axis], split as w" if split == "column" else "b [F], whole"
-        raise fail(f"linear: w has {w.shape[1]} outputs and b is {list(b.shape)}", fix=f"split={split!r} takes {own}")
+        taken = "b [F@axis], split as w" if split == "column" else "b [F], unsplit"
+        raise fail(f"linear: w has {w.shape[1]} outputs and b is {list(b.shape)}", fix=f"split={split!r} takes {taken}")
     product = functools.partial(_linear, w)
     if split == "row":
         return row_product(product, x, b, axis, out=out)
-    _check_whole("linear", "x", x, axis)
+    _check_unsplit("linear", "x", x, axis)
     return column_product(product, x, b, axis, out=out, size=size)
 
 
@@ -91,12 +91,12 @@ def row_product(product: Product, x: Tensor, b: Tensor | None, axis: Axis, *, ou
     return add_bias(_sum_parts(product(x, None), axis, out), b)
 
 
-def _check_whole(verb: str, name: str, x: Tensor, axis: Axis) -> None:
+def _check_unsplit(verb: str, name: str, x: Tensor, axis: Axis) -> None:
     """Raise ShardingError for rows that an axis splits, over which the weight is split too."""
-    if own := sorted(axes_of_own_values(x) & set(names_of(axis))):
-        raise fail(f"{verb}: the ranks over {own[0]!r} have different {name} and different parts of the weight",
+    if varying := sorted(axes_of_own_values(x) & set(names_of(axis))):
+        raise fail(f"{verb}: the ranks over {varying[0]!r} have different {name} and different parts of the weight",
                    f"their results would be joined as if {name} were the same",
-                   fix=f"another axis for one of them, or {name} = fs.all_gather({name}, {own[0]!r}, "
+                   fix=f"another axis for one of them, or {name} = fs.all_gather({name}, {varying[0]!r}, "
                        "to='invariant')")  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def mlp(
 
     >>> y = nn.mlp(x, params["up"], params["down"], activation=nn.gelu, axis="model")
     """
-    _check_whole("mlp", "x", x, axis)
+    _check_unsplit("mlp", "x", x, axis)
     if not axis:
         return add_bias(_linear(down, activation(_linear(up, x, up_b)), None), down_b)
     h = activation(column_product(functools.partial(_linear, up), x, up_b, axis, out="split", size=None))
@@ -178,7 +178,7 @@ def embedding(
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise fail(f"embedding: ids are {describe(ids)}", fix="integer ids [...]")
     ids = ids.long()  # bytes could not be compared with the size of the table
-    _check_whole("embedding", "ids", ids, axis)
+    _check_unsplit("embedding", "ids", ids, axis)
     over = axis if split == "row" else None
     v = size if over else None
     if padding_idx is not None:
@@ -230,7 +230,7 @@ def layer_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, e
 def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
     """Compute x / sqrt(mean(x^2) + eps) * w over the last dim, in float32 or better: [..., D] -> [..., D].
 
-    Half precision is rounded once, after the product with `w`; Llama's own code rounds before it too.
+    Half precision is rounded once, after the product with `w`; Llama's code rounds before it too.
     >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2))
     tensor([[0.8485, 1.1314]])
 
@@ -248,7 +248,7 @@ def attention(
     """Scaled dot-product attention: q [B, H, T, K], k and v [B, H, S, K] -> [B, H, T, K].
 
     k and v may have fewer heads than q, a divisor of H: each head of k and v serves a group of neighbouring heads of q.
-    With `causal` the T positions are the last of the S, and each attends to those up to its own; where an axis splits T
+    With `causal` the T positions are the last of the S, and each attends to those up to itself; where an axis splits T
     but not S, pass a `mask` instead. `mask` [..., T, S] is True where a query attends to a position, or a number to add
     to the score; a query that attends to no position gets 0. With a dropout `rate` and a `key` every mesh drops the
     same weights: `spec` and `shape` describe the global weights, [B, H, T, S], as in `dropout`. Heads may be split

@@ -52,8 +52,8 @@ def cross_entropy(
         donate: backward may write the gradient over large logits, if nothing else uses them: then no second array of
             their size is made. A second backward pass through the same logits is torch's error for a tensor modified
             in place; second derivatives by `create_graph` or torch.func do not write.
-        classes: [V], or [V@axis]: the class of each column, ascending, from `sample_classes`: the softmax is over these
-            alone, and so are `weight` and `label_smoothing`. `size` is then not used. A target that is none of them,
+        classes: [V], or [V@axis]: the class of each column, ascending, from `sample_classes`: the softmax is only over
+            these, and so are `weight` and `label_smoothing`. `size` is then not used. A target that is none of them,
             or that two ranks have, gives NaN. One more number per target is sent.
 
     The semantics are as in torch.nn.functional.cross_entropy with class indices; float32 or better inside

@@ -197,10 +197,10 @@ def _change_targets(
 def _check_axis(verb: str, cosines: Tensor, targets: Tensor, axis: Axis) -> None:
     """Raise ShardingError for columns that differ between ranks that `axis` does not name: the loss may name them."""
     types = checker()
-    own = () if types is None else axes_of_own_values(cosines) - types.info(targets).type.varying - {*names_of(axis)}
-    if own:
-        axes = tuple(sorted({*own, *names_of(axis)}))
-        named, over = axes if len(axes) > 1 else axes[0], " and ".join(map(repr, sorted(own)))
+    more = () if types is None else axes_of_own_values(cosines) - types.info(targets).type.varying - {*names_of(axis)}
+    if more:
+        axes = tuple(sorted({*more, *names_of(axis)}))
+        named, over = axes if len(axes) > 1 else axes[0], " and ".join(map(repr, sorted(more)))
         raise fail(f"{verb}: cosines vary over {over}, targets do not, and axis={axis!r}",
                    "each rank would take its part of the classes for all of them",
                    fix=f"axis={named!r}, in the order of the table's spec; or fs.pvary(targets, {named!r}), "

@@ -1,7 +1,7 @@
 """Pure functions in the place of submodules of any `nn.Module`, for `fs.defer(replace=)`.
 
 Legend: D inputs, F outputs, V vocabulary; [F@axis] is a dim split over an axis; {V} varies over it, {I} does not.
-torch's Linear stores [F, D], and transformers' Conv1D [D, F]: each split is along the dim of its own layout.
+torch's Linear stores [F, D], and transformers' Conv1D [D, F]: each split is along the dim of that layout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Form = Literal["whole", "split"]
 class Replacement:
     """A pure function in the place of the forward of submodules, and the specs of their parameters.
 
-    `fs.defer(constructor, replace={glob: replacement})` uses it; `column_linear` and others make one. One of your own:
+    `fs.defer(constructor, replace={glob: replacement})` uses it; `column_linear` and others make one. To write another:
 
         def forward(leaves, x, *, of):          # inside shard_map
             h = nn.layer_norm(x, leaves["weight"], leaves["bias"], eps=of.eps)

@@ -110,7 +110,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, style: Literal["half", "pairs
     tensor([[[[0., 1., 7.]]]])
     """
     if not x.ndim or not cos.ndim or cos.shape != sin.shape:
-        raise fail("rotate: cos and sin must be those of angles, of one shape", x=list(x.shape), cos=list(cos.shape),
+        raise fail("rotate: cos and sin must be of angles, of one shape", x=list(x.shape), cos=list(cos.shape),
                    sin=list(sin.shape))  # fmt: skip
     r = 2 * cos.shape[-1]
     if r > x.shape[-1]:

@@ -31,7 +31,7 @@ def sample_classes(
         targets {I} over `axis`, {V} over `over` -> {V} over `axis`     cost: the targets are gathered over `over`
 
     A softmax over only these classes is Partial FC: `nn.margin` and `nn.cross_entropy` take them as `classes=`, and
-    `optim.update_rows` steps only their rows. Beside the targets, the classes are the first of a random order, a
+    `optim.update_rows` steps only their rows. Apart from the targets, the classes are the first of a random order, a
     function of `key`: so the sample, and with it the loss and each gradient, is the same on every mesh. How many of the
     classes a rank has is random too, about `count` divided by the ranks of `axis`; it may have none.
 
@@ -121,7 +121,7 @@ def target_columns(
 
 
 def check_range(verb: str, word: str, xs: Tensor, size: int, ignored: int | None = None, *, of: str) -> None:
-    """Raise ShardingError for integers that are not 0 to size - 1, nor `ignored`. `of` says what there are `size` of.
+    """Raise ShardingError for integers that are not 0 to size - 1, nor `ignored`. `of` names what there are `size` of.
 
     Only on a CPU, where no device is waited for; not in a compiled program, under vmap or without values.
     """

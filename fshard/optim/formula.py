@@ -143,7 +143,7 @@ def make_optimizer(
     """Return the optimizer of `from_formula`, with the fused kernel of its name, if there is one for these numbers.
 
     The kernel works in place and fast. The formula is for leaves that a gradient or a vmap passes through, and for
-    dtypes without a kernel. Moments with a shape of their own, by `shapes`, are the same on every rank, in float32 or
+    dtypes without a kernel. Moments of other shapes, by `shapes`, are the same on every rank, in float32 or
     better.
     """
     shapes = shapes or {}
@@ -308,7 +308,7 @@ def _columns(
 def state_owners(optimizer: Optimizer, params: Any) -> tuple[list[int | None], Any]:
     """Return the number of the parameter to which each leaf of the state belongs, None for others, and its structure.
 
-    Raises ShardingError for an optimizer that places its state by specs of its own: `zero`.
+    Raises ShardingError for an optimizer that places its state by other specs: `zero`.
     """
     leaves, treedef = tree.flatten(params)
     marks = [P(f"leaf{i}") for i in range(len(leaves))]  # specs of the state name the parameter of each moment

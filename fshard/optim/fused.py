@@ -53,7 +53,7 @@ def _is_supported(p: Tensor) -> bool:
 
 
 def donation_test() -> Callable[[Tensor], bool]:
-    """Return a function that says whether this call may overwrite a tensor: whether shard_map has it as donated."""
+    """Return a function that returns whether this call may overwrite a tensor: whether shard_map has it as donated."""
     if torch.compiler.is_dynamo_compiling():
         return lambda x: getattr(x, "donated", False)  # shard_map sets it, as traced storages have no address
     storages = region().donated if in_region() else frozenset()
@@ -222,7 +222,7 @@ def _scaled_pieces(columns: Columns, factors: Sequence[Tensor]) -> Iterator[Colu
                 yield pieces
                 pieces, used = [[] for _ in columns], 0
             end = used + g.numel()
-            # The checker keeps one type per storage, so in a checked call each gradient has its own.
+            # The checker keeps one type per storage, so in a checked call each gradient has a separate one.
             fits = end <= len(buffer) and checker() is None
             to = buffer[used:end].view(g.shape) if fits else torch.empty_like(g, memory_format=torch.contiguous_format)
             row[GRADS] = torch.mul(g, factors[i], out=to) if factors else to.copy_(g)

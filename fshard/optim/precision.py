@@ -195,7 +195,7 @@ class LossScale:
 def _checked_state(verb: str, state: Any, *names: str) -> Any:
     """Return the state of a loss scale. Raises ShardingError unless it is one, with 0-d tensors at these names."""
     if not isinstance(state, dict) or not {"scale", *names} <= state.keys():
-        raise must_be(f"{verb}: state", "that of the loss scale", state, "scale.init()")
+        raise must_be(f"{verb}: state", "the state of the loss scale", state, "scale.init()")
     for name in ("scale", *names):
         if not isinstance(state[name], Tensor) or state[name].ndim:
             raise must_be(f"{verb}: state[{name!r}]", "a 0-d Tensor", state[name], "scale.init()")

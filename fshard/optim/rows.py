@@ -27,7 +27,7 @@ _BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a block of rows, which
 def update_rows(opt: Optimizer, rows: Tensor, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
     """Step some rows of tables, as `opt.update` would step tables of only these rows: (params, state).
 
-        rows int64 [S], grads a tree of [S, ...], params of [C, ...]; on each rank its own rows of its own part
+        rows int64 [S], grads a tree of [S, ...], params of [C, ...]; on each rank the rows of its part
 
     Nothing else changes: other rows do not decay, nor do their moments; `count` is the number of steps of the table,
     not of a row, as in `torch.optim.SparseAdam`. Without momentum and weight decay this is the step of a dense

@@ -2,7 +2,7 @@
 
 The full gradient of such a matrix never exists, only one chunk at a time. In memory are the matrix, its moments and
 the gradient of a chunk.
-Its backward pass reads each row once: for the gradient of the input, for its own gradient, and for its step.
+Its backward pass reads each row once: for the gradient of the input, for the gradient of the matrix, and for its step.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def value_and_update(
     label = f"value_and_update({name})"
     globs = [in_backward] if isinstance(in_backward, str) else list(in_backward)
     if not opt.elementwise and globs:
-        raise fail(f"{label}: a step of {opt.name} needs the gradients of all leaves, or of whole leaves",
+        raise fail(f"{label}: a step of {opt.name} needs the gradients of all leaves, or of full leaves",
                    "in_backward steps each chunk of rows when its gradient appears, before the others exist",
-                   fix="optim.sgd or optim.adamw alone; or value_and_grad and opt.update")  # fmt: skip
+                   fix="only optim.sgd or optim.adamw; or value_and_grad and opt.update")  # fmt: skip
 
     def wrapped(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
         if not globs:
@@ -127,7 +127,7 @@ def value_and_update(
         new, shared = optimizer.step({i: [rows[i][0], flat_grads[i], *rows[i][1:]] for i in after})
         return value, *optimizer.trees(new | {i: table.new for i, table in tables.items()}, shared)
 
-    wrapped.__name__ = wrapped.__qualname__ = name  # without __wrapped__: its arguments differ from those of f
+    wrapped.__name__ = wrapped.__qualname__ = name  # without __wrapped__: its arguments differ from the arguments of f
     return wrapped
 
 
@@ -409,7 +409,7 @@ def _transposes(table: _Table, token: Tensor) -> list[Callable[[Tensor], Tensor]
         else:
             verb = m.verb if isinstance(m, Map) else node.name()
             raise fail(f"{table.label} passes through {verb} before nn.linear",
-                       "a step in chunks of rows follows only pvary and casts: all else needs the gradient whole",
+                       "a step in chunks of rows follows only pvary and casts: all else needs the full gradient",
                        fix="leave it out of in_backward; or split it over other axes")  # fmt: skip
         node, at = node.next_functions[at]
     return out
@@ -447,7 +447,7 @@ def _check_matrices(label: str, rows: dict[str, Row], leaves: Sequence[Any]) -> 
             continue
         if not x.is_floating_point() or x.ndim != 2:
             errors.append(fail(f"{label}: in_backward: {path} is {describe(x)}, and no matrix of real numbers",
-                               fix="name matrices alone: others are stepped after the backward pass"))  # fmt: skip
+                               fix="name only matrices: others are stepped after the backward pass"))  # fmt: skip
             continue
         errors += [fail(f"{label}: in_backward: {path} is {describe(x)}, and a moment of it {describe(m)}, "
                         "which has not its rows",

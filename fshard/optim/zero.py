@@ -43,7 +43,7 @@ def zero(
         state_specs = opt.specs(specs)
 
         def step(params, state, x):
-            loss, grads = fs.value_and_grad(loss_fn)(fs.pvary(params, "data"), x)    # of this rank's own examples
+            loss, grads = fs.value_and_grad(loss_fn)(fs.pvary(params, "data"), x)    # of this rank's examples
             return loss, *opt.update(grads, state, params)
 
     Args:
@@ -76,7 +76,7 @@ def zero(
         if not in_region() or not all(isinstance(x, Tensor) for x in leaves):  # described, or global values
             return optimizer.init(params)
         parts = _parts(f"{name}.init", specs, split, params, axis, summed)
-        return optimizer.init(tree.unflatten(treedef, _own(leaves, parts)))
+        return optimizer.init(tree.unflatten(treedef, _shards(leaves, parts)))
 
     def state_specs(param_specs: Any) -> Any:
         tree.check_leaves(f"{name}.specs", "param_specs", param_specs, P)
@@ -89,12 +89,12 @@ def zero(
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         (full, flat_grads), treedef = like_params(name, params, [("grads", grads)])
         parts = _parts(name, specs, split, params, axis, summed)
-        own = _own(full, parts)
+        shards = _shards(full, parts)
         try:
-            sums = _own_sums(flat_grads, parts)
+            sums = _local_sums(flat_grads, parts)
         except ShardingError as e:
             raise e if checker() is None else _wrong_types(e, axis, summed) from None
-        new, state = optimizer.update(tree.unflatten(treedef, sums), state, tree.unflatten(treedef, own))
+        new, state = optimizer.update(tree.unflatten(treedef, sums), state, tree.unflatten(treedef, shards))
         return tree.unflatten(treedef, _joined(tree.leaves(new), parts, full)), state
 
     return Optimizer(init, update, state_specs, name, sums_gradients=not summed, unscales=optimizer.unscales)
@@ -105,13 +105,13 @@ def _check(specs: Any, split: Any, axis: tuple[str, ...]) -> None:
     fix = "split = fs.fully_shard(specs, tree, axis=...)"
     errors, added = [], False
     each = tree.broadcast(specs, split, name="zero: specs", leaf=is_spec)
-    for (path, own), spec in zip(tree.leaves_with_path(split), each, strict=True):
-        label, facts = f"zero: {tree.show('split', path)}", {"spec": spec, "split": own}
-        more = set(own.axes) - set(spec.axes)
+    for (path, split_spec), spec in zip(tree.leaves_with_path(split), each, strict=True):
+        label, facts = f"zero: {tree.show('split', path)}", {"spec": spec, "split": split_spec}
+        more = set(split_spec.axes) - set(spec.axes)
         added = added or bool(more)
-        if not set(spec.axes) <= set(own.axes) or not more <= set(axis):
+        if not set(spec.axes) <= set(split_spec.axes) or not more <= set(axis):
             errors.append(fail(f"{label} is not its spec with axes of {axis} added", fix=fix, **facts))
-        elif "host" in (spec.memory, own.memory):
+        elif "host" in (spec.memory, split_spec.memory):
             errors.append(fail(f"{label}: parts are transferred, and so are on the device",
                                fix="only the state in host memory: fs.on_host(opt.specs(specs))", **facts))  # fmt: skip
     raise_all(errors)
@@ -148,17 +148,17 @@ def _parts(verb: str, specs: Any, split: Any, params: Any, axis: Axis, summed: b
     current = region(verb)
     names = known_axes(verb, current, axis)
     out, errors = [], []
-    for (path, x), spec, own in zip(
+    for (path, x), spec, split_spec in zip(
         tree.leaves_with_path(params),
         tree.broadcast(specs, params, name=f"{verb}: specs", leaf=is_spec),
         tree.broadcast(split, params, name=f"{verb}: split", leaf=is_spec),
         strict=True,
     ):
-        before, after = spec.parts(x.ndim), own.parts(x.ndim)
+        before, after = spec.parts(x.ndim), split_spec.parts(x.ndim)
         dims = [d for d, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
         if len(dims) > 1 or any(after[d][: len(before[d])] != before[d] for d in dims):
             errors.append(fail(f"{verb}: {tree.show('params', path)}: the state's part is not a part of the leaf's own",
-                               "zero adds axes to one dim of a leaf, as its minor axes", spec=spec, split=own,
+                               "zero adds axes to one dim of a leaf, as its minor axes", spec=spec, split=split_spec,
                                fix="split = fs.fully_shard(specs, tree, axis=...)"))  # fmt: skip
             continue
         more = live_axes(current.comm, after[dims[0]][len(before[dims[0]]) :]) if dims else ()
@@ -168,12 +168,12 @@ def _parts(verb: str, specs: Any, split: Any, params: Any, axis: Axis, summed: b
     return out
 
 
-def _own(xs: Sequence[Tensor], parts: Sequence[_Part]) -> list[Tensor]:
+def _shards(xs: Sequence[Tensor], parts: Sequence[_Part]) -> list[Tensor]:
     """Return this rank's parts of leaves that are the same on every rank: views."""
     return _apply(Slice, xs, parts, [p.axes for p in parts])
 
 
-def _own_sums(grads: Sequence[Tensor], parts: Sequence[_Part]) -> list[Tensor]:
+def _local_sums(grads: Sequence[Tensor], parts: Sequence[_Part]) -> list[Tensor]:
     """Return this rank's parts of the gradients, summed over the axes that are left."""
     out = _apply(Slice, grads, parts, [() if p.unsummed else p.axes for p in parts])
     out = _apply(Scatter, out, parts, [p.axes if p.unsummed else () for p in parts])

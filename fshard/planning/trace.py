@@ -159,7 +159,7 @@ def trace(f: ShardMapped, *args: Any, path: StrPath | None = None, device: Devic
     Raises ShardingError for a path that is not writable, before `f` runs and on every rank; for an abstract mesh
     without `device`; and what `f` raises.
     """
-    ranks = Ranks("trace", alone=f.mesh.kind != "process" or f.mesh.size == 1)
+    ranks = Ranks("trace", one_process=f.mesh.kind != "process" or f.mesh.size == 1)
     mine = ranks.run(lambda: _checked_arguments(path, device))
     if len(set(mine)) > 1:
         rows = [f"rank {rank}  {text}" for rank, text in enumerate(mine)]

@@ -66,7 +66,7 @@ def plan_buckets(
     slices: list[BufferSlice | None] = [None] * len(leaves)
     buckets, end = [], 0
     for (axes, vary, _, host), which in groups.items():
-        xs, gather, cast = [leaves[i] for i in which], None, Precision.of(leaves[which[0]], dtype, reduce_dtype)
+        xs, gather, cast = [leaves[i] for i in which], None, Precision.make(leaves[which[0]], dtype, reduce_dtype)
         if axes:
             joined = [leaf_routes[i].gathers[0] for i in which]
             layout = gather_layout("scan", axes, xs, [j.dim for j in joined], [j.size for j in joined])

@@ -55,7 +55,7 @@ def unshard(
     leaves, treedef = tree.flatten(params)
     leaf_specs, sizes = placements("unshard", params, specs, shapes)
     leaf_routes = routes("unshard", current, params, leaves, leaf_specs, axis, sizes)
-    casts = [Precision.of(x, dtype, reduce_dtype) for x in leaves]
+    casts = [Precision.make(x, dtype, reduce_dtype) for x in leaves]
     out = [copy_to_device(x, current.device) if r.host else x for x, r in zip(leaves, leaf_routes, strict=True)]
     vary: dict[Any, list[int]] = {}
     gather: dict[tuple[str, ...], list[tuple[int, Joined]]] = {}
@@ -83,7 +83,7 @@ def make_whole(
 
 
 def _apply(m: Map, cast: Precision | None, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    return apply_map(m if cast is None else CastMap.of(m, cast), xs)
+    return apply_map(m if cast is None else CastMap.from_precision(m, cast), xs)
 
 
 def _cast(xs: Sequence[Tensor], cast: Precision | None) -> Sequence[Tensor]:

@@ -200,7 +200,7 @@ def changed(mutant: Mutant | None, log: dict[Call, _CallLog] | None = None) -> I
     def unshard_apply(m: Any, how: Any, xs: Xs, frame: FrameType | None = None) -> Xs:
         before, current.call = current.call, current.enter(m.verb, frame or sys._getframe(1))
         try:
-            return apply_map(m if how is None else CastMap.of(m, how), xs)
+            return apply_map(m if how is None else CastMap.from_precision(m, how), xs)
         finally:
             current.call = before
 

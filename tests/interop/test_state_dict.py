@@ -336,7 +336,7 @@ def test_leaves_of_other_dims_than_those_of_a_strided_tensor(tmp_path: Path, mem
 def test_a_file_of_more_than_4_gib(tmp_path: Path) -> None:
     """Only the places are written: the disk has no blocks for the rest."""
     small = torch.arange(5, dtype=torch.float32)
-    archive = Archive.of({"large": (torch.uint8, (5 << 30,)), "small": (small.dtype, small.shape)}, {})
+    archive = Archive.make({"large": (torch.uint8, (5 << 30,)), "small": (small.dtype, small.shape)}, {})
     path = tmp_path / "large.pt"
     with open(path, "xb") as f:
         f.truncate(archive.nbytes)

@@ -35,7 +35,7 @@ from fshard._core import callsite
 from .meeting import accept, announce, connect
 
 _POLL = 1.0  # seconds between two looks at the launcher and at the waits
-_GRACE = 10.0  # seconds for a rank to end by its own error, which explains more, after another one has failed
+_GRACE = 10.0  # seconds for a rank to raise an error, which explains more, after another one has failed
 _LONG_WAIT = 30.0  # seconds of one wait, after which it is reported
 _LEAVE = datetime.timedelta(
     seconds=5

@@ -50,7 +50,7 @@ _USUAL = (
     "masks counted from 0 on each rank; a gradient that is not summed, for want of a pvary"
 )
 _NEAR_ZERO = [  # the noise is measured to first order, and a quotient g / |g| has none near 0
-    "the first step of Adam has the sign of a gradient, whatever its size: of one near 0, that of its rounding.",
+    "the first step of Adam has the sign of a gradient, whatever its size: near 0, the sign of its rounding.",
     "return the gradients too, and compare those; or verify in float32",
 ]
 FULL, NAMED = 4, 3  # leaves of each axis described in full, and then by name only
@@ -288,7 +288,7 @@ def _mesh_factors(sizes: dict[str, tuple[int, int]]) -> dict[float, str]:
         square = f"the square of {n}, {size}"
         root = f"the square root of {n}, {size}: a norm counts replicated values on every rank"
         if n**0.5 in (2, 4, 0.5, 0.25):  # a loss scale is multiplied by powers of 2
-            root += "; or each rank adjusts a scale, as of a loss, by its own part"
+            root += "; or each rank adjusts a scale, as of a loss, by its part"
         for factor, cause in (
             (n, f"{n} is {size}: a psum of a value that is already a total, or where a mean was meant"),
             (1 / n, f"{1 / n}, {size}: a psum is missing, or a mean is taken of a total"),

@@ -193,17 +193,17 @@ class Ranks:
     Errors begin with `verb`. Raises ShardingError inside `shard_map`.
     """
 
-    def __init__(self, verb: str, *, alone: bool) -> None:
+    def __init__(self, verb: str, *, one_process: bool) -> None:
         if in_region():
             raise fail(f"{verb}: called inside shard_map, where every leaf is a local part", fix="call it outside")
-        if not alone:
+        if not one_process:
             refuse_transfer(verb)
-        self.verb, self.alone = verb, alone
+        self.verb, self.one_process = verb, one_process
         self.group: Any = None  # of torch.distributed; None is the group of all ranks
-        self.rank, self.size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+        self.rank, self.size = (0, 1) if one_process else (dist.get_rank(), dist.get_world_size())
 
     @classmethod
-    def of(cls, verb: str, leaves: Iterable[Any]) -> Ranks:
+    def from_leaves(cls, verb: str, leaves: Iterable[Any]) -> Ranks:
         """Return the processes that hold the leaves.
 
         Raises ShardingError if some leaves are on a process mesh and some on a simulated one.
@@ -212,18 +212,18 @@ class Ranks:
         if {"process", "simulated"} <= kinds:
             raise fail(f"{verb}: some leaves are on a process mesh and some on a simulated mesh",
                        fix=f"{verb} them in two calls")  # fmt: skip
-        return cls(verb, alone="process" not in kinds if kinds else not dist.is_initialized())
+        return cls(verb, one_process="process" not in kinds if kinds else not dist.is_initialized())
 
     def writes_for(self, rank: int) -> bool:
         """Return whether this process writes the parts of a rank."""
-        return self.alone or rank == self.rank
+        return self.one_process or rank == self.rank
 
     def run(self, job: Callable[[], T]) -> list[T]:
         """Run `job` in every process and return all results, by rank.
 
         If any rank raises an Exception, every rank raises ShardingError with the messages of all.
         """
-        if self.alone:
+        if self.one_process:
             return [job()]
         result: T | None = None
         error: Exception | None = None

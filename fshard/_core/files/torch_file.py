@@ -77,7 +77,7 @@ class Archive(NamedTuple):
     rest: list[tuple[int, bytearray]]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], aliases: Mapping[str, str]) -> Archive:
+    def make(cls, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], aliases: Mapping[str, str]) -> Archive:
         """Return the archive of a dict of contiguous tensors, with a storage for each, and of other names of them."""
         with FakeTensorMode():
             fakes = {

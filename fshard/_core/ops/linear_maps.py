@@ -146,7 +146,7 @@ class _DimMap(Map):
 
 @dataclass(frozen=True)
 class Gather(_DimMap):
-    """all_gather(to="varying"): each rank uses the result in its own way."""
+    """all_gather(to="varying"): each rank uses the result differently."""
 
     verb = "all_gather"
 
@@ -301,7 +301,7 @@ class Precision:
     summed: torch.dtype
 
     @staticmethod
-    def of(x: Tensor, computed: torch.dtype | None, summed: torch.dtype | None) -> Precision | None:
+    def make(x: Tensor, computed: torch.dtype | None, summed: torch.dtype | None) -> Precision | None:
         """Return the precision of a leaf; `None` if no cast is needed. Raises ShardingError for dtypes of no floats."""
         for name, dtype in (("dtype", computed), ("reduce_dtype", summed)):
             if dtype is not None and not dtype.is_floating_point:  # values or gradients would be cut off
@@ -323,7 +323,7 @@ class CastMap(Map):
     back: tuple[torch.dtype, torch.dtype] = field(kw_only=True)
 
     @staticmethod
-    def of(inner: Map, precision: Precision) -> CastMap:
+    def from_precision(inner: Map, precision: Precision) -> CastMap:
         """Return `inner` with the casts of a precision."""
         return CastMap(inner.comm, inner.axes, inner=inner, before=precision.computed, after=precision.computed,
                       back=(precision.summed, precision.stored))  # fmt: skip

@@ -3,7 +3,7 @@
 The checker is a dispatch mode below torch.func, so it sees plain tensors: forward, backward and optimizer. It changes
 no result. Over each axis of more than one rank a tensor is one of
 
-    V   varying: each rank has its own value
+    V   varying: each rank has a different value
     I   invariant: one logical value, the same on every rank of the axis
     -   free: made in the region from nothing (zeros, arange), or from Python numbers; mixes with either
 

@@ -94,7 +94,7 @@ def _reason_and_fix(
     n, source = size_of(axes, scene.checker.sizes), axes_source(axes)
     one, many = scene.name(invariant), scene.name(varying)
     if scene.is_batched(invariant, varying):
-        why = f"each of the {n} ranks of {axes_text(axes)} has examples of its own, with a gradient for each of them"
+        why = f"each of the {n} ranks of {axes_text(axes)} has different examples, with a gradient for each of them"
         return [why], fix_before_vmap(scene.checker, invariant, source)
     gathered = fix_of_gather(varying.info, axes, scene.line)
     if gathered and not scene.checker.is_differentiated(varying.tensor):
@@ -187,11 +187,11 @@ def _noise_added(
     else:
         parts = f"different parts of {to}{'' if other.info.name else ', or parts of a sum'}"
         why = f"the ranks hold {parts}, and would all use the same random numbers"
-        own = f"name {over} in the spec of the draw, and pass its global shape"
+        spec_fix = f"name {over} in the spec of the draw, and pass its global shape"
         after = Fix(f"{add} {name} after the psum of {to}, and not before it", IS_SUM)
-        fixes = [after, Fix(own, f"each rank has other elements of {to}")]
+        fixes = [after, Fix(spec_fix, f"each rank has other elements of {to}")]
         if verb:  # psum_scatter
-            fixes = [Fix(f"{own}; and {add} {name} after the {verb}, and not before it")]
+            fixes = [Fix(f"{spec_fix}; and {add} {name} after the {verb}, and not before it")]
         elif other.info.name:
             fixes = fixes[1:]
         fix = fix_lines(fixes if other.info.history.partials else fixes[::-1])
@@ -424,12 +424,12 @@ def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[
     if verb == "pvary" and scene.site in checker.pvaried:
         why = f"{why}\nat an earlier run of this line the value did not vary over {axes_text(axes)}"
     if x.info.origin == "made" and m.takes == "V":
-        choices.append(Fix(_with_pvary_of_leaf(x.info.site, axes), "each rank made its own value", x.info.site))
+        choices.append(Fix(_with_pvary_of_leaf(x.info.site, axes), "each rank made a different value", x.info.site))
     if m.takes == "V" and not x.info.type.differentiable and differentiable_dtype(x.tensor):  # of a captured constant
         line = scene.line_with("pvary", (x, axes_source(axes)))
         choices.append(Fix(line, "a number of each rank, which types do not cover, picked or made its value"))
     if set(axes) & x.info.type.drawn:
-        choices.append(Fix(f"name {axes_text(axes)} in the spec of the draw", "each rank is to draw its own part"))
+        choices.append(Fix(f"name {axes_text(axes)} in the spec of the draw", "each rank is to draw its part"))
     if verb == "pvary" and (gather := fix_of_gather(x.info, axes, scene.site.line if scene.site else 0)):
         choices.append(gather)
     choices = (_fixes_of_picks(checker, axes, scene.site) if m.takes == "V" else []) + choices
@@ -490,7 +490,7 @@ def loss_varies(checker: Facts, x: Tensor, loss: Operand, leaf: Operand, axes: S
     parameter, n = _parameter(leaf.info), size_of(axes, checker.sizes)
     rows = [("loss", show_type(loss, x.shape)), (parameter, show_type(leaf))]
     if x.ndim < loss.tensor.ndim:
-        why = f"each of the {n} ranks has examples of its own, and {parameter} has one gradient for each example of all"
+        why = f"each of the {n} ranks has different examples, and {parameter} has one gradient for each example of all"
         fix = fix_before_vmap(checker, leaf, axes_source(axes))
     else:
         why = f"each of the {n} ranks would differentiate its own loss, and {parameter} has one gradient"
@@ -514,7 +514,7 @@ def gradient_has_wrong_type(checker: Facts, leaf: Operand, grad: Operand, axes: 
         state, opposite = f"varies over {over}", "does not"
         same = f"{parameter} is the same on the {n} ranks of {over}"
         why = f"{same}, and each has a part of its gradient: a sum is missing"
-        fix = f"apply fs.pvary({parameter}, {axes_source(axes)}) before the ranks use it with values of their own"
+        fix = f"apply fs.pvary({parameter}, {axes_source(axes)}) before the ranks use it with different values"
     else:
         state, opposite = f"is the same on every rank of {over}", "is not"
         why = f"the {n} ranks of {over} have different values of {parameter}"

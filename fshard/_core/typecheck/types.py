@@ -75,7 +75,7 @@ class Partial(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixture:
-    """An operation of an operand that is invariant over `axis` with one that varies over it, which was no error yet.
+    """An operation of an operand that is invariant over `axis` with one that varies over it, not an error so far.
 
     No gradient flows to the invariant operand, or the other one is an index, where only the backward pass shows that
     the gradient is wrong.

@@ -116,7 +116,7 @@ def write_files(
     """
     if "\0" in os.fspath(folder):
         raise fail(f"write: folder {folder!r} has a null byte, which no path can have")
-    ranks = Ranks.of("write", leaves)
+    ranks = Ranks.from_leaves("write", leaves)
     final = as_path(folder)
     config_name, single = names
     files: list[OutputFile] = []
@@ -127,7 +127,7 @@ def write_files(
         small.update({} if config is None else {config_name: config})
         files.extend(output_files(tensors, max_shard_bytes, {"format": "pt"} if metadata is None else metadata, single))
         out = {name: repr(data.decode()) for name, data in small.items()}
-        if not ranks.alone:
+        if not ranks.one_process:
             out |= summaries(files)
         return out
 

@@ -37,7 +37,7 @@ def search(
     for i in range(new):
         # 1. The best candidates: a beam and its next token.
         logits, cache = decoder.step(last, mask, cache)
-        vocabulary = Vocabulary.of(logits, model, size)
+        vocabulary = Vocabulary.make(logits, model, size)
         if i == 0:  # the prompts were run once
             if size is None:
                 options.check_vocabulary(vocabulary.size)

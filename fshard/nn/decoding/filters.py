@@ -35,7 +35,7 @@ class Vocabulary(NamedTuple):
     axis: Axis
 
     @classmethod
-    def of(cls, logits: Tensor, axis: Axis, size: int | None) -> Vocabulary:
+    def make(cls, logits: Tensor, axis: Axis, size: int | None) -> Vocabulary:
         first, size = local_range("generate", logits.shape[-1], axis, size)
         return cls(first, logits.shape[-1], size, axis)
 
@@ -104,7 +104,7 @@ def filtered(logits: Tensor, vocabulary: Vocabulary, options: Options, *, ids: T
 
 
 def _top_p(logits: Tensor, vocabulary: Vocabulary, p: float) -> Tensor:
-    """Keep a token if the probabilities of those that are less likely, and its own, add up to more than 1 - p.
+    """Keep a token if the probabilities of the less likely tokens, and of itself, add up to more than 1 - p.
 
     Of equally likely tokens the last ones are kept.
     """

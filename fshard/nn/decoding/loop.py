@@ -68,7 +68,7 @@ def generate(
     with torch.no_grad():
         for i in range(new):
             logits, cache = decoder.step(last, mask, cache)
-            vocabulary = Vocabulary.of(logits, model, size)
+            vocabulary = Vocabulary.make(logits, model, size)
             if i == 0 and size is None:
                 options.check_vocabulary(vocabulary.size)
             logits = filtered(logits.float(), vocabulary, options, ids=out, mask=mask, step=i, new=new)
@@ -92,7 +92,7 @@ def generate(
 
 
 def _check_axes_of_draws(ids: Tensor, data: Axis) -> None:
-    """Raise ShardingError if ranks have prompts of their own over an axis that is not named: their draws are by row."""
+    """Raise ShardingError if ranks have different prompts over an axis that is not named: their draws are by row."""
     types = checker()
     if types is None:
         return

@@ -20,7 +20,7 @@ class Options:
     Of every token's logit, in float32:
 
         repetition_penalty  divides the positive logits of tokens that the sequence has, and multiplies the others
-        no_repeat_ngram     no n tokens stand twice in a sequence; 0: no limit
+        no_repeat_ngram     no n tokens appear twice in a sequence; 0: no limit
         min_new             the number of tokens before which a sequence does not end
         forced_bos          the second token of a sequence that begins with one token, as an encoder-decoder's does
         forced_eos          the last of the `new` tokens, if the sequence has not ended before

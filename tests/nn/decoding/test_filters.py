@@ -36,7 +36,8 @@ def ours(logits, n=1, mask=None, tokens=None, step=0, new=4, **options):
     @fs.shard_map(mesh=fs.make_mesh(model=n), in_specs=(P(None, "model"), P()), out_specs=P(None, "model"),
                   check="first" if n == 3 else "never")  # fmt: skip
     def run(x, tokens):
-        return filtered(x, Vocabulary.of(x, "model", V), Options.of(options), ids=tokens, mask=mask, step=step, new=new)
+        vocabulary = Vocabulary.make(x, "model", V)
+        return filtered(x, vocabulary, Options.of(options), ids=tokens, mask=mask, step=step, new=new)
 
     return fs.device_get(run(logits, tokens))
 
@@ -118,7 +119,7 @@ def test_top_p_of_a_large_vocabulary_equals_sums_in_float64():
     """Thresholds among 50,257 tokens: float32 sums, of transformers too, are off by more than these weights."""
     logits = torch.randn(3, 50257, generator=torch.Generator().manual_seed(0)) * 2
     logits[1] = logits[1].round()  # a few values, each thousands of times
-    got = filtered(logits, Vocabulary.of(logits, None, 50257), Options(temperature=1.0, top_p=0.9),
+    got = filtered(logits, Vocabulary.make(logits, None, 50257), Options(temperature=1.0, top_p=0.9),
                    ids=torch.zeros(3, 1, dtype=torch.int64), mask=None, step=0, new=1)  # fmt: skip
     order = logits.sort(stable=True)
     kept = order.values.double().softmax(-1).cumsum(-1) > 1 - 0.9
@@ -129,7 +130,7 @@ def test_top_p_of_a_large_vocabulary_equals_sums_in_float64():
 def test_log_softmax_of_a_split_vocabulary(n):
     @fs.shard_map(mesh=fs.make_mesh(model=n), in_specs=P(None, "model"), out_specs=P(None, "model"))
     def run(x):
-        return log_softmax(x, Vocabulary.of(x, "model", V))
+        return log_softmax(x, Vocabulary.make(x, "model", V))
 
     torch.testing.assert_close(fs.device_get(run(numbers())), numbers().log_softmax(-1))
 
@@ -154,7 +155,7 @@ def test_draws_follow_the_softmax_of_the_filtered_logits():
 
     @fs.shard_map(mesh=fs.make_mesh(data=2, model=2), in_specs=P("data", "model"), out_specs=P("data"))
     def run(x):
-        x = filtered(x, Vocabulary.of(x, "model", 5), options, ids=torch.zeros(len(x), 1), mask=None, step=0, new=1)
+        x = filtered(x, Vocabulary.make(x, "model", 5), options, ids=torch.zeros(len(x), 1), mask=None, step=0, new=1)
         return argmax(x + gumbel_noise(fs.key(0), x, (n, 5), P("data", "model")), "model", 5)
 
     got = fs.device_get(run(logits.expand(n, 5))).bincount(minlength=5) / n
