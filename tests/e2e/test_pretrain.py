@@ -250,7 +250,7 @@ def refusal(*flags):
     ("--resume {tmp}/empty", "--resume {tmp}/empty: {tmp}/empty is a file: give a folder"),
     ("--resume {saved}/step_000002",
      "--resume {saved}/step_000002: there is no complete checkpoint in it: give --resume {saved}"),
-    ("--resume {other}", "--resume {other}: {other}/arguments.json: cannot be read; No such file or directory: give a "),
+    ("--resume {other}", "--resume {other}: {other}/arguments.json: cannot be read; No such file or directory: give a"),
     ("--resume {foreign}",
      "--resume {foreign}: pretrain did not write its arguments.json: give a folder of pretrain"),
     ("--resume {saved} --text {text} --layers 3 --width 16",
