@@ -29,7 +29,7 @@ EQUAL = {
     "clip and AdamW": {
         "delete, pvary 2 of loss in mutants": UNDIFFERENTIATED,
         **{f"delete, pvary {i} of norm_of in norm": UNDIFFERENTIATED for i in (1, 2, 3, 4)},
-        **{f"delete, pvary {i} of factors in optimizers": UNDIFFERENTIATED for i in (1, 2)},
+        **{f"delete, pvary {i} of factors in chain": UNDIFFERENTIATED for i in (1, 2)},
     },
     "pipeline": {
         **{f"{change}, ppermute 4 of loss in mutants": UNUSED for change in BOTH},
