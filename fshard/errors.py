@@ -200,7 +200,7 @@ _FIXES: dict[Any, str] = {  # by the kind and the type that was passed, by the n
     "a ShardMapped": "pass what fs.shard_map returns",
     "a Plan": "fs.plan(step, *args)",
     "a Plan or a Trace": "fs.plan(step, *args), or fs.trace(step, *args)",
-    **{(kind, "PlanTable"): "table[0].plan, of its first row" for kind in ("a Plan", "a Plan or a Trace")},
+    **{(kind, "PlanTable"): "table[0].plan, the plan of its first row" for kind in ("a Plan", "a Plan or a Trace")},
     **{(kind, "PlanRow"): "row.plan" for kind in ("a Plan", "a Plan or a Trace")},
 }
 

@@ -339,7 +339,7 @@ def losses(path: StrPath | Mapping[str, StrPath], *, window: int = 50) -> Figure
 def read_losses(path: StrPath) -> tuple[list[int], list[float]]:
     """Return the steps and the losses in a file `metrics.jsonl`, or in the one of a folder."""
     file = Path(path) / "metrics.jsonl" if Path(path).is_dir() else Path(path)
-    with open_file(file, "name the file metrics.jsonl of a run, or its folder") as f:
+    with open_file(file, "name the file metrics.jsonl of a run, or its folder", "plot.losses") as f:
         lines = f.read().decode(errors="replace").splitlines(keepends=True)
     steps: list[int] = []
     losses: list[float] = []

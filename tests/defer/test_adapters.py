@@ -422,7 +422,7 @@ def test_use_of_an_adapted_parameter_that_adapters_do_not_take_part_in_is_an_err
     apply, tree = fs.defer(Net, reference=0)
     text = error_text(lora.init, lora.Config(["conv"]), tree["params"], of=apply)
     assert "params['conv.weight'] is a target and no matrix: it is the weight of a Conv1d" in text
-    assert "no parameter of the module" in error_text(lora.init, lora.Config(["up"]), tree, of=apply)
+    assert "is not a parameter of the module" in error_text(lora.init, lora.Config(["up"]), tree, of=apply)
     table, _ = fs.defer(lambda: nn.Embedding(5, 3, max_norm=1.0), reference=0)
     weights = {"weight": torch.ones(5, 3)}
     cfg = lora.Config(".*", rank=1)

@@ -131,7 +131,7 @@ def test_what_cannot_be_drawn_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         "no operation and no transfer": lambda: fs.plot.memory(planned()),
         "the trace has no timeline": lambda: fs.plot.memory(Trace({"data": 2}, "measured", ())),
         "a Trace, got 'plan'\n  fix: fs.plan(step, *args), or fs.trace": lambda: fs.plot.memory("plan"),
-        "got a PlanTable\n  fix: table[0].plan, that of": lambda: fs.plot.memory(PlanTable((), DEVICE)),
+        "got a PlanTable\n  fix: table[0].plan, the plan of": lambda: fs.plot.memory(PlanTable((), DEVICE)),
         "got a Trace\n  fix: fs.plan(step, *args)": lambda: fs.plot.traffic(Trace({"data": 2}, "measured", ())),
     }
     for text, call in wrong.items():

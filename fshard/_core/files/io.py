@@ -71,8 +71,8 @@ def sync(directory: AnyPath) -> None:
 
 
 @contextlib.contextmanager
-def open_file(path: StrPath, fix: str = "") -> Iterator[BinaryIO]:
-    """Open a regular file or an object to read. A pipe in its place is an error, and is not waited for.
+def open_file(path: StrPath, fix: str = "", verb: str = "") -> Iterator[BinaryIO]:
+    """Open a regular file or an object to read, for `verb`. A pipe in its place is an error, and is not waited for.
 
     Raises ShardingError if it cannot be opened, or read inside the block.
     """
@@ -88,7 +88,7 @@ def open_file(path: StrPath, fix: str = "") -> Iterator[BinaryIO]:
                 raise OSError(errno.EINVAL, "it is not a regular file")
             yield f
     except OSError as e:
-        raise fail(f"{path}: cannot be read", str(e.strerror), fix=fix) from e
+        raise fail(f"{verb and f'{verb}: '}{path}: cannot be read", str(e.strerror), fix=fix) from e
 
 
 @contextlib.contextmanager
