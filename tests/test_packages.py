@@ -28,7 +28,7 @@ COMMS = ("AbstractComm", "ProcessComm", "SimulatedComm")
 EXTRAS = ("transformers", "peft", "accelerate", "datasets", "nbformat", "nbclient")
 MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
-    "checkpoint": 1_482, "cli": 1_532, "core": 15_526, "data": 1_054, "defer": 5_266, "interop": 4_404, "law":
+    "checkpoint": 1_482, "cli": 1_532, "core": 15_526, "data": 1_054, "defer": 5_272, "interop": 4_404, "law":
     1_242, "lora": 1_713, "models": 4_506, "nn": 2_714, "optim": 2_747, "planning": 4_294, "recipes": 2_072,
     "schedule": 2_314, "fshard": 70,
 }  # fmt: skip
@@ -306,7 +306,7 @@ def test_every_file_has_a_docstring_and_a_name_for_an_idea() -> None:
 
 
 QUESTIONS = ("What", "Whether", "How", "Where", "When", "Who", "Which")
-MAYBE = re.compile(rf'"""\\s*({"|".join(QUESTIONS)})\\b')  # a file without this need not be parsed
+MAYBE = re.compile(rf'"""\s*({"|".join(QUESTIONS)})\b')  # a file without this need not be parsed
 
 
 def test_no_docstring_opens_with_a_question() -> None:

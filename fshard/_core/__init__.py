@@ -1,1 +1,1 @@
-"""What runs underneath: transfers, types, one call of `shard_map`, files. No program imports a name from here."""
+"""Parts that run underneath: transfers, types, one call of `shard_map`, files. No program imports a name from here."""

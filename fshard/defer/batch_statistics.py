@@ -51,9 +51,8 @@ class _Cumulative(float):
 
     norm: Any
 
-    @staticmethod
-    def of_norm(norm: nn.Module) -> _Cumulative:
-        out = _Cumulative(0.0)
+    def __new__(cls, norm: nn.Module) -> _Cumulative:
+        out = super().__new__(cls)
         out.norm = norm
         return out
 
@@ -78,7 +77,7 @@ class BatchStatistics(TorchFunctionMode):
             norms = (m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._NormBase))
             self._cumulative = [m for m in norms if m.momentum is None]
         for norm in self._cumulative:
-            norm.momentum = _Cumulative.of_norm(norm)
+            norm.momentum = _Cumulative(norm)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
@@ -101,8 +100,7 @@ class BatchStatistics(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _over_all_ranks(self, op: str, given: Mapping[str, Any]) -> Tensor:
-        (what, _), x = self._caller(op), given["input"]
-        leaves = _leaves(given)
+        what, x, leaves = self._caller(op), given["input"], _leaves(given)
         _check_leaves(what, self.over, x, leaves)
         options = {"momentum": 0.1, "eps": 1e-5} | {k: given[k] for k in ("momentum", "eps") if k in given}
         w, b = leaves.get("weight"), leaves.get("bias")
@@ -126,7 +124,7 @@ class BatchStatistics(TorchFunctionMode):
 
     def _refuse(self, op: str, given: Mapping[str, Any]) -> None:
         if axes := axes_of_own_values(given["input"]) - _axes_of_channels(_leaves(given).values()):
-            what, line = self._caller(op)
+            what, line = self._caller(op), _users_line()
             if self.over is not UNSET:
                 raise fail(what, *line, f"batch_norm_over({self.over!r}) computes F.batch_norm and F.instance_norm",
                            fix="one of these")  # fmt: skip
@@ -143,7 +141,7 @@ class BatchStatistics(TorchFunctionMode):
         if isinstance(table, StandIn) or not torch.is_grad_enabled():
             return
         if given.get("scale_grad_by_freq") and (axes := axes_of_own_values(ids) - axes_of_own_values(table)):
-            what, line = self._caller(op)
+            what, line = self._caller(op), _users_line()
             over = repr(min(axes) if len(axes) == 1 else tuple(sorted(axes)))
             raise fail(f"{what} with scale_grad_by_freq=True", *line,
                        f"its ids vary over {over}: it divides the gradients of each rank's ids by their number on "
@@ -153,23 +151,31 @@ class BatchStatistics(TorchFunctionMode):
                        f"       fs.psum(torch.bincount(ids.flatten(), minlength={len(table)}), {over}).clamp(min=1)"
                        )  # fmt: skip
         if given.get("sparse") and (table.requires_grad or in_transform()):
-            what, line = self._caller(op)
+            what, line = self._caller(op), _users_line()
             raise fail(f"{what} with sparse=True", *line, "collectives and optimizers take dense gradients",
                        fix="sparse=False: the gradient has the same numbers")  # fmt: skip
 
-    def _caller(self, op: str) -> tuple[str, tuple[str, ...]]:
-        """Return the submodule that calls an operation, as the subject of an error, and the user's line."""
-        names = {id(m): name for name, m in self.module.named_modules()}
+    @functools.cached_property
+    def _names(self) -> dict[int, str]:
+        return {id(m): name for name, m in self.module.named_modules()}
+
+    def _caller(self, op: str) -> str:
+        """Return the submodule that calls an operation, as the subject of an error."""
+        names = self._names
         frame: FrameType | None = sys._getframe(1)
-        line = () if checker() is None else place_and_source(site(user_frame(frame)))
         while frame is not None and id(m := frame.f_locals.get("self")) not in names:
             frame = frame.f_back
         if frame is None:
-            return f"{self.name}: a {op}", line
+            return f"{self.name}: a {op}"
         label = f"{self.name}: {repr(names[id(m)]) if names[id(m)] else 'it'} is a {type(m).__name__}"
         if state := _state_of(m):
-            return f"{label} {state}", line
-        return (label if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) else f"{label} that calls {op}"), line
+            return f"{label} {state}"
+        return label if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) else f"{label} that calls {op}"
+
+
+def _users_line() -> tuple[str, ...]:
+    """Return the user's line that is executing, for an error; nothing in a call that is not checked."""
+    return () if checker() is None else place_and_source(site(user_frame()))
 
 
 def without_process_group(module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What all adapted matrices have in common: the matrix that they adapt."""
+"""The base of all adapted matrices: the matrix that they adapt."""
 
 from __future__ import annotations
 

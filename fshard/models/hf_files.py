@@ -25,7 +25,7 @@ _MAX_LAYERS = 1_000  # as many as the deepest published transformer has
 
 @dataclass(frozen=True)
 class ModelFile:
-    """How a model is stored in a folder of Hugging Face.
+    """Names and shapes by which a folder of Hugging Face stores a model.
 
     Args:
         config_class: the class of its configs.

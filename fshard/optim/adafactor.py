@@ -7,15 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.collectives import all_gather, pslice, psum
+from fshard.collectives import psum
 from fshard.errors import checked, fail
 from fshard.spec import P
 
-from .formula import Mask, Optimizer, make_optimizer
+from .formula import Mask, Optimizer, join_parts, make_optimizer, take_part
 from .optimizers import below_one, decayed
 from .schedules import Schedule, not_negative
-
-_Axes = tuple[tuple[str, ...], ...]  # the mesh axes of each dim
 
 
 @checked
@@ -76,34 +74,20 @@ def _adafactor(
     axes, t = spec.parts(p.ndim), count.to(torch.float64)
     w, square = (t**-decay).to(p.dtype), g * g
     if p.ndim < 2:
-        row = row + (_joined(square, axes, row.shape) - row) * w
-        v = _own(row, axes)
+        row = row + (join_parts(square, axes, row.shape) - row) * w
+        v = take_part(row, axes)
     else:
         *lead, of_rows, of_columns = axes
         across_rows, across_columns = (*lead, of_rows), (*lead, of_columns)
         row_mean = psum(square.sum(-1), of_columns or None) / max(1, col.shape[-1])
         col_mean = psum(square.sum(-2), of_rows or None) / max(1, row.shape[-1])
-        row = row + (_joined(row_mean, across_rows, row.shape) - row) * w
-        col = col + (_joined(col_mean, across_columns, col.shape) - col) * w
+        row = row + (join_parts(row_mean, across_rows, row.shape) - row) * w
+        col = col + (join_parts(col_mean, across_columns, col.shape) - col) * w
         share = row / row.mean(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).eps)
-        v = _own(share, across_rows).unsqueeze(-1) * _own(col, across_columns).unsqueeze(-2)
+        v = take_part(share, across_rows).unsqueeze(-1) * take_part(col, across_columns).unsqueeze(-2)
     u = g / v.sqrt().clamp(min=torch.finfo(p.dtype).eps)
     sums = torch.stack([(p * p).sum(), (u * u).sum(), torch.tensor(float(p.numel()), dtype=p.dtype, device=p.device)])
     total: Tensor = psum(sums, spec.axes or None)
     rms_p, rms_u = (total[:2] / total[2].clamp(min=1)).sqrt().to(torch.float64)
     rate = torch.minimum(lr, t.rsqrt()) * rms_p.clamp(min=min_scale) / (rms_u / clip).clamp(min=1)
     return decayed(p, lr, weight_decay) - rate.to(p.dtype) * u, row, col
-
-
-def _joined(x: Tensor, axes: _Axes, shape: tuple[int, ...]) -> Tensor:
-    """Gather the parts of a tensor from all ranks: [N@axes, ..] -> [N, ..]{I}."""
-    for dim, over in enumerate(axes):
-        x = all_gather(x, over or None, dim, size=shape[dim], to="invariant")
-    return x
-
-
-def _own(x: Tensor, axes: _Axes) -> Tensor:
-    """Return this rank's part of a tensor: [N, ..]{I} -> [N@axes, ..]."""
-    for dim, over in enumerate(axes):
-        x = pslice(x, over or None, dim)
-    return x

@@ -23,7 +23,7 @@ from fshard import init as _init
 from fshard import tree
 from fshard._core.host_memory import to_spec_memory, wait_before_writing
 from fshard._core.region import in_region
-from fshard.collectives import global_shape
+from fshard.collectives import all_gather, global_shape, pslice
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.grad import is_differentiated
 from fshard.init import Deferred
@@ -235,6 +235,25 @@ def _check_result(name: str, moments: Sequence[str], old: Sequence[Tensor], new:
             got = describe(y) if isinstance(y, Tensor) else f"a {type(y).__name__}"
             raise fail(f"{name}: the formula returned {got} for {label}, which is {describe(x)}",
                        fix=f"tensors {expected} of the shapes that it was passed")  # fmt: skip
+
+
+# --- full leaves, of formulas that take `spec` --------------------------------------------------------------
+
+Axes = Sequence[tuple[str, ...]]  # the mesh axes of each dim
+
+
+def join_parts(x: Tensor, axes: Axes, sizes: Sequence[int | None] | None = None) -> Tensor:
+    """Gather the parts of a tensor from all ranks: [N@axes, ..] -> [N, ..]{I}. `sizes` are the full ones, if known."""
+    for dim, (over, size) in enumerate(zip(axes, sizes or [None] * x.ndim, strict=True)):
+        x = all_gather(x, over or None, dim, size=size, to="invariant")
+    return x
+
+
+def take_part(x: Tensor, axes: Axes) -> Tensor:
+    """Return this rank's part of a tensor: [N, ..]{I} -> [N@axes, ..]."""
+    for dim, over in enumerate(axes):
+        x = pslice(x, over or None, dim)
+    return x
 
 
 # --- states and checks --------------------------------------------------------------------------------------

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.collectives import all_gather, pslice
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.spec import P, describe
 
-from .formula import Mask, Optimizer, make_optimizer
+from .formula import Mask, Optimizer, join_parts, make_optimizer, take_part
 from .optimizers import below_one, decayed
 from .schedules import Schedule, not_negative
 
@@ -79,12 +78,9 @@ def _muon(
     m = m + (g - m) * (1 - momentum)
     step = g + (m - g) * momentum
     axes = spec.parts(2)
-    for dim, over in enumerate(axes):
-        step = all_gather(step, over or None, dim, to="invariant")
+    step = join_parts(step, axes)
     scale = 0.2 * math.sqrt(max(step.shape))
-    step = _orthogonal(step)
-    for dim, over in enumerate(axes):
-        step = pslice(step, over or None, dim)
+    step = take_part(_orthogonal(step), axes)
     return decayed(p, lr, weight_decay) - (lr * scale).to(p.dtype) * step.to(p.dtype), m
 
 

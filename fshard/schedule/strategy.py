@@ -15,7 +15,7 @@ NAMES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHA
 
 
 class Optimizer(Protocol):
-    """What a strategy needs of an optimizer: the specs of its state, computed from the parameters' specs."""
+    """An optimizer, as a strategy uses it: for the specs of its state, computed from the parameters' specs."""
 
     def specs(self, param_specs: Any, /) -> Any: ...
 

@@ -251,7 +251,7 @@ def recorded(method: Callable[..., Any], into: list[str]) -> Callable[..., Any]:
 
 
 def test_upload_that_fails_leaves_no_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was written before the failure is discarded, not closed."""
+    """The bytes written before the failure are discarded, not closed."""
     discarded: list[bool] = []
 
     class Upload:

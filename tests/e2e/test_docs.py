@@ -45,7 +45,7 @@ COMMANDS = ("install", "test")  # the blocks that CI and a newcomer copy; each a
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
-    """What an example of `preempted` installs ends with it."""
+    """End with an example of `preempted` the handlers that it installs."""
     with default_signals():
         yield
 

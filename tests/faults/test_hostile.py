@@ -37,8 +37,9 @@ READERS: dict[str, Callable[[Path], object]] = {
 def test_pipe_in_the_place_of_a_file_is_an_error_and_not_waited_for(name: str, tmp_path: Path) -> None:
     if "/" not in name:
         os.mkfifo(tmp_path / name)
-    want = f"{tmp_path / name}: cannot be read\n  it is not a regular file"
-    assert error_text(READERS[name], tmp_path).removeprefix("plot.losses: ").startswith(want)
+    verb = "plot.losses: " if name == "metrics.jsonl" else ""
+    want = f"{verb}{tmp_path / name}: cannot be read\n  it is not a regular file"
+    assert error_text(READERS[name], tmp_path).startswith(want)
 
 
 def test_names_that_control_a_terminal_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

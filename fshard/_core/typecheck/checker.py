@@ -129,10 +129,6 @@ class Checker(OperationMode):
 
     # --- types of tensors that no operation made ---
 
-    def is_differentiated(self, x: Tensor) -> bool:
-        """Return whether a gradient can flow to a tensor."""
-        return self.differentiated(x)
-
     def info(self, x: Tensor) -> TensorInfo:
         """Return the type and origin of a tensor."""
         return self._info_of_plain(unwrapped(x))

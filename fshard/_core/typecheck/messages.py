@@ -79,7 +79,7 @@ def _to_vary(checker: Facts, operands: Sequence[Operand]) -> list[tuple[Operand,
     varying = frozenset[str]().union(*(o.info.type.varying for o in operands))
     found = {id(o.tensor): (o, sorted(varying & o.info.type.invariant)) for o in operands}
     return [(o, axes) for o, axes in found.values()
-            if axes and differentiable_dtype(o.tensor) and checker.is_differentiated(o.tensor)]  # fmt: skip
+            if axes and differentiable_dtype(o.tensor) and checker.differentiated(o.tensor)]  # fmt: skip
 
 
 def _mix_of(op: str, axes: Sequence[str]) -> str:
@@ -97,7 +97,7 @@ def _reason_and_fix(
         why = f"each of the {n} ranks of {axes_text(axes)} has different examples, with a gradient for each of them"
         return [why], fix_before_vmap(scene.checker, invariant, source)
     gathered = fix_of_gather(varying.info, axes, scene.line)
-    if gathered and not scene.checker.is_differentiated(varying.tensor):
+    if gathered and not scene.checker.differentiated(varying.tensor):
         choices = [
             gathered._replace(condition=f"{many} is the same on every rank"),
             Fix(scene.line_with("pvary", (invariant, source)), f"each rank is to use {one} in its own way"),

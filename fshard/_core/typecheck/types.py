@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -134,7 +134,7 @@ class Operand(NamedTuple):
 
 
 class Facts(Protocol):
-    """What a checker knows of a region, as messages and fixes read it."""
+    """The facts that a checker knows of a region, for messages and fixes."""
 
     sizes: Mapping[str, int]  # of the mesh axes
     arguments: list[TensorInfo]
@@ -147,8 +147,9 @@ class Facts(Protocol):
     def info(self, x: Tensor) -> TensorInfo:
         """Return the type and origin of a tensor."""
 
-    def is_differentiated(self, x: Tensor) -> bool:
-        """Return whether a gradient can flow to a tensor."""
+    @property
+    def differentiated(self) -> Callable[[Tensor], bool]:
+        """A test of whether a gradient can flow to a tensor."""
 
 
 def join(types: Sequence[Type], result: Tensor | None = None) -> Type:
