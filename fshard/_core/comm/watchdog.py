@@ -139,6 +139,9 @@ class Watchdog:
                 if hasattr(socket, name):
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         with self._changed:
+            if self._closed:  # by the main thread, while this one accepted
+                connection.close()
+                return
             self._connections[connection] = rank
             self._selector.register(connection, selectors.EVENT_READ)
             if self.rank == 0 and self.failed is not None:  # this rank connects late

@@ -311,6 +311,14 @@ def test_strangers_fail_nobody(job: Job, zero: Watchdog) -> None:
         rank.close()
 
 
+def test_connection_that_is_accepted_while_the_watchdog_closes_is_closed_too(job: Job) -> None:
+    ours, theirs = socket.socketpair()
+    job.ranks[0].close()
+    job.ranks[0].add(ours, 2)
+    assert (ours.fileno(), job.ranks[0]._connections) == (-1, {})
+    theirs.close()
+
+
 def test_error_text_of_a_rank_that_does_not_reach_rank_0(job: Job) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
