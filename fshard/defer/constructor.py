@@ -100,12 +100,12 @@ def defer(
         return _eager(constructor, reference, units, replace)
     with _seeded(0), recording(budget) as recorder:
         module = _construct(constructor)
-        places = places_of(module)
-        leaves = leaves_at(places)
-        _check_leaves(leaves, recorder.why_unrecorded)
-        nodes = {name: recorder.node(x) for named in leaves.values() for name, x in named.items()}
-        outside = Outside(constructor, module)
-        _release(module, places, recorder, outside)
+    places = places_of(module)
+    leaves = leaves_at(places)
+    _check_leaves(leaves, recorder.why_unrecorded)
+    nodes = {name: recorder.node(x) for named in leaves.values() for name, x in named.items()}
+    outside = Outside(constructor, module)
+    _release(module, places, recorder, outside)
     tree, computed_in_full = _describe(leaves, nodes, budget)
     chosen = choose_units(module, units)
     return Apply(module, whole=computed_in_full, units=chosen, replace=replace, outside=outside), tree
