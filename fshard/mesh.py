@@ -82,6 +82,15 @@ class Mesh:
         elif kind == "process" or self.size == 1:
             self._comm = ProcessComm(self.axes, self.coords(self.ranks[0]), timeout)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has rank 0: the one that prints and logs. A simulated mesh is one process.
+
+        >>> mesh.is_first
+        True
+        """
+        return self.kind != "process" or self.ranks[0] == 0
+
     def coords(self, rank: int) -> dict[str, int]:
         """Position of a rank along each axis."""
         return dict(zip(self.axes, coords_of(rank, list(self.axes.values())), strict=True))
