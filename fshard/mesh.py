@@ -166,7 +166,7 @@ def mesh_grid(mesh: Mesh) -> View:
     def cell(rank: int) -> Cell:
         coords = mesh.coords(rank)
         is_here = mesh.kind == "process" and rank in mesh.ranks
-        return Cell([rank], [f"rank {rank}: {format_axes(coords)}{', this process' * is_here}"], is_here)
+        return Cell([rank], [f"rank {rank}: {format_axes(coords)}{', this process' * is_here}"], rank, is_here)
 
     down = [format_axes({a: mesh.coords(r)[a] for a in rest}) for r in range(0, mesh.size, n)]
     cells = [[cell(r + i) for i in range(n)] for r in range(0, mesh.size, n)]
