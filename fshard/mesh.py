@@ -82,6 +82,15 @@ class Mesh:
         elif kind == "process" or self.size == 1:
             self._comm = ProcessComm(self.axes, self.coords(self.ranks[0]), timeout)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has rank 0: the one that prints and logs. A simulated mesh is one process.
+
+        >>> mesh.is_first
+        True
+        """
+        return self.kind != "process" or self.ranks[0] == 0
+
     def coords(self, rank: int) -> dict[str, int]:
         """Position of a rank along each axis."""
         return dict(zip(self.axes, coords_of(rank, list(self.axes.values())), strict=True))
@@ -157,7 +166,7 @@ def mesh_grid(mesh: Mesh) -> View:
     def cell(rank: int) -> Cell:
         coords = mesh.coords(rank)
         is_here = mesh.kind == "process" and rank in mesh.ranks
-        return Cell([rank], [f"rank {rank}: {format_axes(coords)}{', this process' * is_here}"], is_here)
+        return Cell([rank], [f"rank {rank}: {format_axes(coords)}{', this process' * is_here}"], rank, is_here)
 
     down = [format_axes({a: mesh.coords(r)[a] for a in rest}) for r in range(0, mesh.size, n)]
     cells = [[cell(r + i) for i in range(n)] for r in range(0, mesh.size, n)]
