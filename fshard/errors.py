@@ -224,6 +224,33 @@ def must_be(what: str, words: str, x: object, fix: str = "") -> ShardingError:
     return fail(f"{what} must be {words}, got {shown(x)}", fix=fix)
 
 
+def no_attribute(what: str, name: str, obj: object, elsewhere: Mapping[str, str]) -> AttributeError:
+    """Return the error of an attribute that an object of another library has, with what `elsewhere` says of it here.
+
+    >>> print(no_attribute("an Optimizer", "step", None, {"step": "opt.update"}))
+    an Optimizer has no attribute 'step': it is opt.update
+    """
+    why = f": it is {elsewhere[name]}" if name in elsewhere else ""
+    return AttributeError(f"{what} has no attribute {name!r}{why}", name=name, obj=obj)
+
+
+def other_names(module: str, elsewhere: Mapping[str, str], *libraries: types.ModuleType) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module: its error says what a name of another library is here.
+
+    A name that differs in its case is this one's (`fs.optim.AdamW`), and one of `libraries` is theirs.
+    """
+
+    def getter(name: str) -> Any:
+        here = sys.modules[module]
+        path = "fs" + module.removeprefix("fshard")
+        same = {n.lower(): f"{path}.{n}" for n in here.__all__}.get(name.lower().rstrip("_"))
+        other = next((f"{lib.__name__}.{name}" for lib in libraries if hasattr(lib, name)), None)
+        found = elsewhere.get(name) or same or other
+        raise no_attribute(path, name, here, {name: found} if found else {})
+
+    return getter
+
+
 def call_of(x: object) -> str:
     """Return the call of a function that is in the place of its result, or "" if it cannot be called so.
 
