@@ -53,7 +53,6 @@ class Row:
     """Results of an architecture; errors are 0.0 for equal bits, else relative to the largest number."""
 
     model: str
-    units: str
     forward: float
     gradient: float  # against torch's autograd on each rank's examples, summed over ranks
     batch: float | None  # against torch's autograd on the whole batch; None if the module mixes the examples of a batch
@@ -106,7 +105,7 @@ def measure(case: Case) -> Row:
     assert mixes == case.mixes, "one example's output depends on the others" if mixes else "it does not mix examples"
     assert mixes or error <= TOLERANCE, f"gradient differs from that of the whole batch by {error:.1g}"
     same = None if mixes else error
-    return Row(case.model, ", ".join(units), forward, gradient, same, checked(step, tree, batch))
+    return Row(case.model, forward, gradient, same, checked(step, tree, batch))
 
 
 def fully_sharded(tree: Any) -> Any:
@@ -233,7 +232,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 config = Qwen3Config(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
                      num_key_value_heads=1, head_dim=8)
-apply, module = fs.defer(lambda: Qwen3ForCausalLM(config).eval(), units="Qwen3DecoderLayer")
+apply, module = fs.defer(lambda: Qwen3ForCausalLM(config).eval(), units=Qwen3ForCausalLM._no_split_modules)
 print(len(module["params"]), "parameters, gathered in", list(apply.units))
 ```
 
@@ -241,7 +240,8 @@ print(len(module["params"]), "parameters, gathered in", list(apply.units))
 25 parameters, gathered in ['model.layers.0', 'model.layers.1']
 ```
 
-Next to each class are its units: the submodules that FSDP gathers one by one ([Any module](any-module.md#units)).
+Units are the submodules that FSDP gathers one by one ([Any module](any-module.md#units)). A class of transformers names
+them in `_no_split_modules`. For other classes take the class that its lists of blocks repeat.
 
 For each class, made small, fshard gives the same bits as torch:
 
@@ -279,16 +279,15 @@ ROUNDING = 1e-5  # up to which a row has no remark
 
 
 def item(row: Row) -> str:
-    """Return a class with its units and what is to be said about it."""
-    remarks = [row.units or "no units"]
-    remarks += [f"{what} differs by {e:.0e}" for what, e in (("forward", row.forward), ("gradient", row.gradient)) if e]
+    """Return a class with its remarks."""
+    remarks = [f"{what} differs by {e:.0e}" for what, e in (("forward", row.forward), ("gradient", row.gradient)) if e]
     if row.batch is None:
         remarks.append("mixes examples")
     elif row.batch > ROUNDING:
         remarks.append(f"rounding {row.batch:.0e}")
     if row.check != "yes":
         remarks.append(CHECKS[row.check])
-    return f"`{row.model}` ({'; '.join(remarks)})"
+    return f"`{row.model}`" + f" ({'; '.join(remarks)})" * bool(remarks)
 
 
 def page(items: Mapping[str, str], refusals: Mapping[str, Sequence[str]]) -> str:
@@ -305,7 +304,7 @@ def read_page() -> tuple[dict[str, str], dict[str, list[str]]]:
     text = TABLE.read_text() if TABLE.exists() else ""
     listed = " ".join(text.partition(f"## {next(iter(FAMILIES))}")[2].partition("## Refused")[0].split())
     refused = [x[2:-2].split(" | ") for x in text.splitlines() if x.startswith("| `")]
-    return {x[1]: x[0] for x in re.finditer(r"`(\w+)` \([^)]*\)", listed)}, {x[0].split("`")[1]: x for x in refused}
+    return {x[1]: x[0] for x in re.finditer(r"`(\w+)`( \([^)]*\))?", listed)}, {x[0].split("`")[1]: x for x in refused}
 
 
 def refusal(model: str) -> list[str]:
