@@ -65,6 +65,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Give a test the same random numbers whatever ran before it: on a worker that differs from run to run."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def _ranks(request: pytest.FixtureRequest) -> Iterator[Pool]:
     pool = request.config.stash[_pool]
