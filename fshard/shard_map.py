@@ -37,7 +37,7 @@ from ._core.ops import make_functions
 from ._core.protocol import Comm
 from ._core.region import Region, bind, mark_arguments
 from ._core.transfers import refuse_tracing
-from ._core.typecheck import Checker, Rank, same_numbers
+from ._core.typecheck import Checker, Ranks, same_numbers
 from .errors import api_boundary, checked, fail, raise_all
 from .mesh import Mesh
 from .sharded import Sharded, abstract_sharded
@@ -176,7 +176,7 @@ class ShardMapped:
             checked = False
         scratch = [{} for _ in self.mesh.ranks] if checked else self._take_scratch()
         parts = prepare(plan, leaves)
-        ranks: list[Rank] = []
+        ranks = Ranks()
 
         def rank_main(comm: Comm, rank: int) -> _RankRun:
             at = rank if self.mesh.kind == "simulated" else 0
@@ -247,7 +247,7 @@ class ShardMapped:
 
     def _run_rank(
         self, plan: CallPlan, comm: Comm, rank: int, at: int, local: list[Any], scratch: dict[Any, Any],
-        ranks: list[Rank] | None,
+        ranks: Ranks | None,
     ) -> _RankRun:  # fmt: skip
         """Run the function on one rank, this process's number `at`. Empties `local`, the rank's part of every leaf.
 
