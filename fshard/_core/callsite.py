@@ -82,10 +82,19 @@ def is_own_file(file: str) -> bool:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Site:
-    """One instruction of a code object. Its `str` is `train.py:14 in loss_fn`."""
+    """One instruction of a code object. Its `str` is `train.py:14 in loss_fn`.
+
+    `caller`: of an instruction in fshard.models, the user's line that called into it.
+    """
 
     code: CodeType
     lasti: int
+    caller: Site | None = None
+
+    @property
+    def lines(self) -> str:
+        """Return the user's line, and below it the model's line if the instruction is there."""
+        return f"{self.caller}\n{self}" if self.caller else str(self)
 
     @property
     def columns(self) -> tuple[int | None, int | None, int | None, int | None]:
@@ -124,7 +133,11 @@ class Site:
 def site(frame: FrameType | None = None) -> Site | None:
     """Return the place that a frame executes; by default the user's innermost frame."""
     frame = user_frame(sys._getframe(1)) if frame is None else frame
-    return None if frame is None else Site(frame.f_code, frame.f_lasti)
+    if frame is None:
+        return None
+    caller = caller_of_models(frame)
+    called = None if caller is None or caller is frame else Site(caller.f_code, caller.f_lasti)
+    return Site(frame.f_code, frame.f_lasti, called)
 
 
 def quote(site: Site) -> str:
