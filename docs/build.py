@@ -42,22 +42,28 @@ STYLE = """
 .md-grid { max-width: 78rem; } /* lines of 120 characters */
 .md-typeset pre > code { font-size: 0.8em; }
 .md-typeset img[src*="pictures/"] { display: block; margin: 1em 0; }
-/* Tables fit the page: names break where they must. */
+/* Tables fit the page: names break where they must. Tables of notebooks have styles of their own. */
+.md-typeset__scrollwrap { margin: 1em 0; }
 .md-typeset__table { min-width: 100%; padding: 0; }
-.md-typeset table:not([class]) { display: table; }
+.md-typeset div[style] :is(.md-typeset__scrollwrap, .md-typeset__table) { min-width: 0; margin: 0; }
+.md-typeset table:not([class], [style]) { display: table; }
 .md-typeset table:not([class]) :is(th, td) { min-width: 0; padding: 0.6em 0.8em; }
 .md-typeset :not(pre) > code { overflow-wrap: anywhere; }
 .md-typeset td:first-child code { white-space: nowrap; }
-@media (max-width: 76rem) { .md-typeset td:first-child code { white-space: normal; } }
-@media (max-width: 45rem) {
+@media (max-width: 76rem) {
+  .md-typeset td:first-child code { white-space: normal; }
   .md-typeset :is(.language-python, .language-pycon, .language-sh, .language-yaml) pre > code { white-space: pre-wrap; }
-  .md-typeset table:not([class]) { font-size: 0.55rem; }
-  .md-typeset table:not([class]) :is(th, td) { padding: 0.4em 0.25em; min-width: 4em; overflow-wrap: anywhere; }
-  .md-typeset table:not([class]) :is(th, td):first-child { min-width: 8em; }
-  .md-typeset table:not([class], :has(th:nth-child(3))) :is(th, td):first-child { min-width: 12em; }
-  .md-typeset table:has(th:nth-child(7)):not([class]) { font-size: 0.5rem; }
-  .md-typeset table:has(th:nth-child(7)):not([class]) :is(th, td):not(:first-child) { min-width: 3.7em; }
-  .md-typeset table:has(th:nth-child(10)):not([class]) :is(th, td):not(:first-child) { min-width: 3em; }
+}
+@media (max-width: 45rem) {
+  .md-typeset__scrollwrap { margin: 1em -0.8rem; }
+  .md-typeset table:not([class], [style]) { font-size: 0.55rem; }
+  .md-typeset table:not([class], [style]) :is(th, td) { min-width: 4em; padding: 0.4em 0.25em; }
+  .md-typeset table:not([class], [style]) :is(th, td) { overflow-wrap: anywhere; }
+  .md-typeset table:not([class], [style]) :is(th, td):first-child { min-width: 8em; }
+  .md-typeset table:not([class], [style], :has(th:nth-child(3))) :is(th, td):first-child { min-width: 12em; }
+  .md-typeset table:has(th:nth-child(7)):not([class], [style]) { font-size: 0.5rem; }
+  .md-typeset table:has(th:nth-child(7)):not([class], [style]) :is(th, td):not(:first-child) { min-width: 3.7em; }
+  .md-typeset table:has(th:nth-child(10)):not([class], [style]) :is(th, td):not(:first-child) { min-width: 3em; }
 }
 /* Rows of tables in notebooks collapse: they are not boxes of the theme. */
 .md-typeset td details { border: 0; box-shadow: none; margin: 0; padding: 0; font-size: inherit; background: none; }
@@ -302,15 +308,6 @@ def title(path: Path) -> str:
     return next(line for line in text.splitlines() if line.startswith("# ")).removeprefix("# ")
 
 
-def without_tests(text: str) -> str:
-    """Return a page without the last column of its tables if that is `test`: its long names are for the repository."""
-    lines, is_test = [], False
-    for line in text.split("\n"):
-        is_test = line.endswith("| test |") or (is_test and line.startswith("|"))
-        lines.append(line.removesuffix("|").rpartition("|")[0] + "|" if is_test else line)
-    return "\n".join(lines)
-
-
 def pages() -> dict[str, str]:
     """Return every page by its path, with the pages of code that others link to."""
     waiting = ["README.md", *sorted(str(f.relative_to(ROOT)) for f in ROOT.glob("docs/*.md")), *PROJECT]
@@ -333,7 +330,6 @@ def pages() -> dict[str, str]:
         text = path.read_text() if path.suffix == ".md" else notebook(path) if path.suffix == ".ipynb" else code(path)
         base = page if path.is_file() else f"{page}/index.md"
         text = NAMED_BY_PATH.sub(lambda link, path=path: f"[{title(path.parent / link[2])}]({link[2]}", text)
-        text = without_tests(text)
         fences = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)  # no links in code
         found[name] = "".join(
             part if i % 2 else LINK.sub(lambda link, base=base: follow(base, link[1]), part)  # type: ignore[misc]

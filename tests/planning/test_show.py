@@ -597,7 +597,7 @@ def test_hover_says_the_slices_of_each_rank_and_its_place():
 def test_blocks_are_drawn_in_proportion():
     html = layout((5, 8), P("data"), mesh={"data": 2}).html
     assert re.findall(r"height: ([\d.]+)em", html) == ["4.8", "3.2"]
-    assert re.findall(r"min-width: ([\d.]+)em", html) == ["24.0", "24.0"]
+    assert re.findall(r"; width: ([\d.]+)em", html) == ["24.0", "24.0"]
     assert "dashed" not in html
     assert "dashed" in layout((5, 8), fs.on_host(P("data")), mesh={"data": 2}).html
 
