@@ -96,6 +96,9 @@ class Site:
         """Return the user's line, and below it the model's line if the instruction is there."""
         return f"{self.caller}\n{self}" if self.caller else str(self)
 
+    def __hash__(self) -> int:  # not by the code object, whose hash visits its constants and names
+        return hash((self.code.co_name, self.code.co_firstlineno, self.lasti))
+
     @property
     def columns(self) -> tuple[int | None, int | None, int | None, int | None]:
         """First and last line, from 1, and first and last column, in bytes, of the expression that executes."""
@@ -130,14 +133,24 @@ class Site:
         return f"{name}:{self.line}" + (f" in {self.function}" if self.function != "<module>" else "")
 
 
+_MOST_SITES = 10_000
+# By the ids of the code objects of a line and of the caller of its model, which the site keeps, and their instructions.
+_sites: dict[tuple[int, int, int, int], Site] = {}
+
+
 def site(frame: FrameType | None = None) -> Site | None:
     """Return the place that a frame executes; by default the user's innermost frame."""
     frame = user_frame(sys._getframe(1)) if frame is None else frame
     if frame is None:
         return None
-    caller = caller_of_models(frame)
-    called = None if caller is None or caller is frame else Site(caller.f_code, caller.f_lasti)
-    return Site(frame.f_code, frame.f_lasti, called)
+    caller = caller_of_models(frame) or frame
+    known = _sites.get(key := (id(frame.f_code), frame.f_lasti, id(caller.f_code), caller.f_lasti))
+    if known is None:
+        if len(_sites) > _MOST_SITES:
+            _sites.clear()
+        called = None if caller is frame else Site(caller.f_code, caller.f_lasti)
+        known = _sites[key] = Site(frame.f_code, frame.f_lasti, called)
+    return known
 
 
 def quote(site: Site) -> str:

@@ -100,7 +100,7 @@ def run_blocks(text: str, name: str) -> list[tuple[Block | None, str]]:
         if block.language == "python":
             source = "\n" * (block.line - 1) + block.text  # so that a traceback has the document's own lines
             with contextlib.redirect_stdout(io.StringIO()) as out:
-                exec(compile(source, name, "exec"), namespace)
+                exec(compile(source, name, "exec", dont_inherit=True), namespace)  # no `annotations` of this file
             found.append((None, out.getvalue()))
         elif block.language == "text" and block.follows and before == "python":
             found[-1] = (block, found[-1][1])
