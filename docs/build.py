@@ -41,6 +41,7 @@ CORE = "Specs, meshes, collectives, placed leaves, `shard_map`, gradients and tr
 STYLE = """
 .md-grid { max-width: 78rem; } /* lines of 120 characters */
 .md-typeset pre > code { font-size: 0.8em; }
+.md-typeset :is(.language-python, .language-pycon, .language-sh, .language-yaml) pre > code { white-space: pre-wrap; }
 .md-typeset img[src*="pictures/"] { display: block; margin: 1em 0; }
 /* Tables fit the page: names break where they must. Tables of notebooks have styles of their own. */
 .md-typeset__scrollwrap { margin: 1em 0; }
@@ -50,10 +51,7 @@ STYLE = """
 .md-typeset table:not([class]) :is(th, td) { min-width: 0; padding: 0.6em 0.8em; }
 .md-typeset :not(pre) > code { overflow-wrap: anywhere; }
 .md-typeset td:first-child code { white-space: nowrap; }
-@media (max-width: 76rem) {
-  .md-typeset td:first-child code { white-space: normal; }
-  .md-typeset :is(.language-python, .language-pycon, .language-sh, .language-yaml) pre > code { white-space: pre-wrap; }
-}
+@media (max-width: 76rem) { .md-typeset td:first-child code { white-space: normal; } }
 @media (max-width: 45rem) {
   .md-typeset__scrollwrap { margin: 1em -0.8rem; }
   .md-typeset table:not([class], [style]) { font-size: 0.55rem; }

@@ -116,8 +116,8 @@ def draw_blocks(d: Drawing, x: float, y: float, spec: P, shape: tuple[int, int],
 def blocks() -> Drawing:
     d = Drawing("The blocks of a matrix [4, 8] with P('data', 'model') on a mesh of data=2, model=4: one for each rank")
     mesh = fs.make_mesh(data=2, model=4)
-    d.text(0, 10, 'fs.show(P("data", "model"), (4, 8), mesh=fs.make_mesh(data=2, model=4))', anchor="start", font=MONO)
-    x, y = 96, 62
+    d.text(0, 10, 'fs.show(P("data", "model"), (4, 8), mesh=mesh)', anchor="start", font=MONO)
+    x, y = 72, 62
     w, h = draw_blocks(d, x, y, P("data", "model"), (4, 8), mesh)
     for i in range(4):
         d.text(x + (i + 0.5) * (w + 10) / 4 - 5, y - 14, f"model={i}", size=12)
