@@ -34,7 +34,7 @@ from ._core.host_memory import HOST
 from ._core.protocol import Comm, coords_of
 from ._core.region import refuse_nesting, refuse_transfer
 from ._core.transfers import Transfer
-from .errors import checked, fail
+from .errors import checked, fail, no_attribute
 from .spec import format_axes
 
 T = TypeVar("T")
@@ -42,10 +42,11 @@ T = TypeVar("T")
 _LEAST_TIMEOUT, _MOST_TIMEOUT = 0.001, 10**8  # seconds: torch counts milliseconds, and C++ nanoseconds in 64 bits
 # Attributes of the meshes of JAX and of torch, and the expressions here.
 _NAMES_ELSEWHERE = {
-    "shape": "axes, sizes by name", "axis_names": "axes, whose keys are the names", "axis_sizes": "axes, sizes by name",
-    "mesh_dim_names": "axes, whose keys are the names", "ndim": "axes, by len(mesh.axes)",
-    "devices": "ranks, of this process, and mesh.device", "device_type": "device.type",
-    "get_coordinate": "coords(rank)", "get_rank": "ranks, of this process",
+    "shape": "mesh.axes, sizes by name", "axis_names": "mesh.axes, whose keys are the names",
+    "axis_sizes": "mesh.axes, sizes by name",
+    "mesh_dim_names": "mesh.axes, whose keys are the names", "ndim": "mesh.axes, by len(mesh.axes)",
+    "devices": "mesh.ranks, of this process, and mesh.device", "device_type": "mesh.device.type",
+    "get_coordinate": "mesh.coords(rank)", "get_rank": "mesh.ranks, of this process",
 }  # fmt: skip
 _MOST_SIMULATED = 4096  # ranks, each a thread
 
@@ -123,8 +124,7 @@ class Mesh:
         return hash(_identity(self))
 
     def __getattr__(self, name: str) -> Any:
-        why = f": it is mesh.{_NAMES_ELSEWHERE[name]}" if name in _NAMES_ELSEWHERE else ""
-        raise AttributeError(f"a Mesh has no attribute {name!r}{why}", name=name, obj=self)
+        raise no_attribute("a Mesh", name, self, _NAMES_ELSEWHERE)
 
     def __repr__(self) -> str:
         axes = format_axes(self.axes)

@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--pytest", default="", metavar="OPTIONS", help="more options of pytest, as --pytest='-n 2'")
     options = parser.parse_args()
     status = 0
-    columns = ["Python", "torch", *(f"{tier} tests" for tier in options.tiers)]
+    columns = ["Python", "torch", "; ".join(f"{tier} tests" for tier in options.tiers)]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     for python in options.python:
         for torch in options.torch:
@@ -76,7 +76,7 @@ def main() -> int:
                 place = environment(python, torch, options.keep or Path(temporary))
                 results = [run_tier(place, tier, options.pytest.split()) for tier in options.tiers]
                 versions = _output(place / "bin" / "python", "-c", _VERSIONS)
-            print(f"| {versions} |", " | ".join(text for text, _ in results), "|", flush=True)
+            print(f"| {versions} |", "; ".join(text for text, _ in results), "|", flush=True)
             for name in [name for _, failed in results for name in failed]:
                 print(f"  failed: {name}", flush=True)
                 status = 1

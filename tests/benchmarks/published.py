@@ -1,8 +1,8 @@
 """Published memory and speed of training steps beside what `fs.plan` predicts: `python -m tests.benchmarks.published`.
 
 torchtitan's rows are steps of `torchtitan_step.py`, planned as one rank on fake tensors, at the rates of a `Device`
-whose efficiency is fitted to one row, marked `fit`. Nothing is measured here. docs/planning.md has the table and says
-why a row misses; `predict_classes.py` has TorchShard's.
+whose efficiency is fitted to one row, marked `fit`. Nothing is measured here. docs/memory-and-speed.md has the
+table and explains why a row misses; `predict_classes.py` has TorchShard's.
 """
 
 from __future__ import annotations

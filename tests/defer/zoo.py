@@ -1,19 +1,20 @@
 """Write docs/architectures.md: the architectures of `zoo_cases.py` through fshard, each compared with itself in torch.
 
-    python -m tests.defer.zoo                      the rows that the table lacks
-    python -m tests.defer.zoo all                  all rows
-    python -m tests.defer.zoo GPT2LMHeadModel ...  these rows
+    python -m tests.defer.zoo                      the classes that the page lacks
+    python -m tests.defer.zoo all                  all classes
+    python -m tests.defer.zoo GPT2LMHeadModel ...  these classes
 
-The page is written after each row, so a run that was interrupted continues. `measure` has the checks of a row: an
-architecture that fails one is printed with its error, and has no row.
+The page is written after each class, so a run that was interrupted continues. `measure` has the checks: an
+architecture that fails one is printed with its error, and is not on the page.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import re
 import sys
-import time
+import textwrap
 import traceback
 import warnings
 from collections import Counter
@@ -52,19 +53,14 @@ class Row:
     """Results of an architecture; errors are 0.0 for equal bits, else relative to the largest number."""
 
     model: str
-    leaves: int
-    parameters: int
-    units: str
     forward: float
     gradient: float  # against torch's autograd on each rank's examples, summed over ranks
     batch: float | None  # against torch's autograd on the whole batch; None if the module mixes the examples of a batch
     check: str  # of the same step, on a mesh without ranks: "yes", or the reason why not
-    seconds: float
 
 
 def measure(case: Case) -> Row:
     """Record, materialize, run and differentiate an architecture. Raises AssertionError for a difference."""
-    start = time.process_time()
     module = eager(case)
     units = list(case.units) or unit_classes(module)
     apply, tree = fs.defer(case.construct, units=units)
@@ -109,9 +105,7 @@ def measure(case: Case) -> Row:
     assert mixes == case.mixes, "one example's output depends on the others" if mixes else "it does not mix examples"
     assert mixes or error <= TOLERANCE, f"gradient differs from that of the whole batch by {error:.1g}"
     same = None if mixes else error
-    check = checked(step, tree, batch)
-    return Row(case.model, len(fs.tree.leaves(tree)), sum(x.numel() for x in values["params"].values()),
-               ", ".join(units), forward, gradient, same, check, time.process_time() - start)  # fmt: skip
+    return Row(case.model, forward, gradient, same, checked(step, tree, batch))
 
 
 def fully_sharded(tree: Any) -> Any:
@@ -230,71 +224,87 @@ def difference(x: Tensor, y: Tensor, least: float = 0.0) -> float:
 
 HEAD = """# Architectures
 
-Each row is a class of transformers or diffusers, made small, that `fs.defer` records without changes to its code. It is
-compared with the same module run by torch:
+`fs.defer` records the classes of this page, of transformers and diffusers, without changes to their code:
 
-- *leaves*, *parameters*: parameters and buffers of the described tree, and numbers in its parameters. The
-  constructor determines their names, ties and constants, and the distributions of their draws. Their values on a mesh
-  of data=2, model=2, sharded over both axes, are bitwise equal to the values on one device.
-- *units*: the classes of its blocks (transformers' `_no_split_modules`, or the largest class that its lists repeat),
-  as for `fs.defer(constructor, units=...)`.
-- *forward*: the outputs in eval mode on data=2, fully sharded, compared with the module's outputs for each rank's
-  examples: *equal*, bit by bit, or the largest difference relative to the largest number. Caches are left out, and
-  `logits_per_image`, which compares each image of a batch with each text: on a mesh, all-gather the embeddings.
-- *FSDP*: the gradient of all parameters there, compared with torch's autograd on each rank's examples, summed. Forward
-  and gradient are compared with all leaves gathered at once and, by `apply.unshard`, unit by unit; the table has the
-  larger difference. A unit that runs more than once adds its sums in another order.
-- *one device*: the same gradient compared with torch's autograd on the full batch. Sums of float32 have another order
-  there.
-  *mixes examples*: the module's answer for an example depends on the others in its batch, in torch too.
-- *check*: *yes* if `fs.check` accepts that step on data=4, from shapes only. Some modules read values of tensors to
-  choose what they compute. Torch knows the shapes of grouped products, which experts use, in bfloat16 only; *no* marks
-  such a module that does not run in bfloat16.
-- *s*: seconds of one core for all of this.
+```python
+import fshard as fs
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-All rows were measured with torch 2.13, transformers 5.23 and diffusers 0.42. `python -m tests.defer.zoo all`
-measures them and writes this page; the slow tests repeat a sample. Inputs and sizes are in
-`tests/defer/zoo_cases.py`.
+config = Qwen3Config(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+                     num_key_value_heads=1, head_dim=8)
+apply, module = fs.defer(lambda: Qwen3ForCausalLM(config).eval(), units=Qwen3ForCausalLM._no_split_modules)
+print(len(module["params"]), "parameters, gathered in", list(apply.units))
+```
+
+```text
+25 parameters, gathered in ['model.layers.0', 'model.layers.1']
+```
+
+Units are the submodules that FSDP gathers one by one ([Any module](any-module.md#units)). A class of transformers names
+them in `_no_split_modules`. For other classes take the class that its lists of blocks repeat.
+
+For each class, made small, fshard gives the same bits as torch:
+
+- *Initial values* on a mesh of data=2, model=2, sharded over both axes, equal the values on one device. Names, ties,
+  constants and the distributions of draws are the constructor's.
+- *Forward* in eval mode on data=2, fully sharded, equals the module's outputs for each rank's examples. Caches are not
+  compared, and neither is `logits_per_image`, which compares each image of a batch with each text: on a mesh,
+  all-gather the embeddings first.
+- *The gradient* of all parameters equals the sum of torch's gradients for each rank's examples, both if all leaves are
+  gathered at once and if they are gathered by units.
+
+Remarks in brackets name the exceptions:
+
+- *rounding*: the gradient of the full batch on one device sums the same numbers in another order. It differs by at most
+  1e-5 of the largest number in each leaf, or by the number in the remark.
+- *mixes examples*: an example's output depends on the other examples of its batch, in torch too.
+- *check in bf16*: `fs.check` needs a bfloat16 model, since torch knows the shapes of grouped products only there.
+- *no check*: `fs.check` cannot run the step from shapes, because the module reads values of tensors to choose what it
+  computes, or does not run in bfloat16.
+
+All classes were measured with torch 2.13, transformers 5.23 and diffusers 0.42. `python -m tests.defer.zoo all`
+measures them and writes this page. Inputs and sizes are in `tests/defer/zoo_cases.py`.
 """
 REFUSALS = """
 ## Refused, and the way out
 
-Forward draws from torch's own generator, also in eval mode, so another mesh would give another answer. The error names
-the line.
+Forward draws from torch's generator, also in eval mode, so the answer would depend on the mesh. The error names the
+line.
 
-| class | arguments | error | way out |
-|---|---|---|---|
+| class | draws | pass instead |
+|---|---|---|
 """
-COLUMNS = "class", "leaves", "parameters", "units", "forward", "FSDP", "one device", "check", "s"
+CHECKS = {"in bf16": "check in bf16", "reads values": "no check: reads values", "no": "no check"}
+ROUNDING = 1e-5  # up to which a row has no remark
 
 
-def cells(row: Row) -> list[str]:
-    def shown(error: float | None) -> str:
-        return "mixes examples" if error is None else "equal" if error == 0 else f"{error:.0e}"
+def item(row: Row) -> str:
+    """Return a class with its remarks."""
+    remarks = [f"{what} differs by {e:.0e}" for what, e in (("forward", row.forward), ("gradient", row.gradient)) if e]
+    if row.batch is None:
+        remarks.append("mixes examples")
+    elif row.batch > ROUNDING:
+        remarks.append(f"rounding {row.batch:.0e}")
+    if row.check != "yes":
+        remarks.append(CHECKS[row.check])
+    return f"`{row.model}`" + f" ({'; '.join(remarks)})" * bool(remarks)
 
-    return [f"`{row.model}`", f"{row.leaves:,}", f"{row.parameters:,}", row.units, shown(row.forward),
-            shown(row.gradient), shown(row.batch), row.check, f"{row.seconds:.1f}"]  # fmt: skip
 
-
-def page(rows: Mapping[str, Sequence[str]], refusals: Mapping[str, Sequence[str]]) -> str:
-    """Return the page of the rows, in the order of the list of cases."""
+def page(items: Mapping[str, str], refusals: Mapping[str, Sequence[str]]) -> str:
+    """Return the page of the classes, in the order of the list of cases."""
     text = HEAD
     for family, cases in FAMILIES.items():
-        done = [rows[c.model] for c in cases if c.model in rows]
-        text += f"\n## {family}\n\n" + "".join(line(x) for x in (COLUMNS, ["---"] * len(COLUMNS), *done))
-    return text + REFUSALS + "".join(line(refusals[m]) for m in REFUSED if m in refusals)
+        done = ", ".join(items[c.model] for c in cases if c.model in items)
+        text += f"\n## {family}\n\n{textwrap.fill(done, 120, break_on_hyphens=False)}\n"
+    return text + REFUSALS + "".join(f"| {' | '.join(refusals[m])} |\n" for m in REFUSED if m in refusals)
 
 
-def line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |\n"
-
-
-def read_page() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Return the cells of the page's rows and of its refusals, by class."""
+def read_page() -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return the items of the page and the cells of its refusals, by class."""
     text = TABLE.read_text() if TABLE.exists() else ""
-    lines = [x[2:-2].split(" | ") for x in text.splitlines() if x.startswith("| `")]
-    found = {n: {x[0].strip("`"): x for x in lines if len(x) == n} for n in (len(COLUMNS), 4)}
-    return found[len(COLUMNS)], found[4]
+    listed = " ".join(text.partition(f"## {next(iter(FAMILIES))}")[2].partition("## Refused")[0].split())
+    refused = [x[2:-2].split(" | ") for x in text.splitlines() if x.startswith("| `")]
+    return {x[1]: x[0] for x in re.finditer(r"`(\w+)`( \([^)]*\))?", listed)}, {x[0].split("`")[1]: x for x in refused}
 
 
 def refusal(model: str) -> list[str]:
@@ -304,7 +314,8 @@ def refusal(model: str) -> list[str]:
         measure(case)
     except fs.ShardingError as e:
         place, error = str(e).splitlines()[0].split(": ", 1)
-        return [f"`{model}`", arguments, f"{error}, in `{place.split(' in ')[1]}`", way_out]
+        draws, _, _ = error.partition(" draws from torch's")
+        return [f"`{model}`, {arguments}", f"{draws}, in `{place.split(' in ')[1]}`", way_out]
     raise AssertionError(f"{model} runs")
 
 
@@ -319,8 +330,8 @@ def main(names: Sequence[str]) -> int:
     for model, case in CASES.items():
         if every or model in names or not (names or model in rows):
             try:
-                rows[model] = cells(measure(case))
-                print(line(rows[model]), end="", flush=True)
+                rows[model] = item(measure(case))
+                print(rows[model], flush=True)
             except Exception as e:
                 failed += 1
                 rows.pop(model, None)

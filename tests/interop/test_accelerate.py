@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
@@ -586,18 +587,33 @@ PAGE = Path(__file__).parents[2] / "docs" / "launching.md"
 START, END = "<!-- keys -->\n", "<!-- end of keys -->"
 
 
-def table() -> str:
-    """Return the table of the keys, by their sections."""
-    rows = ["| key | here | meaning |", "|---|---|---|"]
-    for name, key in sorted(KEYS.items(), key=lambda item: item[1].section):
-        rows.append(f"| {key.section}{': ' * bool(key.section)}{name} | {key.effect} | {key.meaning} |")
-    return "\n".join(rows) + "\n"
+def listed() -> str:
+    """Return the keys by section: what each becomes, or why it has no effect or is refused."""
+    sections: dict[str, dict[tuple[str, str], list[str]]] = {}
+    for name, key in KEYS.items():
+        sections.setdefault(key.section, {}).setdefault((key.effect, key.meaning), []).append(f"`{name}`")
+    wrap = textwrap.TextWrapper(120, subsequent_indent="  ", break_on_hyphens=False).fill
+    text = ""
+    for section, items in sorted(sections.items()):
+        text += f"Keys of `{section}`:\n\n" if section else "Keys at the top of the file:\n\n"
+        for (effect, meaning), names in items.items():
+            verb = EFFECTS[effect][len(names) > 1]
+            text += wrap(f"- {', '.join(names)}{verb}: {meaning}") + "\n"
+        text += "\n"
+    return text
+
+
+EFFECTS = {
+    "translated": ("", ""),
+    "none": (" has no effect", " have no effect"),
+    "refused": (" is refused", " are refused"),
+}
 
 
 def test_page_has_every_key():
-    assert table() in PAGE.read_text(), "the table is out of date: python -m tests.interop.test_accelerate writes it"
+    assert listed() in PAGE.read_text(), "the list is out of date: python -m tests.interop.test_accelerate writes it"
 
 
 if __name__ == "__main__":
     text = PAGE.read_text()
-    PAGE.write_text(text[: text.index(START) + len(START)] + table() + text[text.index(END) :])
+    PAGE.write_text(text[: text.index(START) + len(START)] + listed() + text[text.index(END) :])
