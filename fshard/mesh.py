@@ -57,6 +57,7 @@ class Mesh:
 
     Attributes: `axes` (name -> size, in order), `kind` ("process", "simulated" or "abstract"), `device`,
     `size` (ranks in all), `ranks` (those this process runs; of an abstract mesh `rank`, the first by default),
+    `is_first` (whether this process has rank 0, and so prints and logs; True on meshes of one process),
     `transfers` (what an abstract mesh would have transferred, since it was made).
 
     >>> mesh.axes, mesh.size
@@ -74,6 +75,7 @@ class Mesh:
         self.size = math.prod(self.axes.values())
         one = dist.get_rank() if kind == "process" else rank
         self.ranks = tuple(range(self.size)) if kind == "simulated" else (one,)
+        self.is_first = kind != "process" or one == 0
         self.transfers: list[Transfer] = []
         self.host = HOST  # the device of host memory; in a plan another one than the device, which is fake
         self._fakes: Any = None  # of an abstract mesh: buffers that calls share are of one mode
@@ -82,15 +84,6 @@ class Mesh:
             self._comm = AbstractComm(self.axes, self.coords(rank), self.transfers)
         elif kind == "process" or self.size == 1:
             self._comm = ProcessComm(self.axes, self.coords(self.ranks[0]), timeout)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process has rank 0: the one that prints and logs. A simulated mesh is one process.
-
-        >>> mesh.is_first
-        True
-        """
-        return self.kind != "process" or self.ranks[0] == 0
 
     def coords(self, rank: int) -> dict[str, int]:
         """Position of a rank along each axis."""
