@@ -7,6 +7,7 @@ environment variable FSHARD_TRACEBACK=full keeps all of them, for those who debu
 from __future__ import annotations
 
 import collections.abc
+import difflib
 import functools
 import inspect
 import itertools
@@ -200,6 +201,11 @@ _FIXES: dict[Any, str] = {  # by the kind and the type that was passed, by the n
     "a ShardMapped": "pass what fs.shard_map returns",
     "a Plan": "fs.plan(step, *args)",
     "a Plan or a Trace": "fs.plan(step, *args), or fs.trace(step, *args)",
+    **{
+        ("a float or a function", kind): "opt = fs.optim.adamw(1e-3); state = opt.init(params); params, state = "
+        "opt.update(grads, state, params)"
+        for kind in ("dict", "list", "generator", "dict_values")
+    },
     **{(kind, "PlanTable"): "table[0].plan, the plan of its first row" for kind in ("a Plan", "a Plan or a Trace")},
     **{(kind, "PlanRow"): "row.plan" for kind in ("a Plan", "a Plan or a Trace")},
 }
@@ -216,6 +222,33 @@ def must_be(what: str, words: str, x: object, fix: str = "") -> ShardingError:
     keys = [(kind, type(x).__name__), what.rpartition(" ")[2], kind]
     fix = fix or next(filter(None, map(_FIXES.get, keys)), "") or call_of(x)
     return fail(f"{what} must be {words}, got {shown(x)}", fix=fix)
+
+
+def no_attribute(what: str, name: str, obj: object, elsewhere: Mapping[str, str]) -> AttributeError:
+    """Return the error of an attribute that an object of another library has, with what `elsewhere` says of it here.
+
+    >>> print(no_attribute("an Optimizer", "step", None, {"step": "opt.update"}))
+    an Optimizer has no attribute 'step': it is opt.update
+    """
+    why = f": it is {elsewhere[name]}" if name in elsewhere else ""
+    return AttributeError(f"{what} has no attribute {name!r}{why}", name=name, obj=obj)
+
+
+def other_names(module: str, elsewhere: Mapping[str, str], *libraries: types.ModuleType) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module: its error says what a name of another library is here.
+
+    A name that differs in its case is this one's (`fs.optim.AdamW`), and one of `libraries` is theirs.
+    """
+
+    def getter(name: str) -> Any:
+        here = sys.modules[module]
+        path = "fs" + module.removeprefix("fshard")
+        same = {n.lower(): f"{path}.{n}" for n in here.__all__}.get(name.lower().rstrip("_"))
+        other = next((f"{lib.__name__}.{name}" for lib in libraries if hasattr(lib, name)), None)
+        found = elsewhere.get(name) or same or other
+        raise no_attribute(path, name, here, {name: found} if found else {})
+
+    return getter
 
 
 def call_of(x: object) -> str:
@@ -309,13 +342,18 @@ def _checked(f: F, verb: str, names: dict[str, Any]) -> F:
     by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
     others = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
+    required = {p.name for p in parameters if p.default is p.empty and p.name not in (rest, others)}
     takes_tensors = any(_fits(_NO_TENSOR, kind) for kind in kinds.values())
     accepted: set[tuple[Any, ...]] = set()  # types of arguments, and names, of calls that `check` need not see again
 
     def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Raise for a wrong argument; return whether every call with arguments of these types is right."""
         if len(args) > len(by_position) and not rest:
-            raise _too_many(verb, parameters, len(args), len(by_position))
+            raise _too_many(verb, parameters, args, kwargs, len(by_position))
+        given = {*by_position[: len(args)], *kwargs}
+        is_known = others or given <= signature.parameters.keys()
+        if not (required <= given and is_known and len(given) >= min(len(args), len(by_position)) + len(kwargs)):
+            raise _wrong_names(verb, parameters, dict(zip(by_position, args, strict=False)), kwargs)
         by_type = True
         for name, x in (*zip(itertools.chain(by_position, itertools.repeat(rest)), args), *kwargs.items()):  # noqa: B905
             kind = kinds.get(name if name in signature.parameters else others)
@@ -377,15 +415,69 @@ def _home(kind: type) -> str:
     return package if getattr(sys.modules.get(package), kind.__name__, None) is kind else kind.__module__
 
 
-def _too_many(verb: str, parameters: Sequence[inspect.Parameter], got: int, most: int) -> ShardingError:
+def _too_many(
+    verb: str, parameters: Sequence[inspect.Parameter], args: Sequence[Any], kwargs: Mapping[str, Any], most: int
+) -> ShardingError:
     """Return the error of a call like `show(tree, specs, mesh)`, where only the first argument has a position."""
+    got = len(args)
     if parameters[0].name == "self":  # of a method, which is called without it
-        parameters, got, most = parameters[1:], got - 1, most - 1
-    by_name = [f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY]
-    by_name += [f"**{p.name}" for p in parameters if p.kind is p.VAR_KEYWORD]
-    names = [*(p.name.rstrip("_") for p in parameters[:most]), *by_name]
-    what = f"{verb}: {number_of(got, 'argument')} by position, and it takes {most}"
-    return fail(what, fix=f"{verb}({', '.join(names)})")
+        got, most = got - 1, most - 1
+    by_name = [] if most else _by_name([*args, *kwargs.values()])
+    fix = f"{verb}({', '.join(by_name)})" if by_name else _form_of_call(verb, parameters)
+    return fail(f"{verb}: {number_of(got, 'argument')} by position, and it takes {most}", fix=fix)
+
+
+def _by_name(args: Sequence[Any]) -> list[str]:
+    """Return the arguments by name, of a call with a dict of them, or with a list of values and one of names.
+
+    >>> _by_name([(2, 4), ("data", "model")]), _by_name([{"data": 2}])
+    (['data=2', 'model=4'], ['data=2'])
+    """
+    rows = [x for x in args if isinstance(x, (list, tuple)) and x]
+    names = next((x for x in rows if all(isinstance(name, str) for name in x)), ())
+    values = next((x for x in rows if x is not names and len(x) == len(names)), ())
+    table = next((x for x in args if isinstance(x, Mapping)), dict(zip(names, values, strict=False)))
+    return [f"{name}={value!r}" for name, value in table.items()]
+
+
+# Arguments of torch, JAX and Optax: the names here, where a function has them.
+_NAMES_ELSEWHERE = {
+    "betas": "b1, b2", "beta1": "b1", "beta2": "b2", "learning_rate": "lr", "wd": "weight_decay", "T_max": "steps",
+    "transition_steps": "steps", "decay_steps": "steps", "check_vma": "check", "check_rep": "check",
+    "axis_name": "axis", "seed": "key", "rng": "key", "generator": "key",
+}  # fmt: skip
+
+
+def _wrong_names(
+    verb: str, parameters: Sequence[inspect.Parameter], by_position: Mapping[str, Any], kwargs: Mapping[str, Any]
+) -> ShardingError:
+    """Return the error of a call without a required argument, or with the name of none that the function has."""
+    names = [p.name.rstrip("_") for p in parameters]
+    missing = [p.name.rstrip("_") for p in parameters if p.default is p.empty and p.name not in (*by_position, *kwargs)
+               and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # fmt: skip
+    unknown = next((name for name in kwargs if name not in names), None)
+    facts = {}
+    if unknown is not None:
+        what = f"no argument is called {unknown!r}"
+        near = _NAMES_ELSEWHERE.get(unknown, "")
+        if not near or not set(near.split(", ")) <= set(names):
+            near = ", ".join(difflib.get_close_matches(unknown, names, 1))
+        facts = {"near": near} if near else {}
+    elif missing:
+        what = f"{_join(missing, 'and')} {'is' if len(missing) == 1 else 'are'} missing"
+    else:
+        twice = next(name for name in by_position if name in kwargs)
+        what = f"{twice} is passed by position, as {shown(by_position[twice])}, and by name"
+    return fail(f"{verb}: {what}", fix=_form_of_call(verb, parameters, missing), **facts)
+
+
+def _form_of_call(verb: str, parameters: Sequence[inspect.Parameter], missing: Sequence[str] = ()) -> str:
+    """Return the form of a call: its arguments by position, then by name, with an example of a missing one."""
+    forms: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*{}", inspect.Parameter.VAR_KEYWORD: "**{}",
+             inspect.Parameter.KEYWORD_ONLY: "{}={}"}  # fmt: skip
+    names = {p.name.rstrip("_"): forms.get(p.kind, "{}") for p in parameters if p.name != "self"}
+    texts = [form.format(name, _FIXES.get(name, "") if name in missing else "") for name, form in names.items()]
+    return f"{verb}({', '.join(texts)})"
 
 
 class _Kind(NamedTuple):
@@ -404,7 +496,7 @@ def _kind(hint: Any) -> _Kind:
     if origin in (Any, object):
         return _Kind("anything", (object,))
     if origin is typing.Literal:
-        return _Kind(_join_or([repr(part) for part in parts]), (), lambda x: isinstance(x, str) and x in parts)
+        return _Kind(_join([repr(part) for part in parts]), (), lambda x: isinstance(x, str) and x in parts)
     if origin is collections.abc.Callable:
         return _Kind("a function", (types.FunctionType,), callable)
     if origin is int:
@@ -417,7 +509,7 @@ def _kind(hint: Any) -> _Kind:
         return _Kind("a float", (float, int, torch.SymInt, torch.SymFloat), lambda x: isinstance(x, numbers.Real))
     if origin in (typing.Union, types.UnionType):
         kinds = [_kind(part) for part in parts]
-        return _Kind(_join_or([k.words for k in kinds]), tuple(t for k in kinds for t in k.types),
+        return _Kind(_join([k.words for k in kinds]), tuple(t for k in kinds for t in k.types),
                      lambda x: any(_fits(x, k) for k in kinds))  # fmt: skip
     if parts and issubclass(origin, Mapping):
         key, value = map(_kind, parts)
@@ -446,5 +538,5 @@ def _without_article(words: str) -> str:
     return words.removeprefix("an ").removeprefix("a ")
 
 
-def _join_or(words: Sequence[str]) -> str:
-    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+def _join(words: Sequence[str], conjunction: str = "or") -> str:
+    return f"{', '.join(words[:-1])} {conjunction} {words[-1]}" if len(words) > 1 else words[0]

@@ -34,7 +34,7 @@ from ._core.host_memory import HOST
 from ._core.protocol import Comm, coords_of
 from ._core.region import refuse_nesting, refuse_transfer
 from ._core.transfers import Transfer
-from .errors import checked, fail
+from .errors import checked, fail, no_attribute
 from .spec import format_axes
 
 T = TypeVar("T")
@@ -42,10 +42,11 @@ T = TypeVar("T")
 _LEAST_TIMEOUT, _MOST_TIMEOUT = 0.001, 10**8  # seconds: torch counts milliseconds, and C++ nanoseconds in 64 bits
 # Attributes of the meshes of JAX and of torch, and the expressions here.
 _NAMES_ELSEWHERE = {
-    "shape": "axes, sizes by name", "axis_names": "axes, whose keys are the names", "axis_sizes": "axes, sizes by name",
-    "mesh_dim_names": "axes, whose keys are the names", "ndim": "axes, by len(mesh.axes)",
-    "devices": "ranks, of this process, and mesh.device", "device_type": "device.type",
-    "get_coordinate": "coords(rank)", "get_rank": "ranks, of this process",
+    "shape": "mesh.axes, sizes by name", "axis_names": "mesh.axes, whose keys are the names",
+    "axis_sizes": "mesh.axes, sizes by name",
+    "mesh_dim_names": "mesh.axes, whose keys are the names", "ndim": "mesh.axes, by len(mesh.axes)",
+    "devices": "mesh.ranks, of this process, and mesh.device", "device_type": "mesh.device.type",
+    "get_coordinate": "mesh.coords(rank)", "get_rank": "mesh.ranks, of this process",
 }  # fmt: skip
 _MOST_SIMULATED = 4096  # ranks, each a thread
 
@@ -81,6 +82,15 @@ class Mesh:
             self._comm = AbstractComm(self.axes, self.coords(rank), self.transfers)
         elif kind == "process" or self.size == 1:
             self._comm = ProcessComm(self.axes, self.coords(self.ranks[0]), timeout)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has rank 0: the one that prints and logs. A simulated mesh is one process.
+
+        >>> mesh.is_first
+        True
+        """
+        return self.kind != "process" or self.ranks[0] == 0
 
     def coords(self, rank: int) -> dict[str, int]:
         """Position of a rank along each axis."""
@@ -121,8 +131,7 @@ class Mesh:
         return hash(_identity(self))
 
     def __getattr__(self, name: str) -> Any:
-        why = f": it is mesh.{_NAMES_ELSEWHERE[name]}" if name in _NAMES_ELSEWHERE else ""
-        raise AttributeError(f"a Mesh has no attribute {name!r}{why}", name=name, obj=self)
+        raise no_attribute("a Mesh", name, self, _NAMES_ELSEWHERE)
 
     def __repr__(self) -> str:
         axes = format_axes(self.axes)
@@ -157,7 +166,7 @@ def mesh_grid(mesh: Mesh) -> View:
     def cell(rank: int) -> Cell:
         coords = mesh.coords(rank)
         is_here = mesh.kind == "process" and rank in mesh.ranks
-        return Cell([rank], [f"rank {rank}: {format_axes(coords)}{', this process' * is_here}"], is_here)
+        return Cell([rank], [f"rank {rank}: {format_axes(coords)}{', this process' * is_here}"], rank, is_here)
 
     down = [format_axes({a: mesh.coords(r)[a] for a in rest}) for r in range(0, mesh.size, n)]
     cells = [[cell(r + i) for i in range(n)] for r in range(0, mesh.size, n)]

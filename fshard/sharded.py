@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,10 +50,11 @@ class Sharded:
 
     `shards` has one local tensor for each of `mesh.ranks`: all of them on a simulated mesh, one on a process mesh.
     A `Sharded` is not a tensor: compute with it inside `shard_map`, look at it with `device_get` or `item`. Operators,
-    indexing, functions of torch and numpy, and attributes of tensors are errors that explain it; `==` too, which Python
-    would otherwise answer by identity.
+    functions of torch, and attributes of tensors are errors that explain it; `==` too, which Python would otherwise
+    answer by identity; and a pickle, since a mesh is of live devices.
 
-    Its repr shows the value of a 0-d leaf, which every rank has.
+    Every rank has all of a leaf that is not split: it can be unpacked, indexed by an int, and read as a numpy array
+    (`plt.plot(losses)`). Its repr shows the value of a 0-d leaf.
 
     >>> mesh = make_mesh(model=4)
     >>> materialize({"w": init.zeros((64, 256)), "step": init.full((), 0.1)}, {"w": column("model"), "step": P()}, mesh,
@@ -148,10 +150,48 @@ class Sharded:
         """Draw the blocks and the ranks that have them."""
         return draw(repr(self), self.shape, self.spec, self.mesh.axes, itemsize=self.dtype.itemsize)._repr_html_()
 
+    @api_boundary
+    def __len__(self) -> int:
+        return len(self._unsplit("len", 1)[0])
+
+    @api_boundary
+    def __iter__(self) -> Iterator[Sharded]:
+        return iter([self[i] for i in range(len(self._unsplit("iteration", 1)[0]))])
+
+    @api_boundary
+    def __getitem__(self, i: int) -> Sharded:
+        shards = self._unsplit("[]", 1 if isinstance(i, int) else self.ndim + 1)
+        parts = [x[i].clone() for x in shards]  # a donated leaf may be overwritten
+        return Sharded(parts[0].shape, P(memory=self.spec.memory), self.mesh, parts)
+
+    @api_boundary
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if self.mesh.kind == "abstract":
+            raise _no_tensor(self, "numpy")
+        x = self._unsplit("numpy", 0)[0].cpu()
+        return np.array((x.float() if x.dtype == torch.bfloat16 else x).numpy(), dtype=dtype)
+
+    def _unsplit(self, operation: str, dims: int) -> tuple[Tensor, ...]:
+        """Return the shards of a leaf that every rank has all of. Raises ShardingError for others, and fewer dims."""
+        if self.spec.axes or self.ndim < dims:
+            raise _no_tensor(self, operation)
+        return self.shards
+
+    def __copy__(self) -> Sharded:
+        return self
+
     def __deepcopy__(self, memo: Any) -> Sharded:
         return Sharded(self.shape, self.spec, self.mesh, [x.clone() for x in self.shards])
 
+    @api_boundary
+    def __reduce__(self) -> Any:
+        raise fail(f"pickle: {self!r} is placed on the devices of {self.mesh!r}",
+                   fix="fs.checkpoint.save(path, tree), which fs.checkpoint.restore places again on any mesh; or "
+                       "torch.save(fs.device_get(tree), path), of full tensors")  # fmt: skip
+
     def __getattr__(self, name: str) -> Any:
+        if name == "__qualname__" and (frame := sys._getframe(1)).f_code is torch.typename.__code__:
+            raise _no_tensor(self, getattr(frame.f_back, "f_code", frame.f_code).co_name)  # an error of torch names it
         if name.startswith("__"):  # a protocol that Python or a library asks for
             raise AttributeError(name)
         raise AttributeError(str(_no_tensor(self, f".{name}")))
@@ -168,6 +208,9 @@ def _no_tensor(leaf: Sharded, operation: str) -> ShardingError:
     """Return the error of an operation that a tensor has and a placed leaf has not."""
     value = "x.item() is its value" if leaf.numel() == 1 else "fs.device_get(x) is the full tensor"
     fix = f"{value}, x.shards are its local parts; compute inside fs.shard_map; fs.reshard moves it"
+    if operation == "add_param_group":  # of an optimizer of torch
+        update = "params, state = opt.update(grads, state, params)"
+        fix = f"opt = fs.optim.adamw(1e-3); state = opt.init(params); and in fs.shard_map {update}"
     return fail(f"{operation}: {leaf!r} is a placed leaf, not a tensor", fix=fix)
 
 
@@ -182,8 +225,7 @@ def _refused(operation: str) -> Callable[..., Any]:
 _BINARY = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
            "matmul": "@", "and": "&", "or": "|", "xor": "^"}  # fmt: skip
 _OTHERS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "neg": "-", "abs": "abs",
-           "invert": "~", "getitem": "[]", "setitem": "[]", "len": "len", "iter": "iteration", "contains": "in",
-           "array": "numpy"}  # fmt: skip
+           "invert": "~", "setitem": "[]", "contains": "in", "round": "round"}  # fmt: skip
 for _name, _operation in [*_OTHERS.items(), *((f"{side}{n}", op) for n, op in _BINARY.items() for side in ("", "r"))]:
     setattr(Sharded, f"__{_name}__", _refused(_operation))
 
@@ -242,6 +284,10 @@ def no_parts_errors(label: str, leaf: Any, spec: P) -> list[ShardingError]:
 
 def _as_leaves(leaf: Any) -> str:
     """Return how to make tensors of a leaf that is not one."""
+    if isinstance(leaf, torch.nn.Module):
+        return "pass its tensors: dict(module.named_parameters()); fs.defer(constructor) also computes with them"
+    if isinstance(leaf, Iterator):
+        return "pass a dict or a list, which have the same leaves each time: dict(module.named_parameters()), list(x)"
     if isinstance(leaf, np.ndarray):
         return f"make it an array of numbers or bools without a mask: this one is of {leaf.dtype}"
     if isinstance(leaf, Mapping):
@@ -286,8 +332,9 @@ def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch
     name, so that any part of the tree has the same values as the full tree, `tree["params"]` or
     `tree["params"]["weight"]`; in a larger tree the path of the module is added.
 
-    Tensors and numpy arrays in the tree are placed unchanged. One object at several paths is one leaf, with the key of
-    its first path. On a process mesh every rank must call it, with the same key.
+    Tensors and numpy arrays in the tree are placed unchanged; Python numbers, bools and texts stay as in checkpoints.
+    One object at several paths is one leaf, with the key of its first path. On a process mesh every rank must call it,
+    with the same key.
 
     Args:
         specs: a `P` per leaf, or a prefix: one `P` for a subtree.
@@ -301,12 +348,12 @@ def materialize(tree_: Any, specs: Any, mesh: Mesh, *, key: Tensor, dtype: torch
     check_key("materialize", key)
     _check_names(tree_)
 
-    def place(path: tree.Path, leaf: Any, spec: P) -> Sharded:
+    def place(path: tree.Path, leaf: Any, spec: P) -> Any:
         if isinstance(leaf, (Tensor, np.ndarray)):
             return _put(leaf, spec, mesh)
-        return _fill(leaf, spec, mesh, key_of(leaf, path, key), dtype)
+        return _fill(leaf, spec, mesh, key_of(leaf, path, key), dtype) if isinstance(leaf, Deferred) else leaf
 
-    return place_tree("materialize", tree_, specs, mesh, (Deferred, Tensor, np.ndarray), place)
+    return place_tree("materialize", tree_, specs, mesh, (Deferred, Tensor, np.ndarray, *_VALUES), place)
 
 
 def _check_names(tree_: Any) -> None:
@@ -370,6 +417,7 @@ def device_put(tree_: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 _NUMBERS = (int, float, complex, np.number, np.bool)
+_VALUES = (bool, int, float, str)
 
 
 def _put(x: Any, spec: P, mesh: Mesh) -> Sharded:
@@ -428,7 +476,7 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
 
 
 def place_tree(
-    verb: str, tree_: Any, specs: Any, mesh: Mesh | None, kinds: tuple[type, ...], place: Callable[..., Sharded]
+    verb: str, tree_: Any, specs: Any, mesh: Mesh | None, kinds: tuple[type, ...], place: Callable[..., Any]
 ) -> Any:
     """Check every leaf against its spec, then place them all. An object at several paths, a tie, stays one leaf.
 
@@ -459,7 +507,7 @@ def place_tree(
                 continue
             errors += spec_errors(label, shape, spec, (mesh or leaf.mesh).axes)  # type: ignore[attr-defined]
     raise_all(errors)
-    placed: dict[int, Sharded] = {}
+    placed: dict[int, Any] = {}
     out = []
     for (path, leaf), spec in zip(leaves, leaf_specs, strict=True):
         if isinstance(leaf, _NUMBERS):  # equal numbers may be one object without being tied

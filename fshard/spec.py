@@ -450,8 +450,8 @@ def format_tensor(dtype: torch.dtype, shape: Sequence[int], spec: P | None = Non
     return f"{short_dtype(dtype)}{memory}[{', '.join(dims)}]"
 
 
-def draw(title: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int], *, itemsize: int = 0) -> View:
-    """Draw a leaf's blocks with the ranks that have each of them.
+def draw(title: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int], **options: Any) -> View:
+    """Draw a leaf's blocks with the ranks that have each of them; `options` go to `picture`.
 
     >>> draw("x", (5, 8), P("data", "model"), {"data": 2, "model": 2})
     x on data=2, model=2
@@ -462,10 +462,5 @@ def draw(title: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int], *,
      3:5 │  2  │  3  │
          └─────┴─────┘
     """
-
-    def place(rank: int) -> str:
-        coords = np.unravel_index(rank, tuple(sizes.values()))
-        return format_axes({a: int(i) for a, i in zip(sizes, coords, strict=True)})
-
-    return picture(f"{title} on {format_axes(sizes)}", shape, part_ranks(shape, spec, sizes), itemsize=itemsize,
-                   place=place, on_host=spec.memory == "host")  # fmt: skip
+    parts = part_ranks(shape, spec, sizes)
+    return picture(f"{title} on {format_axes(sizes)}", shape, parts, sizes, on_host=spec.memory == "host", **options)

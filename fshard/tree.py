@@ -348,7 +348,9 @@ def _broadcast(
     children = _children(prefix)
     expected = None if is_leaf is not None and is_leaf(tree) else _children(tree)
     if children is None:
-        raise fail(f"{show(name, path)}: {prefix!r} is a {type(prefix).__name__}, not a {kind}", fix=f"use a {kind}")
+        spec = f": P({prefix!r})" if kind == "P" and isinstance(prefix, str) else ""
+        what = f"{show(name, path)}: {prefix!r} is a {type(prefix).__name__}, not a {kind}"
+        raise fail(what, fix=f"use a {kind}{spec}")
     # Users write a tuple of specs for a list of arguments, and the reverse: lists and tuples match.
     matching = type(prefix) is type(tree) or (isinstance(prefix, (list, tuple)) and isinstance(tree, (list, tuple)))
     if expected is None or not matching or list(children) != list(expected):
@@ -368,7 +370,12 @@ def _not_a_prefix(
     got, wanted = _container(prefix), _container(tree)
     facts = {} if got == wanted else {"got": got, "expected": wanted}
     if expected is None:
-        fix = f"pass its result, {call_of(tree)}" if call_of(tree) else f"give the leaf a {kind}"
+        spec = (
+            f": P({', '.join([repr(entry) for entry in prefix])})"
+            if kind == "P" and isinstance(prefix, (tuple, list))
+            else ""
+        )
+        fix = f"pass its result, {call_of(tree)}" if call_of(tree) else f"give the leaf a {kind}{spec}"
         return fail(what, "the tree has a leaf at this path", fix=fix, **facts)
     fix, notes = f"give every key a {kind}, or {one_for_all}", [difference]
     if type(tree) is list and len(tree) > 1 and (not isinstance(prefix, (list, tuple)) or len(prefix) == 1):

@@ -155,7 +155,7 @@ def test_error_text_of_a_size_of_another_kind(size):
 
 def test_error_text_of_axes_passed_by_position():
     assert error_text(fs.make_mesh, (2, 4), ("data", "model")) == (
-        "make_mesh: 2 arguments by position, and it takes 0\n  fix: make_mesh(kind=, device=, timeout=, **axes)"
+        "make_mesh: 2 arguments by position, and it takes 0\n  fix: make_mesh(data=2, model=4)"
     )
 
 

@@ -264,7 +264,7 @@ def test_error_text_of_another_container():
 
 def test_error_text_of_a_leaf_that_is_not_a_spec():
     assert error_text(prefix, {"w": [P(), "model"]}, {"w": [1, 2]}) == (
-        "specs['w'][1]: 'model' is a str, not a P\n  fix: use a P"
+        "specs['w'][1]: 'model' is a str, not a P\n  fix: use a P: P('model')"
     )
     assert error_text(prefix, 3, 1, kind="policy") == "specs: 3 is a int, not a policy\n  fix: use a policy"
 

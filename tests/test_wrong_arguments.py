@@ -179,6 +179,7 @@ CALLS = [
     Call("verify", _by_position(fs.verify),
          {"f": STEP, "x": V, "rtol": 1.0, "atol": 1.0, "bitwise": False}, words={"x": r"args\[0\]|result of double"}),
     outside(fs.show, tree=DESCRIBED, mesh=MESH, specs=SPECS, fold=True),
+    outside(fs.show, tree=P("data"), shape=(4, 2), mesh=MESH),
     outside(fs.validate, tree_=TREE, described=DESCRIBED, allow_inf="*"),
     outside(fs.cast, x=TREE, dtype=torch.float16),
     outside(fs.Policy, param=torch.float32, compute=torch.float16, output=torch.float32, reduce=torch.float32),

@@ -87,6 +87,9 @@ class Site:
     code: CodeType
     lasti: int
 
+    def __hash__(self) -> int:  # not by the code object, whose hash visits its constants and names
+        return hash((self.code.co_name, self.code.co_firstlineno, self.lasti))
+
     @property
     def columns(self) -> tuple[int | None, int | None, int | None, int | None]:
         """First and last line, from 1, and first and last column, in bytes, of the expression that executes."""
@@ -121,10 +124,21 @@ class Site:
         return f"{name}:{self.line}" + (f" in {self.function}" if self.function != "<module>" else "")
 
 
+_MOST_SITES = 10_000
+_sites: dict[tuple[int, int], Site] = {}  # by the id of a code object, which the site keeps, and the instruction
+
+
 def site(frame: FrameType | None = None) -> Site | None:
     """Return the place that a frame executes; by default the user's innermost frame."""
     frame = user_frame(sys._getframe(1)) if frame is None else frame
-    return None if frame is None else Site(frame.f_code, frame.f_lasti)
+    if frame is None:
+        return None
+    known = _sites.get(key := (id(frame.f_code), frame.f_lasti))
+    if known is None:
+        if len(_sites) > _MOST_SITES:
+            _sites.clear()
+        known = _sites[key] = Site(frame.f_code, frame.f_lasti)
+    return known
 
 
 def quote(site: Site) -> str:

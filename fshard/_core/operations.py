@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .torch import TorchDispatchMode, schema_of
+from .torch import TorchDispatchMode, never_traced, schema_of
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
@@ -19,8 +16,10 @@ def tensors_in(*values: Any) -> list[Tensor]:
     for x in values:
         if isinstance(x, Tensor):
             found.append(x)
-        elif isinstance(x, (list, tuple, dict)) and x:
-            found += tensors_in(*(x.values() if isinstance(x, dict) else x))
+        elif isinstance(x, (list, tuple)):
+            found += tensors_in(*x) if x else ()
+        elif isinstance(x, dict) and x:
+            found += tensors_in(*x.values())
     return found
 
 
@@ -43,14 +42,8 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF and hasattr(args[0], "fake_device"):  # which autograd asks more often than it computes
             return args[0].fake_device
-        run = type(self).run_operation
-        return (_untraced(run) if "torch._dynamo" in sys.modules else run)(self, func, args, kwargs or {})
+        return self.run_operation(func, args, kwargs or {})
 
 
 # A __torch_dispatch__ in the class body would be wrapped by torch: the first operation would import dynamo for seconds.
-OperationMode.__torch_dispatch__ = OperationMode._dispatch  # type: ignore[assignment,method-assign]
-
-
-@functools.cache
-def _untraced(run: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compiler.disable(run)  # type: ignore[no-any-return,no-untyped-call]
+OperationMode.__torch_dispatch__ = never_traced(OperationMode._dispatch)  # type: ignore[assignment,method-assign]

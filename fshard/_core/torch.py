@@ -16,17 +16,17 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch._C._functorch import (
     get_unwrapped,
     is_batchedtensor,
     is_functorch_wrapped_tensor,
-    is_gradtrackingtensor,
     is_legacy_batchedtensor,
     maybe_get_level,
     peek_interpreter_stack,
 )
 from torch._functorch import eager_transforms
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,7 +41,6 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 # torch.func does not show publicly if a tensor is wrapped by a transform, by which, or what is inside.
 is_wrapped = is_functorch_wrapped_tensor
 is_batched = is_batchedtensor
-is_grad_tracking = is_gradtrackingtensor
 
 # Tensors made inside a transform are wrapped, and a collective cannot send those.
 without_functorch = torch._C._DisableFuncTorch
@@ -55,6 +54,11 @@ def unwrapped(x: Tensor) -> Tensor:
 
 
 unwrapped_once = get_unwrapped
+
+
+def is_grad_tracking(x: Tensor) -> bool:
+    """Return whether a transform that differentiates wrapped a tensor: grad, vjp, jvp."""
+    return is_functorch_wrapped_tensor(x) and not is_batchedtensor(x)
 
 
 def level_of(x: Tensor) -> int:
@@ -155,6 +159,9 @@ def next_number() -> int:
 
 # --- operations -------------------------------------------------------------------------------------------------------
 
+FakeTensor = fake_tensor.FakeTensor
+FakeTensorMode = fake_tensor.FakeTensorMode
+
 # A dispatch mode that reads a size of a tensor would call the modes above torch.func, if these were not off.
 without_torch_function = torch._C.DisableTorchFunction
 
@@ -168,6 +175,18 @@ foreach_copy_ = torch._foreach_copy_
 def schema_of(op: Any) -> Any:
     """Return the schema of an operation (an OpOverload): its arguments and results, and which of them it writes."""
     return op._schema
+
+
+def never_traced(f: _F) -> _F:
+    """Keep dynamo from tracing a function and all that it calls.
+
+    torch.compiler.disable imports torch._dynamo, and costs more at each call than a small operation. Here the code
+    object is marked, and a call costs nothing.
+    """
+    strategy = eval_frame._FrameExecStrategy()
+    strategy.cur_action = strategy.recursive_action = type(strategy.cur_action).SKIP
+    eval_frame.set_code_exec_strategy(f.__code__, strategy)
+    return f
 
 
 def assume_constant_result(f: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -234,8 +253,8 @@ __all__ = [
     "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of", "backward_number",
     "default_store", "foreach_copy_", "functional_collectives", "has_tangent", "in_backward", "in_transform",
     "is_batched", "is_grad_tracking", "is_legacy_batched", "is_traced", "is_view", "is_wrapped", "level_of",
-    "named_as", "next_number", "replace_dual_levels", "replace_reparametrize_module", "replace_trunc_normal",
-    "schema_of", "set_jvp_nesting", "storage_id", "timeout_of", "transform_level", "unwrapped", "unwrapped_once",
-    "version_of", "with_legacy_batch", "with_tangents", "without_functorch", "without_legacy_batch",
-    "without_modes", "without_torch_function",
+    "named_as", "never_traced", "next_number", "replace_dual_levels", "replace_reparametrize_module",
+    "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id", "timeout_of", "transform_level",
+    "unwrapped", "unwrapped_once", "version_of", "with_legacy_batch", "with_tangents", "without_functorch",
+    "without_legacy_batch", "without_modes", "without_torch_function",
 ]  # fmt: skip

@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from zlib_ng.zlib_ng import crc32  # equal to zlib's, at ten times its speed
 
 from fshard._core.files import safetensors
 from fshard._core.files.io import bytes_of, file_state, open_file, write_errors, write_file
@@ -131,21 +131,21 @@ def write_part(path: AnyPath, pieces: Sequence[Piece], digest: str = "") -> tupl
         yield header
         for p in pieces:
             data, shape = bytes_of(p.values), box_shape(p.box)
-            crc32 = tuple(_crc32_of_blocks(data, shape, p.values.dtype.itemsize))
-            chunks.append((p.path, Chunk(tuple(s.start for s in p.box), shape, path.name, size, crc32)))
+            checksums = tuple(_crc32_of_blocks(data, shape, p.values.dtype.itemsize))
+            chunks.append((p.path, Chunk(tuple(s.start for s in p.box), shape, path.name, size, checksums)))
             size += len(data)
             yield data
 
     with write_errors("save", path, UNCHANGED):
         write_file(path, contents())
-    return PartFile(size, len(header), zlib.crc32(header)), chunks
+    return PartFile(size, len(header), crc32(header)), chunks
 
 
 def _crc32_of_blocks(data: memoryview, shape: Sequence[int], itemsize: int) -> Iterator[int]:
     start = 0
     for box in blocks(shape, itemsize):
         size = math.prod(box_shape(box)) * itemsize
-        yield zlib.crc32(data[start : start + size])
+        yield crc32(data[start : start + size])
         start += size
 
 
@@ -160,35 +160,40 @@ def check_part(path: AnyPath, part: PartFile) -> list[ShardingError]:
     if size != part.bytes:
         problem = "is cut short" if size < part.bytes else "is too long"
         return [fail(f"{path}: {problem}", fix=RESTORE_ANOTHER, expected=f"{part.bytes} bytes", got=f"{size} bytes")]
-    if zlib.crc32(header) != part.header_crc32:
+    if crc32(header) != part.header_crc32:
         return [fail(f"{path}: the header is damaged", fix=RESTORE_ANOTHER,
-                     expected=f"crc32 {part.header_crc32:08x}", got=f"{zlib.crc32(header):08x}")]  # fmt: skip
+                     expected=f"crc32 {part.header_crc32:08x}", got=f"{crc32(header):08x}")]  # fmt: skip
     return []
 
 
 def read_chunk(f: Any, leaf: str, chunk: Chunk, wanted: Sequence[tuple[Box, Tensor]]) -> None:
     """Copy boxes of a chunk into tensors: `wanted` has pairs of a box of the chunk and its destination.
 
-    A block is read once, and only if a box overlaps it. Raises ShardingError if the checksum of a block differs.
+    A block is read once, and only if a box overlaps it; straight into its destination where that is contiguous.
+    Raises ShardingError if the checksum of a block differs.
     """
     dtype = wanted[0][1].dtype
-    buffer = torch.empty(min(BLOCK_BYTES, math.prod(chunk.shape) * dtype.itemsize), dtype=torch.uint8)
     stop = chunk.start
-    for block, crc32 in zip(blocks(chunk.shape, dtype.itemsize), chunk.crc32, strict=True):
+    for block, expected in zip(blocks(chunk.shape, dtype.itemsize), chunk.crc32, strict=True):
         start, size = stop, math.prod(box_shape(block)) * dtype.itemsize
         stop += size
         overlaps = [(common, box, out) for box, out in wanted if (common := overlap(block, box)) is not None]
         if not overlaps:
             continue
-        data = buffer.numpy().data[:size]
+        common, box, out = overlaps[0]
+        values = out[relative_box(common, box)]
+        if common != block or not values.is_cpu or not values.is_contiguous():
+            values = torch.empty(box_shape(block), dtype=dtype)
+        data = bytes_of(values)
         f.seek(start)
-        count, got = f.readinto(data), zlib.crc32(data)
-        if count != size or got != crc32:
+        count, got = f.readinto(data), crc32(data)
+        if count != size or got != expected:
             raise fail(f"{leaf}: the data is damaged", f"in {f.name}, bytes {start} to {stop}",
-                       fix=RESTORE_ANOTHER, expected=f"crc32 {crc32:08x}", got=f"{got:08x}")  # fmt: skip
-        values = buffer[:size].view(dtype).view(box_shape(block))
+                       fix=RESTORE_ANOTHER, expected=f"crc32 {expected:08x}", got=f"{got:08x}")  # fmt: skip
         for common, box, out in overlaps:
-            out[relative_box(common, box)] = values[relative_box(common, block)]
+            target = out[relative_box(common, box)]
+            if target.data_ptr() != values.data_ptr():
+                target.copy_(values[relative_box(common, block)])
 
 
 def stream(directory: AnyPath, leaf: str, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[Chunk],

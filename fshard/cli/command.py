@@ -7,6 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+import torch
+
+from fshard import __version__
 from fshard.errors import ShardingError, printable
 
 from . import estimating, inspecting, launching, merging, planning
@@ -40,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Look at models and their placement on a mesh, and run training on several devices.",
         epilog="python -m fshard COMMAND --help shows the options of a command.",
     )
+    parser.add_argument("--version", action="version", version=f"fshard {__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add(commands)

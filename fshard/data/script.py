@@ -78,7 +78,7 @@ def main_first(mesh: Mesh, *, local: bool = False) -> Iterator[bool]:
 
 def _is_first(mesh: Mesh, local: bool) -> bool:
     if mesh.kind != "process" or not local:
-        return mesh.ranks[0] == 0 or mesh.kind != "process"
+        return mesh.is_first
     if "LOCAL_RANK" not in os.environ:
         raise fail("main_first: local=True, and this process has no LOCAL_RANK",
                    fix="start it with torchrun, which sets LOCAL_RANK")  # fmt: skip

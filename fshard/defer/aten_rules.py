@@ -94,7 +94,10 @@ def new_value(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node:
 
 
 def _full(shape: Shape, dtype: torch.dtype, value: Any) -> Full:
-    return Full(shape, dtype, torch.tensor(value, dtype=dtype).item() if not dtype.is_complex else value)
+    if not dtype.is_complex:
+        with without_modes():
+            value = torch.tensor(value, dtype=dtype).item()
+    return Full(shape, dtype, value)
 
 
 def _concatenated(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import random
 import traceback
 import weakref
@@ -100,12 +101,12 @@ def defer(
         return _eager(constructor, reference, units, replace)
     with _seeded(0), recording(budget) as recorder:
         module = _construct(constructor)
-        places = places_of(module)
-        leaves = leaves_at(places)
-        _check_leaves(leaves, recorder.why_unrecorded)
-        nodes = {name: recorder.node(x) for named in leaves.values() for name, x in named.items()}
-        outside = Outside(constructor, module)
-        _release(module, places, recorder, outside)
+    places = places_of(module)
+    leaves = leaves_at(places)
+    _check_leaves(leaves, recorder.why_unrecorded)
+    nodes = {name: recorder.node(x) for named in leaves.values() for name, x in named.items()}
+    outside = Outside(constructor, module)
+    _release(module, places, recorder, outside)
     tree, computed_in_full = _describe(leaves, nodes, budget)
     chosen = choose_units(module, units)
     return Apply(module, whole=computed_in_full, units=chosen, replace=replace, outside=outside), tree
@@ -116,10 +117,22 @@ _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 def _construct(constructor: Callable[[], nn.Module]) -> nn.Module:
     hooks: Any = GradientHooks()
+    if isinstance(constructor, nn.Module):
+        name = type(constructor).__name__
+        raise fail(f"defer: got a {name}, which is constructed already, not a constructor",
+                   fix=f"fs.defer(lambda: {name}(...)), which allocates nothing; for the values of this one, "
+                       "fs.device_put(dict(module.named_parameters()), specs, mesh)")  # fmt: skip
+    if missing := _required(constructor):
+        name = getattr(constructor, "__name__", "constructor")
+        raise fail(f"defer: the constructor needs arguments: {', '.join(missing)}",
+                   fix=f"fs.defer(lambda: {name}({', '.join(missing)}))")  # fmt: skip
     try:
         with hooks:
             module = constructor()
     except Exception as e:
+        if any(frame.f_code.co_name == "register_empty_parameter" for frame, _ in traceback.walk_tb(e.__traceback__)):
+            raise fail("defer: the constructor runs inside init_empty_weights of Accelerate, which puts parameters on "
+                       "the meta device", fix="leave it out: fs.defer allocates no parameter") from None  # fmt: skip
         if not isinstance(e, RuntimeError) or "FakeTensor" not in str(e):
             if not isinstance(e, ShardingError):
                 e.add_note(f"while fs.defer ran the constructor; if it runs alone: {EAGER}")
@@ -143,6 +156,15 @@ def _construct(constructor: Callable[[], nn.Module]) -> nn.Module:
                        "it moves parameters and gradients between devices by itself, whatever the mesh",
                        fix="construct the plain module; specs and fs.unshard do the same on every mesh")  # fmt: skip
     return module
+
+
+def _required(constructor: Callable[..., Any]) -> list[str]:
+    """Return the arguments that a constructor cannot be called without."""
+    try:
+        parameters = inspect.signature(constructor).parameters.values()
+    except (ValueError, TypeError):  # of a builtin
+        return []
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from fshard._core.ops import differentiable_dtype
 from fshard._core.region import checker, has_values, in_region
 from fshard._core.torch import in_transform
 from fshard._core.weight import Leaf, Weight, is_weight
-from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
+from fshard.errors import ShardingError, checked, fail, join_limited, no_attribute, raise_all
 from fshard.random import check_key
 from fshard.schedule.options import BackwardPrefetch, Release
 from fshard.schedule.units import UnitOptions
@@ -41,6 +41,17 @@ from .units import Fill, UnshardedByUnit, leaves_of_units, shapes_of, unchanged,
 from .values import first_valueless, is_valueless, not_of_the_call
 from .writes import ParameterWrites, equal_values, version
 
+# Attributes of modules, and the expressions here, of `apply, tree = fs.defer(constructor)`.
+_NAMES_ELSEWHERE = {
+    "parameters": 'tree["params"], placed by fs.materialize', "named_parameters": 'tree["params"]',
+    "buffers": 'tree["buffers"]', "named_buffers": 'tree["buffers"]',
+    "state_dict": "fs.state_dict.from_params(params, of=apply)",
+    "load_state_dict": "fs.state_dict.read(path, tree, of=apply), and fs.materialize",
+    "generate": "fs.hf.generate(apply, params, buffers, ids, new=20)", "forward": "apply(params, buffers, x)",
+    "to": "fs.materialize(tree, specs, mesh, key=key), on the devices of the mesh", "cuda": "make_mesh(device='cuda')",
+    "half": "fs.Policy(compute=torch.float16)", "bfloat16": "fs.Policy(compute=torch.bfloat16)",
+    "zero_grad": "not needed: fs.value_and_grad returns new gradients", "requires_grad_": "fs.partition",
+}  # fmt: skip
 _ASSIGNED = re.compile(r"cannot assign '.*' as parameter '(\w+)'")  # torch's error
 
 
@@ -122,9 +133,15 @@ class Apply:
         if apply is not self:
             return apply(params, buffers, *args, **kwargs)
         self.check_names(params, buffers)
+        self._refuse_parts(params, 2)
         out, _, changed = self.run(params, buffers, args, kwargs)
         self.refuse_changed(changed)
         return out
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute("an Apply", name, self, _NAMES_ELSEWHERE)
 
     def module_leaf(self, path: tree.Path, ndim: int) -> Leaf:
         """Describe a parameter for `fs.lora`, which is passed this function as `of`: its module, and its layout."""
@@ -163,6 +180,7 @@ class Apply:
         if apply is not self:
             return apply.with_buffers(params, buffers, *args, **kwargs)
         self.check_names(params, buffers)
+        self._refuse_parts(params, 2)
         out, after, _ = self.run(params, buffers, args, kwargs)
         return out, after
 
@@ -456,6 +474,10 @@ class Apply:
         """Raise ShardingError listing every name that is missing or unexpected, and every wrong number of dims."""
         errors: list[ShardingError] = []
         for kind, named in (("params", params), ("buffers", buffers)):
+            if not isinstance(named, Mapping) or named.keys() == {"params", "buffers"}:
+                got = "the tree of fs.defer" if isinstance(named, Mapping) else f"a {type(named).__name__}"
+                fix = 'apply(tree["params"], tree["buffers"], *args); {} for a module without buffers'
+                raise fail(f"{self!r}: {kind} is {got}, not a dict of tensors by name", fix=fix)
             expected = self._leaves[kind]
             for name in expected.keys() - named.keys():
                 errors.append(fail(f"{self!r}: {kind}[{name!r}] is missing"))
@@ -475,8 +497,23 @@ class Apply:
                                        module=format_tensor(x.dtype, expected[name].shape)))  # fmt: skip
         raise_all(sorted(errors, key=str))
 
+    def _refuse_parts(self, params: Named, dims: int, e: Exception | None = None) -> None:
+        """Raise ShardingError for parameters of at least `dims` dims that are parts of the module's.
+
+        A norm may compute with a part of its channels; a product with a part of a matrix would be a part of the result.
+        """
+        parts = [(name, x, full) for name, x in params.items() if name not in self._replaced.splits
+                 and x.shape != (full := self._leaves["params"][name].shape) and x.ndim >= dims]  # fmt: skip
+        if parts:
+            (name, x, full), *others = parts
+            more = f", and {len(others)} more" if others else ""
+            raise fail(f"{self!r}: params[{name!r}] is {list(x.shape)}, and {list(full)} in the module{more}",
+                       f"forward failed: {type(e).__name__}: {e}" if e else "",
+                       fix="apply.unshard(specs, axis)(params, buffers, *args), which gathers each unit; or "
+                           "apply(fs.unshard(params, specs, axis), buffers, *args)") from e  # fmt: skip
+
     def _explain(self, e: Exception, params: Named, buffers: Named, arguments: Any) -> None:
-        """Add to an error of forward its cause: a tie, or the names of the leaves that were not unsharded."""
+        """Raise, or add to an error of forward, its cause: a tie, or leaves that were not unsharded."""
         if (refused := refused_by_torch_func(repr(self), e)) is not None:
             raise refused from e
         if isinstance(e, TypeError) and (assigned := _ASSIGNED.search(str(e))):
@@ -484,11 +521,8 @@ class Apply:
                        "parameters are plain tensors in a pure call, which torch does not register",
                        fix="assign it in the constructor (self.head.weight = self.embedding.weight ties them there), "
                        "not in forward") from e  # fmt: skip
-        for name, x in params.items():
-            expected = self._leaves["params"][name].shape
-            if x.shape != expected and name not in self._replaced.splits:
-                shapes = f"params[{name!r}] is {list(x.shape)}, and {list(expected)} in the module"
-                e.add_note(f"{shapes}: fs.unshard gathers whole leaves")
+        if not isinstance(e, ShardingError):
+            self._refuse_parts(params, 1, e)
         types = checker()
         if types is None or not isinstance(e, ShardingError):
             return

@@ -18,12 +18,13 @@ import functools
 import math
 import os
 import secrets
-import zlib
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from zlib_ng.zlib_ng import crc32
 
 from fshard import tree
 from fshard._core.files.io import Ranks, StrPath, locked, sync, write_errors, write_file
@@ -188,7 +189,7 @@ def _crc32(path: Path, file: OutputFile, ranks: Ranks) -> dict[str, int]:
             if reader == ranks.rank:
                 f.seek(start)
                 sizes = (min(_BLOCK_BYTES, t.nbytes - i) for i in range(0, t.nbytes, _BLOCK_BYTES))
-                out[t.name] = functools.reduce(lambda crc32, block: zlib.crc32(block, crc32), map(f.read, sizes), 0)
+                out[t.name] = functools.reduce(lambda value, block: crc32(block, value), map(f.read, sizes), 0)
     return out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -113,14 +113,41 @@ def value_for(patterns: Mapping[str, T], name: str, otherwise: T) -> T:
     return next((x for pattern, x in patterns.items() if _compiled(ending(pattern)).match(name)), otherwise)
 
 
-def names_module(wanted: str, name: str) -> bool:
-    """Return whether an entry of a list, a name, its last parts, or a glob, names a module."""
-    if name == wanted or name.endswith(f".{wanted}"):
-        return True
-    return _GLOB.search(wanted) is not None and matches(name.split("."), wanted.split("."))
+class ModuleNames:
+    """Entries of a list that name modules: names, their last parts, or globs.
+
+    Names are looked up by their ends, not compared one by one: a file may have 1,000 entries, a model 1,000 modules.
+    """
+
+    def __init__(self, wanted: Sequence[str]) -> None:
+        self._wanted = frozenset(wanted)
+        self._globs = [one.split(".") for one in wanted if _GLOB.search(one)]
+
+    def name(self, module: str) -> bool:
+        """Return whether an entry names the module."""
+        parts = module.split(".")
+        return not self._wanted.isdisjoint(_ends(parts)) or any(matches(parts, glob) for glob in self._globs)
+
+    def contain(self, module: str) -> bool:
+        """Return whether an entry names the module, or one that it is inside of."""
+        return any(self.name(outer) for outer in _outer(module))
 
 
-def in_module(wanted: str, name: str) -> bool:
-    """Return whether a module is one that `wanted` names, or inside of it."""
-    parts = name.split(".")
-    return any(names_module(wanted, ".".join(parts[: i + 1])) for i in range(len(parts)))
+module_names = functools.lru_cache(64)(ModuleNames)  # of a tuple: `apply` asks for each leaf
+
+
+def without_module(wanted: Sequence[str], modules: Iterable[str], *, inside: bool = False) -> list[str]:
+    """Return the entries that name no module; with `inside`, nor one that a module is inside of."""
+    names = {name: name.split(".") for m in modules for name in (_outer(m) if inside else [m])}
+    ends = {end for parts in names.values() for end in _ends(parts)}
+    return [one for one in wanted if one not in ends and not (
+        _GLOB.search(one) and any(matches(parts, one.split(".")) for parts in names.values()))]  # fmt: skip
+
+
+def _ends(parts: Sequence[str]) -> list[str]:
+    return [".".join(parts[i:]) for i in range(len(parts))]
+
+
+def _outer(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]

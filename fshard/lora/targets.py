@@ -15,10 +15,11 @@ from fshard._core.weight import Leaf, is_weight
 from fshard.errors import ShardingError, fail, must_be, raise_all
 from fshard.spec import P, is_spec
 
-from .config import ALL_LINEAR, Config, in_module, names_module
+from .config import ALL_LINEAR, Config, module_names, without_module
 
 # Heads, which "all-linear" leaves out: of language models, and of classifiers.
 _HEADS = ("lm_head", "embed_out", "score", "classifier")
+_MOST_MISSING = 20  # entries in one error: the search for near names takes time
 _PARTS = ("weight", "bias", "w", "b")
 
 
@@ -86,7 +87,7 @@ def _chosen(
 ) -> tuple[dict[str, Leaf], tuple[str, ...]]:
     """Return the adapted leaves, and the names of the copied ones, of a tree of leaves of these paths and dims."""
     rows = [(tree.dotted(path), path, leaf_of(of, path, ndim)) for path, ndim in leaves]
-    saved = [name for name, _, leaf in rows if any(in_module(m, leaf.module) for m in cfg.modules_to_save)]
+    saved = [name for name, _, leaf in rows if module_names(tuple(cfg.modules_to_save)).contain(leaf.module)]
     adapted: dict[str, Leaf] = {}
     errors: list[ShardingError] = []
     for name, path, leaf in rows:
@@ -110,7 +111,7 @@ def is_target(cfg: Config, leaf: Leaf) -> bool:
     if isinstance(cfg.exclude, str):
         excluded = bool(cfg.exclude) and re.fullmatch(cfg.exclude, name) is not None
     else:
-        excluded = any(names_module(one, name) for one in cfg.exclude)
+        excluded = module_names(tuple(cfg.exclude)).name(name)
     if excluded:
         return False
     if targets == ALL_LINEAR:
@@ -118,7 +119,7 @@ def is_target(cfg: Config, leaf: Leaf) -> bool:
         return is_linear and name.rpartition(".")[2] not in _HEADS
     if isinstance(targets, str):
         return re.fullmatch(targets, name) is not None
-    return any(names_module(one, name) for one in targets)
+    return module_names(tuple(targets)).name(name)
 
 
 def _unmatched(verb: str, cfg: Config, leaves: list[Leaf], adapted: Mapping[str, Leaf]) -> list[ShardingError]:
@@ -129,14 +130,16 @@ def _unmatched(verb: str, cfg: Config, leaves: list[Leaf], adapted: Mapping[str,
         found = any(is_target(replace(cfg, exclude=()), leaf) for leaf in leaves)
         missing = [] if found else [("targets", cfg.targets)]
     else:
-        missing = [("targets", one) for one in cfg.targets if not any(names_module(one, m) for m in modules)]
+        missing = [("targets", one) for one in without_module(cfg.targets, modules)]
     if not adapted and not missing:
         return [fail(f"{verb}: every target is excluded, or a module to save", targets=cfg.targets, exclude=cfg.exclude,
                      modules_to_save=cfg.modules_to_save, fix="a narrower exclude")]  # fmt: skip
-    missing += [("modules_to_save", one) for one in cfg.modules_to_save
-                if not any(in_module(one, m) for m in modules)]  # fmt: skip
-    return [fail(f"{verb}: {option}: no module is named {one!r}", near=", ".join(near(one, matrices)),
-                 fix="one of these, by its last parts or in full") for option, one in missing]  # fmt: skip
+    missing += [("modules_to_save", one) for one in without_module(cfg.modules_to_save, modules, inside=True)]
+    errors = [fail(f"{verb}: {option}: no module is named {one!r}", near=", ".join(near(one, matrices)),
+                   fix="one of these, by its last parts or in full")
+              for option, one in missing[:_MOST_MISSING]]  # fmt: skip
+    more = len(missing) - _MOST_MISSING
+    return errors if more <= 0 else [*errors, fail(f"{verb}: {more} more entries name no module")]
 
 
 def near(name: str, modules: list[str]) -> list[str]:

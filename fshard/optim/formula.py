@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from fshard import tree
 from fshard._core.host_memory import to_spec_memory, wait_before_writing
 from fshard._core.region import in_region
 from fshard.collectives import all_gather, global_shape, pslice
-from fshard.errors import checked, fail, must_be, raise_all
+from fshard.errors import checked, fail, must_be, no_attribute, raise_all
 from fshard.grad import is_differentiated
 from fshard.init import Deferred
 from fshard.sharded import Sharded, from_callback
@@ -41,6 +41,17 @@ Formula = Callable[..., Any]
 Shape = Callable[[tuple[int, ...]], tuple[int, ...]]  # global shape of a parameter -> shape of a replicated moment
 
 
+# Attributes of torch's optimizers, and the calls here.
+_NAMES_ELSEWHERE = {
+    "step": "params, state = opt.update(grads, state, params), in fs.shard_map",
+    "zero_grad": "not needed: fs.value_and_grad returns new gradients",
+    "state_dict": "the tree that opt.init and opt.update return: fs.checkpoint.save(path, state)",
+    "load_state_dict": "fs.checkpoint.restore(path, opt.init(params))",
+    "param_groups": "mask= for weight decay, fs.partition for other groups, a schedule as lr",
+    "apply": "params, state = opt.update(grads, state, params)",
+}
+
+
 @dataclass(frozen=True, repr=False)
 class _Step:
     init: Callable[[Any], Any]
@@ -50,6 +61,11 @@ class _Step:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name})"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(f"an {type(self).__name__}", name, self, _NAMES_ELSEWHERE)
 
 
 @checked

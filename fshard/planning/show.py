@@ -38,15 +38,17 @@ _CANDIDATES = 16  # rows of one look that a sibling is compared with: the longes
 
 @checked
 def show(
-    tree: Any, *, mesh: Mesh | Sizes | None = None, specs: Any = None, against: Any = None, fold: bool = True
+    tree: Any, shape: Sequence[int] | None = None, *, mesh: Mesh | Sizes | None = None, specs: Any = None,
+    against: Any = None, fold: bool = True,
 ) -> View:  # fmt: skip
     """Show a tree as a table: each leaf's dtype, shape and split, its initializer, and its bytes on one device.
 
     A 0-d leaf that has a value shows it. One placed leaf is shown as a picture of the ranks that have each block, a
-    mesh as the grid of its ranks.
+    mesh as the grid of its ranks, and a spec with a shape as the blocks of `torch.arange(n).reshape(shape)`.
 
     Args:
         tree: `Deferred`, `Sharded` or tensor leaves, or specs, or a mesh.
+        shape: the shape of a tensor to which the spec `tree` applies.
         mesh: a mesh, or axis sizes such as `{"data": 64, "model": 8}`; by default the mesh of the placed leaves.
         specs: the leaves' specs, a prefix tree; by default how the leaves are placed.
         against: other specs of the leaves, a prefix tree: show what moves if the leaves are resharded to them.
@@ -74,6 +76,22 @@ def show(
     >>> show({"h": h}, specs=fs.column("model"), mesh={"model": 4}).per_device
     196608
 
+    A spec needs no tensor:
+
+    >>> show(P("data", "model"), (4, 6), mesh={"data": 2, "model": 2})
+    P('data', 'model'): [4@data, 6@model] on data=2, model=2
+             0:3        3:6
+         ┌──────────┬──────────┐
+         │  rank 0  │  rank 1  │
+     0:2 │  0  1  2 │  3  4  5 │
+         │  6  7  8 │  9 10 11 │
+         ├──────────┼──────────┤
+         │  rank 2  │  rank 3  │
+     2:4 │ 12 13 14 │ 15 16 17 │
+         │ 18 19 20 │ 21 22 23 │
+         └──────────┴──────────┘
+    dim 0 is split over data, dim 1 over model
+
     The total of a tree with a group `params`, such as a train state, counts the parameters apart from other values.
     Without one it counts the parameters of a tree of floating leaves, and the elements of any other tree.
 
@@ -81,6 +99,8 @@ def show(
     """
     if isinstance(tree, Mesh):
         return mesh_grid(tree)
+    if shape is not None:
+        return _spec_picture(tree, tuple(shape), mesh)
     leaves, sizes = _leaves(tree, mesh, specs)
     is_one = len(leaves) == 1 and optree.tree_is_leaf(tree) and leaves[0].spec is not None and bool(sizes)
     if against is None:
@@ -195,12 +215,34 @@ def _ranges(n: int, names: tuple[str, ...], axes: tuple[tuple[str, int], ...]) -
     return starts.reshape(shape), (starts + lengths).reshape(shape)
 
 
-# --- two layouts ----------------------------------------------------------------------------------------------
+# --- pictures -----------------------------------------------------------------------------------------------
 
 
 def _picture(leaf: _Leaf, sizes: Sizes) -> View:
     view = draw(leaf.type, leaf.shape, leaf.spec or P(), sizes, itemsize=leaf.itemsize)
     return replace(view, per_device=_most(leaf.local))
+
+
+def _spec_picture(spec: Any, shape: tuple[int, ...], mesh: Mesh | Sizes | None) -> View:
+    """Draw the blocks of a tensor that has the spec, and a legend."""
+    if not isinstance(spec, P):
+        raise fail("show: shape= is for one spec", fix='fs.show(P("data", "model"), (4, 8), mesh=mesh)')
+    if mesh is None:
+        raise fail("show: a spec with a shape needs a mesh",
+                   fix='pass mesh=, or axis sizes such as mesh={"data": 2, "model": 4}')  # fmt: skip
+    sizes = mesh.axes if isinstance(mesh, Mesh) else mesh
+    raise_all(spec_errors("show", shape, spec, sizes))
+    parts = spec.parts(len(shape))
+    split = [f"dim {d} over {' and '.join(axes)}" for d, axes in enumerate(parts) if axes]
+    free = [a for a in sizes if a not in itertools.chain(*parts) and sizes[a] > 1]
+    copies = f"each block has a copy on every rank of {' and '.join(free)}"
+    legend = ", ".join(split).replace(" over", " is split over", 1)
+    dims = format_tensor(torch.float32, shape, spec).removeprefix("f32")
+    return draw(f"{spec}: {dims}", shape, spec, sizes, numbered=True,
+                notes=[legend or "no dim is split", *[copies][: bool(free)]])  # fmt: skip
+
+
+# --- two layouts ----------------------------------------------------------------------------------------------
 
 
 def _moved(a: _Leaf, b: _Leaf, sizes: Sizes) -> _Leaf:

@@ -158,6 +158,35 @@ def test_without_modes():
     assert not seen.names
 
 
+def test_never_traced():
+    def handler(*, traced: bool):
+        class Mode(compat.TorchDispatchMode):
+            pass
+
+        def dispatch(self, func, types, args=(), kwargs=None):
+            return twice(func(*args, **(kwargs or {})))
+
+        Mode.__torch_dispatch__ = dispatch if traced else compat.never_traced(dispatch)
+        return Mode()
+
+    def twice(x: Tensor) -> Tensor:
+        return 2 * x
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    graphs: list[object] = []
+    x = torch.ones(2)
+    for traced in (True, False):  # both have one code object, which is marked
+        graphs.clear()
+        f = torch.compile(lambda x: x.sin(), backend=backend)
+        with handler(traced=traced):
+            y = f(x)
+        torch.testing.assert_close(y, 2 * x.sin())
+        assert bool(graphs) == traced
+
+
 def test_assume_constant_result():
     @compat.assume_constant_result
     def digest(name: str) -> int:

@@ -8,6 +8,8 @@ import json
 import re
 import runpy
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -360,6 +362,15 @@ def test_python_m_fshard_runs_the_command(capsys, monkeypatch):
         runpy.run_module("fshard", run_name="__main__")
     assert e.value.code == 0
     assert capsys.readouterr().out == inspect("tiny", mesh="model=2") + "\n"
+
+
+def test_installed_command_shows_the_versions(capsys):
+    scripts = tomllib.loads((Path(fs.__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]
+    run = EntryPoint("fshard", scripts["fshard"], "console_scripts").load()
+    with pytest.raises(SystemExit) as e:
+        run(["--version"])
+    assert e.value.code == 0
+    assert capsys.readouterr().out == f"fshard {fs.__version__}, torch {torch.__version__}\n"
 
 
 def test_closed_pipe_is_not_an_error(monkeypatch):

@@ -1050,13 +1050,23 @@ def test_error_lists_every_leaf_that_does_not_fit():
     )
 
 
-def test_note_names_leaves_that_are_not_whole():
-    module = nn.Linear(4, 2)
-    with pytest.raises(RuntimeError) as e:
-        Apply(module)({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, {}, torch.ones(1, 4))
-    assert e.value.__notes__ == [
-        "params['weight'] is [2, 2], and [2, 4] in the module: fs.unshard gathers whole leaves"
-    ]
+UNSHARD = (
+    "apply.unshard(specs, axis)(params, buffers, *args), which gathers each unit; or "
+    "apply(fs.unshard(params, specs, axis), buffers, *args)"
+)
+
+
+def test_error_text_of_parameters_that_are_parts():
+    part = {"weight": torch.ones(1, 4), "bias": torch.ones(1)}  # which would give a part of the result
+    assert error_text(Apply(nn.Linear(4, 2)), part, {}, torch.ones(1, 4)) == (
+        f"Apply(Linear): params['weight'] is [1, 4], and [2, 4] in the module\n  fix: {UNSHARD}"
+    )
+    part = {"weight": torch.ones(2), "bias": torch.ones(2)}  # a norm may have a part of its channels
+    assert error_text(Apply(nn.LayerNorm(4)), part, {}, torch.ones(1, 4)) == (
+        "Apply(LayerNorm): params['weight'] is [2], and [4] in the module, and 1 more\n"
+        "  forward failed: RuntimeError: Expected weight to be of same shape as normalized_shape, but got weight of "
+        f"shape [2] and normalized_shape = [4]\n  fix: {UNSHARD}"
+    )
 
 
 def test_buffers_need_no_unshard():

@@ -33,7 +33,7 @@ import pytest
 import torch
 
 import fshard as fs
-from docs import build
+from docs import build, pictures
 from fshard._core.region import in_region, region
 from tests.lib.signals import default_signals
 
@@ -97,7 +97,7 @@ def run_blocks(text: str, name: str) -> list[str]:
         if block.language == "python":
             source = "\n" * (block.line - 1) + block.text  # so that a traceback has the document's own lines
             with contextlib.redirect_stdout(io.StringIO()) as out:
-                exec(compile(source, name, "exec"), namespace)
+                exec(compile(source, name, "exec", dont_inherit=True), namespace)  # no `annotations` of this file
             printed.append(out.getvalue())
         elif block.language == "text" and block.follows and before == "python":
             assert matches(block.text, printed[-1]), (
@@ -193,6 +193,25 @@ def test_blocks_have_a_language_a_marker_and_a_line() -> None:
         run_blocks(TEXT.replace("1 ...", "2 b"), "t")
     with pytest.raises(AssertionError, match="not closed"):
         blocks("```python\n")
+
+
+# --- pictures -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_picture_is_up_to_date(name: str) -> None:
+    drawn = pictures.PICTURES[name]().svg()
+    assert (pictures.FOLDER / f"{name}.svg").read_text() == drawn, "python -m docs.pictures draws it anew"
+
+
+def test_every_picture_is_drawn_and_every_collective_is_in_the_gallery() -> None:
+    assert {file.stem for file in pictures.FOLDER.iterdir()} == set(pictures.PICTURES)
+    gallery = (ROOT / "docs" / "gallery.md").read_text()
+    assert not [name for name in pictures.COLLECTIVES if f"(pictures/{name}.svg)" not in gallery]
+    drawn = {e.code.partition("(")[0].removeprefix("fs.") for e in pictures.COLLECTIVES.values()}
+    of_numbers = {"axis_size", "global_shape", "local_range"}
+    assert drawn == {f.__name__ for f in vars(fs).values() if inspect.isfunction(f)
+                     and f.__module__ == "fshard.collectives"} - of_numbers  # fmt: skip
 
 
 # --- docstrings ---------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def deep(x):
         (Call("f", lambda x: x, {"x": 1}), (), "returned"),
         (outside(fs.nn.linear, x=Thing(), w=torch.ones(2, 2)), ("x",), "named"),
         (outside(fs.nn.linear, x=torch.ones(2, 3), w=torch.ones(2, 2)), ("x",), "torch"),
-        (outside(fs.nn.linear, x=torch.ones(2, 2)), ("arity",), "arity"),
+        (outside(fs.nn.linear, x=torch.ones(2, 2)), ("arity",), "named"),
         (outside(fs.tree.map, f=random_calls._raises, tree={"a": 1}), ("f",), "users"),
         (Call("f", raising(fs.ShardingError("it is wrong")), {"x": 1}), ("x",), "unclear"),  # no name, no value
         (Call("f", raising(ValueError("x is 3")), {"x": 1}), ("x",), "unclear"),  # not of fshard

@@ -243,7 +243,7 @@ def test_error_text_of_a_seed_in_place_of_a_key():
 
 
 def test_error_text_of_leaves_that_cannot_be_placed():
-    tree = {"a": fs.init.normal((4,)), "b": 3.0, "c": fs.device_put(torch.zeros(2), P(), ONE), "d": fs.init.zeros(2)}
+    tree = {"a": fs.init.normal((4,)), "b": {3.0}, "c": fs.device_put(torch.zeros(2), P(), ONE), "d": fs.init.zeros(2)}
     specs = {"a": P(None, "one"), "b": P(), "c": P(), "d": P("two")}
     assert error_text(fs.materialize, tree, specs, ONE, key=fs.key(0)) == (
         "4 problems\n"
@@ -251,7 +251,7 @@ def test_error_text_of_leaves_that_cannot_be_placed():
         "  shape  [4]    spec  P(None, 'one')    mesh  one=1\n"
         "  2 > 1 dims\n"
         "  fix: drop 1 of its entries\n"
-        "materialize: tree['b']: cannot place a float\n"
+        "materialize: tree['b']: cannot place a set\n"
         "  fix: make it a tensor, or a dict, a tuple or a dataclass with @fs.tree.register that has tensors\n"
         "materialize: tree['c']: cannot place a Sharded\n"
         "  fix: fs.reshard(tree, specs) moves placed leaves\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -107,6 +108,24 @@ def test_factors_lie_as_their_base():
         "h.0.down.w": {"a": P("m"), "b": P(None, "d"), "magnitude": P("d")},
         "wte": {"a": P("m"), "b": P(None, "d"), "magnitude": P("d")},
     }
+
+
+def test_many_names_and_modules_are_not_compared_one_by_one():
+    described = {f"h.{i}.up": fs.init.zeros((2, 2)) for i in range(100)}
+    cfg = lora.Config([f"h.{i}.up" for i in range(0, 2000, 20)] + [f"h.{i}.no" for i in range(400)])
+    calls = 0
+
+    def count(_frame, event, _arg):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        text = error_text(lora.init, cfg, described)
+    finally:
+        sys.setprofile(None)
+    assert calls < 50_000, "50,000 pairs of a name and a module"
+    assert text.endswith("lora.init: 475 more entries name no module")
 
 
 # --- bad input ------------------------------------------------------------------------------------------------

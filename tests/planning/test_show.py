@@ -315,9 +315,9 @@ KEPT = {
     r"width|height|min-width|max-width": rf"{LENGTH}|auto",
     r"padding|padding-left|margin|margin-right|border-spacing": rf"{LENGTH}( {LENGTH})*",
     r"border|border-top|outline": rf"none|\d+px (solid|dashed) {COLOUR}",
-    r"background": rf"{COLOUR}|linear-gradient\(90deg, {COLOUR} {LENGTH}(, {COLOUR} {LENGTH})+\)",
+    r"background": COLOUR, r"box-shadow": rf"{COLOUR} {LENGTH} {LENGTH}(, {COLOUR} {LENGTH} {LENGTH})*",
     r"font": r"12px/1\.6 monospace", r"font-size": r"12px", r"font-weight": r"normal|bold", r"line-height": r"0",
-    r"text-align": r"left|right|center", r"vertical-align": r"top|middle", r"white-space": r"nowrap|pre-wrap",
+    r"text-align": r"left|right|center", r"vertical-align": r"top|middle", r"white-space": r"nowrap|pre|pre-wrap",
     r"word-wrap": r"break-word", r"table-layout": r"fixed|auto", r"border-collapse": r"collapse|separate",
     r"display": r"inline-table|inline-block", r"float": r"left", r"overflow": r"hidden", r"overflow-x": r"auto",
     r"cursor": r"pointer", r"list-style-position": r"outside",
@@ -561,15 +561,14 @@ def blocks(html):
     return [(text.strip("[]"), background, title) for title, background, text in cells]
 
 
-def test_a_device_has_one_colour_in_every_picture():
+def test_a_block_has_one_colour_by_its_position_and_its_copies_are_a_stack():
     mesh = fs.make_mesh(data=2, model=4)
-    pictures = [mesh._repr_html_(), *(fs.device_put(torch.zeros(8, 8), spec, mesh)._repr_html_()
-                for spec in (P(), P("data"), P("model"), P("model", "data"), P(("model", "data"))))]  # fmt: skip
-    for html in pictures:
-        of_rank = {r: colours for _, colours, title in blocks(html) for r in map(int, re.findall(r"rank (\d+)", title))}
-        assert sorted(of_rank) == list(range(8))
-        for r in range(8):  # one cell for a block, with the colours of all ranks that have it and of no other
-            assert [rgba(k) in of_rank[r] for k in range(8)] == [of_rank[k] == of_rank[r] for k in range(8)]
+    for spec, n in ((P(), 1), (P("data"), 2), (P("model"), 4), (P("model", "data"), 8), (P(("model", "data")), 8)):
+        html = fs.device_put(torch.zeros(8, 8), spec, mesh)._repr_html_()
+        assert [colour for _, colour, _ in blocks(html)] == [rgba(i) for i in range(n)]
+        sheets = [shadow.count("rgba") for shadow in re.findall(r"box-shadow: ([^;\"]*)", html)]
+        assert sheets == {1: [2], 2: [2, 2], 4: [1] * 4, 8: []}[n]  # under the block, of 8, 4, 2 copies
+    assert [colour for _, colour, _ in blocks(mesh._repr_html_())] == [rgba(i) for i in range(8)]
     assert len({rgba(r) for r in range(64)}) == 64
 
 
@@ -592,7 +591,6 @@ def test_hover_says_the_slices_of_each_rank_and_its_place():
     ]  # fmt: skip
     many = blocks(layout((4,), P("a"), mesh={"a": 2, "b": 64}).html)
     assert len(many) == 2
-    assert many[0][1].count(rgba(0)) == 2  # the start and the end of a stripe
     assert many[0][2] == "rank 0 (a=0, b=0): [0:2], and the same on ranks 0–63"
 
 
@@ -602,6 +600,65 @@ def test_blocks_are_drawn_in_proportion():
     assert re.findall(r"min-width: ([\d.]+)em", html) == ["24.0", "24.0"]
     assert "dashed" not in html
     assert "dashed" in layout((5, 8), fs.on_host(P("data")), mesh={"data": 2}).html
+
+
+SPEC_DRAWINGS = {
+    "copies": (
+        (P("model"), (3, 2), {"data": 2, "model": 2}),
+        """
+        P('model'): [3@model, 2] on data=2, model=2
+                  0:2
+             ┌───────────┐
+             │ ranks 0 2 │
+         0:2 │    0 1    │
+             │    2 3    │
+             ├───────────┤
+         2:3 │ ranks 1 3 │
+             │    4 5    │
+             └───────────┘
+        dim 0 is split over model
+        each block has a copy on every rank of data
+        """,
+    ),
+    "no dims": (
+        (P(), (), {"data": 2}),
+        """
+        P(): [] on data=2
+          ┌───────────┐
+          │ ranks 0–1 │
+          │     0     │
+          └───────────┘
+        no dim is split
+        each block has a copy on every rank of data
+        """,
+    ),
+    "too many numbers": (
+        (P(("b", "a")), (32,), {"a": 2, "b": 1}),
+        """
+        P(('b', 'a')): [32@b+a] on a=2, b=1
+             0:16   16:32
+          ┌───────┬───────┐
+          │   0   │   1   │
+          └───────┴───────┘
+        dim 0 is split over b and a
+        """,
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "text"), SPEC_DRAWINGS.values(), ids=SPEC_DRAWINGS)
+def test_a_spec_is_drawn_without_a_tensor(arguments, text):
+    spec, shape, mesh = arguments
+    check(show(spec, shape, mesh=mesh), text)
+
+
+def test_numbers_in_blocks_are_those_of_the_parts():
+    mesh = fs.make_mesh(a=2, b=3)
+    for spec in (P("a", "b"), P(None, ("b", "a")), P("b")):
+        x = fs.device_put(torch.arange(77).reshape(7, 11), spec, mesh)
+        for cell in itertools.chain(*show(spec, (7, 11), mesh=mesh).blocks):
+            for r in cell.devices:
+                assert [[int(n) for n in line.split()] for line in cell.values] == x.shards[r].tolist()
 
 
 # --- two layouts --------------------------------------------------------------------------------------------
@@ -746,6 +803,24 @@ ERRORS = {
     "against without a mesh": (
         lambda: show({"a": fs.init.zeros(2)}, specs=P("x"), against=P()),
         'show: against= needs a mesh\n  fix: pass mesh=, or axis sizes such as mesh={"data": 64}',
+    ),
+    "a shape for a tree": (
+        lambda: show({"w": P()}, (2, 2), mesh={"x": 2}),
+        'show: shape= is for one spec\n  fix: fs.show(P("data", "model"), (4, 8), mesh=mesh)',
+    ),
+    "a shape without a mesh": (
+        lambda: show(P("x"), (2, 2)),
+        (
+            "show: a spec with a shape needs a mesh\n"
+            '  fix: pass mesh=, or axis sizes such as mesh={"data": 2, "model": 4}'
+        ),
+    ),
+    "a spec that does not fit its shape": (
+        lambda: show(P("x"), (), mesh={"x": 2}),
+        (
+            "show: the spec is longer than the shape\n  shape  []    spec  P('x')    mesh  x=2\n  1 > 0 dims\n"
+            "  fix: drop 1 of its entries"
+        ),
     ),
     "against specs that do not fit": (
         lambda: show({"a": fs.init.zeros(2)}, specs=P("y"), mesh={"y": 2}, against=P("x")),

@@ -33,7 +33,6 @@ def described() -> Any:
 
 # Split by both axes (uneven: 7 and 10 over 4), by the other order, replicated, and by the axis that is not kept.
 SPECS = [{"up": P(AXES), "down": P(("local", "node")), "bias": P(), "frozen": P("node")}] * BLOCKS
-TRAINED = [{k: s for k, s in specs.items() if k != "frozen"} for specs in SPECS]
 
 
 def block(p: Any, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape, unescape
+from typing import Any
 
 _EM = 0.62  # width of a character of a monospaced font
 _BAR = 8  # characters that a bar takes
@@ -29,12 +30,14 @@ _SIDE = {"l": "left", "r": "right", "c": "center"}
 class View:
     """Result of `show`: `text` when printed, `html`, which `make_html` returns, as the value of a notebook cell.
 
-    `per_device`: of a tree or a leaf the bytes on the device with the most, as in its table; else None.
+    `per_device`: of a tree or a leaf the bytes on the device with the most, as in its table; else None. `blocks`: of a
+    picture, the cells of each of its lines.
     """
 
     text: str
     make_html: Callable[[], str]
     per_device: int | None = None
+    blocks: Sequence[Sequence[Any]] = field(default=(), repr=False)
 
     def __repr__(self) -> str:
         return self.text
@@ -75,9 +78,9 @@ def page(*parts: str) -> Html:
     return Html("\n".join(['<div style="font: 12px/1.6 monospace; overflow-x: auto">', *lines, "</div>"]))
 
 
-def rgba(device: int, alpha: float = 0.35) -> str:
-    """Return the colour of a device, the same in every picture; the golden angle makes neighbours differ."""
-    r, g, b = colorsys.hls_to_rgb(device * 137.508 / 360 % 1, 0.5, 0.75)
+def rgba(number: int, alpha: float = 0.35) -> str:
+    """Return a colour by its number; the golden angle makes neighbours differ."""
+    r, g, b = colorsys.hls_to_rgb(number * 137.508 / 360 % 1, 0.5, 0.75)
     return f"rgba({round(255 * r)}, {round(255 * g)}, {round(255 * b)}, {alpha})"
 
 

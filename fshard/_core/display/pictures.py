@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
+
+import numpy as np
 
 from .elements import Html, View, markup, page, rgba
 from .numbers import format_runs
@@ -14,37 +17,42 @@ from .numbers import format_runs
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dim
 
 _MOST_LINES = 16  # blocks shown in each direction
-_MOST_DEVICES = 8  # of one block, each with a stripe
+_MOST_HOVERS = 8  # devices of one block, each with a line under the mouse
+_MOST_SHEETS = 3  # of a stack
 _WIDE, _HIGH = 24, 8  # em, of a leaf in all its layouts; a block has at least the room that its text needs
 _BORDER = "1px solid rgba(128, 128, 128, 0.5)"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A block: the devices that have it, with the text of each that is shown under the mouse."""
+    """A block: the devices that have it, with the text of each that is shown under the mouse.
+
+    `position`: the number of the block in the picture, for its colour. `values`: lines of numbers in the block.
+    """
 
     devices: Sequence[int]
     hovers: Sequence[str]
+    position: int
     is_marked: bool = False
+    values: Sequence[str] = ()
 
-    def __str__(self) -> str:
+    @property
+    def lines(self) -> list[str]:
         text = format_runs(self.devices, most=8)
-        return f"[{text}]" if self.is_marked else text
+        if self.values:
+            text = f"rank{'s' * (len(self.devices) > 1)} {text}"
+        return [f"[{text}]" if self.is_marked else text, *self.values]
 
 
 def picture(
-    title: str, shape: Sequence[int], parts: Mapping[Bounds, Sequence[int]], *, itemsize: int = 0,
-    place: Callable[[int], str] = lambda _: "", on_host: bool = False,
+    title: str, shape: Sequence[int], parts: Mapping[Bounds, Sequence[int]], sizes: Mapping[str, int], *,
+    itemsize: int = 0, on_host: bool = False, numbered: bool = False, notes: Sequence[str] = (),
 ) -> View:  # fmt: skip
     """Draw the blocks of a leaf: over the dims that are split, at least two dims if there are as many.
 
-    Args:
-        title: the line above.
-        shape: sizes of the full leaf.
-        parts: the bounds of each different part, and the ranks that have it.
-        itemsize: bytes of an element, for the bytes of a block under the mouse; 0 leaves them out.
-        place: the position of a rank on the mesh, under the mouse.
-        on_host: draw blocks in host memory, with dashed borders.
+    `parts` has the bounds of each different part, and the ranks that have it. Under the mouse are the bytes of a block,
+    from `itemsize` if that is not 0. Blocks in host memory have dashed borders. `numbered` writes the numbers of the
+    elements into the blocks, where there is room. `notes` are lines below.
     """
     split = [d for d in range(len(shape)) if len({bounds[d] for bounds in parts}) > 1]
     shown = sorted((split + [d for d in reversed(range(len(shape))) if d not in split])[: max(2, len(split))])
@@ -56,21 +64,32 @@ def picture(
     def side(dims: Sequence[int]) -> list[Bounds]:
         return sorted({tuple(bounds[d] for d in dims) for bounds in filled})
 
-    def cell(ranks: Sequence[int], bounds: Bounds) -> Cell:
+    def cell(position: int, ranks: Sequence[int], bounds: Bounds) -> Cell:
         text = f"[{', '.join(f'{a}:{b}' for a, b in bounds)}]"
         if itemsize:
             text += f", {math.prod(b - a for a, b in bounds) * itemsize:,} B"
-        return Cell(ranks, [f"rank {r}{f' ({place(r)})' if place(r) else ''}: {text}" for r in ranks])
+        coords = (np.unravel_index(r, tuple(sizes.values())) for r in ranks)
+        places = (", ".join(f"{a}={i}" for a, i in zip(sizes, at, strict=True)) for at in coords)
+        hovers = [f"rank {r} ({place}): {text}" for r, place in zip(ranks, places, strict=True)]
+        return Cell(ranks, hovers, position, values=numbers(bounds) if numbered and has_room else ())
 
+    def numbers(bounds: Bounds) -> list[str]:
+        """Return the lines of a block of `torch.arange(n).reshape(shape)`."""
+        digits = len(str(math.prod(shape) - 1))
+        ((top, bottom), (left, right)) = ((0, 1), (0, 1), *bounds)[-2:]
+        return [" ".join(str(i * shape[-1] + j if shape else 0).rjust(digits) for j in range(left, right))
+                for i in range(top, bottom)]  # fmt: skip
+
+    has_room = len(shape) <= 2 and max(shape, default=0) <= _MOST_LINES
     of_place = {tuple(tuple(bounds[d] for d in dims) for dims in (rows, columns)): (ranks, bounds)
                 for bounds, ranks in filled.items()}  # fmt: skip
     down, across = side(rows), side(columns)
-    cells = [[cell(*of_place[a, b]) for b in across] for a in down]
-    notes = [f"down: dim {', '.join(map(str, rows))}    across: dim {', '.join(map(str, columns))}"]
-    notes = notes[: len(shape) > 2] + [f"empty on {format_runs(empty, most=8)}"][: bool(empty)]
+    cells = [[cell(i * len(across) + j, *of_place[a, b]) for j, b in enumerate(across)] for i, a in enumerate(down)]
+    dims = [f"down: dim {', '.join(map(str, rows))}    across: dim {', '.join(map(str, columns))}"]
+    notes = [*dims[: len(shape) > 2], *[f"empty on {format_runs(empty, most=8)}"][: bool(empty)], *notes]
     names = [[", ".join(f"{a}:{b}" for a, b in bounds) for bounds in at] for at in (down, across)]
-    extents = [[math.prod(b - a for a, b in bounds) for bounds in at] if dims else []
-               for at, dims in ((down, rows), (across, columns))]  # fmt: skip
+    extents = [[math.prod(b - a for a, b in bounds) for bounds in at] if of else []
+               for at, of in ((down, rows), (across, columns))]  # fmt: skip
     return grid(title, names[0], names[1], cells, notes=notes, extents=extents, on_host=on_host)
 
 
@@ -84,7 +103,7 @@ def grid(
     if not shown:
         return View("\n".join([title, *notes]), lambda: page(title, *notes))
     return View("\n".join([title, *_text(down, across, shown), *notes]),
-                lambda: page(title, _html(down, across, shown, extents, on_host), *notes))  # fmt: skip
+                lambda: page(title, _html(down, across, shown, extents, on_host), *notes), blocks=cells)  # fmt: skip
 
 
 def _abbreviate(items: Sequence[Any], gap: Any) -> list[Any]:
@@ -92,15 +111,18 @@ def _abbreviate(items: Sequence[Any], gap: Any) -> list[Any]:
 
 
 def _text(down: Sequence[str], across: Sequence[str], cells: Sequence[Sequence[Cell | str]]) -> list[str]:
-    texts = [[str(c) for c in line] for line in cells]
+    texts = [[[c] if isinstance(c, str) else c.lines for c in line] for line in cells]
     side = max(map(len, down))
-    wide = max(map(len, [*across, *(c for line in texts for c in line)])) + 2
+    wide = max(map(len, [*across, *(c for line in texts for lines in line for c in lines)])) + 2
     margin = " " * (side + 2)
-    lines = [(margin + " " + " ".join(c.center(wide) for c in across)).rstrip()][: any(across)]
+    out = [(margin + " " + " ".join(c.center(wide) for c in across)).rstrip()][: any(across)]
     rules = [margin + a + b.join(["─" * wide] * len(across)) + c for a, b, c in ("┌┬┐", "├┼┤", "└┴┘")]
     for i, (name, line) in enumerate(zip(down, texts, strict=True)):
-        lines += [rules[i > 0], f" {name.rjust(side)} │{'│'.join(c.center(wide) for c in line)}│"]
-    return [*lines, rules[2]]
+        rows = list(itertools.zip_longest(*line, fillvalue=""))
+        names = [name if j == (len(rows) - 1) // 2 else "" for j in range(len(rows))]
+        out += [rules[i > 0], *(f" {at.rjust(side)} │{'│'.join(c.center(wide) for c in row)}│"
+                                for at, row in zip(names, rows, strict=True))]  # fmt: skip
+    return [*out, rules[2]]
 
 
 def _html(
@@ -119,7 +141,9 @@ def _html(
         blocks = "".join(_block(c, f"padding: 0; border: {border}{w}{h}") for c, w in zip(line, wide, strict=True))
         rows.append(f'<tr style="background: transparent"><th align="right" style="{name}; text-align: right">'
                     f"{escape(label)}</th>{blocks}</tr>")  # fmt: skip
-    style = "border-collapse: collapse; border: none; margin: 2px 0; font-size: 12px; width: auto; table-layout: auto"
+    has_stacks = any(isinstance(c, Cell) and len(c.devices) > 1 for line in cells for c in line)
+    style = (f"border-collapse: separate; border-spacing: {10 if has_stacks else 2}px; border: none; margin: 2px 0; "
+             "font-size: 12px; width: auto; table-layout: auto")  # fmt: skip
     return Html(f'<table style="{style}">{"".join(rows)}</table>')
 
 
@@ -127,15 +151,15 @@ def _block(cell: Cell | str, style: str) -> str:
     style = f"{style}; text-align: center; vertical-align: middle; white-space: nowrap"
     if isinstance(cell, str):
         return f'<td align="center" style="{style}">{markup(cell)}</td>'
-    pad, text = "padding: 1px 0.6em", str(cell)
-    weight = "; font-weight: bold; outline: 2px solid rgba(128, 128, 128, 0.9)" if cell.is_marked else ""
-    if len(cell.devices) == 1:
-        return (f'<td align="center" title="{escape(cell.hovers[0])}" style="{style.replace("padding: 0", pad)}; '
-                f'background: {rgba(cell.devices[0])}{weight}">{escape(text)}</td>')  # fmt: skip
-    # One block in stripes of the devices' colours: parts side by side would look like a split of the block.
-    n = min(len(cell.devices), _MOST_DEVICES)  # from the first device to the last
-    colours = [rgba(cell.devices[round(i * (len(cell.devices) - 1) / (n - 1))]) for i in range(n)]
-    stops = ", ".join(f"{c} {100 * i / n:.1f}%, {c} {100 * (i + 1) / n:.1f}%" for i, c in enumerate(colours))
-    hover = "\n".join(cell.hovers if n == len(cell.devices) else [f"{cell.hovers[0]}, and the same on ranks {text}"])
-    style = f"{style.replace('padding: 0', pad)}; background: linear-gradient(90deg, {stops})"
-    return f'<td align="center" title="{escape(hover)}" style="{style}">{escape(text)}</td>'
+    n = len(cell.devices)
+    first, *values = cell.lines
+    numbers = "\n".join(values)
+    hover = "\n".join(cell.hovers) if n <= _MOST_HOVERS else f"{cell.hovers[0]}, and the same on ranks {first}"
+    style = f"{style.replace('padding: 0', 'padding: 1px 0.6em')}; background: {rgba(cell.position)}"
+    if n > 1:  # a stack: parts side by side would look like a split of the block
+        sheets = range(1, min(n, _MOST_SHEETS))
+        style += "; box-shadow: " + ", ".join(f"{rgba(cell.position, 0.3)} {4 * i}px {4 * i}px" for i in sheets)
+    if cell.is_marked:
+        style += "; font-weight: bold; outline: 2px solid rgba(128, 128, 128, 0.9)"
+    numbers = f'<div style="white-space: pre">{escape(numbers)}</div>' if numbers else ""
+    return f'<td align="center" title="{escape(hover)}" style="{style}">{escape(first)}{numbers}</td>'

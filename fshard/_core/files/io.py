@@ -13,7 +13,6 @@ import os
 import re
 import socket
 import stat
-import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from zlib_ng.zlib_ng import crc32
 
 from fshard._core.region import in_region, refuse_transfer
 from fshard.errors import ShardingError, fail
@@ -269,7 +269,7 @@ def summary(leaf: Any) -> str:
     if isinstance(leaf, Sharded):
         return f"{leaf!r} on {leaf.mesh!r}"
     if isinstance(leaf, Tensor):
-        return f"{describe(leaf)} of crc32 {zlib.crc32(bytes_of(leaf)):08x}"
+        return f"{describe(leaf)} of crc32 {crc32(bytes_of(leaf)):08x}"
     return repr(leaf)
 
 

@@ -31,7 +31,7 @@ from .linear_maps import Map
 
 def differentiable_dtype(x: Tensor) -> bool:
     """Return whether the dtype of a tensor has gradients."""
-    return x.is_floating_point() or x.is_complex()
+    return x.dtype.is_floating_point or x.dtype.is_complex
 
 
 def apply_function(verb: str, function: Any, *args: Any) -> Any:

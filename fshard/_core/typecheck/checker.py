@@ -113,10 +113,8 @@ class Checker(OperationMode):
         self._ranks.append(Rank(self._coords, self._table))  # and not the checker: a cycle
         self._roots = 0
         self._paused = False
-        # (operation, line, axes of the invariant result, run) -> its Python numbers. Runs are counted for each set of
-        # axes: where a leaf is split unevenly, ranks may run a line a different number of times for results that vary.
-        self.numbers: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        self._runs: Counter[tuple[Any, ...]] = Counter()
+        # Python numbers that invariant results were computed from: (operation, line, axes of the result, numbers).
+        self.numbers: list[tuple[str, callsite.Site | None, frozenset[str], tuple[Any, ...]]] = []
 
     def __enter__(self) -> Checker:
         self.differentiated.__enter__()  # type: ignore[no-untyped-call]
@@ -306,20 +304,18 @@ class Checker(OperationMode):
         operands = [Operand(x, self._info_of_plain(x)) for x in op.read(args, kwargs)]
         if op.uses_torch_generator is not None and op.uses_torch_generator(args, kwargs):
             raise messages.draw_from_torch_generator(op.name)
-        if op.lacks_a_value(args, kwargs):
+        if op.of_some_value and op.lacks_a_value(args, kwargs):
             raise messages.reduction_of_no_value(op.name, args[0])
         new, history = self._result_type(op, operands, args, kwargs)
         written: Sequence[Operand] = ()
-        to_write = op.written(args, kwargs)
-        if to_write:
-            written = [Operand(x, self._info_of_plain(x)) for x in to_write]
+        if op.writes or op.writes_statistics:
+            written = [Operand(x, self._info_of_plain(x)) for x in op.written(args, kwargs)]
             self._check_written(op, new, history, written, operands)
         out = op.func(*args, **kwargs)
-        invariant_part = join([new, *(o.info.type for o in written)]) if written else new
-        self._record_numbers_of_call(op, invariant_part, args, kwargs)
+        self._record_numbers_of_call(op, join([new, *(o.info.type for o in written)]) if written else new, args, kwargs)
         for o in written:
             self._set_written_info(op, o, new, history)
-        self._set_result_info(op, new, history, operands, out, {id(x) for x in to_write} if to_write else ())
+        self._set_result_info(op, new, history, operands, out, {id(o.tensor) for o in written} if written else ())
         return out
 
     def _run_higher_order(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -359,10 +355,14 @@ class Checker(OperationMode):
         if op.constant:
             axes = NONE.union(*(o.info.type.varying | o.info.history.like for o in operands)) if op.like else NONE
             return Type(), history_like(axes)
-        if op.completed_by is None and operands:  # the usual case, made fast
-            (_, first), *others = operands
-            if not others or all(o.info.type == first.type and o.info.history is first.history for o in others):
-                return first.type if first.type.varying or first.type.invariant else Type(), first.history
+        if operands:  # the usual case, made fast
+            type, history = operands[0].info.type, operands[0].info.history
+            for _, info in operands:
+                if info.history is not history or (info.type is not type and info.type != type):
+                    break
+            else:
+                if op.completed_by is None or not (type.varying or history.partials):
+                    return type if type.varying or type.invariant else _FREE_TYPE, history
         types = [o.info.type for o in operands]
         mixtures = {m.axis: m for o in reversed(operands) for m in o.info.history.mixtures}
         for axis in sorted(NONE.union(*(t.varying for t in types))):
@@ -489,12 +489,12 @@ class Checker(OperationMode):
                 self._set_result_info(op, new, history, operands, x, written)
         if not isinstance(out, Tensor) or id(out) in written:
             return
-        if not op.constant:
+        if self.differentiated.inside and not op.constant:
             self.differentiated.follow(operands, out)
-        differentiable = new.differentiable and differentiable_dtype(out)
+        is_real = differentiable_dtype(out)
+        differentiable = new.differentiable and is_real
         # A value computed from a draw stays drawn until it has a gradient; an integer is a number like any other.
-        is_draw = bool(new.drawn) and not differentiable and (differentiable_dtype(out) or out.dtype == torch.bool)
-        drawn = new.drawn if is_draw else NONE
+        drawn = new.drawn if new.drawn and not differentiable and (is_real or out.dtype == torch.bool) else NONE
         same = differentiable == new.differentiable and drawn == new.drawn  # the usual case, made fast
         type = new if same else Type(new.varying, new.invariant, differentiable, drawn)
         if op.view and operands:
@@ -506,7 +506,9 @@ class Checker(OperationMode):
             info = TensorInfo(type, root, name, made_by, site, start, views, None, origin)
             self._table.set(out, info, alias=not op.copies)
         else:
-            self._set_info(out, type, op=op.name, history=history)
+            self._roots += 1
+            start = int(out.storage_offset())
+            self._table.set(out, TensorInfo(type, self._roots, None, op.name, callsite.site(), start, history))
 
     def _record_numbers_of_call(self, op: Operation, new: Type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the Python numbers of an invariant result: they must be the same on every rank."""
@@ -516,15 +518,27 @@ class Checker(OperationMode):
                 self._record_numbers(op.name, numbers, new.invariant)
 
     def _record_numbers(self, op: str, numbers: tuple[Any, ...], invariant: frozenset[str]) -> None:
-        place = (op, callsite.site(), tuple(sorted(invariant)))
-        self._runs[place] += 1
-        self.numbers[*place, self._runs[place]] = numbers
+        self.numbers.append((op, callsite.site(), invariant, numbers))
+
+    def numbers_by_run(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+        """Return the recorded numbers by (operation, line, axes of the invariant result, run).
+
+        Runs are counted for each set of axes: where a leaf is split unevenly, ranks may run a line a different number
+        of times for results that vary.
+        """
+        runs: Counter[tuple[Any, ...]] = Counter()
+        found = {}
+        for op, site, invariant, numbers in self.numbers:
+            place = op, site, tuple(sorted(invariant))
+            runs[place] += 1
+            found[*place, runs[place]] = numbers
+        return found
 
     def numbers_to_compare(self) -> dict[Any, Any]:
         """Return the recorded numbers as plain data that can be sent to other processes."""
         return {
             (op, str(site), site.lasti if site else 0, invariant, run): numbers
-            for (op, site, invariant, run), numbers in self.numbers.items()
+            for (op, site, invariant, run), numbers in self.numbers_by_run().items()
         }
 
     def digest(self) -> str:
@@ -611,10 +625,15 @@ def same_numbers(mesh: Mesh, checkers: Mapping[int, Checker]) -> None:
     `checkers` are given for this process's ranks; on a process mesh the numbers are gathered. An abstract mesh may have
     run a few of its ranks.
     """
-    by_rank: dict[int, Any] = {rank: c.numbers for rank, c in checkers.items()}
     if mesh.kind == "process":
         (mine,) = checkers.values()
-        by_rank = dict(enumerate(mesh.gather_objects(mine.numbers_to_compare())))
+        by_rank: dict[int, Any] = dict(enumerate(mesh.gather_objects(mine.numbers_to_compare())))
+    else:
+        zero, *others = (c.numbers for c in checkers.values())
+        text = repr([x[-1] for x in zero])
+        if all(x == zero and repr([y[-1] for y in x]) == text for x in others):  # the usual case, made fast
+            return
+        by_rank = {rank: c.numbers_by_run() for rank, c in checkers.items()}
     coords = {rank: mesh.coords(rank) for rank in by_rank}
     runs = {rank: Counter(place[:-1] for place in numbers) for rank, numbers in by_rank.items()}
     for axis, n in mesh.axes.items():
@@ -633,6 +652,7 @@ def same_numbers(mesh: Mesh, checkers: Mapping[int, Checker]) -> None:
                     raise messages.number_differs(op, site, axis, rows)
 
 
+_FREE_TYPE = Type()
 _LINEAR = ("add", "sub", "stack", "cat")  # of parts of sums they are a part of a sum
 
 

@@ -52,7 +52,7 @@ class Differentiated(TorchFunctionMode):
         self._checks = checks
         self._lowest = 0  # level
         # By id, with the tensors themselves: an id can be used again as soon as its tensor is freed.
-        self._inside: dict[int, Tensor] = {}
+        self.inside: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _GRAD:
@@ -66,14 +66,14 @@ class Differentiated(TorchFunctionMode):
         if func == _SET_DATA:
             self._checks.set_data(*args)
         if not in_transform():
-            return func(*args) if kwargs is None else func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         tensors = tensors_in(args, kwargs) if torch.is_grad_enabled() else ()
-        before, self._inside = self._inside, {id(y): y for y in map(unwrapped, filter(self, tensors))}
+        before, self.inside = self.inside, {id(y): y for y in map(unwrapped, filter(self, tensors))}
         try:
             return func(*args, **kwargs)
         finally:
-            self._inside = before
+            self.inside = before
 
     def __call__(self, x: Tensor) -> bool:
         """Return whether a gradient can flow to a tensor, as the user's code has it: wrapped or not."""
@@ -84,17 +84,17 @@ class Differentiated(TorchFunctionMode):
             if x.requires_grad and level >= self._lowest:
                 return True
             if level == 0:
-                return id(x) in self._inside
+                return id(x) in self.inside
             x = unwrapped_once(x)
 
     def is_inside(self, x: Tensor) -> bool:
         """Return whether a plain tensor is inside a wrapper of torch.func through which a gradient flows."""
-        return bool(self._inside) and id(x) in self._inside
+        return bool(self.inside) and id(x) in self.inside
 
     def follow(self, operands: Sequence[Operand], out: Tensor) -> None:
         """Note a result of an operation inside the function of torch that runs now."""
-        if self._inside and any(id(o.tensor) in self._inside for o in operands):
-            self._inside[id(out)] = out
+        if self.inside and any(id(o.tensor) in self.inside for o in operands):
+            self.inside[id(out)] = out
 
     # --- backward passes ---
 
@@ -128,12 +128,12 @@ class Differentiated(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _backward_pass(self, create_graph: bool) -> Iterator[None]:
-        before = self._lowest, self._inside
-        self._lowest, self._inside = (transform_level() + 1 if create_graph else 0), {}
+        before = self._lowest, self.inside
+        self._lowest, self.inside = (transform_level() + 1 if create_graph else 0), {}
         try:
             yield
         finally:
-            self._lowest, self._inside = before
+            self._lowest, self.inside = before
 
 
 def leaves_of(x: Tensor) -> list[Tensor]:

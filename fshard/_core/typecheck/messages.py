@@ -365,7 +365,7 @@ def _fixes_of_picks(checker: Facts, axes: Sequence[str], here: callsite.Site | N
     """Return the fix of the last part of an invariant value that a name picks, if that may be a number of the rank."""
     if not checker.asked.issuperset(axes):
         return []
-    picks = [site for op, site, invariant, _ in checker.numbers if op in _PICKS and set(axes) <= set(invariant)]
+    picks = [site for op, site, invariant, _ in checker.numbers if op in _PICKS and invariant.issuperset(axes)]
     fixes = [_fix_of_picked_part(site, axes) for site in picks[-1:]]
     return [x._replace(site=None) if here and x.site.line == here.line else x for x in fixes if x.site]
 

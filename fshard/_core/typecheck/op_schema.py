@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -63,23 +62,22 @@ class Operation:
     writes: tuple[tuple[int, str], ...] = ()  # positions and names of the arguments that are written
     on_lists: bool = False  # computes row i of its results from row i of each list of tensors
     lists_written: int = 0
+    writes_statistics: bool = False  # of a batch norm, in training: its schema does not mark them
+    of_some_value: bool = False  # has no result of an argument without elements
     uses_torch_generator: Callable[[Args, Kwargs], bool] | None = None  # asked for each call; None: never
     # Name and default of each argument; whether it is a shape.
     arguments: tuple[tuple[str, Any, bool], ...] = ()
 
     def written(self, args: Args, kwargs: Kwargs) -> list[Tensor]:
         """Return the tensors that a call writes in place."""
-        batch_norm = self.name.endswith("batch_norm")
-        if not (self.writes or batch_norm):  # the usual case, made fast
-            return []
         written = [args[i] if i < len(args) else kwargs.get(name) for i, name in self.writes]
-        if batch_norm and len(args) > 5 and args[5] is True:  # its schema does not mark them
+        if self.writes_statistics and len(args) > 5 and args[5] is True:
             written += args[3:5]
-        return tensors_in(written)
+        return tensors_in(*written)
 
     def lacks_a_value(self, args: Args, kwargs: Kwargs) -> bool:
         """Return whether a call has no value to choose; torch's fake tensors do not refuse a `max` or `min` of none."""
-        if self.name not in _OF_SOME_VALUE or args[0].numel():
+        if not self.of_some_value or args[0].numel():
             return False
         dim = self._values(args, kwargs).get("dim")
         dims = [dim] if isinstance(dim, int) else dim
@@ -114,7 +112,7 @@ class Operation:
         if self.fresh:
             return []
         if not self.overwrites:
-            return tensors_in(args, kwargs)
+            return tensors_in(*args, *kwargs.values()) if kwargs else tensors_in(*args)
         positions, names = {i for i, _ in self.writes}, {name for _, name in self.writes}
         positional = [x for i, x in enumerate(args) if i not in positions]
         return tensors_in(positional, {name: x for name, x in kwargs.items() if name not in names})
@@ -128,9 +126,15 @@ class Operation:
         return [[*(x[i] for x in lists if len(x) == n), *in_every_row] for i in range(n)]
 
 
-@functools.cache
+_operations: dict[int, Operation] = {}  # by the id of an OpOverload, whose hash is a method in Python
+
+
 def operation(func: Any) -> Operation:
     """Return the facts about `func`, an OpOverload; of an operator that takes functions only its name is known."""
+    return _operations.get(id(func)) or _operations.setdefault(id(func), _read_schema(func))
+
+
+def _read_schema(func: Any) -> Operation:
     if func.namespace == "higher_order":
         return Operation(func, str(func), func.namespace)
     schema = schema_of(func)
@@ -155,6 +159,8 @@ def operation(func: Any) -> Operation:
         view=name in _SAME_VALUES or any(not a.is_write for a in aliases),
         overwrites=name in _OVERWRITES or out_variant,
         writes=tuple((i, a.name) for i, a in writes),
+        writes_statistics=_user_name(name).endswith("batch_norm"),
+        of_some_value=_user_name(name) in _OF_SOME_VALUE,
         on_lists=on_lists,
         lists_written=len(lists_written) if on_lists else 0,
         uses_torch_generator=_generator_use(name, schema) if torch.Tag.nondeterministic_seeded in func.tags else None,

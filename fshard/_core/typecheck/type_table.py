@@ -25,35 +25,20 @@ class _Write(NamedTuple):
 
 
 V = TypeVar("V")
-
-
-class _Reference(weakref.ref[Any]):
-    """A weak reference to a tensor or storage, with the key of its entry."""
-
-    __slots__ = ("key",)
-    key: int
+_FEWEST = 256  # entries of a table from which freed ones are removed
 
 
 class WeakTable(Generic[V]):
     """Values by tensor or storage, found by identity, until it is freed.
 
     `torch.utils.weak` makes a reference for each look-up, and compares references in Python. Here a look-up is one of
-    a dict: the checker makes several for each operation.
+    a dict: the checker makes several for each operation. Entries of freed objects go when the table has doubled, or
+    when a new object has the id: a callback for each would cost more than all look-ups.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[_Reference, V]] = {}
-        self_reference = weakref.ref(self)  # the entries refer to `remove`: with a strong reference, a cycle
-
-        def remove(reference: _Reference) -> None:
-            table = self_reference()
-            if table is not None and table._entries.get(reference.key, (None,))[0] is reference:
-                del table._entries[reference.key]
-
-        self._remove = remove
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
+        self._entries: dict[int, tuple[weakref.ref[Any], V]] = {}
+        self._limit = _FEWEST
 
     def get(self, x: Any) -> V | None:
         """Return the value of `x`; None if it has none."""
@@ -61,13 +46,10 @@ class WeakTable(Generic[V]):
         return entry[1] if entry is not None and entry[0]() is x else None
 
     def __setitem__(self, x: Any, value: V) -> None:
-        entry = self._entries.get(id(x))
-        if entry is not None and entry[0]() is x:
-            self._entries[id(x)] = entry[0], value
-            return
-        reference = _Reference(x, self._remove)
-        reference.key = id(x)
-        self._entries[id(x)] = reference, value
+        self._entries[id(x)] = weakref.ref(x), value
+        if len(self._entries) > self._limit:
+            self._entries = {key: entry for key, entry in self._entries.items() if entry[0]() is not None}
+            self._limit = max(_FEWEST, 2 * len(self._entries))
 
 
 class TypeTable:
@@ -76,7 +58,7 @@ class TypeTable:
     def __init__(self) -> None:
         self._by_tensor: WeakTable[TensorInfo] = WeakTable()
         self._by_storage: WeakTable[TensorInfo] = WeakTable()  # of its first tensor
-        self._writes: WeakTable[list[_Write]] = WeakTable()
+        self._writes: WeakTable[list[_Write]] | None = None  # before the first one
 
     def get(self, x: Tensor) -> TensorInfo | None:
         """Return the facts of a tensor; if no operation made it (an nn.Parameter), the facts of its storage.
@@ -84,14 +66,14 @@ class TypeTable:
         `None` of a tensor that the table does not know.
         """
         info = self._by_tensor.get(x)
-        if info is not None and not self._writes:
+        if info is not None and self._writes is None:
             return info
         if _has_no_single_storage(x):
             return info or FREE
         storage = x.untyped_storage()
         info = info or self._by_storage.get(storage)
-        if info is None:
-            return None
+        if info is None or self._writes is None:
+            return info
         if writes := self._writes.get(storage):
             low, high = _byte_range(x)
             overlapping = [w for w in writes if w.low < high and low < w.high]
@@ -104,15 +86,14 @@ class TypeTable:
     def set(self, x: Tensor, info: TensorInfo, *, alias: bool = False) -> None:
         """Set the facts of a plain tensor; an `alias` shares memory with a tensor of another type."""
         self._by_tensor[x] = info
-        if not alias and not _has_no_single_storage(x):
-            storage = x.untyped_storage()
-            first = self._by_storage.get(storage)
-            if first is None:
-                self._by_storage[storage] = info
-            elif (
-                first.type != info.type
-            ):  # parts of one buffer have several types: for example the leaves of one transfer
-                self._by_storage[storage] = FREE
+        if alias or _has_no_single_storage(x):
+            return
+        storage = x.untyped_storage()
+        first = self._by_storage.get(storage)
+        if first is None:
+            self._by_storage[storage] = info
+        elif first.type != info.type:  # parts of one buffer have several types: for example the leaves of one transfer
+            self._by_storage[storage] = FREE
 
     def set_storage(self, x: Tensor, info: TensorInfo) -> None:
         """Set the facts of all tensors that share memory with one that no operation of the region made."""
@@ -130,6 +111,7 @@ class TypeTable:
         type = new.type if replaces_all else join([old.type, new.type], x)
         if not (type.varying or type.invariant):  # zeros in the place of values that varied
             new = new._replace(history=history_like(new.history.like | old.history.like | old.type.varying))
+        self._writes = WeakTable() if self._writes is None else self._writes
         others = [w for w in self._writes.get(storage) or () if not (replaces_all and low <= w.low and w.high <= high)]
         info = old._replace(type=type, op=new.op, site=new.site, history=new.history)
         self._by_tensor[x] = info

@@ -142,7 +142,7 @@ class Facts(Protocol):
     mixtures_of_captured: dict[tuple[int, str], Mixture]  # the first of each root and axis
     pvaried: set[Site | None]  # lines
     asked: set[str]  # axes on which the program asked for the rank's place: a number may depend on it
-    numbers: dict[tuple[Any, ...], tuple[Any, ...]]
+    numbers: list[tuple[str, Site | None, frozenset[str], tuple[Any, ...]]]  # (operation, line, axes, Python numbers)
 
     def info(self, x: Tensor) -> TensorInfo:
         """Return the type and origin of a tensor."""

@@ -23,7 +23,7 @@ from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read
 from fshard.interop.hf.layout import OutputTensor, check_described, output_tensors
 from fshard.interop.hf.weights import with_dot
 from fshard.lora import ia3
-from fshard.lora.config import in_module, names_module, value_for
+from fshard.lora.config import module_names, value_for, without_module
 from fshard.lora.targets import Of, Targets, leaf_of, named_leaves
 
 from .config import KEPT, config_fields, only, saves, selects
@@ -76,8 +76,8 @@ def load(
     contents = config_of(path, CONFIG)
     fields = config_fields(path / CONFIG, contents, names, model_type=kind, prefix=prefix)
     if not isinstance(fields["targets"], str):  # a list may have names that this model lacks, if it has some
-        present = tuple(t for t in fields["targets"] if any(names_module(t, m) for m in modules))
-        fields["targets"] = present or fields["targets"]
+        missing = set(without_module(fields["targets"], modules))
+        fields["targets"] = tuple(t for t in fields["targets"] if t not in missing) or fields["targets"]
     fields["modules_to_save"] = _saved(fields["modules_to_save"], dict(zip(names, modules, strict=True)))
     if not fields["targets"]:
         raise fail(f"{path / CONFIG}: target_modules and layers_to_transform name no layer of the model",
@@ -207,8 +207,9 @@ def _tied_copies(
 def _saved(chosen: Sequence[str], modules: Mapping[str, str]) -> tuple[str, ...]:
     """Return the modules to save, by their names here; modules that the model lacks are left out."""
     wanted = [module for name, module in modules.items() if saves(chosen, name)]
-    kept = tuple(s for s in chosen if any(in_module(s, m) for m in wanted))
-    same = [m for m in modules.values() if any(in_module(s, m) for s in kept)] == wanted
+    missing = set(without_module(chosen, wanted, inside=True))
+    kept = tuple(s for s in chosen if s not in missing)
+    same = [m for m in modules.values() if module_names(kept).contain(m)] == wanted
     return kept if same else tuple(wanted)
 
 
@@ -284,7 +285,7 @@ def _contents(
     adapted = {leaf.module for leaf, _ in targets.adapted.values()}
     names = {m.removeprefix(prefix): m for m in dict.fromkeys(leaf.module for _, leaf in leaves.values())}
     saved = [s.removeprefix(prefix) for s in cfg.modules_to_save]
-    whole = [n for n, m in names.items() if any(in_module(s, m) for s in cfg.modules_to_save)]
+    whole = [n for n, m in names.items() if module_names(tuple(cfg.modules_to_save)).contain(m)]
     if [n for n in names if saves(saved, n)] != whole:  # a glob, or the end of the name of another module
         saved = whole
     excluded = list(cfg.exclude) if not isinstance(cfg.exclude, str) else cfg.exclude
@@ -292,7 +293,7 @@ def _contents(
     as_peft = {
         m
         for n, m in names.items()
-        if selects(chosen, n) and not selects(excluded, n) and not any(in_module(s, n) for s in saved)
+        if selects(chosen, n) and not selects(excluded, n) and not module_names(tuple(saved)).contain(n)
     }
     forward: Any = cfg.feedforward if isinstance(cfg, ia3.Config) else ()
     first = {m for m in adapted if isinstance(cfg, ia3.Config) and cfg.scales_inputs(m)}

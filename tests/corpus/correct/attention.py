@@ -1,7 +1,6 @@
-"""Attention with split heads or split positions.
+"""Attention with split positions.
 
-Legend: B batch, T positions, H heads, G heads of keys and values, K width of a head, D width; [T@seq] is a dim split
-over an axis.
+Legend: B batch, T positions, H heads, K width of a head, D width; [T@seq] is a dim split over an axis.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tests.corpus.correct.program import Program, dense_grad, normal
 
 Params = dict[str, Tensor]
 
-SEQ, HEADS = P(None, "seq"), P(None, "model")
+SEQ = P(None, "seq")
 
 
 def heads(x: Tensor, width: int) -> Tensor:
@@ -35,9 +34,6 @@ def merged(x: Tensor) -> Tensor:
 def ring(axis: str) -> list[tuple[int, int]]:
     n = fs.axis_size(axis)
     return [(i, (i + 1) % n) for i in range(n)]
-
-
-# --- split positions ------------------------------------------------------------------------------------------
 
 
 def ring_attention(qkv: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Tensor:  # each [B, H, T@seq, K]
@@ -57,45 +53,6 @@ def ring_attention(qkv: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Tensor
 
 def dense_ring_attention(qkv: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Tensor:
     return (F.scaled_dot_product_attention(*qkv) - target).square().mean()
-
-
-class _RingAttention(torch.autograd.Function):
-    """Ring attention with its own backward pass, in which gradients of keys and values travel with them."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        blocks, logs, outs = (k, v), [], []
-        for _ in range(fs.axis_size("seq")):
-            scores = q @ blocks[0].mT
-            logs.append(scores.logsumexp(-1, keepdim=True))
-            outs.append(scores.softmax(-1) @ blocks[1])
-            blocks = fs.ppermute(blocks, "seq", ring("seq"))
-        log_total = torch.stack(logs).logsumexp(0)
-        out = sum((log - log_total).exp() * part for log, part in zip(logs, outs, strict=True))
-        ctx.save_for_backward(q, k, v, out, log_total)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, log_total = ctx.saved_tensors
-        delta = (grad * out).sum(-1, keepdim=True)
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for _ in range(fs.axis_size("seq")):
-            weights = (q @ k.mT - log_total).exp()
-            d_scores = weights * (grad @ v.mT - delta)
-            dq, dk, dv = dq + d_scores @ k, dk + d_scores.mT @ q, dv + weights.mT @ grad
-            k, v, dk, dv = fs.ppermute((k, v, dk, dv), "seq", ring("seq"))  # after n steps they are at home
-        return dq, dk, dv
-
-
-def ulysses_attention(p: Params, x: Tensor, target: Tensor) -> Tensor:  # x [B, T@seq, D]
-    """Heads are split during attention and positions elsewhere (Jacobs et al., 2023)."""
-    p = fs.pvary(p, "seq")
-    qkv = torch.stack([heads(x @ p[name], 2) for name in "qkv"])  # [3, B, H, T@seq, K]
-    q, k, v = fs.all_to_all(qkv, "seq", split=2, concat=3)  # [B, H@seq, T, K]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    out = merged(fs.all_to_all(out, "seq", split=2, concat=1)) @ p["out"]
-    return fs.pmean((out - target).square().mean(), "seq")
 
 
 def dense_causal_attention(p: Params, x: Tensor, target: Tensor) -> Tensor:
@@ -167,43 +124,16 @@ def dense_selective_scan(p: Params, x: Tensor) -> Tensor:
     return torch.stack(out).square().sum()
 
 
-# --- split heads ----------------------------------------------------------------------------------------------
-
-
-def grouped_query_attention(p: Params, x: Tensor, target: Tensor) -> Tensor:
-    """Fewer heads of keys and values (2) than ranks (4): each rank picks those that its queries use.
-
-    x [B, T, D], q [D, H * K@model], kv [2, D, G, K], out [H * K@model, D] (Ainslie et al., 2023).
-    """
-    x, kv = fs.pvary((x, p["kv"]), "model")
-    q = heads(x @ p["q"], 2)  # [B, H@model, T, K]
-    own = fs.axis_index("model") * q.shape[1] + torch.arange(q.shape[1])
-    group = own // (4 // kv.shape[2])
-    k, v = torch.einsum("btd,sdgk->sbgtk", x, kv.index_select(2, group))
-    out = F.scaled_dot_product_attention(q, k, v)
-    return (fs.psum(merged(out) @ p["out"], "model") - target).square().mean()
-
-
-def dense_grouped_query_attention(p: Params, x: Tensor, target: Tensor) -> Tensor:
-    k, v = torch.einsum("btd,sdgk->sbgtk", x, p["kv"])
-    out = F.scaled_dot_product_attention(heads(x @ p["q"], 2), k, v, enable_gqa=True)
-    return (merged(out) @ p["out"] - target).square().mean()
-
-
 QKV = tuple(normal(f"attention {name}", 1, 2, 6, 3) for name in "qkv")
 PROJECTIONS = {name: normal(f"projection {name}", 4, 8, std=0.5) for name in "qkv"} | {
     "out": normal("projection out", 8, 4, std=0.5)
 }
 X, Y = normal("x", 2, 4, 4), normal("y", 2, 4, 4)
-GROUPED = {"q": PROJECTIONS["q"], "kv": normal("kv", 2, 4, 2, 2), "out": PROJECTIONS["out"]}
-GROUPED_SPECS = {"q": HEADS, "kv": P(), "out": P("model")}
 THIRD = P(None, None, "seq")
 
 PROGRAMS = [
     Program(fs.value_and_grad(ring_attention), {"seq": 3}, (THIRD, THIRD), (P(), THIRD),
             (QKV, normal("target", 1, 2, 6, 3)), dense_grad(dense_ring_attention)),
-    Program(fs.value_and_grad(ulysses_attention), {"seq": 2}, (P(), SEQ, SEQ), P(), (PROJECTIONS, X, Y),
-            dense_grad(dense_causal_attention)),
     Program(gathered_keys_attention, {"seq": 2}, (P(), SEQ, SEQ), P(), (PROJECTIONS, X, Y),
             dense_grad(dense_causal_attention)),
     Program(fs.value_and_grad(linear_attention), {"seq": 3}, (THIRD, THIRD), (P(), THIRD),
@@ -211,6 +141,4 @@ PROGRAMS = [
     Program(fs.value_and_grad(selective_scan), {"seq": 4}, (P(), P("seq")), P(),
             ({"gate": normal("gate", 3, 3), "in": normal("in", 3, 3)}, normal("scan", 8, 3)),
             dense_grad(dense_selective_scan)),
-    Program(fs.value_and_grad(grouped_query_attention), {"model": 4}, (GROUPED_SPECS, P(), P()),
-            (P(), GROUPED_SPECS), (GROUPED, X, Y), dense_grad(dense_grouped_query_attention)),
 ]  # fmt: skip

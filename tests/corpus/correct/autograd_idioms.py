@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch.func import grad, jacfwd, jvp
+from torch.func import grad, jacfwd
 
 import fshard as fs
 from fshard import P
@@ -28,15 +28,6 @@ def local_loss(w, x, labels):
 
 def dense_gradient(w, x, labels):
     return x.T @ (torch.softmax(x @ w, -1) - F.one_hot(labels, 4)) / len(x)
-
-
-def slope_along_a_direction(w, direction, x, labels):
-    """Directional derivative by jvp. Forward mode has no transpose, so the weights meet the data as they are."""
-    return fs.pmean(torch.stack(jvp(lambda w: local_loss(w, x, labels), (w,), (direction,))), "data")
-
-
-def dense_slope(w, direction, x, labels):
-    return torch.stack([local_loss(w, x, labels), (dense_gradient(w, x, labels) * direction).sum()])
 
 
 def gauss_newton_by_forward_mode(w, x, y):
@@ -167,7 +158,6 @@ RATE = torch.tensor(0.3)
 STEPS = (SPLIT, P(), P(), P())
 CURVE = (normal("w", 4).double(), normal("x", 8, 4).double(), normal("y", 8).double())
 PROGRAMS = [
-    Program(slope_along_a_direction, DATA, (P(), *FIT), P(), (W, W.flip(0), X, LABELS), dense_slope),
     Program(gauss_newton_by_forward_mode, DATA, FIT, P(), CURVE, dense_gauss_newton),
     Program(step_by_data, MODEL, STEPS, SPLIT, (NET, X, LABELS, RATE), dense_steps),
     Program(local_leaves, DATA, (*FIT, P()), P(), (W, X, LABELS, RATE), dense_local_leaves),

@@ -1,6 +1,6 @@
 """Sampling, mixtures, kernels.
 
-Legend: B data, D width, K components, M particles or chains; [n@axis] is a dim split over an axis.
+Legend: B data, D width, K components; [n@axis] is a dim split over an axis.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.func import grad, vmap
 
 import fshard as fs
 from fshard import P
@@ -61,55 +60,6 @@ def dense_hamiltonian(w, x, y, step, key):
         p = p + (step if i < 1 else 0.5 * step) * force(q)
     odds = torch.exp(h0 + dense_log_joint(q, x, y) - 0.5 * p @ p)
     return (q if fs.random.uniform(k2, (), dtype=w.dtype) < odds else w), odds
-
-
-def chains_over_ranks(w, x, y, step, key):
-    """Random-walk Metropolis chains [M@chain, D], each rank with its chains and all of the data."""
-    for i in range(2):
-        k1, k2 = fs.split(fs.fold_in(key, i))
-        n = len(w) * fs.axis_size("chain")
-        proposal = w + step * fs.random.normal(k1, (n, w.shape[1]), spec=P("chain"), dtype=w.dtype)
-        density = vmap(dense_log_joint, (0, None, None))
-        odds = torch.exp(density(proposal, x, y) - density(w, x, y))
-        accept = fs.random.uniform(k2, (n,), spec=P("chain"), dtype=w.dtype) < odds
-        w = torch.where(accept[:, None], proposal, w)
-    mean = fs.pmean(w.mean(0), "chain")
-    return w, mean
-
-
-def dense_chains(w, x, y, step, key):
-    for i in range(2):
-        k1, k2 = fs.split(fs.fold_in(key, i))
-        noise = fs.random.normal(k1, w.shape, dtype=w.dtype)
-        u = fs.random.uniform(k2, (len(w),), dtype=w.dtype)
-        rows = []
-        for row, e, t in zip(w, noise, u, strict=True):
-            new = row + step * e
-            rows.append(new if t.log() < dense_log_joint(new, x, y) - dense_log_joint(row, x, y) else row)
-        w = torch.stack(rows)
-    return w, w.mean(0)
-
-
-def stein_variational(particles, x, y, lr):
-    """SVGD: particles [M@data, D] meet all others; the bandwidth is shared."""
-    score = vmap(grad(dense_log_joint), (0, None, None))(particles, x, y)
-    everyone, scores = fs.all_gather((particles, score), "data")
-    distance = torch.cdist(particles, everyone).square()
-    width = fs.pmean(distance.mean(), "data") / math.log(len(everyone) + 1)
-    kernel = torch.exp(-distance / width)  # [M@data, M]
-    repulsion = 2 / width * (kernel.sum(1, keepdim=True) * particles - kernel @ everyone)
-    return particles + lr * (kernel @ scores + repulsion) / len(everyone)
-
-
-def dense_stein(particles, x, y, lr):
-    n = len(particles)
-    width = sum((a - b).square().sum() for a in particles for b in particles) / n**2 / math.log(n + 1)
-    kernel = lambda a, b: torch.exp(-(a - b).square().sum() / width)  # noqa: E731
-    new = []
-    for a in particles:
-        phi = sum(kernel(b, a) * (x.T @ (y - x @ b) - b) + grad(kernel)(b, a) for b in particles)
-        new.append(a + lr * phi / n)
-    return torch.stack(new)
 
 
 def expectation_maximization(p, x):
@@ -211,14 +161,6 @@ QUERIES = normal("queries", 5, 3).double()
 SAMPLE = (P(), BATCH, BATCH, P(), P())
 PROGRAMS = [
     Program(hamiltonian_monte_carlo, DATA, SAMPLE, P(), (W, X, Y, scalar(0.1), KEY), dense_hamiltonian),
-    Program(
-        chains_over_ranks, {"chain": 2}, (P("chain"), P(), P(), P(), P()), (P("chain"), P()),
-        (normal("chains", 4, 3).double(), X, Y, scalar(0.3), KEY), dense_chains,
-    ),
-    Program(
-        stein_variational, DATA, (BATCH, P(), P(), P()), BATCH,
-        (normal("particles", 6, 3).double(), X, Y, scalar(0.05)), dense_stein,
-    ),
     Program(expectation_maximization, DATA, (P(), BATCH), P(), (MIXTURE, X), dense_expectation_maximization),
     Program(
         kernel_regression, DATA, (BATCH, BATCH, P(), P()), P(), (X, Y, QUERIES, scalar(1.2)), dense_kernel_regression

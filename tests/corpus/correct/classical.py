@@ -43,38 +43,7 @@ def dense_boosted_stump(x, y, edges):
     return y - best[2], torch.tensor(best[0], dtype=x.dtype)
 
 
-def optimal_transport(cost, a, b, strength):
-    """Sinkhorn: rows of the cost are split, with their duals; the duals of the columns are replicated."""
-    f, g = torch.zeros_like(a), torch.zeros_like(b)
-    for _ in range(4):
-        f = strength * (a.log() - torch.logsumexp((g - cost) / strength, 1))
-        scores = (f[:, None] - cost) / strength  # [B@data, K]
-        top = fs.pmax(scores.amax(0), "data")
-        total = fs.psum(torch.exp(scores - top).sum(0), "data")
-        g = strength * (b.log() - top - total.log())
-    plan = torch.exp((f[:, None] + g - cost) / strength)
-    return plan, fs.psum((plan * cost).sum(), "data")
-
-
-def dense_optimal_transport(cost, a, b, strength):
-    kernel, v = torch.exp(-cost / strength), torch.ones_like(b)
-    for _ in range(4):
-        u = a / (kernel @ v)
-        v = b / (kernel.T @ u)
-    plan = u[:, None] * kernel * v
-    return plan, (plan * cost).sum()
-
-
-def scalar(x):
-    return torch.tensor(x, dtype=torch.float64)
-
-
 EDGES = torch.tensor([-0.7, -0.1, 0.4, 1.0]).double().repeat(4, 1)
 PROGRAMS = [
     Program(boosted_stump, DATA, (BATCH, BATCH, P()), (BATCH, P()), (X, Y, EDGES), dense_boosted_stump),
-    Program(
-        optimal_transport, DATA, (BATCH, BATCH, P(), P()), (BATCH, P()),
-        (X.square(), torch.full((12,), 1 / 12).double(), scalar([0.1, 0.2, 0.3, 0.4]), scalar(0.5)),
-        dense_optimal_transport,
-    ),
 ]  # fmt: skip

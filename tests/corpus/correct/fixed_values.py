@@ -77,26 +77,6 @@ def dense_detached_gate(p, x, y):
     return grad_and_value(loss)(p)[::-1]
 
 
-def fake_quantization(w, scale, x, y):
-    """Quantization-aware training with a fixed scale: rounding forward, identity backward."""
-
-    def loss(w):
-        local = fs.pvary(w, "data")
-        rounded = torch.round(local / scale).clamp(-8, 7) * scale
-        w = local + (rounded - local).detach()
-        activations = torch.round(x / scale) * scale
-        return fs.pmean((activations @ w - y).square().mean(), "data")
-
-    return fs.value_and_grad(loss)(w)
-
-
-def dense_fake_quantization(w, scale, x, y):
-    s = float(scale)
-    q = (w / s).round().clamp(-8, 7) * s
-    a = (x / s).round() * s
-    return F.mse_loss(a @ q, y), 2 * a.T @ (a @ q - y) / y.numel()
-
-
 def input_normalization_of_images(w, mean, std, images, labels):
     """Bytes to floats, then the mean and deviation of each channel: images [B@data, C, H, W]."""
 
@@ -113,19 +93,6 @@ def dense_images(w, mean, std, images, labels):
     return grad_and_value(lambda w: F.cross_entropy(F.conv2d(x, w, stride=2).relu().mean((2, 3)), labels))(w)[::-1]
 
 
-def backward_with_fixed_weights(w, weights, x, y):
-    """Gradients by `backward` on a leaf, with replicated weights that do not require one."""
-    w = w.clone().requires_grad_()
-    loss = fs.pmean((weights * (x @ fs.pvary(w, "data") - y).square()).mean(), "data")
-    loss.backward()
-    return loss.detach(), w.grad
-
-
-def dense_backward_with_fixed_weights(w, weights, x, y):
-    r = x @ w - y
-    return (weights * r.square()).mean(), 2 * x.T @ (weights * r) / r.numel()
-
-
 SEQUENCES = normal("sequences", 4, 4, 6)  # [B@data, T, D]
 IMAGES = (torch.arange(4 * 3 * 5 * 5).view(4, 3, 5, 5) * 37 % 256).to(torch.uint8)
 FIT = (P(), P(), BATCH, BATCH)
@@ -138,14 +105,9 @@ PROGRAMS = [
     Program(
         detached_gate, DATA, (P(), BATCH, BATCH), P(), ({"w": W, "gate": normal("gate", 4)}, X, Y), dense_detached_gate
     ),
-    Program(fake_quantization, DATA, FIT, P(), (W, torch.tensor(0.11), X, Y), dense_fake_quantization),
     Program(
         input_normalization_of_images, DATA, (P(), P(), P(), BATCH, BATCH), P(),
         (normal("kernel", 5, 3, 3, 3), torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.2, 0.3, 0.25]), IMAGES,
          torch.arange(4)), dense_images,
-    ),
-    Program(
-        backward_with_fixed_weights, DATA, FIT, P(), (W, torch.tensor([1.0, 0.0, 2.0, 0.5]), X, Y),
-        dense_backward_with_fixed_weights,
     ),
 ]  # fmt: skip

@@ -5,8 +5,6 @@ Legend: B batch, D width, F hidden width, W workers, S steps; [B@data] is a dim 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -20,23 +18,6 @@ Params = dict[str, Tensor]
 
 def mlp_loss(p: Params, x: Tensor, y: Tensor) -> Tensor:
     return (torch.tanh(x @ p["up"] + p["bias"]) @ p["down"] - y).square().mean()
-
-
-def zero_2(p: Params, momentum: Params, x: Tensor, y: Tensor) -> Any:
-    """ZeRO-2: as ZeRO-1, but gradients are reduced to the own part: of 6 rows over 4 ranks, unequal ones."""
-    grads, value = torch.func.grad_and_value(mlp_loss)(fs.pvary(p, "data"), x, y)
-    n = fs.axis_size("data")
-    own_grads = fs.tree.map(lambda g: g / n, fs.psum_scatter(grads, "data"))
-    momentum = fs.tree.map(lambda m, g: 0.9 * m + g, momentum, own_grads)
-    own = fs.tree.map(lambda w, m: w - 0.1 * m, fs.pslice(p, "data"), momentum)
-    whole = {k: fs.all_gather(w, "data", size=len(p[k]), to="invariant") for k, w in own.items()}
-    return whole, momentum, fs.pmean(value, "data")
-
-
-def dense_momentum(p: Params, momentum: Params, x: Tensor, y: Tensor) -> Any:
-    grads, loss = torch.func.grad_and_value(mlp_loss)(p, x, y)
-    momentum = {name: 0.9 * momentum[name] + grads[name] for name in p}
-    return {name: p[name] - 0.1 * momentum[name] for name in p}, momentum, loss
 
 
 def torch_optimizer_on_parts(p: Params, x: Tensor, y: Tensor) -> Params:
@@ -70,14 +51,12 @@ def dense_torch_optimizer_on_parts(p: Params, x: Tensor, y: Tensor) -> Params:
     return p
 
 
-DATA, BOTH = P("data"), P(("replica", "shard"))
+DATA = P("data")
 MLP = {"up": normal("up", 4, 6), "bias": normal("bias", 6), "down": normal("down", 6, 4)}
-MOMENTUM = {name: normal(f"momentum {name}", *w.shape) for name, w in MLP.items()}
 X, Y = normal("x", 8, 4), normal("y", 8, 4)
 PARTS_SPECS = {"up": P("data"), "bias": P(), "down": P("data")}
 
 PROGRAMS = [
-    Program(zero_2, {"data": 4}, (P(), DATA, DATA, DATA), (P(), DATA, P()), (MLP, MOMENTUM, X, Y), dense_momentum),
     Program(torch_optimizer_on_parts, {"data": 2}, (PARTS_SPECS, DATA, DATA), PARTS_SPECS, (MLP, X, Y),
             dense_torch_optimizer_on_parts),
 ]  # fmt: skip

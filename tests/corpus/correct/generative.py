@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch.func import grad, grad_and_value, vmap
+from torch.func import grad, vmap
 
 import fshard as fs
 from fshard import P
@@ -28,45 +28,6 @@ def mlp(p, x):
 def mlp_params(name, n_in, n_out, hidden=5):
     shapes = {"w": (n_in, hidden), "b": (hidden,), "v": (hidden, n_out)}
     return {k: normal(f"{name} {k}", *s, std=0.6) for k, s in shapes.items()}
-
-
-def gradient_penalty(d, x, fake, key):
-    """WGAN-GP: the critic's gradient by its inputs, at points between data and samples, is part of the loss."""
-
-    def loss(d):
-        d = fs.pvary(d, "data")
-        t = fs.random.uniform(key, (fs.global_shape(x, P("data"))[0], 1), spec=P("data"))
-        between = t * x + (1 - t) * fake
-        slopes = vmap(grad(lambda row: mlp(d, row).squeeze(-1)))(between)
-        penalty = (slopes.norm(dim=-1) - 1).square().mean()
-        return fs.pmean((mlp(d, fake) - mlp(d, x)).mean() + 10 * penalty, "data")
-
-    return fs.value_and_grad(loss)(d)
-
-
-def gradient_penalty_by_autograd(d, x, fake, key):
-    """The same penalty by torch.autograd.grad with create_graph, and backward to the replicated leaves."""
-    leaves = {k: w.clone().requires_grad_() for k, w in d.items()}
-    local = fs.pvary(leaves, "data")
-    t = fs.random.uniform(key, (fs.global_shape(x, P("data"))[0], 1), spec=P("data"))
-    between = (t * x + (1 - t) * fake).requires_grad_()
-    (slopes,) = torch.autograd.grad(mlp(local, between).sum(), between, create_graph=True)
-    penalty = (slopes.norm(dim=-1) - 1).square().mean()
-    loss = fs.pmean((mlp(local, fake) - mlp(local, x)).mean() + 10 * penalty, "data")
-    loss.backward()
-    return loss.detach(), {k: w.grad for k, w in leaves.items()}
-
-
-def dense_gradient_penalty(d, x, fake, key):
-    t = fs.random.uniform(key, (len(x), 1))
-    between = torch.lerp(fake, x, t)
-
-    def loss(d):
-        slope = 1 - torch.tanh(between @ d["w"] + d["b"]).square()
-        slopes = (slope * d["v"][:, 0]) @ d["w"].T
-        return (mlp(d, fake) - mlp(d, x)).mean() + 10 * (slopes.norm(dim=-1) - 1).square().mean()
-
-    return grad_and_value(loss)(d)[::-1]
 
 
 @torch.no_grad()
@@ -125,12 +86,7 @@ def dense_contrastive_divergence(p, x, chain, key, step):
 PLAYERS = mlp_params("generator", 2, 4), mlp_params("critic", 4, 1)
 ALPHAS = torch.tensor([0.95, 0.6, 0.2])
 TIMED = mlp_params("timed", 5, 4)
-PENALTY = (P(), BATCH, BATCH, P())
 PROGRAMS = [
-    Program(gradient_penalty, DATA, PENALTY, P(), (PLAYERS[1], X, X.flip(1), KEY), dense_gradient_penalty),
-    Program(
-        gradient_penalty_by_autograd, DATA, PENALTY, P(), (PLAYERS[1], X, X.flip(1), KEY), dense_gradient_penalty
-    ),
     Program(
         ancestral_sampling, DATA, (P(), BATCH, P(), P()), BATCH, (TIMED, X, ALPHAS, KEY), dense_ancestral_sampling
     ),

@@ -82,7 +82,7 @@ def dense_bilinear_sampling_loss(field: Tensor, at: Tensor) -> Tensor:
     return torch.sin((1 - share) * field[low] + share * field[low + 1]).sum()
 
 
-LINE, PLANE, IMAGE = P("x"), P("y", "x"), P(None, None, "y", "x")
+LINE, PLANE = P("x"), P("y", "x")
 
 PROGRAMS = [
     Program(game_of_life, {"y": 2, "x": 3}, (PLANE,), (PLANE, P()), (normal("alive", 4, 6) > 0,), dense_game_of_life),

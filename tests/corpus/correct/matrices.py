@@ -13,12 +13,6 @@ from fshard import P
 from tests.corpus.correct.program import Program, dense_grad, normal
 
 
-def gathered_product(a: Tensor, b: Tensor) -> Tensor:
-    """The same product by one gather of the rows of ranks, and one of their columns."""
-    c = fs.all_gather(a, "col", dim=1) @ fs.all_gather(b, "row", dim=0)
-    return fs.psum(torch.sin(c).sum(), ("row", "col"))
-
-
 def dense_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.sin(a @ b).sum()
 
@@ -61,20 +55,6 @@ def dense_qr(x: Tensor) -> tuple[Tensor, Tensor]:
     return q * sign, r * sign[:, None]
 
 
-def conjugate_gradient(a: Tensor, b: Tensor) -> Tensor:  # a [N@x, N], b [N@x]
-    """Solve a x = b with split vectors: a gather for each product, a sum for each dot product."""
-    x, r, p = torch.zeros_like(b), b, b
-    rr = fs.psum(r @ r, "x")
-    for step in range(6):
-        if step:
-            rr, before = fs.psum(r @ r, "x"), rr
-            p = r + (rr / before) * p
-        ap = a @ fs.all_gather(p, "x")
-        alpha = rr / fs.psum(p @ ap, "x")
-        x, r = x + alpha * p, r - alpha * ap
-    return x
-
-
 def differentiated_ridge_regression(w: Tensor, x: Tensor, y: Tensor) -> Tensor:  # w [D, F], x [N@x, D], y [N@x]
     """Loss of a ridge regression on learned features, differentiated through its normal equations."""
     h = torch.tanh(x @ fs.pvary(w, "x"))  # [N@x, F]
@@ -89,25 +69,16 @@ def dense_differentiated_ridge_regression(w: Tensor, x: Tensor, y: Tensor) -> Te
     return (h @ solution - y).square().mean() + 0.1 * solution.square().sum()
 
 
-def positive(name: str, n: int) -> Tensor:
-    x = normal(name, n, n).double()
-    return x @ x.T / n + torch.eye(n, dtype=x.dtype)
-
-
 GRID, ROWS = P("row", "col"), P("x")
 A, B = normal("a", 6, 12), normal("b", 12, 4)
 TALL = normal("tall", 12, 3).double()
 
 PROGRAMS = [
-    Program(fs.value_and_grad(gathered_product, (0, 1)), {"row": 2, "col": 2}, (GRID, GRID), (P(), (GRID, GRID)),
-            (A, B), dense_grad(dense_product, (0, 1))),
     Program(fs.value_and_grad(cannon, (0, 1)), {"row": 3, "col": 3}, (GRID, GRID), (P(), (GRID, GRID)),
             (A, normal("b", 12, 3)), dense_grad(dense_product, (0, 1)), meshes=({"row": 1, "col": 1},)),
     Program(fs.value_and_grad(product_2_5d, (0, 1)), {"depth": 2, "row": 2, "col": 2}, (GRID, GRID),
             (P(), (GRID, GRID)), (A, B), dense_grad(dense_product, (0, 1))),
     Program(tall_skinny_qr, {"x": 4}, (ROWS,), (ROWS, P()), (TALL,), dense_qr),
-    Program(conjugate_gradient, {"x": 3}, (ROWS, ROWS), ROWS, (positive("a", 6), normal("b", 6).double()),
-            torch.linalg.solve),
     Program(fs.value_and_grad(differentiated_ridge_regression), {"x": 2}, (P(), ROWS, ROWS), P(),
             (normal("w", 3, 4).double(), normal("x", 8, 3).double(), normal("y", 8).double()),
             dense_grad(dense_differentiated_ridge_regression)),

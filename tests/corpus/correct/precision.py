@@ -7,7 +7,7 @@ Legend: B batch, D width, F hidden; [n@axis] is a dim split over an axis.
 from __future__ import annotations
 
 import torch
-from torch.func import grad, grad_and_value
+from torch.func import grad
 
 import fshard as fs
 from fshard import P
@@ -17,7 +17,6 @@ DATA = {"data": 2}
 BATCH = P("data")
 X, Y = normal("x", 8, 6), normal("y", 8, 6)  # [B@data, D]
 NET = {"up": normal("up", 6, 8, std=0.4), "down": normal("down", 8, 6, std=0.4)}
-SPLIT = {"up": P("data"), "down": P("data")}
 
 
 def forward(p, x):
@@ -37,24 +36,6 @@ def dense_halves(of_half, p, x, y):
 
 def half(tree):
     return fs.tree.map(lambda t: t.bfloat16(), tree)
-
-
-def gathered_in_half(p, x, y):
-    """FSDP with bfloat16 gathers and float32 reductions of the gradients."""
-
-    def loss(p):
-        p = fs.unshard(p, SPLIT, "data", dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        return fs.pmean(squared_error(forward(p, x.bfloat16()), y), "data")
-
-    loss_value, grads = fs.value_and_grad(loss)(p)
-    return loss_value.bfloat16(), half(grads)
-
-
-def dense_gathered_in_half(p, x, y):
-    def of_half(x, y):
-        return grad_and_value(lambda p: squared_error(forward(p, x.bfloat16()), y))(half(p))[::-1]
-
-    return half(dense_halves(of_half, p, x, y))
 
 
 def loss_scaling(p, state, x, y):
@@ -80,6 +61,5 @@ def dense_loss_scaling(p, state, x, y):
 
 STATE = {"scale": torch.tensor(128.0), "good": torch.tensor(3)}
 PROGRAMS = [
-    Program(gathered_in_half, DATA, (SPLIT, BATCH, BATCH), (P(), SPLIT), (NET, X, Y), dense_gathered_in_half),
     Program(loss_scaling, DATA, (P(), P(), BATCH, BATCH), P(), (NET, STATE, X, Y), dense_loss_scaling),
 ]  # fmt: skip

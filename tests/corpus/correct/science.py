@@ -6,7 +6,7 @@ Legend: B points, D space, H hidden, N particles; [n@axis] is a dim split over a
 from __future__ import annotations
 
 import torch
-from torch.func import grad_and_value, jacrev, jvp, vjp, vmap
+from torch.func import grad_and_value, jacrev, jvp, vmap
 
 import fshard as fs
 from fshard import P
@@ -77,40 +77,10 @@ def dense_physics_informed(p, x, edge, diffusivity):
     return grad_and_value(loss)(p)[::-1]
 
 
-def field(p, z):
-    return torch.tanh(z @ p["a"]) @ p["b"]
-
-
-def adjoint_of_euler(p, z, goal, step):
-    """The adjoint state by hand: local vjps backward in time, and one psum of the parameters' gradient at the end."""
-    local, path = fs.pvary(p, "data"), [z]
-    for _ in range(3):
-        path.append(path[-1] + step * field(local, path[-1]))
-    adjoint = 2 * (path[-1] - goal) / (len(z) * fs.axis_size("data"))
-    total = fs.tree.map(torch.zeros_like, local)
-    for x in reversed(path[:-1]):
-        _, pullback = vjp(field, local, x)
-        of_p, of_x = pullback(step * adjoint)
-        adjoint, total = adjoint + of_x, fs.tree.map(torch.add, total, of_p)
-    return fs.psum(total, "data"), adjoint
-
-
-def dense_adjoint_of_euler(p, z, goal, step):
-    def loss(p, z):
-        for _ in range(3):
-            z = z + step * field(p, z)
-        return (z - goal).square().sum(-1).mean()
-
-    return torch.func.grad(loss, (0, 1))(p, z)
-
-
-FIELD = {"a": normal("a", 3, 5).double(), "b": normal("b", 5, 3, std=0.5).double()}
-START, GOAL = normal("start", 8, 3).double(), normal("goal", 8, 3).double()
 STEP = torch.tensor(0.2).double()
 EQUATION = (P(), BATCH, BATCH, P())
 PROGRAMS = [
     Program(physics_informed, DATA, EQUATION, P(), (NET, POINTS, EDGE, STEP), dense_physics_informed),
     Program(physics_informed_forward, DATA, EQUATION, P(), (NET, POINTS, EDGE, STEP), dense_physics_informed),
     Program(physics_informed_by_autograd, DATA, EQUATION, P(), (NET, POINTS, EDGE, STEP), dense_physics_informed),
-    Program(adjoint_of_euler, DATA, EQUATION, (P(), BATCH), (FIELD, START, GOAL, STEP), dense_adjoint_of_euler),
 ]  # fmt: skip

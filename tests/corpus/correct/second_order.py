@@ -21,7 +21,6 @@ Y = normal("y", 8).double()  # [B@data]
 SIGNS = (Y > 0).double()
 W = normal("w", 4, std=0.5).double()  # [D]
 V = normal("v", 4).double()
-NET = {"w": normal("w1", 4, 5, std=0.6).double(), "v": normal("w2", 5, std=0.6).double()}
 
 
 def logistic_loss(w, x, y):
@@ -38,43 +37,6 @@ def net_loss(p, x, y):
 
 def dense_net_loss(p, x, y):
     return (net(p, x) - y).square().mean()
-
-
-def newton_method(w, x, y):
-    """Logistic regression by two Newton steps with the Hessian of torch.func."""
-    for _ in range(2):
-        g, h = fs.grad(logistic_loss)(w, x, y), hessian(logistic_loss)(w, x, y)
-        w = w - torch.linalg.solve(h + 1e-2 * torch.eye(4), g + 1e-2 * w)
-    return w
-
-
-def dense_newton_method(w, x, y):
-    for _ in range(2):
-        p = torch.sigmoid(x @ w)
-        h = (x * (p * (1 - p))[:, None]).T @ x / len(x) + 1e-2 * torch.eye(4, dtype=w.dtype)
-        w = w - torch.linalg.inv(h) @ (x.T @ (p - y) / len(x) + 1e-2 * w)
-    return w
-
-
-def meta_learned_rate(p, rate, x, y):
-    """Meta-SGD on data-parallel batches: grad of grad with collectives inside, for the weights and the inner rate."""
-
-    def outer(p, rate):
-        g = fs.grad(net_loss)(p, x, y)
-        q = fs.tree.map(lambda w, d: w - rate * d, p, g)
-        return net_loss(q, x.flip(1), y)
-
-    return fs.value_and_grad(outer, (0, 1))(p, rate)
-
-
-def dense_meta_learned_rate(p, rate, x, y):
-    p = {k: v.clone().requires_grad_() for k, v in p.items()}
-    rate = rate.clone().requires_grad_()
-    g = torch.autograd.grad(dense_net_loss(p, x, y), p.values(), create_graph=True)
-    q = {k: v - rate * d for (k, v), d in zip(p.items(), g, strict=True)}
-    loss = dense_net_loss(q, x.flip(1), y)
-    grads = torch.autograd.grad(loss, [*p.values(), rate])
-    return loss.detach(), (dict(zip(p, grads, strict=False)), grads[-1])
 
 
 def laplace_approximation(w, x, y, new):
@@ -138,12 +100,7 @@ def dense_ensemble(members, x, y):
 
 
 MEMBERS = {"w": normal("members", 4, 4, 5, std=0.6).double(), "v": normal("members", 4, 5, std=0.6).double()}
-PRODUCT = (P(), P(), BATCH, BATCH)
 PROGRAMS = [
-    Program(newton_method, DATA, FIT, P(), (W, X, SIGNS), dense_newton_method),
-    Program(
-        meta_learned_rate, DATA, PRODUCT, P(), (NET, torch.tensor(0.3).double(), X, Y), dense_meta_learned_rate
-    ),
     Program(
         laplace_approximation, DATA, (*FIT, BATCH), (BATCH, P()), (W, X, SIGNS, X.flip(1)), dense_laplace
     ),

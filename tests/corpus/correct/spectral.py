@@ -71,8 +71,6 @@ def cnormal(name: str, *shape: int) -> Tensor:
 
 
 ROWS, COLUMNS = P("x"), P(None, "x")
-STATE = cnormal("state", 2, 2, 2).to(torch.complex128)
-STATE = STATE / STATE.abs().square().sum().sqrt()
 
 PROGRAMS = [
     Program(four_step_fft, {"x": 2}, (COLUMNS,), ROWS, (cnormal("x", 8, 6),), dense_four_step_fft),

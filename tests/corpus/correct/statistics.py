@@ -84,7 +84,7 @@ def dense_connected_components(left: Tensor, right: Tensor) -> Tensor:
     return (torch.linalg.matrix_power(reach, 8) > 0).int().argmax(1)
 
 
-DATA, LAST = P("data"), P(None, "model")
+DATA = P("data")
 NORM = {"w": normal("w", 3, 3), "scale": normal("scale", 3), "shift": normal("shift", 3)}
 RUNNING = {"mean": normal("running mean", 3), "var": normal("running var", 3).exp()}
 LEVELS = (normal("levels", 10) * 3).long().abs() % 16

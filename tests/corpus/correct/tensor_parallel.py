@@ -18,19 +18,6 @@ from tests.corpus.correct.program import Program, dense_grad, normal
 Params = dict[str, Tensor]
 
 
-def megatron_mlp(p: Params, x: Tensor, target: Tensor) -> Tensor:  # x [B@data, D]
-    """Columns, then rows, with biases (Shoeybi et al., 2019)."""
-    p = fs.pvary(p, "data")
-    h = F.gelu(fs.pvary(x, "model") @ p["up"] + p["up_bias"])  # [B@data, F@model]
-    y = fs.psum(h @ p["down"], "model") + p["down_bias"]
-    return fs.pmean((y - target).square().mean(), "data")
-
-
-def dense_megatron_mlp(p: Params, x: Tensor, target: Tensor) -> Tensor:
-    y = F.gelu(x @ p["up"] + p["up_bias"]) @ p["down"] + p["down_bias"]
-    return (y - target).square().mean()
-
-
 class _Copy(torch.autograd.Function):
     """Megatron's f: the identity, whose gradient is summed."""
 
@@ -148,9 +135,6 @@ def dense_three_axis_block(p: Params, x: Tensor, target: Tensor) -> Tensor:
 
 
 COLUMN, ROW, DATA = P(None, "model"), P("model"), P("data")
-MLP = {"up": normal("up", 4, 8), "up_bias": normal("up bias", 8), "down": normal("down", 8, 4),
-       "down_bias": normal("down bias", 4)}  # fmt: skip
-MLP_SPECS = {"up": COLUMN, "up_bias": ROW, "down": ROW, "down_bias": P()}
 BLOCK = {"scale": normal("scale", 4), "gate": normal("gate", 4, 6), "up": normal("up", 4, 6),
          "down": normal("down", 6, 4), "bias": normal("bias", 4)}  # fmt: skip
 BLOCK_SPECS = {"scale": P(), "gate": COLUMN, "up": COLUMN, "down": ROW, "bias": P()}
@@ -163,8 +147,6 @@ THREE_SPECS = {"qkv": P(None, None, "model"), "out": P("model")}
 POSITIONS = P("data", "seq")
 
 PROGRAMS = [
-    Program(fs.value_and_grad(megatron_mlp), {"data": 2, "model": 4}, (MLP_SPECS, DATA, DATA), (P(), MLP_SPECS),
-            (MLP, normal("x", 4, 4), normal("y", 4, 4)), dense_grad(dense_megatron_mlp)),
     Program(fs.value_and_grad(mlp_with_functions_f_and_g), {"model": 2},
             (FUNCTIONS_SPECS, P(), P()), (P(), FUNCTIONS_SPECS),
             ({name: BLOCK[name] for name in FUNCTIONS_SPECS}, normal("x", 4, 4), normal("y", 4, 4)),

@@ -50,23 +50,6 @@ def dense_integrated_gradients(p, x, baseline, labels):
     return torch.stack(rows)
 
 
-class ReverseGradient(torch.autograd.Function):
-    """Identity forward, minus a factor backward."""
-
-    @staticmethod
-    def forward(x, factor):
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (factor,) = ctx.saved_tensors
-        return -factor * grad_output, None
-
-
 def forward_gradient(p, x, labels, key):
     """A gradient estimate without backward: the derivative of the loss along a drawn direction, times it."""
     direction = {k: fs.random.normal(fs.fold_in(key, k), w.shape) for k, w in p.items()}

@@ -88,8 +88,8 @@ def router_noise_of_all_ranks(x: Tensor) -> Tensor:  # x [T, E], the same over m
 
 T, D, E = 6, 3, 4
 DATA2, MODEL2, GRID = {"data": 2}, {"model": 2}, {"data": 2, "model": 2}
-X, ROUTER, SCORES = normal("hidden", T, D), normal("router", D, E), normal("scores", T, E)
-EXPERTS, CHOICE = normal("experts", E, D, D), torch.tensor([0, 3, 2, 1, 3, 2])
+X, SCORES = normal("hidden", T, D), normal("scores", T, E)
+EXPERTS = normal("experts", E, D, D)
 SPECS = {"experts": MODEL, "shared": P()}
 
 PROGRAMS = [

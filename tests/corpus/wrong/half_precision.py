@@ -18,7 +18,7 @@ def quantized_by_range_of_rows(w: Tensor) -> Tensor:  # w [D, F@model]: a scale 
     return (w / scale).round() * scale
 
 
-DATA2, MODEL2 = {"data": 2}, {"model": 2}
+MODEL2 = {"model": 2}
 MLP = {"up": normal("up", 4, 6), "down": normal("down", 6, 4)}
 
 PROGRAMS = [

@@ -14,13 +14,6 @@ from fshard import P
 from tests.corpus.wrong.program import WrongProgram, normal
 
 
-def decayed_then_added_of_all(running: Tensor, x: Tensor) -> Tensor:  # running [D], x [B@data, D]
-    running.mul_(0.9)
-    running.add_(fs.pmean(x.mean(0), "data"), alpha=0.1)
-    # WRONG: running.add_(x.mean(0), alpha=0.1)
-    return running
-
-
 def last_mean_copied_of_all(last: Tensor, x: Tensor) -> Tensor:
     last.copy_(fs.pmean(x.mean(0), "data"))
     # WRONG: last.copy_(x.mean(0))
@@ -71,7 +64,6 @@ DATA2, ONE = {"data": 2}, (P(), P("data"))
 X, W = normal("x", 4, 4), normal("w", 4)
 
 PROGRAMS = [
-    WrongProgram("decayed_then_added", decayed_then_added_of_all, DATA2, ONE, P(), (W, X), "types", "data"),
     WrongProgram("last_mean_copied", last_mean_copied_of_all, DATA2, ONE, P(), (W, X), "types", "data"),
     WrongProgram(
         "row_of_history_assigned", row_of_history_assigned_of_all, DATA2, ONE, P(), (normal("history", 3, 4), X),

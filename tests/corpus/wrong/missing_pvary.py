@@ -17,19 +17,7 @@ from fshard import P, nn
 from tests.corpus.wrong.program import WrongProgram, normal
 
 Params = dict[str, Tensor]
-DATA, MODEL = P("data"), P("model")
-
-
-# --- an embedding, looked up by local ids ---------------------------------------------------------------------
-
-
-def embedding(p: Params, ids: Tensor, y: Tensor) -> Any:  # ids [B@data, T], y [B@data]
-    def loss(p: Params) -> Tensor:
-        h = fs.pvary(p["table"], "data")[ids].mean(1)
-        # WRONG: h = p["table"][ids].mean(1)
-        return fs.pmean((h @ fs.pvary(p["w"], "data") - y).square().mean(), "data")
-
-    return fs.value_and_grad(loss)(p)
+DATA = P("data")
 
 
 # --- a class token put before local patches -------------------------------------------------------------------
@@ -55,35 +43,6 @@ def lora_a(p: Params, base: Tensor, x: Tensor, y: Tensor) -> Any:  # base [D, D]
         low = x @ fs.pvary(p["a"], "data")
         # WRONG: low = x @ p["a"]
         return fs.pmean((h + low @ fs.pvary(p["b"], "data") - y).square().mean(), "data")
-
-    return fs.value_and_grad(loss)(p)
-
-
-# --- FiLM: features scaled and shifted by a condition ---------------------------------------------------------
-
-
-def film(p: Params, x: Tensor, condition: Tensor) -> Any:  # x [B@data, D], condition [D]{I}
-    def loss(p: Params) -> Tensor:
-        scale, shift = fs.pvary(condition @ p["film"], "data").chunk(2)
-        # WRONG: scale, shift = (condition @ p["film"]).chunk(2)
-        h = x @ fs.pvary(p["w"], "data")
-        h = h * (1 + scale) + shift
-        # WRONG: h = h * (1 + scale) + fs.pvary(shift, "data")  # BUG: one condition for all examples
-        return fs.pmean(torch.tanh(h).square().mean(), "data")
-
-    return fs.value_and_grad(loss)(p)
-
-
-# --- learned weights of two losses (Kendall) ------------------------------------------------------------------
-
-
-def loss_weights(p: Params, x: Tensor, y: Tensor, z: Tensor) -> Any:  # x [B@data, D], y and z [B@data]
-    def loss(p: Params) -> Tensor:
-        w = fs.pvary(p["w"], "data")
-        errors = torch.stack([(x @ w - y).square().mean(), (x @ w - z).abs().mean()])
-        return ((-p["log_var"]).exp() * fs.pmean(errors, "data")).sum() + p["log_var"].sum()
-        # WRONG: weighted = (-p["log_var"]).exp() * errors  # BUG
-        # WRONG: return fs.pmean(weighted.sum(), "data") + p["log_var"].sum()
 
     return fs.value_and_grad(loss)(p)
 
@@ -158,16 +117,12 @@ def weight_norm(p: Params, x: Tensor) -> Any:  # x [B@data, D], direction [D, F]
 
 
 B, T, D, F = 4, 3, 4, 6
-DATA2, MODEL2 = {"data": 2}, {"model": 2}
+DATA2 = {"data": 2}
 W, WIDE, X, Y = normal("w", D, std=0.5), normal("wide", D, D, std=0.5), normal("x", B, D), normal("y", B)
 PATCHES = normal("patches", B, T, D)
 SQUARE = {"w": WIDE}
 
 PROGRAMS = [
-    WrongProgram(
-        "embedding_without_pvary", embedding, DATA2, (P(), DATA, DATA), P(),
-        ({"table": normal("table", 8, D), "w": W}, torch.arange(B * T).view(B, T) * 3 % 8, Y), "types", "data",
-    ),
     WrongProgram(
         "class_token_without_pvary", class_token, DATA2, (P(), DATA, DATA), P(),
         ({"token": normal("token", D), "head": W}, PATCHES, Y), "types", "data",
@@ -175,14 +130,6 @@ PROGRAMS = [
     WrongProgram(
         "lora_a_without_pvary", lora_a, DATA2, (P(), P(), DATA, DATA), P(),
         ({"a": normal("a", D, 2), "b": normal("b", 2, D)}, WIDE, X, normal("y", B, D)), "types", "data",
-    ),
-    WrongProgram(
-        "film_without_pvary", film, DATA2, (P(), DATA, P()), P(),
-        ({"film": normal("film", 3, 2 * D), "w": WIDE}, X, normal("condition", 3)), "types", "data",
-    ),
-    WrongProgram(
-        "loss_weights_without_pvary", loss_weights, DATA2, (P(), DATA, DATA, DATA), P(),
-        ({"w": W, "log_var": torch.tensor([0.5, -0.2])}, X, Y, normal("z", B)), "types", "data",
     ),
     WrongProgram(
         "prior_without_pvary", prior, DATA2, (P(), DATA), P(),

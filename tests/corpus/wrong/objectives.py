@@ -128,18 +128,6 @@ def critic_loss_of_all_examples(p: Params, x: Tensor) -> Any:  # generator [Z, D
     return {"generator": generator, "critic": critic}
 
 
-# --- teachers and codebooks -----------------------------------------------------------------------------------
-
-
-def center_of_all_outputs(center: Tensor, w: Tensor, x: Tensor) -> Any:  # center [K], w [D, K], x [B@data, D]
-    """DINO: the teacher's outputs are centered by a running mean."""
-    outputs = x @ fs.pvary(w, "data")
-    targets = torch.softmax(outputs - fs.pvary(center, "data"), -1)
-    center = center.lerp(fs.pmean(outputs.mean(0), "data"), 0.1)
-    # WRONG: center = center.lerp(outputs.mean(0), 0.1)
-    return center, fs.pmean(targets.square().mean(), "data")
-
-
 # --- reinforcement learning -----------------------------------------------------------------------------------
 
 
@@ -166,7 +154,7 @@ B, D, K = 4, 4, 3
 DATA2, DATA = {"data": 2}, P("data")
 X, Y, W, SQUARE = normal("x", B, D), normal("y", B, D), normal("w", D, K), normal("square", D, D, std=0.5)
 LABELS = torch.tensor([0, 0, 2, 0])
-ERRORS, RETURNS = normal("errors", 6), normal("returns", 6)
+RETURNS = normal("returns", 6)
 BAYES = {"mean": normal("mean", D), "log_std": normal("log_std", D, std=0.3)}
 GAN = {"generator": normal("generator", 3, D), "critic": normal("critic", D)}
 ONE, PAIRS = (P(), DATA), (P(), DATA, DATA)
@@ -198,10 +186,6 @@ PROGRAMS = [
     ),
     WrongProgram(
         "critic_loss_of_local_examples", critic_loss_of_all_examples, DATA2, ONE, P(), (GAN, X), "types", "data",
-    ),
-    WrongProgram(
-        "center_of_local_outputs", center_of_all_outputs, DATA2, (P(), P(), DATA), P(), (normal("center", K), W, X),
-        "types", "data",
     ),
     WrongProgram(
         "returns_cut_at_the_part", returns_with_the_later_parts, DATA2, (DATA,), DATA, (RETURNS,), "verify", "data",

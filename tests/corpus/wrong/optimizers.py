@@ -93,19 +93,11 @@ def step_count_as_it_is(w: Tensor, count: Tensor, x: Tensor, y: Tensor) -> Any:
     return w - RATE / count.sqrt() * mean_grad(w, x, y), count
 
 
-def moment_returned_in_parts(m: Tensor, g: Tensor) -> Tensor:  # m [D@data], g [D]{I}
-    """ZeRO-1: each rank keeps its part of the moments."""
-    return 0.9 * m + fs.pslice(g, "data")
-    # WRONG: whole = fs.all_gather(m, "data", to="invariant")
-    # WRONG: return 0.9 * whole + g  # BUG
-
-
 D, F = 4, 6
-DATA2, MODEL2 = {"data": 2}, {"model": 2}
-COLUMNS, ROWS, DATA = P(None, "model"), P("model"), P("data")
+DATA2 = {"data": 2}
+DATA = P("data")
 W, X, Y = normal("w", D), normal("x", 4, D), normal("y", 4)
 LINEAR, SPLIT = (W, X, Y), (P(), DATA, DATA)
-STATE = (W, normal("m", D).abs(), X, Y)
 
 PROGRAMS = [
     WrongProgram("signs_of_local_gradients", sign_of_the_mean_gradient, DATA2, SPLIT, P(), LINEAR, "verify", "data"),
@@ -125,8 +117,5 @@ PROGRAMS = [
     WrongProgram(
         "step_count_summed", step_count_as_it_is, DATA2, (P(), *SPLIT), P(), (W, torch.tensor(3.0), X, Y), "types",
         "data",
-    ),
-    WrongProgram(
-        "moment_returned_whole", moment_returned_in_parts, DATA2, (DATA, P()), DATA, STATE[:2], "types", "data",
     ),
 ]  # fmt: skip

@@ -84,47 +84,6 @@ def lora(p: Params, x: Tensor, y: Tensor) -> Any:  # a [D, R], b [R, D], x and y
     return {k: p[k] - RATE * grads[k] for k in p}
 
 
-# --- batch norm: local statistics, its weights without pvary, and local running means ---------------------------
-
-
-def batch_norm(p: Params, running: Tensor, x: Tensor) -> Any:  # x [B@data, D]
-    mean = fs.pmean(x.mean(0), "data")
-    # WRONG: def loss(p: Params) -> tuple[Tensor, Tensor]:
-    centered = x - fs.pvary(mean, "data")
-    # WRONG:     mean, variance = x.mean(0), x.var(0, correction=0)
-    variance = fs.pvary(fs.pmean(centered.square().mean(0), "data"), "data")
-    # WRONG:     h = (x - mean) * torch.rsqrt(variance + 1e-5)
-    # WRONG:     h = torch.tanh(h * p["w"] + p["b"])  # BUG
-    # WRONG:     return fs.pmean(h.square().mean(), "data"), mean
-
-    def loss(p: Params) -> Tensor:
-        p = fs.pvary(p, "data")
-        h = centered * torch.rsqrt(variance + 1e-5)
-        h = torch.tanh(h * p["w"] + p["b"])
-        return fs.pmean(h.square().mean(), "data")
-
-    value, grads = fs.value_and_grad(loss)(p)
-    # WRONG (7 lines): (value, mean), grads = fs.value_and_grad(loss, has_aux=True)(p)
-    return grads, value, 0.9 * running + 0.1 * mean
-
-
-# --- a contrastive loss: the temperature, and pairs that are numbered locally ----------------------------------
-
-
-def contrastive(p: Params, x: Tensor, y: Tensor) -> Any:  # x and y [B@data, D]
-    def loss(p: Params) -> Tensor:
-        p = fs.pvary(p, "data")
-        # WRONG: w = fs.pvary(p["w"], "data")
-        logits = (x @ p["w"]) @ fs.all_gather(y @ p["w"], "data").T
-        # WRONG: logits = (x @ w) @ fs.all_gather(y @ w, "data").T
-        logits = logits * p["scale"]  # BUG
-        targets = fs.axis_index("data") * len(x) + torch.arange(len(x))
-        # WRONG: targets = torch.arange(len(x))  # of all columns, these are the first rank's
-        return nn.cross_entropy(logits, targets, over="data")
-
-    return fs.value_and_grad(loss)(p)
-
-
 # --- distillation: a teacher that follows local weights, and its local targets ---------------------------------
 
 
@@ -154,8 +113,6 @@ GPT = {"table": normal("table", V, D), "positions": normal("positions", T, D), "
 GPT_SPECS = {"table": P(), "positions": P(), "head": COLUMNS}
 IDS = torch.arange(B * T).view(B, T) * 3 % V
 LORA = {"a": normal("a", D, 2), "b": normal("b", 2, D)}
-NORM = {"w": normal("gain", D, mean=1.0), "b": normal("shift", D)}
-CLIP = {"w": normal("square", D, D, std=0.5), "scale": torch.tensor(1.5)}
 
 PROGRAMS = [
     WrongProgram(
@@ -172,11 +129,6 @@ PROGRAMS = [
     ),
     WrongProgram(
         "lora_by_habit", lora, DATA2, (P(), DATA, DATA), P(), (LORA, X, normal("targets", B, D)), "types", "data",
-    ),
-    WrongProgram("batch_norm_by_habit", batch_norm, DATA2, (P(), P(), DATA), P(), (NORM, W, X), "types", "data"),
-    WrongProgram(
-        "contrastive_by_habit", contrastive, DATA2, (P(), DATA, DATA), P(), (CLIP, X, normal("texts", B, D)),
-        "types", "data",
     ),
     WrongProgram(
         "distillation_by_habit", distillation, DATA2, (P(), P(), DATA), P(),
