@@ -597,17 +597,15 @@ def listed() -> str:
     for section, items in sorted(sections.items()):
         text += f"Keys of `{section}`:\n\n" if section else "Keys at the top of the file:\n\n"
         for (effect, meaning), names in items.items():
-            verb = EFFECTS[effect][len(names) > 1]
-            text += wrap(f"- {', '.join(names)}{verb}: {meaning}") + "\n"
+            if effect == "translated":
+                text += wrap(f"- {', '.join(names)}{' →' if meaning[0] == '`' else ':'} {meaning}") + "\n"
+            else:
+                text += wrap(f"- {', '.join(names)} {EFFECTS[effect][len(names) > 1]} ({meaning})") + "\n"
         text += "\n"
     return text
 
 
-EFFECTS = {
-    "translated": ("", ""),
-    "none": (" has no effect", " have no effect"),
-    "refused": (" is refused", " are refused"),
-}
+EFFECTS = {"none": ("has no effect", "have no effect"), "refused": ("is refused", "are refused")}
 
 
 def test_page_has_every_key():
