@@ -588,7 +588,7 @@ START, END = "<!-- keys -->\n", "<!-- end of keys -->"
 
 
 def listed() -> str:
-    """Return the keys by section: what each becomes, or why it has no effect or is refused."""
+    """Return the keys by section: what each becomes, and then why the others are refused or have no effect."""
     sections: dict[str, dict[tuple[str, str], list[str]]] = {}
     for name, key in KEYS.items():
         sections.setdefault(key.section, {}).setdefault((key.effect, key.meaning), []).append(f"`{name}`")
@@ -599,13 +599,11 @@ def listed() -> str:
         for (effect, meaning), names in items.items():
             if effect == "translated":
                 text += wrap(f"- {', '.join(names)}{' →' if meaning[0] == '`' else ':'} {meaning}") + "\n"
-            else:
-                text += wrap(f"- {', '.join(names)} {EFFECTS[effect][len(names) > 1]} ({meaning})") + "\n"
+        for effect, title in {"refused": "Refused", "none": "No effect"}.items():
+            rest = [f"{', '.join(names)} ({meaning})" for (e, meaning), names in items.items() if e == effect]
+            text += wrap(f"- {title}: {', '.join(rest)}") + "\n" if rest else ""
         text += "\n"
     return text
-
-
-EFFECTS = {"none": ("has no effect", "have no effect"), "refused": ("is refused", "are refused")}
 
 
 def test_page_has_every_key():
