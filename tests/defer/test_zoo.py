@@ -8,7 +8,6 @@ import torch
 import fshard as fs
 
 pytest.importorskip("transformers")
-pytest.importorskip("diffusers")
 from tests.defer import zoo
 from tests.defer.test_defer import without_warnings
 from tests.defer.zoo_cases import CASES, FAMILIES, REFUSED
@@ -37,6 +36,7 @@ def test_page_is_that_of_the_list():
 
 @pytest.mark.parametrize("model", [m if m in FAST else pytest.param(m, marks=pytest.mark.slow) for m in SAMPLE])
 def test_row_of_the_page_is_reproduced(model):
+    pytest.importorskip(CASES[model].library)
     row = without_warnings(lambda: zoo.measure(CASES[model]))()
     same = 5  # class, leaves, parameters, units, forward: the others depend on the order of sums, or on the clock
     assert zoo.cells(row)[:same] == zoo.read_page()[0][model][:same]
