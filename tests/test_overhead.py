@@ -1,7 +1,4 @@
-"""Cost of a `shard_map` call besides its function, counted and not timed: operations, copies, Python calls, bytes.
-
-`benchmarks/scaling.py` times.
-"""
+"""Cost of a `shard_map` call besides its function, counted and not timed: operations, copies, Python calls, bytes."""
 
 from __future__ import annotations
 
