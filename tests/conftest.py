@@ -77,6 +77,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Give a test the same random numbers whatever ran before it: on a worker that differs from run to run."""
+    import torch
+
     torch.manual_seed(0)
 
 
