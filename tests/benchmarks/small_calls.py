@@ -143,7 +143,7 @@ def scan(args: argparse.Namespace) -> dict[str, Any]:
         def loss(params: Any, x: Tensor) -> Tensor:
             return fs.pmean(forward(params, x).square().mean(), "data")
 
-        f = fs.shard_map(lambda p, x: fs.value_and_grad(loss)(p, x), mesh=mesh, in_specs=(specs, P("data")),
+        f = fs.shard_map(fs.value_and_grad(loss), mesh=mesh, in_specs=(specs, P("data")),
                          out_specs=(P(), specs))  # fmt: skip
         f(placed, x)
         return lambda: f(placed, x)
