@@ -521,6 +521,8 @@ def _kind(hint: Any) -> _Kind:
     if parts and issubclass(origin, Sequence):
         each = _kind(parts[0])
         length = len(parts) if origin is tuple and parts[-1] is not ... else None
+        if origin is tuple and each.types == (object,) and length is None:
+            return _Kind("a tuple of anything", (tuple,))
 
         def accepts(x: Any) -> bool:
             is_sequence = isinstance(x, origin) and not isinstance(x, (str, bytes)) and length in (None, len(x))

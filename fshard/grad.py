@@ -160,9 +160,10 @@ def _depends_on_others(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> b
         following = getattr(node, "next_functions", ())
         if not following and id(getattr(node, "variable", inputs[0])) not in known:
             return True
-        new = {n for n, _ in following} - seen
-        seen |= new
-        stack += new
+        for n, _ in following:
+            if n not in seen:
+                seen.add(n)
+                stack.append(n)
     return False
 
 
@@ -211,8 +212,9 @@ def _leaves_by_path(args: Sequence[Any], numbers: Sequence[int]) -> list[tuple[s
 
 
 def _check_differentiable(name: str, numbers: Sequence[int], args: Sequence[Any], leaves: Sequence[Any]) -> None:
-    if all(isinstance(x, Tensor) and differentiable_dtype(x) for x in leaves):  # without the paths, which take longer
-        return
+    dtypes = {x.dtype if isinstance(x, Tensor) else None for x in leaves}
+    if all(dtype is not None and (dtype.is_floating_point or dtype.is_complex) for dtype in dtypes):
+        return  # without the paths, which take longer
     for path, leaf in _leaves_by_path(args, numbers):
         _check_leaf(f"value_and_grad({name}): {path}", leaf, "pass leaves that are not trained in another argument")
 

@@ -228,7 +228,9 @@ class ShardMapped:
 
     def _compare_arguments(self, args: tuple[Any, ...]) -> None:
         """Raise for arguments that processes have passed different values of."""
-        check_same_arguments(self._name, self.mesh, argument_names(self._name, self._f, args), tree.leaves(args))
+        if self.mesh.kind == "process":
+            check_same_arguments(self._name, self.mesh, argument_names(self._name, self._f, args),
+                                 tree.leaves(args))  # fmt: skip
 
     def _find_plan(self, leaves: list[Any], treedef: Any) -> CallPlan | None:
         """Return the plan of this signature; None before the first call that has it."""

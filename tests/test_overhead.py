@@ -163,6 +163,51 @@ def test_checked_call_runs_at_most_30_python_functions_per_operation():
         assert (many - few) / 100 <= 30
 
 
+def test_step_with_gradients_runs_at_most_4_python_functions_per_leaf_and_145_for_one():
+    def loss(p, x):
+        return torch.stack([(w * x).sum() for w in p]).sum()
+
+    counts = {}
+    for n in (1, 10, 100):
+        f = fs.shard_map(lambda p, x: torch._foreach_sub(p, fs.value_and_grad(loss)(p, x)[1]), mesh=ONE, out_specs=P())
+        p, x = state(n, ONE), torch.ones(4, 4)
+        for _ in range(3):
+            counts[n] = python_calls(f, p, x)[0]
+    assert counts[1] <= 145
+    assert (counts[100] - counts[10]) / 90 <= 4
+
+
+def test_block_of_a_scan_runs_at_most_352_python_functions_and_of_a_loop_235():
+    mesh, specs = fs.make_mesh(kind="simulated", a=2), {"w": P("a"), "b": P("a")}
+    counts = {}
+
+    def run(forward, n):
+        def of_rank(p, x):
+            counts.setdefault((forward, n), []).append(
+                python_calls(fs.value_and_grad(lambda p: forward(p, x).square().sum()), p)[0]
+            )
+
+        stack = [{"w": torch.eye(4), "b": torch.ones(4)} for _ in range(n)]
+        f = fs.shard_map(of_rank, mesh=mesh, in_specs=([specs] * n, P()), out_specs=P(), check="never")
+        for _ in range(2):
+            f(fs.device_put(stack, [specs] * n, mesh), torch.ones(2, 4))
+        return counts[forward, n][-1]
+
+    def block(p, x):
+        return torch.tanh(x @ p["w"] + p["b"])
+
+    def by_scan(p, x):
+        return fs.scan(block, p, x, specs=[specs] * len(p), axis="a")
+
+    def by_loop(p, x):
+        for block_params in p:
+            x = block(fs.unshard(block_params, specs, "a"), x)
+        return x
+
+    assert (run(by_scan, 30) - run(by_scan, 10)) / 20 <= 352  # it gathers twice
+    assert (run(by_loop, 30) - run(by_loop, 10)) / 20 <= 235
+
+
 def test_checked_arguments_of_known_types_cost_one_look_up():
     arguments = torch.ones(3), "a"
     checked = fs.errors.checked(probe)

@@ -63,14 +63,10 @@ def make_plan(
     errors: list[ShardingError] = []
     specs = []
     for (path, _), leaf, spec in zip(tree.leaves_with_path(args), leaves, leaf_specs, strict=True):
-        label = f"{name}: {tree.show('args', path)}"
         spec = spec if spec is not None else leaf.spec if isinstance(leaf, Sharded) else P()
         specs.append(spec)
-        if isinstance(leaf, (Sharded, Tensor, Deferred)):
-            wrong = spec_errors(label, tuple(leaf.shape), spec, mesh.axes)
-            errors += wrong or _placement_errors(label, leaf, spec, mesh)
-        else:
-            errors += no_parts_errors(label, leaf, spec)
+        if _argument_errors("", leaf, spec, mesh):
+            errors += _argument_errors(f"{name}: {tree.show('args', path)}", leaf, spec, mesh)
     raise_all(errors)
     to_slice = (Tensor, Deferred, Sharded) if mesh.kind == "abstract" else (Tensor, Deferred)
     slices: list[list[tuple[int, Box | None]]] = []
@@ -100,6 +96,12 @@ def _described(x: Any) -> Any:
     """Return a tensor of the shape and dtype of a numpy array, without its memory; anything else unchanged."""
     dtype = array_dtype(x)
     return x if dtype is None else torch.empty((), dtype=dtype).expand(x.shape)
+
+
+def _argument_errors(label: str, leaf: Any, spec: P, mesh: Mesh) -> list[ShardingError]:
+    if not isinstance(leaf, (Sharded, Tensor, Deferred)):
+        return no_parts_errors(label, leaf, spec)
+    return spec_errors(label, tuple(leaf.shape), spec, mesh.axes) or _placement_errors(label, leaf, spec, mesh)
 
 
 def _placement_errors(label: str, leaf: Sharded | Tensor | Deferred, spec: P, mesh: Mesh) -> list[ShardingError]:

@@ -164,7 +164,7 @@ def _plan_outputs(plan: CallPlan, results: Sequence[RankResult]) -> OutputPlan:
     placements: list[Placement | None] = []
     known: dict[Any, Placement] = {}  # of the leaves before: many have the same shapes, dtype and spec
     named = tree.leaves_with_path(first.out)
-    for i, ((path, leaf), spec, parts) in enumerate(zip(named, specs, _by_leaf(results), strict=True)):
+    for i, ((path, _), spec, parts) in enumerate(zip(named, specs, _by_leaf(results), strict=True)):
         dtypes = [p.dtype if isinstance(p, Tensor) else None for p in parts]
         shapes: list[tuple[int, ...]] = []
         if None not in dtypes:
@@ -173,28 +173,32 @@ def _plan_outputs(plan: CallPlan, results: Sequence[RankResult]) -> OutputPlan:
         if kind in known:
             placements.append(known[kind])
             continue
-        label = f"{name}: {tree.show('result', path)}"
-        if len(set(dtypes)) > 1:
-            texts = [str(dtype or type(p).__name__) for p, dtype in zip(parts, dtypes, strict=True)]
-            errors.append(fail(f"{label}: the ranks returned different types", f"{texts}"))
-            continue
-        if not isinstance(leaf, Tensor):
-            errors += no_parts_errors(label, leaf, spec) or _value_errors(label, parts)
-            placements.append(None)
-            continue
-        wrong = spec_errors(label, tuple(leaf.shape), spec, mesh.axes)
+        placement, wrong = _place_result("", parts, shapes, dtypes, spec, mesh)
         if wrong:
-            errors += wrong
-            continue
-        shape, wrong = _global_shape(label, mesh, shapes, spec)
-        errors += wrong
-        placements.append(placement := Placement(shape, leaf.dtype, spec, mesh))
-        if not wrong:
+            errors += _place_result(f"{name}: {tree.show('result', path)}", parts, shapes, dtypes, spec, mesh)[1]
+        placements.append(placement)
+        if placement is not None:
             known[kind] = placement
     raise_all(errors)
     tensors = [i for i, p in enumerate(placements) if p is not None]
     plain = all(type(r.leaves[i]) is Tensor and not r.leaves[i].requires_grad for r in results for i in tensors)
     return OutputPlan(first.treedef, [leaf_types(r.leaves) for r in results], placements, tensors, plain)
+
+
+def _place_result(
+    label: str, parts: Sequence[Any], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Any], spec: P, mesh: Mesh
+) -> tuple[Placement | None, list[ShardingError]]:
+    """Return the placement of a result, by its parts on the ranks; or errors, or neither if it is not a tensor."""
+    leaf = parts[0]
+    if len(set(dtypes)) > 1:
+        texts = [str(dtype or type(p).__name__) for p, dtype in zip(parts, dtypes, strict=True)]
+        return None, [fail(f"{label}: the ranks returned different types", f"{texts}")]
+    if not isinstance(leaf, Tensor):
+        return None, no_parts_errors(label, leaf, spec) or _value_errors(label, parts)
+    if wrong := spec_errors(label, tuple(leaf.shape), spec, mesh.axes):
+        return None, wrong
+    shape, wrong = _global_shape(label, mesh, shapes, spec)
+    return None if wrong else Placement(shape, leaf.dtype, spec, mesh), wrong
 
 
 def _by_leaf(results: Sequence[RankResult]) -> list[list[Any]]:
