@@ -225,7 +225,7 @@ def must_be(what: str, words: str, x: object, fix: str = "") -> ShardingError:
 
 
 def no_attribute(what: str, name: str, obj: object, elsewhere: Mapping[str, str]) -> AttributeError:
-    """Return the error of an attribute that an object of another library has, with what `elsewhere` says of it here.
+    """Return the error of an attribute that objects of another library have, with the expression here in `elsewhere`.
 
     >>> print(no_attribute("an Optimizer", "step", None, {"step": "opt.update"}))
     an Optimizer has no attribute 'step': it is opt.update
@@ -235,9 +235,9 @@ def no_attribute(what: str, name: str, obj: object, elsewhere: Mapping[str, str]
 
 
 def other_names(module: str, elsewhere: Mapping[str, str], *libraries: types.ModuleType) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module: its error says what a name of another library is here.
+    """Return the `__getattr__` of a module, whose error explains a name of another library: what it is here.
 
-    A name that differs in its case is this one's (`fs.optim.AdamW`), and one of `libraries` is theirs.
+    That is a name of the module in another case (`fs.optim.AdamW`), or the name in one of `libraries`.
     """
 
     def getter(name: str) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -16,7 +18,7 @@ _COMMANDS = (inspecting, estimating, planning, launching, merging)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0, the launched ranks', or 2 with the reason on stderr."""
-    options = _parser().parse_args(argv)
+    options = _parse(argv)
     try:
         result = options.run(options)
         if isinstance(result, str):
@@ -34,13 +36,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m fshard",
         description="Look at models and their placement on a mesh, and run training on several devices.",
         epilog="python -m fshard COMMAND --help shows the options of a command.",
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for command in _COMMANDS:
         command.add(commands)
-    return parser
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        refuse_unknown(commands.choices[options.command], unknown)
+    return options
+
+
+def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
+    """End the program because of arguments that a command does not have: print its usage, and the nearest option.
+
+    With the status 2, as argparse.
+    """
+    known = re.findall(r"(?<![\w-])--[\w-]+", parser.format_help())
+    near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
+    parser.error(f"there is no {unknown[0]}" + (f": {near[0]} is near" if near else ""))
