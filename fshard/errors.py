@@ -194,7 +194,9 @@ _FIXES: dict[Any, str] = {  # by the kind and the type that was passed, by the n
     ("a Tensor", "Deferred"): "fs.materialize it, and compute inside fs.shard_map",
     "key": "fs.key(0)",
     "base": "fs.checkpoint.digest(tree)",
+    "shape": "(64, 256), a tuple of sizes",
     "a Tensor": "torch.as_tensor(x)",
+    "a dtype": "torch.bfloat16",
     "a Mesh": "fs.make_mesh(data=2, model=4)",
     "a P": "fs.P('data'); fs.P() for a leaf that is not split",
     "a Device": "fs.devices.H100, fs.devices.this_cpu(), or fs.devices.Device(...)",
@@ -440,11 +442,12 @@ def _by_name(args: Sequence[Any]) -> list[str]:
     return [f"{name}={value!r}" for name, value in table.items()]
 
 
-# Arguments of torch, JAX and Optax: the names here, where a function has them.
+# Arguments of torch, JAX, Optax and PEFT: the names here, where a function has them.
 _NAMES_ELSEWHERE = {
     "betas": "b1, b2", "beta1": "b1", "beta2": "b2", "learning_rate": "lr", "wd": "weight_decay", "T_max": "steps",
     "transition_steps": "steps", "decay_steps": "steps", "check_vma": "check", "check_rep": "check",
-    "axis_name": "axis", "seed": "key", "rng": "key", "generator": "key",
+    "axis_name": "axis", "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "seed": "key", "rng": "key",
+    "generator": "key",
 }  # fmt: skip
 
 

@@ -183,10 +183,12 @@ class Apply:
         out, after, _ = self.run(params, buffers, args, kwargs)
         return out, after
 
+    @checked
     def eval(self) -> Apply:
         """Return the function in evaluation mode: no dropout, batch norms by their running statistics."""
         return self.train(False)
 
+    @checked
     def train(self, mode: bool = True) -> Apply:
         """Return the function in training mode, as constructors leave modules."""
         return self._with(copy_module(self.module, self._outside).train(mode))

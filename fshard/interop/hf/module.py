@@ -236,8 +236,8 @@ def read_leaves(
         plain = [names.plain(name) for name in lacking]
         if lacking and extra and not present and not names.kinds and not explain_names(headers, verb, plain, extra):
             raise fail(f"{call}: {headers.path} has none of the leaves by their names in the tree",
-                       fix=f"{call}(path, tree, of=apply), with the apply of fs.defer, which knows the names in files; "
-                           "cfg, params = fs.hf.load(path) for a model of fs.models",
+                       fix="give the folder of this model, or rename its tensors; of=apply, with the apply of "
+                           "fs.defer, knows the names of transformers; fs.hf.load(path) reads a model of fs.models",
                        tree=join_limited(plain, 2), files=join_limited(extra, 2))  # fmt: skip
         errors.append(explain_names(headers, verb, plain, extra, prefix, call)
                       or _advice(names, (lacking, present), (extra, list(headers.tensors)), (missing, ignored), call,
