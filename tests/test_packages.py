@@ -28,7 +28,7 @@ COMMS = ("AbstractComm", "ProcessComm", "SimulatedComm")
 EXTRAS = ("transformers", "peft", "accelerate", "datasets", "nbformat", "nbclient")
 MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
-    "checkpoint": 1_486, "cli": 1_552, "core": 15_813, "data": 1_054, "defer": 5_329, "interop": 4_448, "law":
+    "checkpoint": 1_486, "cli": 1_559, "core": 15_813, "data": 1_054, "defer": 5_329, "interop": 4_448, "law":
     1_242, "lora": 1_743, "models": 4_506, "nn": 2_723, "optim": 2_776, "planning": 4_294, "recipes": 2_082,
     "schedule": 2_315, "fshard": 89,
 }  # fmt: skip

@@ -37,18 +37,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        refuse_unknown(options.parser, unknown)
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m fshard",
         description="Look at models and their placement on a mesh, and run training on several devices.",
         epilog="python -m fshard COMMAND --help shows the options of a command.",
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add(commands)
-    options, unknown = parser.parse_known_args(argv)
-    if unknown:
-        refuse_unknown(commands.choices[options.command], unknown)
-    return options
+    for command_parser in commands.choices.values():
+        command_parser.set_defaults(parser=command_parser)
+    return parser
 
 
 def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
