@@ -189,11 +189,16 @@ def markdown(docstring: str) -> str:
     return "\n".join([*out, "```"] if session else out)
 
 
+# Methods that only other files of the library call.
+INTERNAL = ("check_names", "donate_to", "module_leaf", "refuse_changed", "run", "split_key")
+
+
 def members(cls: type) -> Iterator[tuple[str, Any]]:
     """Return the documented methods and properties that a class defines itself."""
     for key, value in vars(cls).items():
         inner = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-        if not key.startswith("_") and (inspect.isfunction(inner) or isinstance(inner, property)) and inner.__doc__:
+        is_public = not key.startswith("_") and key not in INTERNAL
+        if is_public and (inspect.isfunction(inner) or isinstance(inner, property)) and inner.__doc__:
             yield key, inner
 
 

@@ -1,5 +1,11 @@
 """fshard: a JAX-style functional sharding library for PyTorch. The mesh never changes the answer."""
 
+import typing
+
+import torch
+
+import fshard.errors as _errors
+
 from . import checkpoint, data, init, interop, lora, models, nn, optim, planning, random, tree
 from ._core.host_memory import to_device
 from ._core.transfers import recording
@@ -20,7 +26,7 @@ from .collectives import (
     pvary,
 )
 from .data.script import gather_for_metrics, main_first, preempted, wait
-from .defer import defer
+from .defer import Apply, defer
 from .errors import ShardingError
 from .grad import accumulate, grad, value_and_grad
 from .init import Deferred
@@ -48,9 +54,9 @@ from .spec import P, column, fully_shard, on_host, replicated, row, rules
 __version__ = "0.1.0"
 
 __all__ = [
-    "Deferred", "LossScale", "Mesh", "P", "Plan", "Policy", "Sharded", "ShardingError", "Strategy", "accelerate",
-    "accumulate", "all_gather", "all_to_all", "axis_index", "axis_size", "cast", "check", "checkpoint", "column",
-    "combine", "data", "decoding", "defer", "device_get", "device_put", "devices", "fold_in", "from_callback",
+    "Apply", "Deferred", "LossScale", "Mesh", "P", "Plan", "Policy", "Sharded", "ShardingError", "Strategy",
+    "accelerate", "accumulate", "all_gather", "all_to_all", "axis_index", "axis_size", "cast", "check", "checkpoint",
+    "column", "combine", "data", "decoding", "defer", "device_get", "device_put", "devices", "fold_in", "from_callback",
     "fully_shard", "gather_for_metrics", "global_shape", "grad", "hf", "ia3", "init", "interop", "key", "local_range",
     "lora", "main_first", "make_mesh", "materialize", "models", "nn", "on_host", "optim", "partition", "peft", "plan",
     "plan_table", "planning", "plot", "pmax", "pmean", "pmin", "ppermute", "preempted", "print", "pslice", "psum",
@@ -58,6 +64,19 @@ __all__ = [
     "shard_map", "show", "split", "state_dict", "strategy", "to_device", "trace", "tree", "unshard", "validate",
     "value_and_grad", "value_and_update", "verify", "wait",
 ]  # fmt: skip
+
+# Names of JAX and torch, and the names here.
+_NAMES_ELSEWHERE = {
+    "DTensor": "fs.Sharded", "DistributedDataParallel": "fs.unshard, with P() as specs", "NamedSharding": "fs.P",
+    "FullyShardedDataParallel": "fs.unshard, with fs.fully_shard(specs, tree, axis=) as specs", "PartitionSpec": "fs.P",
+    "all_reduce": "fs.psum", "compile": "fs.shard_map(f, ..., compile=True)", "checkpoint_wrapper": "fs.remat",
+    "distribute_tensor": "fs.device_put", "init_device_mesh": "fs.make_mesh", "jit": "fs.shard_map", "lax": "fs itself",
+    "load": "fs.checkpoint.restore", "numpy": "torch", "pmap": "fs.shard_map", "reduce_scatter": "fs.psum_scatter",
+    "save": "fs.checkpoint.save", "tree_map": "fs.tree.map", "tree_util": "fs.tree",
+    "with_sharding_constraint": "fs.reshard, outside of fs.shard_map",
+}  # fmt: skip
+if not typing.TYPE_CHECKING:
+    __getattr__ = _errors.other_names(__name__, _NAMES_ELSEWHERE, torch, torch.func)
 
 
 def __dir__() -> list[str]:

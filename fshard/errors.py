@@ -194,7 +194,9 @@ _FIXES: dict[Any, str] = {  # by the kind and the type that was passed, by the n
     ("a Tensor", "Deferred"): "fs.materialize it, and compute inside fs.shard_map",
     "key": "fs.key(0)",
     "base": "fs.checkpoint.digest(tree)",
+    "shape": "(64, 256), a tuple of sizes",
     "a Tensor": "torch.as_tensor(x)",
+    "a dtype": "torch.bfloat16",
     "a Mesh": "fs.make_mesh(data=2, model=4)",
     "a P": "fs.P('data'); fs.P() for a leaf that is not split",
     "a Device": "fs.devices.H100, fs.devices.this_cpu(), or fs.devices.Device(...)",
@@ -225,7 +227,7 @@ def must_be(what: str, words: str, x: object, fix: str = "") -> ShardingError:
 
 
 def no_attribute(what: str, name: str, obj: object, elsewhere: Mapping[str, str]) -> AttributeError:
-    """Return the error of an attribute that an object of another library has, with what `elsewhere` says of it here.
+    """Return the error of an attribute that objects of another library have, with the expression here in `elsewhere`.
 
     >>> print(no_attribute("an Optimizer", "step", None, {"step": "opt.update"}))
     an Optimizer has no attribute 'step': it is opt.update
@@ -235,9 +237,9 @@ def no_attribute(what: str, name: str, obj: object, elsewhere: Mapping[str, str]
 
 
 def other_names(module: str, elsewhere: Mapping[str, str], *libraries: types.ModuleType) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module: its error says what a name of another library is here.
+    """Return the `__getattr__` of a module, whose error explains a name of another library: what it is here.
 
-    A name that differs in its case is this one's (`fs.optim.AdamW`), and one of `libraries` is theirs.
+    That is a name of the module in another case (`fs.optim.AdamW`), or the name in one of `libraries`.
     """
 
     def getter(name: str) -> Any:
@@ -440,11 +442,12 @@ def _by_name(args: Sequence[Any]) -> list[str]:
     return [f"{name}={value!r}" for name, value in table.items()]
 
 
-# Arguments of torch, JAX and Optax: the names here, where a function has them.
+# Arguments of torch, JAX, Optax and PEFT: the names here, where a function has them.
 _NAMES_ELSEWHERE = {
     "betas": "b1, b2", "beta1": "b1", "beta2": "b2", "learning_rate": "lr", "wd": "weight_decay", "T_max": "steps",
     "transition_steps": "steps", "decay_steps": "steps", "check_vma": "check", "check_rep": "check",
-    "axis_name": "axis", "seed": "key", "rng": "key", "generator": "key",
+    "axis_name": "axis", "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "seed": "key", "rng": "key",
+    "generator": "key",
 }  # fmt: skip
 
 

@@ -222,6 +222,8 @@ def _check_differentiable(name: str, numbers: Sequence[int], args: Sequence[Any]
 def _check_leaf(label: str, leaf: Any, fix: str) -> None:
     if not isinstance(leaf, Tensor) or not differentiable_dtype(leaf):
         kind = str(leaf.dtype)[6:] if isinstance(leaf, Tensor) else type(leaf).__name__
+        if kind == "Sharded":
+            fix = "differentiate inside: fs.shard_map(fs.value_and_grad(loss), ...), where leaves are tensors"
         raise fail(f"{label} is {kind}, which has no gradient", fix=fix)
 
 

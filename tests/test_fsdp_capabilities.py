@@ -152,7 +152,7 @@ def test_save_state_and_load_state_resume_model_optimizer_schedule_key_and_data_
 
 
 def test_schedule_steps_once_for_each_step_of_the_optimizer_on_any_number_of_ranks() -> None:
-    opt = fs.optim.sgd(fs.optim.linear(0.5, 0.1, steps=4))
+    opt = fs.optim.sgd(fs.optim.linear(0.5, 4, end=0.1))
     specs = {"w": P("data")}
     placed = (specs, opt.specs(specs))
 

@@ -435,6 +435,8 @@ def test_a_leaf_of_one_element_has_a_value():
 def test_placed_leaves_are_keys_leaves_of_trees_and_can_be_copied():
     assert {LEAF: 1, ONE_ELEMENT: 2}[LEAF] == 1
     assert fs.tree.leaves({"x": [LEAF]}) == [LEAF]  # by identity
+    assert copy.copy(LEAF) is not LEAF
+    assert copy.copy(LEAF).shards[0] is LEAF.shards[0]
     twin = copy.deepcopy({"x": LEAF})["x"]
     assert (twin.placement, twin.mesh) == (LEAF.placement, LEAF.mesh)
     assert torch.equal(fs.device_get(twin), fs.device_get(LEAF))

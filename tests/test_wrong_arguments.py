@@ -241,6 +241,10 @@ CALLS = [
         outside(fs.random.bernoulli, key=KEY, shape=(4,), p=0.5, spec=P(), device=None),
         outside(fs.random.randint, key=KEY, shape=(4,), low=0, high=2, spec=P(), device=None),
         outside(fs.random.bits, key=KEY, shape=(4,), spec=P(), device=None),
+        outside(fs.random.exponential, key=KEY, shape=(4,), spec=P(), dtype=torch.float32, device=None),
+        outside(fs.random.gumbel, key=KEY, shape=(4,), spec=P(), dtype=torch.float32, device=None),
+        outside(fs.random.categorical, key=KEY, logits=W, dim=-1, spec=P(), shape=None),
+        outside(fs.random.permutation, key=KEY, x=4, dim=0),
         outside(fs.random.normal_box, key=KEY, shape=(4, 4), box=BOX, mean=0.0, std=1.0),
         outside(fs.random.bernoulli_box, key=KEY, shape=(4, 4), box=BOX, p=0.5),
         inside(fs.random.normal, key=KEY, shape=(4,), spec=P("data")),
@@ -452,6 +456,7 @@ def checkpoint_calls(folder: Path) -> list[Call]:
     (folder / "photos" / "cat" / "1.png").touch()
     torch.save({"w": W, "b": V}, folder / "w.pt")
     files = prefixed("interop.state_dict",
+        outside(fs.state_dict.gather, tree_=TREE, of=None),
         outside(fs.state_dict.write, path=folder / "again.safetensors", tree_=TREE, of=None, theirs=None,
                 metadata={"a": "b"}),
         Call("read", fs.state_dict.read, {"path": folder / "w.pt", "described": DESCRIBED, "of": None, "theirs": None,

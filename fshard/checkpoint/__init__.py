@@ -33,10 +33,11 @@ another one replaces it meanwhile.
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from fshard._core.files.io import StrPath
 from fshard._core.files.url import as_path
-from fshard.errors import checked, raise_all
+from fshard.errors import checked, other_names, raise_all
 
 from . import commit
 from .background import join, wait
@@ -90,3 +91,6 @@ def latest(path: StrPath) -> int | None:
 
 
 __all__ = ["Saved", "digest", "inspect", "latest", "restore", "save", "steps", "wait"]
+
+if not TYPE_CHECKING:
+    __getattr__ = other_names(__name__, {"load": "fs.checkpoint.restore", "async_save": "save(..., background=True)"})

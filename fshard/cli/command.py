@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -19,7 +21,7 @@ _COMMANDS = (inspecting, estimating, planning, launching, merging)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0, the launched ranks', or 2 with the reason on stderr."""
-    options = _parser().parse_args(argv)
+    options = _parse(argv)
     try:
         result = options.run(options)
         if isinstance(result, str):
@@ -37,6 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        refuse_unknown(options.parser, unknown)
+    return options
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m fshard",
@@ -47,4 +57,16 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add(commands)
+    for command_parser in commands.choices.values():
+        command_parser.set_defaults(parser=command_parser)
     return parser
+
+
+def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
+    """End the program because of arguments that a command does not have: print its usage, and the nearest option.
+
+    With the status 2, as argparse.
+    """
+    known = re.findall(r"(?<![\w-])--[\w-]+", parser.format_help())
+    near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
+    parser.error(f"there is no {unknown[0]}" + (f": {near[0]} is near" if near else ""))

@@ -37,6 +37,7 @@ def add(commands: Any) -> None:
     command = commands.add_parser("inspect", help="print a tree: leaves, shapes, placement, source, bytes per device")
     option = command.add_argument
     option("path", metavar="PATH", help=PATHS)
+    option("--step", type=int, default=None, help="of a directory of checkpoints (default: the last)")
     option("--mesh", default="", metavar="AXES", help="axis sizes: data=8,model=4")
     option("--specs", nargs="+", default=["auto"], metavar="RULE",
            help="auto (the model's specs), or rules 'GLOB=P(...)' or .json files of them: the first match")  # fmt: skip
@@ -45,8 +46,8 @@ def add(commands: Any) -> None:
     option("--no-fold", action="store_true", help="show every layer")
     option("--raw", action="store_true", help="name tensors as the files do")
     command.set_defaults(run=lambda options: inspect(
-        options.path, mesh=options.mesh, specs=options.specs, fully_sharded=options.fully_shard, dtype=options.dtype,
-        fold=not options.no_fold, raw=options.raw))  # fmt: skip
+        options.path, step=options.step, mesh=options.mesh, specs=options.specs, fully_sharded=options.fully_shard,
+        dtype=options.dtype, fold=not options.no_fold, raw=options.raw))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,15 @@ class Contents:
 
 
 def inspect(
-    path: str | Path, *, mesh: str = "", specs: Sequence[str] = ("auto",), fully_sharded: str = "", dtype: str = "",
-    fold: bool = True, raw: bool = False,
+    path: str | Path, *, step: int | None = None, mesh: str = "", specs: Sequence[str] = ("auto",),
+    fully_sharded: str = "", dtype: str = "", fold: bool = True, raw: bool = False,
 ) -> str:  # fmt: skip
     """Return a table of the leaves at a path, below a line about their source: the text of `python -m fshard inspect`.
 
     Args:
         path: a Hugging Face folder, a config.json, a .safetensors file, the folder of an adapter, or a checkpoint or a
             directory of them.
+        step: of a directory of checkpoints; by default the last one.
         mesh: axis sizes, `data=8,model=4`. Without it there are no bytes per device.
         specs: `auto` takes the model's specs, over the axis `model` if the mesh has it. Or rules, `GLOB=SPEC`, and
             .json files of them, as for `fs.rules`: the first match wins, and every leaf needs one.
@@ -90,7 +92,7 @@ def inspect(
     if fully_sharded and fully_sharded not in sizes:
         wider = ",".join(filter(None, (mesh, f"{fully_sharded}=8")))
         raise fail(f"--fully-shard {fully_sharded}: the mesh has no such axis", fix=f"--mesh {wider}")
-    contents = read(path, raw=raw)
+    contents = read(path, raw=raw, step=step)
     leaves = contents.tree if cast is None else cast_leaves(contents.tree, cast)
     spec_tree: Any = None
     if list(specs) != ["auto"]:
@@ -107,16 +109,19 @@ def inspect(
 # --- the leaves at a path -------------------------------------------------------------------------------------
 
 
-def read(place: str | Path, *, raw: bool = False) -> Contents:
+def read(place: str | Path, *, raw: bool = False, step: int | None = None) -> Contents:
     """Describe the leaves at a path; only headers are read. Raises ShardingError if it cannot be read."""
     path = as_path(place)
     if not exists(path):
         raise fail(f"{path}: there is no such file or folder", fix=PATHS)
+    if step is not None:
+        return _read_checkpoint(path, step, f"its checkpoint of step {step}")
     if path.suffix == ".json" and path.is_file():
         return _read_config(path)
-    step = None if is_complete(path) else checkpoint.latest(path)
-    if step is not None or is_complete(path):
-        return _read_checkpoint(path, step)
+    if is_complete(path):
+        return _read_checkpoint(path, None, "a checkpoint")
+    if (step := checkpoint.latest(path)) is not None:
+        return _read_checkpoint(path, step, f"its last checkpoint, step {step}")
     if not path.is_dir():
         return Contents("tensors, as the file names them", nested(tensors(path)))
     has_weights = any((path / name).is_file() for name in (SINGLE, INDEX))
@@ -165,7 +170,7 @@ def _read_adapter(path: AnyPath) -> Contents:
     return Contents(f"{source}, as its file names the tensors", nested(tensors(path / _ADAPTER)))
 
 
-def _read_checkpoint(path: AnyPath, step: int | None) -> Contents:
+def _read_checkpoint(path: AnyPath, step: int | None, source: str) -> Contents:
     """Describe the leaves of a checkpoint by meta tensors, which have shapes and dtypes, and no initializer."""
     leaves: dict[str, Any] = {}
     for name, x in checkpoint.inspect(path, step=step).items():
@@ -175,7 +180,7 @@ def _read_checkpoint(path: AnyPath, step: int | None) -> Contents:
             leaves[name] = leaves[x.same_as]
         else:
             leaves[name] = torch.empty(x.shape, dtype=x.dtype, device="meta")
-    return Contents("a checkpoint" if step is None else f"its last checkpoint, step {step}", nested(leaves))
+    return Contents(source, nested(leaves))
 
 
 def _read_config(path: AnyPath) -> Contents:

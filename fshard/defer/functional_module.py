@@ -45,8 +45,7 @@ from .writes import ParameterWrites, equal_values, version
 _NAMES_ELSEWHERE = {
     "parameters": 'tree["params"], placed by fs.materialize', "named_parameters": 'tree["params"]',
     "buffers": 'tree["buffers"]', "named_buffers": 'tree["buffers"]',
-    "state_dict": "fs.state_dict.from_params(params, of=apply)",
-    "load_state_dict": "fs.state_dict.read(path, tree, of=apply), and fs.materialize",
+    "state_dict": "fs.state_dict.gather", "load_state_dict": "fs.state_dict.read, and fs.materialize",
     "generate": "fs.hf.generate(apply, params, buffers, ids, new=20)", "forward": "apply(params, buffers, x)",
     "to": "fs.materialize(tree, specs, mesh, key=key), on the devices of the mesh", "cuda": "make_mesh(device='cuda')",
     "half": "fs.Policy(compute=torch.float16)", "bfloat16": "fs.Policy(compute=torch.bfloat16)",
@@ -184,10 +183,12 @@ class Apply:
         out, after, _ = self.run(params, buffers, args, kwargs)
         return out, after
 
+    @checked
     def eval(self) -> Apply:
         """Return the function in evaluation mode: no dropout, batch norms by their running statistics."""
         return self.train(False)
 
+    @checked
     def train(self, mode: bool = True) -> Apply:
         """Return the function in training mode, as constructors leave modules."""
         return self._with(copy_module(self.module, self._outside).train(mode))

@@ -1,5 +1,9 @@
 """Initializers: each describes a leaf as a `Deferred`, without storage until it is materialized."""
 
+from typing import TYPE_CHECKING
+
+from fshard.errors import other_names
+
 from .deferred import Deferred, Initializer, Scope, describe_initializer
 from .initializers import (
     Arange,
@@ -31,3 +35,6 @@ __all__ = [
     "arange", "describe_initializer", "eye", "fans", "full", "kaiming_normal", "kaiming_uniform", "normal", "ones",
     "orthogonal", "trunc_normal", "uniform", "xavier_normal", "xavier_uniform", "zero_row", "zeros",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:
+    __getattr__ = other_names(__name__, {"constant_": "fs.init.full"})

@@ -3,6 +3,8 @@
     state_dict.write("model.pt", params)               # every rank writes the bytes of its parts
     module.load_state_dict(torch.load("model.pt", weights_only=True))
 
+    module.load_state_dict(state_dict.gather(params))                  # in memory: full tensors, on every rank
+
     torch.save(module.state_dict(), "model.pt")
     params = fs.materialize(state_dict.read("model.pt", described), specs, mesh, key=key)      # and reads them
 
@@ -24,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
 from fshard import tree
@@ -31,7 +34,9 @@ from fshard._core.files.io import Ranks, StrPath, locked, sync, write_errors, wr
 from fshard._core.files.torch_file import Archive
 from fshard._core.files.url import as_path
 from fshard.defer import Apply
-from fshard.errors import ShardingError, checked, fail, raise_all
+from fshard.errors import ShardingError, checked, fail, must_be, raise_all
+from fshard.reshard import device_get
+from fshard.sharded import Sharded
 
 from .hf.export import summaries, write_parts
 from .hf.folder import SUFFIX, WeightHeaders
@@ -122,6 +127,38 @@ def write(
         write_parts(temporary, files, ranks)
         crc32 = ChainMap(*ranks.run(lambda: _crc32(temporary, file, ranks) if isinstance(file, _TorchFile) else {}))
         ranks.run_on_first(lambda: publish(crc32))
+
+
+@checked
+def gather(tree_: Any, *, of: Apply | None = None) -> dict[str, Tensor]:
+    """Return a tree as a `state_dict` in memory: full CPU tensors by name, for `module.load_state_dict`.
+
+    A name is the dotted path of a leaf. A tied tensor has all of its names. On a process mesh every rank calls this,
+    and gets all tensors: `write` needs only the memory of a rank's parts.
+
+    Args:
+        of: the function that `fs.defer` returned with a module, whose full tree is gathered under the names of its
+            `state_dict`, with its ties, and without the buffers that are not persistent.
+
+    >>> params = fs.device_put({"up": torch.ones(4, 6), "norm": {"w": torch.ones(6)}}, P("model"), mesh)
+    >>> {name: x.shape for name, x in gather(params).items()}
+    {'norm.w': torch.Size([6]), 'up': torch.Size([4, 6])}
+
+    Raises ShardingError for leaves that are not tensors, and, with `of`, listing every leaf that is missing or not the
+    module's.
+    """
+    leaves = tree.leaves_with_path(tree_)
+    raise_all([must_be(f"gather: {tree.show('tree', path)}", "a Sharded or a Tensor", x) for path, x in leaves
+               if not isinstance(x, (Sharded, Tensor))])  # fmt: skip
+    stored, ties = _of_module(leaves, tree_, of)
+    full: dict[int, Tensor] = {}  # of each leaf: a tie is gathered once
+    out: dict[str, Tensor] = {}
+    for path, leaf in stored:
+        if id(leaf) not in full:
+            full[id(leaf)] = device_get(leaf) if isinstance(leaf, Sharded) else leaf.detach().cpu()
+        if out.setdefault(name_of(path, tree_), full[id(leaf)]) is not full[id(leaf)]:
+            raise fail(f"gather: {name_of(path, tree_)!r} is the name of two leaves", fix="give each another name")
+    return out | {tied: out[name] for tied, name in ties.items()}
 
 
 @checked
@@ -279,4 +316,4 @@ def _discard(final: Path) -> None:
                 file.unlink()
 
 
-__all__ = ["read", "write"]
+__all__ = ["gather", "read", "write"]

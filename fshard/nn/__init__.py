@@ -1,5 +1,11 @@
 """Pure layers and losses: sharded over a mesh axis with `axis=`, dense without."""
 
+from typing import TYPE_CHECKING
+
+from torch.nn import functional
+
+from fshard.errors import other_names
+
 from .batch_norm import batch_norm
 from .convolution import avg_pool2d, conv2d, max_pool2d
 from .layers import attention, causal_mask, dropout, embedding, gelu, layer_norm, linear, mlp, rms_norm
@@ -15,3 +21,6 @@ __all__ = [
     "layer_norm", "linear", "margin", "max_pool2d", "mlp", "rms_norm", "row_embedding", "row_linear", "sample_classes",
     "top_k",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:
+    __getattr__ = other_names(__name__, {}, functional)

@@ -204,7 +204,7 @@ def _lookup(ids: Tensor, table: Tensor, axis: Axis, size: int | None) -> Tensor:
     """Look up rows of a table [V@axis, D]: zero where another rank has the row, NaN where no rank has it."""
     n = table.shape[0]
     start, end = local_range("embedding", n, axis, size)
-    check_range("embedding", "id", ids, end, of="rows of table")
+    check_range("embedding", "id", ids, end, kind="rows of table")
     if not axis:
         return F.embedding(ids, table)
     local = ids - start

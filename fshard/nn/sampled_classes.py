@@ -120,8 +120,8 @@ def target_columns(
     return column.where(is_local, 0), is_local, v
 
 
-def check_range(verb: str, word: str, xs: Tensor, size: int, ignored: int | None = None, *, of: str) -> None:
-    """Raise ShardingError for integers that are not 0 to size - 1, nor `ignored`. `of` names what there are `size` of.
+def check_range(verb: str, word: str, xs: Tensor, size: int, ignored: int | None = None, *, kind: str) -> None:
+    """Raise ShardingError for integers that are not 0 to size - 1, nor `ignored`. `kind` names them.
 
     Only on a CPU, where no device is waited for; not in a compiled program, under vmap or without values.
     """
@@ -139,7 +139,7 @@ def check_range(verb: str, word: str, xs: Tensor, size: int, ignored: int | None
             wrong = wrong[wrong != ignored]
         if len(wrong):
             fix = f"0 to {size - 1}" + (f", or ignore_index={ignored}" if ignored is not None else "")
-            raise fail(f"{verb}: {word} {int(wrong[0])} is out of range, of {size} {of}",
+            raise fail(f"{verb}: {word} {int(wrong[0])} is out of range, of {size} {kind}",
                        f"so are {len(wrong)} of {xs.numel()}", *user_line(), fix=fix)  # fmt: skip
 
 

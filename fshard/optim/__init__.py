@@ -1,5 +1,9 @@
 """Pure optimizers: an `Optimizer` is three pure functions, and its state a plain tree."""
 
+from typing import TYPE_CHECKING
+
+from fshard.errors import other_names
+
 from .adafactor import adafactor
 from .chain import chain, clip_by_global_norm
 from .formula import Optimizer, Transform, from_formula
@@ -15,3 +19,8 @@ __all__ = [
     "constant", "cosine", "from_formula", "global_norm", "linear", "lion", "muon", "nadam", "rmsprop", "schedule_free",
     "sgd", "update_rows", "warmup", "zero",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:
+    __getattr__ = other_names(
+        __name__, {"CosineAnnealingLR": "fs.optim.cosine", "apply_updates": "opt.update, which returns the params"}
+    )

@@ -186,7 +186,9 @@ def make_optimizer(
         return {"count": P(), **{moment: tree.map(lambda _: P(), param_specs) if moment in shapes else param_specs
                                  for moment in moments}}  # fmt: skip
 
-    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        if params is None:
+            raise fail(f"{name}: update without params", fix="params, state = opt.update(grads, state, params)")
         return scaled(grads, state, params, [])
 
     def scaled(grads: Any, state: Any, params: Any, factors: Sequence[Tensor]) -> tuple[Any, Any]:

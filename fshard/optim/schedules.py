@@ -1,4 +1,7 @@
-"""Schedules: pure functions of the count of steps taken, from an int to a float or from a tensor to a 0-d float64."""
+"""Schedules: pure functions of the count of steps taken, from an int to a float or from a tensor to a 0-d float64.
+
+The arguments have one order: a value, the number of steps, and by name the value at the other end.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +45,11 @@ def constant(value: float) -> Schedule:
 
 
 @checked
-def linear(start: float, end: float, *, steps: int) -> Schedule:
+def linear(start: float, steps: int, *, end: float = 0.0) -> Schedule:
     """Interpolate linearly from `start` at step 0 to `end` at `steps`; stay at `end` afterwards.
 
-    >>> [linear(0.0, 1.0, steps=4)(i) for i in (0, 1, 4, 9)]
-    [0.0, 0.25, 1.0, 1.0]
+    >>> [linear(1.0, 4)(i) for i in (0, 1, 4, 9)]
+    [1.0, 0.75, 0.0, 0.0]
     """
     not_negative("linear", steps=steps)
     return _schedule(lambda count: _between(start, end, _progress(count, steps)))

@@ -18,6 +18,8 @@ Layout, version 1. Any change is another version, as it changes everybody's init
     trunc_normal the same with y = lo + (w + 1/2) (hi - lo) / 2^32; lo, hi = erf((a|b - mean) / (std sqrt(2)))
     bernoulli    w < round(2^32 p)
     randint      low + floor(w (high - low) / 2^32)
+    exponential  -log(u), u = (w + 1/2) / 2^32
+    gumbel       -log(-log(u))
     floats       in float64, rounded to float32, then to the dtype (float64: not at all, with 32 random bits);
                  where there are bounds, last clamped to the values of the dtype within them
 
@@ -266,6 +268,14 @@ def _uniform(low: float, high: float, dtype: torch.dtype) -> _Distribution:
     return _floating(lambda w: w.mul_(scale).add_(low), dtype, low, last)
 
 
+def _exponential(dtype: torch.dtype) -> _Distribution:
+    return _floating(lambda w: w.add_(0.5).mul_(2.0**-32).log_().neg_(), dtype)
+
+
+def _gumbel(dtype: torch.dtype) -> _Distribution:
+    return _floating(lambda w: w.add_(0.5).mul_(2.0**-32).log_().neg_().log_().neg_(), dtype)
+
+
 def _bernoulli(p: float) -> _Distribution:
     if not 0 <= p <= 1:
         raise fail("random.bernoulli: p is not a probability", p=p, fix="0 <= p <= 1")
@@ -441,3 +451,65 @@ def bits(key: Tensor, shape: Sequence[int], *, spec: P = _REPLICATED, device: to
     """
     distribution = _Distribution(lambda w: w, torch.int64)
     return _draw_local("bits", key, shape, spec, distribution, device)
+
+
+@checked
+def exponential(
+    key: Tensor, shape: Sequence[int], *, spec: P = _REPLICATED, dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:  # fmt: skip
+    """Draw from the exponential distribution of rate 1: above 0, with mean 1. Divide by another rate.
+
+    >>> exponential(key(0), (3,))
+    tensor([0.9187, 0.1272, 0.3069])
+    """
+    return _draw_local("exponential", key, shape, spec, _exponential(dtype), device)
+
+
+@checked
+def gumbel(
+    key: Tensor, shape: Sequence[int], *, spec: P = _REPLICATED, dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:  # fmt: skip
+    """Draw from the standard Gumbel distribution: `argmax(logits + gumbel)` is a draw from softmax(logits).
+
+    >>> gumbel(key(0), (3,))
+    tensor([0.0848, 2.0617, 1.1812])
+    """
+    return _draw_local("gumbel", key, shape, spec, _gumbel(dtype), device)
+
+
+@checked
+def categorical(
+    key: Tensor, logits: Tensor, *, dim: int = -1, spec: P = _REPLICATED, shape: Sequence[int] | None = None
+) -> Tensor:
+    """Draw an index along `dim` of the logits, with the probabilities of their softmax, as `jax.random.categorical`.
+
+        logits [B, N]{by spec} -> int64 [B]{by spec}
+
+    Args:
+        spec: of the logits, if they are a rank's part of a global tensor; it must not split `dim`.
+        shape: the global shape of such logits, `fs.global_shape(logits, spec)`.
+
+    >>> categorical(key(0), torch.tensor([[0.0, 3.0, 0.0], [5.0, 0.0, 0.0]]))
+    tensor([1, 0])
+
+    Raises ShardingError for integer logits, a split `dim`, and in a checked call for logits that vary over an axis that
+    `spec` does not name: all ranks would draw the same numbers for different rows.
+    """
+    if not logits.is_floating_point() or not -logits.ndim <= dim < logits.ndim:
+        raise fail(f"random.categorical: logits {str(logits.dtype)[6:]}{list(logits.shape)}, dim={dim}",
+                   fix="floating logits, and one of their dims")  # fmt: skip
+    if axes := spec.parts(logits.ndim)[dim]:
+        raise fail(f"random.categorical: spec={spec} splits dim {dim}, whose indices are drawn",
+                   fix=f"fs.all_gather(logits, {axes[0]!r}, {dim}) before")  # fmt: skip
+    if spec.axes and shape is None:
+        raise fail(f"random.categorical: spec={spec} without the global shape",
+                   fix="shape=fs.global_shape(logits, spec)")  # fmt: skip
+    types = checker()
+    if types is not None and (others := sorted(types.info(logits).type.varying - set(spec.axes))):
+        raise fail(f"random.categorical: the logits vary over {', '.join(map(repr, others))}, which spec={spec} does "
+                   "not name", "all ranks would draw the same numbers for different rows",
+                   fix=f"spec=P({others[0]!r}), shape=fs.global_shape(logits, spec)")  # fmt: skip
+    noise = gumbel(key, logits.shape if shape is None else shape, spec=spec, device=logits.device)
+    return (logits.detach().to(noise.dtype) + noise).argmax(dim)

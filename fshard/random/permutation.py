@@ -56,6 +56,27 @@ def permute(key: Tensor, positions: Integers, *, size: int) -> Tensor:
     return torch.from_numpy(out.astype(np.int64)).reshape(at.shape)
 
 
+@checked
+def permutation(key: Tensor, x: int | Tensor, *, dim: int = 0) -> Tensor:
+    """Return range(x) in a random order, or a tensor with its slices along `dim` in one, as `jax.random.permutation`.
+
+    The order is the same on every mesh: `permute` of all positions. The tensor must not be split along `dim`. Not for
+    compiled programs.
+
+    >>> permutation(fs.key(0), 6)
+    tensor([5, 4, 2, 3, 0, 1])
+
+    Raises ShardingError for a negative number, and a `dim` that the tensor does not have.
+    """
+    if isinstance(x, Tensor) and not -x.ndim <= dim < x.ndim:
+        raise fail(f"random.permutation: dim={dim} of a tensor {list(x.shape)}", fix="one of its dims")
+    size = x.shape[dim] if isinstance(x, Tensor) else x
+    if size < 0:
+        raise fail(f"random.permutation: x={x}", fix="0 or more")
+    order = permute(key, range(size), size=max(1, size))
+    return x.index_select(dim, order.to(x.device)) if isinstance(x, Tensor) else order
+
+
 def _shuffle(x: Words, rows: int, columns: int, keys: Sequence[Words]) -> Words:
     """Apply a bijection of range(rows * columns), a grid: rotate columns by a hash of the row, and the reverse."""
     n, m = np.uint64(rows), np.uint64(columns)

@@ -59,7 +59,7 @@ class Options(command.Options):
     """Train a ResNet on images of characters, or on a folder of images."""
 
     name = "classify"
-    may_differ = ("head", "zero", "compile", "workers")
+    may_differ = ("steps", "head", "zero", "compile", "workers")
 
     steps: int = option(2400, rule=at_least(1))
     batch: int = option(64, "images of a step, over all devices", rule=at_least(1))

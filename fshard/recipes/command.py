@@ -25,6 +25,7 @@ import torch
 import fshard as fs
 from fshard import checkpoint
 from fshard._core.files.io import open_file
+from fshard.cli.command import refuse_unknown
 
 Run = TypeVar("Run", bound="Options")
 R = TypeVar("R")
@@ -116,7 +117,11 @@ class Options:
     @classmethod
     def parse(cls: type[Run], argv: Sequence[str] | None) -> Run:
         """Parse the options. Refuses each value that no run can have."""
-        options = cls(**vars(cls.parser().parse_args(argv)))
+        parser = cls.parser()
+        found, unknown = parser.parse_known_args(argv)
+        if unknown:
+            refuse_unknown(parser, unknown)
+        options = cls(**vars(found))
         if problems := options.problems():
             raise Refusal("\n".join(problems))
         return options

@@ -50,7 +50,7 @@ class Options(command.Options):
     """Fine-tune T5 and MiniLM on the sentiment of film reviews."""
 
     name = "finetune"
-    may_differ = ("strategy", "offload", "wrap", "remat", "verify", "methods")
+    may_differ = ("steps", "strategy", "offload", "wrap", "remat", "verify", "methods")
     parts = ("pretrain", *METHODS)
 
     mesh: str = option("", "axes and sizes, e.g. data=2,model=2 (default: of the launcher's file, or data)")
@@ -423,7 +423,7 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
     """Train a part from its last checkpoint, or from the start; return its score and its state."""
     args, mesh, axis, say = setup.args, setup.mesh, setup.axis, setup.say
     clock = time.perf_counter()
-    schedule = optim.warmup(optim.linear(part.lr, 0.0, steps=part.steps), max(1, part.steps // 20), start=0.0)
+    schedule = optim.warmup(optim.linear(part.lr, part.steps), max(1, part.steps // 20), start=0.0)
     optimizer = optim.chain(optim.clip_by_global_norm(1.0, part.specs), make_adamw(schedule, part.faster))
     key = fs.fold_in(setup.key, part.name)
     specs = {"params": part.specs, "opt": setup.strategy.state_specs(optimizer, part.specs), "key": P(), "step": P()}
@@ -466,6 +466,11 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
         state = fs.materialize(like, specs, mesh, key=fs.fold_in(key, "init"))
         state["params"] = {**state["params"], **(part.start or {})}
     begin = begin or 0
+    later = [name for name in METHODS if part.name == "pretrain" and name.startswith("t5") and args.resume
+             and checkpoint.latest(args.resume / name) is not None]  # fmt: skip
+    if later and begin < part.steps:
+        raise command.Refusal(f"--steps {args.steps}: {', '.join(later)} began from step {begin} of pretrain: "
+                              f"give --steps {begin}, or train anew without --resume")  # fmt: skip
     n = sum(x.numel() for x in fs.tree.leaves(part.trained))
     say(f"\n{part.name}: {n:,d} parameters train" + (f", resumed at step {begin}" if begin else ""))
     if args.verify:

@@ -34,7 +34,7 @@ Block = Callable[..., Any]
 
 @checked
 def scan(
-    block: Block, params: Any, x: Any, *, specs: Any, axis: Axis, each: Sequence[Any] | None = None,
+    block: Block, params: Any, x: Any, *, specs: Any, axis: Axis, each: Sequence[Any] | Tensor | None = None,
     shapes: Any = None, has_aux: bool = False, release: Release = True, remat: bool = False, offload: bool = False,
     prefetch: int = 1, backward_prefetch: BackwardPrefetch = None, dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -53,7 +53,8 @@ def scan(
     Args:
         params: a list of one tree for each block, or one tree whose leaves are stacked, [blocks, ...].
         specs: of the params, a prefix tree; the stacked dim is not split. `None`: nothing is split over `axis`.
-        each: a list of one tree for each block, passed to it as a third argument: keys, caches.
+        each: a list of one tree for each block, passed to it as a third argument: keys, caches; or a tensor,
+            [blocks, ...].
         shapes: as for `unshard`, needed only for leaves that the axis does not divide.
         has_aux: `block` returns `(x, out)`; then the result is `(x, outs)`, a list, or stacked like the parameters.
         release: free gathered weights after use and gather them again in backward; if False, keep them. With one or
@@ -84,7 +85,7 @@ def scan(
         raise fail("scan: offload=True offloads x before each block, and without remat=True more is kept",
                    fix="remat=True")  # fmt: skip
     tree.check_leaves("scan", "params", params, Tensor)
-    blocks = _Blocks.from_args(params, specs, each, shapes)
+    blocks = _Blocks.from_args(params, specs, each.unbind() if isinstance(each, Tensor) else each, shapes)
     if not len(blocks):
         return (x, []) if has_aux else x
     live = axis is not None and live_axes(region("scan").comm, known_axes("scan", region(), axis))

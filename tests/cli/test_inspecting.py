@@ -235,6 +235,8 @@ def test_checkpoint_and_last_of_several_are_shown(capsys):
     assert "  tied         bf16[4, 2]  = params.h.0.w" in cast  # still one leaf
     assert "bf16" in cast
     assert output(capsys, "out/step_000001").startswith("out/step_000001: a checkpoint\n")
+    assert output(capsys, "out", "--step", "1").startswith("out: its checkpoint of step 1\n")
+    assert error(capsys, "out", "--step", "3").startswith("out")
 
 
 def test_model_type_without_a_model_file_is_described_by_its_constructor(capsys):
@@ -515,7 +517,7 @@ def test_invalid_rules_are_refused(capsys):
 
 
 @pytest.mark.parametrize("spec", ["P(", "P", "P(axis='model')", "Q('model')", "P(open('x'))", "__import__('os')",
-                                  "P(x)", "P.__init__('x')", "row()", "[1, 2]", "", "P()()", "(" * 500])  # fmt: skip
+                                  "P(x)", "P.__init__('x')", "[1, 2]", "", "P()()", "(" * 500])  # fmt: skip
 def test_specs_are_parsed_and_never_run(capsys, spec):
     folder("tiny", CONFIG)
     assert error(capsys, "tiny", "--specs", f"**={spec}") == text(f"""
@@ -528,8 +530,8 @@ def test_specs_parse_from_python_and_json():
     for source in ("P()", 'P("data")', "P(None, ('a', 'b'))", "P(..., 'm')", "row('a')", "column(('a','b'))"):
         assert spec_of(source) == eval(source, {"P": P, "row": fs.row, "column": fs.column})
     assert spec_of([None, ["a", "b"], "c"]) == P(None, ("a", "b"), "c")
-    for wrong in ("P('a', 'a')", [3], "P(3)"):
-        with pytest.raises(ShardingError, match="P"):
+    for wrong in ("P('a', 'a')", [3], "P(3)", "row()"):
+        with pytest.raises(ShardingError, match=r"P|row: axis is missing"):
             spec_of(wrong)
 
 

@@ -104,6 +104,8 @@ def test_a_run_resumes_on_another_mesh_and_its_pictures_show_all_of_it(folder, o
         with Image.open(out / name) as picture:
             assert min(picture.size) > 300
             assert len(picture.convert("RGB").getcolors(1 << 20)) > 10  # lines and text, not an empty page
+    classify.main([*SMALL, "--steps", "3", "--folder", folder, "--resume", str(out)])
+    assert [row["step"] for row in metrics(out)] == [0, 1, 2]
 
 
 @pytest.mark.slow

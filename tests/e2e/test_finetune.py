@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,9 @@ def test_a_run_resumes_on_another_mesh(texts, one, tmp_path, monkeypatch):
     assert_same(got, ({"t5-lora": one[0]["t5-lora"]}, {n: one[1][n] for n in got[1]}))
     with pytest.raises(SystemExit, match="it was trained with other arguments: give --rank 2"):
         finetune.main([*TINY, "--data", texts, "--resume", str(out), "--rank", "4"])
+    shutil.rmtree(out / "pretrain")
+    with pytest.raises(SystemExit, match="t5-lora began from step 0 of pretrain: give --steps 0, or train anew"):
+        finetune.main([*TINY, "--data", texts, "--resume", str(out), *flags])
 
 
 @needs_minilm

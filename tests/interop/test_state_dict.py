@@ -562,3 +562,28 @@ def test_errors_of_write_leave_the_older_file_and_nothing_else(tmp_path: Path, m
     fs.state_dict.write(tmp_path / "a.pt", {"w": w})
     assert [f.name for f in tmp_path.iterdir()] == ["a.pt"]
     assert_same(torch.load(tmp_path / "a.pt", weights_only=True), {"w": w})
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+
+def test_a_gathered_tree_is_loaded_by_its_module_with_ties() -> None:
+    apply, described = fs.defer(Tied)
+    specs = fs.fully_shard(P(), described, axis="data")
+    placed_tree = fs.materialize(described, specs, fs.make_mesh(data=2), key=KEY)
+    module = Tied()
+    module.load_state_dict(fs.state_dict.gather(placed_tree, of=apply))  # strict
+    assert module.head.weight is module.table.weight
+    for name, x in placed_tree["params"].items():
+        assert torch.equal(module.get_parameter(name), fs.device_get(x))
+    with pytest.raises(fs.ShardingError, match="must be a Sharded or a Tensor"):
+        fs.state_dict.gather(described)
+    leaf = torch.ones(2)
+    assert fs.state_dict.gather({"a": {"b": leaf}, "c": leaf}).keys() == {"a.b", "c"}
+    with pytest.raises(fs.ShardingError, match=r"gather: 'a\.b' is the name of two leaves"):
+        fs.state_dict.gather({"a": {"b": leaf}, "a.b": torch.ones(3)})

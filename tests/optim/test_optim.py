@@ -241,7 +241,7 @@ def test_norm_is_exact_to_float32_for_any_split_and_strides(n):
 
 SCHEDULES = [
     (optim.constant(1.0), lambda o: lr_scheduler.ConstantLR(o, 1.0)),
-    (optim.linear(0.2, 0.7, steps=13), lambda o: lr_scheduler.LinearLR(o, 0.2, 0.7, total_iters=13)),
+    (optim.linear(0.2, 13, end=0.7), lambda o: lr_scheduler.LinearLR(o, 0.2, 0.7, total_iters=13)),
     (optim.cosine(1.0, 20, end=0.1), lambda o: lr_scheduler.CosineAnnealingLR(o, 20, eta_min=0.1)),
     (
         optim.warmup(optim.cosine(1.0, 15), 5, start=0.25),
@@ -272,13 +272,13 @@ def test_schedules_equal_those_of_torch(schedule, make):
 def test_schedules_are_exact_at_the_ends():
     for start, end in [(0.1, 0.7), (3e-4, 3e-5), (1 / 3, 1e-9)]:
         for steps in (1, 3, 1000):
-            line, wave = optim.linear(start, end, steps=steps), optim.cosine(start, steps, end=end)
+            line, wave = optim.linear(start, steps, end=end), optim.cosine(start, steps, end=end)
             rise = optim.warmup(wave, steps, start=end)
             for f in (line, wave):
                 assert (f(0), f(steps), f(steps + 5)) == (start, end, end)
             assert (rise(0), rise(steps), rise(2 * steps)) == (end, start, end)
     assert optim.warmup(0.5, 0)(0) == 0.5
-    assert optim.linear(0.0, 1.0, steps=0)(0) == 1.0
+    assert optim.linear(0.0, 0, end=1.0)(0) == 1.0
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])

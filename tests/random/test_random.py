@@ -24,6 +24,7 @@ KNOWN = [
     ),
 ]  # fmt: skip
 WORDS = R._Distribution(lambda w: w, torch.int64)
+EXPONENTIAL, GUMBEL = R._exponential(torch.float64), R._gumbel(torch.float64)
 COINS = R._Distribution(lambda w: w < 1 << 31, torch.bool)
 DRAWS = {
     "normal": lambda key, shape, box: R.normal_box(key, shape, box, mean=0.5, std=2.0),
@@ -32,6 +33,8 @@ DRAWS = {
     "trunc_normal": lambda key, shape, box: R.trunc_normal_box(key, shape, box, std=0.02, a=-0.03, b=0.05),
     "uniform": lambda key, shape, box: R.uniform_box(key, shape, box, low=-1.0, high=3.0),
     "uniform_f16": lambda key, shape, box: R.uniform_box(key, shape, box, dtype=torch.float16),
+    "exponential": lambda key, shape, box: R._draw("exponential", key, shape, box, EXPONENTIAL, None),
+    "gumbel": lambda key, shape, box: R._draw("gumbel", key, shape, box, GUMBEL, None),
     "bits": lambda key, shape, box: R._draw("bits", key, shape, box, WORDS, None),
     "bernoulli": lambda key, shape, box: R._draw("bernoulli", key, shape, box, COINS, None),
 }
@@ -361,6 +364,8 @@ def test_distributions():
         (R.normal(KEY, (n,), mean=3.0, std=0.5), lambda x: cdf((x - 3) / 0.5)),
         (R.uniform(KEY, (n,), low=-1.0, high=3.0), lambda x: (x + 1) / 4),
         (R.trunc_normal(KEY, (n,), a=-1.0, b=2.0), lambda x: (cdf(x) - lo) / (hi - lo)),
+        (R.exponential(KEY, (n,)), lambda x: 1 - (-x).exp()),
+        (R.gumbel(KEY, (n,)), lambda x: (-(-x).exp()).exp()),
     ]
     for values, distribution in draws:
         u = distribution(values.double().sort().values)
@@ -377,6 +382,51 @@ def test_distributions():
     counts = R.randint(KEY, (n,), low=5, high=15).sub(5).bincount(minlength=10).double()
     assert len(counts) == 10
     assert ((counts - n / 10) ** 2 / (n / 10)).sum() < 9 + 4 * math.sqrt(18)
+
+
+def test_categorical_draws_by_the_probabilities_of_its_logits():
+    n, p = 1 << 16, torch.tensor([0.1, 0.2, 0.0, 0.7])
+    counts = R.categorical(KEY, p.log().expand(n, 4)).bincount(minlength=4)
+    assert counts[2] == 0
+    assert ((counts / n - p).abs() < 4 * (p * (1 - p) / n).sqrt() + 1e-9).all()
+    assert torch.equal(R.categorical(KEY, p.log()[:, None].expand(4, 3), dim=0), R.categorical(
+        KEY, p.log()[:, None].expand(4, 3), dim=-2))  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [8, 7])  # 7 over 4: uneven parts
+def test_categorical_and_permutation_are_the_same_on_every_mesh(rows):
+    logits = R.normal(KEY, (rows, 5), std=3.0)
+
+    @fs.shard_map(mesh=fs.make_mesh(a=4), in_specs=P("a"), out_specs=(P("a"), P()))
+    def draw(x):
+        drawn = fs.random.categorical(KEY, x, spec=P("a"), shape=fs.global_shape(x, P("a")))
+        return drawn, fs.random.permutation(KEY, rows)
+
+    drawn, order = fs.device_get(draw(logits))
+    assert torch.equal(drawn, fs.random.categorical(KEY, logits))
+    assert torch.equal(order, fs.random.permutation(KEY, rows))
+    assert sorted(order.tolist()) == list(range(rows))
+    assert torch.equal(fs.random.permutation(KEY, logits), logits[order])
+    assert torch.equal(fs.random.permutation(KEY, logits.T, dim=1), logits.T[:, order])
+    assert fs.random.permutation(KEY, 0).tolist() == []
+
+
+def test_error_texts_of_categorical():
+    draw = fs.shard_map(lambda x: fs.random.categorical(KEY, x), mesh=fs.make_mesh(a=2), in_specs=P("a"),
+                        out_specs=P("a"))  # fmt: skip
+    assert error_text(draw, torch.zeros(4, 3)) == (
+        "random.categorical: the logits vary over 'a', which spec=P() does not name\n"
+        "  all ranks would draw the same numbers for different rows\n"
+        "  fix: spec=P('a'), shape=fs.global_shape(logits, spec)"
+    )
+    assert error_text(fs.random.categorical, KEY, torch.zeros(4, 3), spec=P(None, "a")) == (
+        "random.categorical: spec=P(None, 'a') splits dim -1, whose indices are drawn\n"
+        "  fix: fs.all_gather(logits, 'a', -1) before"
+    )
+    assert "without the global shape" in error_text(fs.random.categorical, KEY, torch.zeros(4, 3), spec=P("a"))
+    assert "one of their dims" in error_text(fs.random.categorical, KEY, torch.zeros(4), dim=1)
+    assert "x=-1" in error_text(fs.random.permutation, KEY, -1)
+    assert "one of its dims" in error_text(fs.random.permutation, KEY, torch.zeros(4), dim=1)
 
 
 def test_draws_of_different_keys_are_independent():
@@ -401,6 +451,12 @@ GOLDEN = {
     "normal": (R.normal_box, {}, "0x1.f577c6p+0 -0x1.430d3p-5 0x1.fdaadep-2"),
     "normal_bf16": (R.normal_box, {"std": 0.02, "dtype": torch.bfloat16}, "0x1.4p-5 -0x1.9ep-11 0x1.46p-7"),
     "uniform": (R.uniform_box, {"low": -1.0, "high": 2.0}, "0x1.ecc016p+0 0x1.cfaed4p-2 0x1.126d4ap+0"),
+    "exponential": (
+        lambda key, shape, box: R.exponential(key, shape)[box], {}, "0x1.9fe4bep-6 0x1.73417cp-1 0x1.7afd7ap-2",
+    ),
+    "gumbel": (
+        lambda key, shape, box: R.gumbel(key, shape)[box], {}, "0x1.d6398cp+1 0x1.4925dp-2 0x1.fce88ap-1",
+    ),
     "uniform_bf16": (R.uniform_box, {"dtype": torch.bfloat16}, "0x1.f4p-1 0x1.fp-2 0x1.62p-1"),
     "trunc_normal": (R.trunc_normal_box, {}, "0x1.ad90ep+0 -0x1.345872p-5 0x1.e49d64p-2"),
     "trunc_normal_bf16": (

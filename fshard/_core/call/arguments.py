@@ -111,7 +111,8 @@ def _placement_errors(label: str, leaf: Sharded | Tensor | Deferred, spec: P, me
     if isinstance(leaf, Tensor):
         if leaf.requires_grad and torch.is_grad_enabled():
             return [fail(f"{label}: requires grad, and no gradient flows out of shard_map",
-                         fix="differentiate inside, with fs.value_and_grad, or pass x.detach()")]  # fmt: skip
+                         fix="differentiate inside, as fs.shard_map(fs.value_and_grad(loss), ...) does; x.detach() if "
+                             "no gradient is wanted")]  # fmt: skip
         if leaf.is_meta and mesh.kind != "abstract":
             return [fail(f"{label}: is on the meta device, and has no values", fix="fs.check(f, ...) needs none")]
         if leaf.layout != torch.strided:

@@ -92,8 +92,16 @@ def explain_shapes(plan: CallPlan, e: Exception) -> None:
     The error stays what it is, with its type and traceback; the note comes after its text. Without an argument that is
     split there is no note: the function raises the same error on one device.
     """
+    if isinstance(e, RuntimeError) and "does not require grad and does not have a grad_fn" in str(e):
+        raise fail(f"{_user_site(e)}: backward() of a result of tensors that require no gradient",
+                   f"the arguments of {plan.name} are parts of leaves, without one",
+                   fix="loss, grads = fs.value_and_grad(loss_fn)(params, x), then opt.update") from e  # fmt: skip
     rows = [] if isinstance(e, ShardingError) or not _ABOUT_SHAPES.search(str(e)) else _arguments(plan)
     if any(row.is_split for row in rows):
+        if captured := _captured(e, {n for row in rows if row.is_split for n in row.shape}):
+            raise fail(f"{_user_site(e)}: {captured[0]} is captured: each rank has all of it, and a part of each "
+                       "argument", f"{type(e).__name__}: {e}",
+                       fix="pass it as an argument, which in_specs splits") from e  # fmt: skip
         e.add_note(_shapes_note(plan, e, rows))
 
 
@@ -102,6 +110,7 @@ class _Argument(NamedTuple):
 
     name: str
     text: str
+    shape: tuple[int, ...]
     local: list[tuple[int, ...]]
     is_split: bool
 
@@ -113,8 +122,19 @@ def _arguments(plan: CallPlan) -> list[_Argument]:
             shape, dtype = kind[:2]
             boxes = (local_box(shape, spec, mesh.axes, mesh.coords(rank)) for rank in range(mesh.size))
             local = list(dict.fromkeys(map(box_shape, boxes)))
-            rows.append(_Argument(name, format_tensor(dtype, shape, spec), local, local != [shape]))
+            rows.append(_Argument(name, format_tensor(dtype, shape, spec), shape, local, local != [shape]))
     return rows
+
+
+def _captured(e: Exception, sizes: set[int]) -> list[str]:
+    """Return the tensors that the failing function has from outside of the call, with a size that `e` names."""
+    frames = [tb.tb_frame for tb in users_frames(e.__traceback__)]
+    inside = {id(x) for frame in frames for name, x in frame.f_locals.items() if name not in frame.f_code.co_freevars}
+    named = sizes & {int(n) for n in re.findall(r"\d+", str(e))}
+    found = {name: {**frame.f_globals, **frame.f_locals}.get(name)
+             for frame in frames[-1:] for name in (*frame.f_code.co_freevars, *frame.f_code.co_names)}  # fmt: skip
+    return [f"{name}, {format_tensor(x.dtype, x.shape)}," for name, x in found.items()
+            if isinstance(x, torch.Tensor) and id(x) not in inside and not named.isdisjoint(x.shape)]  # fmt: skip
 
 
 def _shapes_note(plan: CallPlan, e: Exception, rows: Sequence[_Argument]) -> str:

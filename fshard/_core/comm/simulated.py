@@ -23,7 +23,7 @@ from fshard._core.packing import flatten, pack, parts_by_rank, reduce_in_order, 
 from fshard._core.protocol import Axes, Comm, PendingTransfer, index_of, ranks_over
 from fshard._core.torch import foreach_copy_
 from fshard._core.transfers import call_site, note, reduction
-from fshard.errors import fail
+from fshard.errors import ShardingError, fail
 
 from .rank_states import RankStates, torch_for_ranks
 from .rank_threads import Abandoned, RankThread, dismiss, give_back, take_threads
@@ -269,6 +269,8 @@ def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
         except Abandoned:
             pass
         except BaseException as e:
+            if run.failure is None and n > 1 and isinstance(e, Exception) and not isinstance(e, ShardingError):
+                e.add_note(f"on rank {rank}: {', '.join(f'{axis}={i}' for axis, i in coords.items())}")
             run.failure = run.failure or e
         run.over.append(rank)
         is_last = len(run.over) == n  # asked in this rank's turn: after it, other ranks end, too

@@ -1,0 +1,319 @@
+"""First mistakes get first answers: small programs of newcomers, with what they print, or the error and its fix.
+
+Users of PyTorch, JAX and Hugging Face, a teacher in a notebook and someone with images have written them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import textwrap
+
+import pytest
+
+import fshard as fs
+from fshard.cli import command
+from fshard.recipes import classify, finetune, pretrain
+
+SETUP = """
+import copy, json, pickle
+import numpy as np
+import torch, fshard as fs
+from fshard import P
+from torch import nn
+
+mesh = fs.make_mesh(data=2)
+params = fs.device_put({"w": torch.ones(4, 4)}, P(), mesh)
+opt = fs.optim.adamw(1e-3)
+apply, tree = fs.defer(lambda: nn.Linear(4, 4))
+x, y = torch.ones(8, 4), torch.ones(8, 4)
+
+@fs.shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+def loss(p, x):
+    return fs.pmean((x @ fs.pvary(p["w"], "data")).square().mean(), "data")
+"""
+
+PLACED = "is a placed leaf, not a tensor"
+UPDATE = "params, state = opt.update(grads, state, params)"
+
+# --- they work ------------------------------------------------------------------------------------------------
+
+WORKS = {
+    "unpack a replicated result": ("""
+        @fs.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P())
+        def accuracy(x):
+            return fs.pmean(torch.stack([x.mean(), x.max()]), "data")
+        top1, top5 = accuracy(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        print(f"{top1:.2f} {top5:.2f}", len(accuracy(x)), float(accuracy(x)[0]))
+        """, "2.50 3.00 2 1.0"),
+    "numpy and matplotlib read a replicated leaf": ("""
+        losses = [loss(params, x) for _ in range(2)]
+        half = fs.device_put(x.bfloat16(), P(), mesh)
+        print(np.asarray(losses), np.asarray(params["w"]).shape, np.asarray(half).dtype)
+        """, "[16. 16.] (4, 4) float32"),
+    "a number in a tree for materialize": ("""
+        state = {"w": fs.init.ones((4, 4)), "step": 0, "lr": 0.1, "name": "gpt", "done": False}
+        print(fs.materialize(state, P(), mesh, key=fs.key(0)))
+        """, "{'w': f32[4, 4], 'step': 0, 'lr': 0.1, 'name': 'gpt', 'done': False}"),
+    "scan over a tensor": ("""
+        stacked = fs.device_put({"w": torch.ones(3, 4, 4)}, P(), mesh)
+        def f(p, x):
+            block = lambda p, x, scale: x @ p["w"] * scale
+            return fs.scan(block, p, x, specs=P(), axis=None, each=torch.tensor([1.0, 2.0, 3.0]))
+        print(fs.device_get(fs.shard_map(f, mesh=mesh, out_specs=P())(stacked, x))[0, 0])
+        """, "tensor(384.)"),
+    "copy": ("print(copy.copy(params['w']), copy.deepcopy(params))", "f32[4, 4] {'w': f32[4, 4]}"),
+    "schedules take their arguments in one order": ("""
+        o = fs.optim
+        print(o.linear(1.0, 10, end=0.5)(10), o.cosine(1.0, 10, end=0.5)(10), o.warmup(1.0, 10, start=0.5)(0))
+        """, "0.5 0.5 0.5"),
+    "a state_dict in memory": ("""
+        module = nn.Linear(4, 4)
+        print(module.load_state_dict(fs.state_dict.gather(fs.materialize(tree, P(), mesh, key=fs.key(0)))))
+        """, "<All keys matched successfully>"),
+}  # fmt: skip
+
+# --- errors of fshard, in full --------------------------------------------------------------------------------
+
+REFUSED = {
+    "a module for a constructor": ("fs.defer(nn.Linear(4, 4))", """
+        defer: got a Linear, which is constructed already, not a constructor
+          fix: fs.defer(lambda: Linear(...)), which allocates nothing; for the values of this one, \
+fs.device_put(dict(module.named_parameters()), specs, mesh)
+        """),
+    "a constructor that needs arguments": ("fs.defer(nn.Linear)", """
+        defer: the constructor needs arguments: in_features, out_features
+          fix: fs.defer(lambda: Linear(in_features, out_features))
+        """),
+    "init_empty_weights": ("""
+        from accelerate import init_empty_weights
+        with init_empty_weights():
+            fs.defer(lambda: nn.Linear(4, 4))
+        """, """
+        defer: the constructor runs inside init_empty_weights of Accelerate, which puts parameters on the meta device
+          fix: leave it out: fs.defer allocates no parameter
+        """),
+    "shards without unshard": ("""
+        specs = fs.fully_shard(P(), tree["params"], axis="data")
+        params = fs.materialize(tree["params"], specs, mesh, key=fs.key(0))
+        f = fs.shard_map(lambda p, x: apply(p, {}, x), mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"))
+        f(params, x)
+        """, """
+        Apply(Linear): params['weight'] is [2, 4], and [4, 4] in the module
+          fix: apply.unshard(specs, axis)(params, buffers, *args), which gathers each unit; or \
+apply(fs.unshard(params, specs, axis), buffers, *args)
+        """),
+    "apply without buffers": ("apply(tree['params'], x)", """
+        Apply(Linear): buffers is a Tensor, not a dict of tensors by name
+          fix: apply(tree["params"], tree["buffers"], *args); {} for a module without buffers
+        """),
+    "the tree of defer for its params": ("apply(tree, {}, x)", """
+        Apply(Linear): params is the tree of fs.defer, not a dict of tensors by name
+          fix: apply(tree["params"], tree["buffers"], *args); {} for a module without buffers
+        """),
+    "grad around shard_map": ("fs.grad(loss)(params, x)", """
+        value_and_grad(loss): args[0]['w'] is Sharded, which has no gradient
+          fix: differentiate inside: fs.shard_map(fs.value_and_grad(loss), ...), where leaves are tensors
+        """),
+    "value_and_grad around shard_map, of tensors": ("fs.value_and_grad(loss)({'w': torch.ones(4, 4)}, x)", """
+        loss: args[0]['w']: requires grad, and no gradient flows out of shard_map
+          fix: differentiate inside, as fs.shard_map(fs.value_and_grad(loss), ...) does; x.detach() if no gradient is \
+wanted
+        """),
+    "backward inside": ("""
+        @fs.shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        def step(p, x):
+            (x @ fs.pvary(p["w"], "data")).sum().backward()
+        step(params, x)
+        """, """
+        program.py:4 in step: backward() of a result of tensors that require no gradient
+          the arguments of step are parts of leaves, without one
+          fix: loss, grads = fs.value_and_grad(loss_fn)(params, x), then opt.update
+        """),
+    "an optimizer of torch": ("torch.optim.AdamW(params.values(), lr=1e-3)", f"""
+        add_param_group: f32[4, 4] {PLACED}
+          fix: opt = fs.optim.adamw(1e-3); state = opt.init(params); and in fs.shard_map {UPDATE}
+        """),
+    "parameters for the optimizer": ("fs.optim.adamw(params, lr=1e-3)", """
+        adamw: lr is passed by position, as {'w': f32[4, 4]}, and by name
+          fix: adamw(lr, b1=, b2=, eps=, weight_decay=, mask=)
+        """),
+    "an update without parameters": ("opt.update(params, opt.init(params))", f"""
+        adamw: update without params
+          fix: {UPDATE}
+        """),
+    "options of peft": ("fs.lora.Config(['q_proj'], lora_alpha=16)", """
+        Config: no argument is called 'lora_alpha'
+          near  alpha
+          fix: Config(targets, rank, alpha, dropout, rslora, dora, bias, modules_to_save, ranks, alphas, exclude, init)
+        """),
+    "a text for a dtype": ("fs.init.normal((2, 2), dtype='bfloat16')", """
+        normal: dtype must be a dtype or None, got 'bfloat16'
+          fix: torch.bfloat16
+        """),
+    "a size for a shape": ("fs.random.normal(fs.key(0), 3)", """
+        normal: shape must be a Sequence of int, got 3
+          fix: (64, 256), a tuple of sizes
+        """),
+    "betas": ("fs.optim.adamw(1e-3, betas=(0.9, 0.95))", """
+        adamw: no argument is called 'betas'
+          near  b1, b2
+          fix: adamw(lr, b1=, b2=, eps=, weight_decay=, mask=)
+        """),
+    "sizes and names for make_mesh": ("fs.make_mesh((2, 4), ('data', 'model'))", """
+        make_mesh: 2 arguments by position, and it takes 0
+          fix: make_mesh(data=2, model=4)
+        """),
+    "no key": ("fs.materialize({'w': fs.init.ones(4)}, P(), mesh)", """
+        materialize: key is missing
+          fix: materialize(tree, specs, mesh, key=fs.key(0), dtype=)
+        """),
+    "no axis": ("fs.psum(x)", """
+        psum: axis is missing
+          fix: psum(x, axis)
+        """),
+    "shard_map without parentheses": ("fs.shard_map(lambda x: x)", """
+        shard_map: mesh and out_specs are missing
+          fix: shard_map(f, mesh=, in_specs=, out_specs=, check=, compile=, donate=)
+        """),
+    "a text for a spec": ("fs.device_put({'w': x}, {'w': 'data'}, mesh)", """
+        specs['w']: 'data' is a str, not a P
+          fix: use a P: P('data')
+        """),
+    "a tuple for a spec": ("fs.device_put({'w': x}, {'w': ('data', None)}, mesh)", """
+        specs['w']: not a prefix of the tree it describes
+          got  tuple of 2    expected  Tensor
+          the tree has a leaf at this path
+          fix: give the leaf a P: P('data', None)
+        """),
+    "pickle": ("pickle.dumps(params)", """
+        pickle: f32[4, 4] is placed on the devices of Mesh(data=2; simulated, 2 x cpu)
+          fix: fs.checkpoint.save(path, tree), which fs.checkpoint.restore places again on any mesh; or \
+torch.save(fs.device_get(tree), path), of full tensors
+        """),
+    "torch.save": ("torch.save(params, io.BytesIO())", """
+        pickle: f32[4, 4] is placed on the devices of Mesh(data=2; simulated, 2 x cpu)
+          fix: fs.checkpoint.save(path, tree), which fs.checkpoint.restore places again on any mesh; or \
+torch.save(fs.device_get(tree), path), of full tensors
+        """),
+    "a captured batch": ("""
+        @fs.shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        def loss(p, x):
+            return fs.pmean((x @ p["w"] - y).square().mean(), "data")
+        loss(params, x)
+        """, """
+        program.py:4 in loss: y, f32[8, 4], is captured: each rank has all of it, and a part of each argument
+          RuntimeError: The size of tensor a (4) must match the size of tensor b (8) at non-singleton dimension 0
+          fix: pass it as an argument, which in_specs splits
+        """),
+    "weights of a folder by other names": ("""
+        import tempfile
+        from fshard.models import gpt2
+        cfg = gpt2.Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=2)
+        folder = tempfile.mkdtemp(prefix="first-mistakes-")
+        gpt2.save(folder, cfg, fs.materialize(gpt2.init(cfg), P(), mesh, key=fs.key(0)))
+        fs.hf.weights(folder, gpt2.init(cfg))
+        """, """
+        hf.weights: FOLDER has none of the leaves by their names in the tree
+          tree  h.0.down.b, h.0.down.w, and 14 more    files  transformer.h.0.mlp.c_proj.bias, \
+transformer.h.0.mlp.c_proj.weight, and 14 more
+          fix: give the folder of this model, or rename its tensors; of=apply, with the apply of fs.defer, knows the \
+names of transformers; fs.hf.load(path) reads a model of fs.models
+        """),
+    "round": ("round(loss(params, x), 2)", f"""
+        round: f32[] 16.0 {PLACED}
+          fix: x.item() is its value, x.shards are its local parts; compute inside fs.shard_map; fs.reshard moves it
+        """),
+    "a module for its tensors": ("fs.device_put(nn.Linear(4, 4), P(), mesh)", """
+        device_put: tree: cannot place a Linear
+          fix: pass its tensors: dict(module.named_parameters()); fs.defer(constructor) also computes with them
+        """),
+    "parameters() for its tensors": ("fs.device_put(nn.Linear(4, 4).parameters(), P(), mesh)", """
+        device_put: tree: cannot place a generator
+          fix: pass a dict or a list, which have the same leaves each time: dict(module.named_parameters()), list(x)
+        """),
+}  # fmt: skip
+
+# --- attributes that other libraries have ---------------------------------------------------------------------
+
+ATTRIBUTES = {
+    "opt.step": f"an Optimizer has no attribute 'step': it is {UPDATE}, in fs.shard_map",
+    "opt.zero_grad":
+        "an Optimizer has no attribute 'zero_grad': it is not needed: fs.value_and_grad returns new gradients",
+    "apply.parameters": "an Apply has no attribute 'parameters': it is tree[\"params\"], placed by fs.materialize",
+    "fs.PartitionSpec": "fs has no attribute 'PartitionSpec': it is fs.P",
+    "fs.jit": "fs has no attribute 'jit': it is fs.shard_map",
+    "fs.vmap": "fs has no attribute 'vmap': it is torch.vmap",
+    "fs.distribute_tensor": "fs has no attribute 'distribute_tensor': it is fs.device_put",
+    "fs.optim.AdamW": "fs.optim has no attribute 'AdamW': it is fs.optim.adamw",
+    "fs.nn.relu": "fs.nn has no attribute 'relu': it is torch.nn.functional.relu",
+    "fs.init.xavier_normal_": "fs.init has no attribute 'xavier_normal_': it is fs.init.xavier_normal",
+    "fs.random.PRNGKey": "fs.random has no attribute 'PRNGKey': it is fs.key",
+    "fs.checkpoint.load": "fs.checkpoint has no attribute 'load': it is fs.checkpoint.restore",
+    "fs.no_such_name": "fs has no attribute 'no_such_name'",
+}  # fmt: skip
+
+
+def run(program: str) -> str:
+    """Run a program, and return what it prints."""
+    out, names = io.StringIO(), {"__name__": "program", "io": io}
+    exec(compile(SETUP, "setup.py", "exec"), names)
+    with contextlib.redirect_stdout(out):
+        exec(compile(textwrap.dedent(program), "program.py", "exec"), names)
+    return out.getvalue().strip()
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_first_programs_that_work(name: str) -> None:
+    program, output = WORKS[name]
+    assert run(program) == output
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_first_mistakes_are_explained(name: str) -> None:
+    program, text = REFUSED[name]
+    with pytest.raises(fs.ShardingError) as e:
+        run(program)
+    assert re.sub(r"/\S*first-mistakes-\w*", "FOLDER", str(e.value)) == textwrap.dedent(text).strip()
+
+
+@pytest.mark.parametrize("expression", ATTRIBUTES)
+def test_names_of_other_libraries_are_explained(expression: str) -> None:
+    with pytest.raises(AttributeError) as e:
+        run(expression)
+    assert str(e.value) == ATTRIBUTES[expression]
+
+
+def test_an_exception_on_one_rank_names_the_rank() -> None:
+    program = """
+        @fs.shard_map(mesh=fs.make_mesh(data=2, model=2), in_specs=P(("data", "model")), out_specs=P())
+        def f(x):
+            if (x == 3).any():
+                raise KeyError("no such example")
+        f(torch.arange(4))
+    """
+    with pytest.raises(KeyError) as e:
+        run(program)
+    assert e.value.__notes__ == ["on rank 3: data=1, model=1"]
+
+
+@pytest.mark.parametrize(
+    ("main", "argv", "usage", "error"),
+    [
+        (command.main, ["plan", "m", "--layot", "x"], "fshard plan", "there is no --layot: --layout is near"),
+        (command.main, ["inspect", "m", "n"], "fshard inspect", "there is no n"),
+        (pretrain.main, ["--stpes", "3"], "fshard.recipes.pretrain", "there is no --stpes: --steps is near"),
+    ],
+)  # fmt: skip
+def test_unknown_options_show_the_nearest_and_the_usage_of_their_command(main, argv, usage, error, capsys) -> None:
+    with pytest.raises(SystemExit) as e:
+        main(argv)
+    text = capsys.readouterr().err
+    assert e.value.code == 2
+    assert text.startswith(f"usage: python -m {usage} ")
+    assert text.splitlines()[-1].endswith(f"error: {error}")
+
+
+def test_a_resumed_run_of_every_recipe_may_have_more_steps() -> None:
+    assert all("steps" in recipe.Options.may_differ for recipe in (pretrain, classify, finetune))
