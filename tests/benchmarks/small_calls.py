@@ -1,7 +1,7 @@
 """The price of a call of small work, compared with plain torch: `python -m tests.benchmarks.small_calls [--only PART]`.
 
 Parts: `step`, the default step of `fshard.recipes.pretrain` / the same program as an `nn.Module` with fused AdamW and
-clipping; `leaves`, as in `scaling`; `first` and `later`, a checked and a later call of correct programs of the corpus
+clipping; `leaves`, a call above its body; `first` and `later`, a checked and a later call of correct programs of the corpus
 on four simulated ranks / four times the same on one device; `scan`, 32 tiny blocks on two ranks / a loop of `unshard`.
 
 CPU seconds; each ratio is the median of those of neighbours in time. README.md in this folder says more.
@@ -27,7 +27,6 @@ from fshard.recipes import pretrain
 from tests.corpus import correct
 from tests.corpus.correct.program import Program
 
-from . import scaling
 from .gpt_module import from_params
 from .init import Part, interleaved, parser_of, report
 
@@ -90,9 +89,28 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def leaves(args: argparse.Namespace) -> dict[str, Any]:
-    rows = scaling.leaves(args)["kept"]["calls"]
-    return {f"{n} leaves": {"ours": row["median"] * 1e-6, "peer": LEAVES[n] * 1e-6, "ratio": row["median"] / LEAVES[n]}
-            for n, row in rows.items()}  # fmt: skip
+    return {f"{n} leaves": _above_body(n, args) for n in LEAVES}
+
+
+def _above_body(n: int, args: argparse.Namespace) -> dict[str, float]:
+    """Measure a call of one operation on n leaves, minus the operation without `shard_map`."""
+    mesh = fs.make_mesh(kind="simulated", data=1)
+    state, times = [torch.zeros(4) for _ in range(n)], max(3, 2000 // (n + 20))
+    body = lambda xs: list(torch._foreach_add(xs, 1.0))  # noqa: E731
+    f = fs.shard_map(body, mesh=mesh, in_specs=(P(),), out_specs=P())
+
+    def looped(step: Callable[[Any], Any], state: Any) -> Callable[[], None]:
+        def run() -> None:
+            out = state
+            for _ in range(times):
+                out = step(out)
+
+        return run
+
+    runs = {"call": looped(f, fs.device_put(state, P(), mesh)), "body": looped(body, state)}
+    spent = interleaved(runs, args.repeats, args.device)
+    ours = statistics.median(a - b for a, b in zip(spent["call"], spent["body"], strict=True)) / times
+    return {"ours": ours, "peer": LEAVES[n] * 1e-6, "ratio": ours / (LEAVES[n] * 1e-6)}
 
 
 def programs() -> list[Program]:
