@@ -109,7 +109,7 @@ def run_blocks(text: str, name: str) -> list[tuple[Block | None, str]]:
 
 
 # Lines of the page, temporary folders, digits that rounding changes; seconds, and their shares.
-VARYING = re.compile(r"(?<=\.md:)\d+|/tmp/tmp\w+|(?<=largest relative error )\d[\d.e-]*|(?<=largest error )\d[\d.e-]*"
+VARYING = re.compile(r"(?<=\.md:)\d+|/tmp/tmp\w+|(?<=largest relative error )\d[^)]*|(?<=largest error )\d[\d.e-]*"
                      r"|(?<=\d\.\d{4})\d+")  # fmt: skip
 SECONDS = re.compile(r"\d[\d.,]* (?:ns|us|ms|s)\b|\d+%")
 
