@@ -18,7 +18,8 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,10 +36,33 @@ ranks. `[D, H@model]` has a dim split over the mesh axis `model`. The transpose 
 number of bytes that a rank sends, for an argument of `bytes` bytes on n ranks.
 """
 
+CORE = "Specs, meshes, collectives, placed leaves, `shard_map`, gradients and trees."
+
 STYLE = """
 .md-grid { max-width: 78rem; } /* lines of 120 characters */
 .md-typeset pre > code { font-size: 0.8em; }
+.md-typeset :is(.language-python, .language-pycon, .language-sh, .language-yaml) pre > code { white-space: pre-wrap; }
+.md-typeset img[src*="pictures/"] { display: block; margin: 1em 0; }
+/* Tables fit the page: names break where they must. Tables of notebooks have styles of their own. */
+.md-typeset__scrollwrap { margin: 1em 0; }
+.md-typeset__table { min-width: 100%; padding: 0; }
+.md-typeset div[style] :is(.md-typeset__scrollwrap, .md-typeset__table) { min-width: 0; margin: 0; }
+.md-typeset table:not([class], [style]) { display: table; }
+.md-typeset table:not([class]) :is(th, td) { min-width: 0; padding: 0.6em 0.8em; }
+.md-typeset :not(pre) > code { overflow-wrap: anywhere; }
 .md-typeset td:first-child code { white-space: nowrap; }
+@media (max-width: 76rem) { .md-typeset td:first-child code { white-space: normal; } }
+@media (max-width: 45rem) {
+  .md-typeset__scrollwrap { margin: 1em -0.8rem; }
+  .md-typeset table:not([class], [style]) { font-size: 0.55rem; }
+  .md-typeset table:not([class], [style]) :is(th, td) { min-width: 4em; padding: 0.4em 0.25em; }
+  .md-typeset table:not([class], [style]) :is(th, td) { overflow-wrap: anywhere; }
+  .md-typeset table:not([class], [style]) :is(th, td):first-child { min-width: 8em; }
+  .md-typeset table:not([class], [style], :has(th:nth-child(3))) :is(th, td):first-child { min-width: 12em; }
+  .md-typeset table:has(th:nth-child(7)):not([class], [style]) { font-size: 0.5rem; }
+  .md-typeset table:has(th:nth-child(7)):not([class], [style]) :is(th, td):not(:first-child) { min-width: 3.7em; }
+  .md-typeset table:has(th:nth-child(10)):not([class], [style]) :is(th, td):not(:first-child) { min-width: 3em; }
+}
 /* Rows of tables in notebooks collapse: they are not boxes of the theme. */
 .md-typeset td details { border: 0; box-shadow: none; margin: 0; padding: 0; font-size: inherit; background: none; }
 .md-typeset td details, .md-typeset td details > summary { display: block; overflow: visible; }
@@ -46,6 +70,31 @@ STYLE = """
 .md-typeset td :is(.md-typeset__scrollwrap, .md-typeset__table) { display: block; margin: 0; padding: 0; }
 .md-typeset td details > summary::before { display: none; }
 .md-typeset td details > summary::after { width: 1.2em; height: 1.2em; top: 0.2em; left: -1.4em; right: auto; }
+"""
+
+# A page that was opened from disk may not start a Worker: run its script, which searches, in a hidden frame.
+THEME_WORKER = "https://unpkg.com/iframe-worker/shim"  # that the theme would load
+WORKER = """
+if (location.protocol === "file:") {
+  window.IFrameWorker = window.Worker = class extends EventTarget {
+    constructor(url) {
+      super();
+      const frame = document.createElement("iframe");
+      frame.hidden = true;
+      document.body.append(frame);
+      this.window = frame.contentWindow;
+      const page = frame.contentDocument, script = page.createElement("script");
+      page.open(); page.write("<body></body>"); page.close();
+      this.window.postMessage = data => this.dispatchEvent(new MessageEvent("message", {data}));
+      this.isReady = new Promise(resolve => script.onload = resolve);
+      script.src = url;
+      page.body.append(script);
+    }
+    postMessage(data) {
+      this.isReady.then(() => this.window.dispatchEvent(new MessageEvent("message", {data})));
+    }
+  };
+}
 """
 
 # --- the API reference ---------------------------------------------------------------------------------------
@@ -150,8 +199,7 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
 
 def entry(name: str, value: Any) -> str:
     """Return the documentation of one public name."""
-    text = [f"## {name.removeprefix('fs.') if name.count('.') == 1 else name.rpartition('.')[2]} {{ #{name} }}"]
-    text += ["", "```python", signature(value, name), "```", "", markdown(documented(value))]
+    text = [f"## {name} {{ #{name} }}", "", "```python", signature(value, name), "```", "", markdown(documented(value))]
     for key, member in members(value) if inspect.isclass(value) else ():
         shown = f"{name.rpartition('.')[2]}.{key}"
         text += ["", f"### {shown} {{ #{name}.{key} }}", ""]
@@ -165,21 +213,53 @@ def first_sentence(docstring: str) -> str:
     return plain(" ".join(inspect.cleandoc(docstring).split("\n\n")[0].split()).split(". ")[0]).replace("|", "\\|")
 
 
+def listing(rows: Mapping[str, str]) -> str:
+    """Return a table of names, with links to their entries, and summaries."""
+    return "\n".join(["| name | summary |", "|---|---|", *(f"| [`{k}`](#{k}) | {v} |" for k, v in rows.items())])
+
+
+# The pages, by package, in the order of the menu. `core` is everything in none of the others.
+PACKAGES = ("core", "init", "random", "nn", "optim", "schedule", "data", "checkpoint", "law", "planning", "defer",
+            "lora", "interop", "models")  # fmt: skip
+
+
+def package_of(module: str) -> str:
+    """Return the page of a module: `planning` of `fshard.planning.plan`, `core` of `fshard.spec`."""
+    part = f"{module}..".split(".")[1]
+    return part if part in PACKAGES else "core"
+
+
 def reference() -> dict[str, str]:
-    """Every page of the API reference, by its path: one for each namespace, opened by a table of its names."""
-    pages = {}
-    listed = ["# API reference", LEGEND, "| namespace | summary |", "|---|---|"]
+    """Return every page of the API reference, by its path: one for each package, opened by a table of its names."""
+    rows: dict[str, dict[str, str]] = {page: {} for page in PACKAGES}
+    sections: dict[str, list[str]] = {page: [] for page in PACKAGES}
     for name, module in namespaces():
-        public = names(module)
-        if not public:
-            continue
-        page = f"api/{name}.md"
-        listed.append(f"| [`{name}`]({name}.md) | {first_sentence(module.__doc__ or '')} |")
-        summaries = [(key, first_sentence(documented(value)) or f"`{definition(value)}`") for key, value in public]
-        rows = [f"| [`{key}`](#{name}.{key}) | {summary} |" for key, summary in summaries]
-        about = [] if module is fs else [markdown(module.__doc__ or "")]
-        text = [f"# {name}", *about, "", "| name | summary |", "|---|---|", *rows, ""]
-        pages[page] = "\n\n".join(["\n".join(text), *[entry(f"{name}.{key}", value) for key, value in public]])
+        public = {f"{name}.{key}": value for key, value in names(module)}
+        summaries = {
+            key: first_sentence(documented(value)) or f"`{definition(value)}`" for key, value in public.items()
+        }
+        page = package_of(module.__name__)
+        if module.__name__ in ("fshard", f"fshard.{page}"):
+            for key, value in public.items():
+                if module is not fs and any(value is other for _, other in names(fs)):
+                    continue  # fs.planning.plan is fs.plan
+                page = package_of(value.__module__ if module is fs else module.__name__)
+                rows[page][key] = summaries[key]
+                sections[page].append(entry(key, value))
+        elif public:  # a namespace inside of a package, such as fs.plot
+            about = module.__doc__ or ""
+            rows[page][name] = first_sentence(about)
+            sections[page] += [f"## {name} {{ #{name} }}", markdown(about), listing(summaries)]
+            sections[page] += [entry(key, value) for key, value in public.items()]
+    pages = {}
+    listed = ["# API reference", LEGEND, "| package | summary | names |", "|---|---|---|"]
+    for page in PACKAGES:
+        about = CORE if page == "core" else inspect.cleandoc(import_module(f"fshard.{page}").__doc__ or "")
+        summary, _, rest = about.partition("\n\n")
+        keys = ", ".join(f"[`{key}`]({page}.md#{key})" for key in rows[page])
+        listed.append(f"| [{page}]({page}.md) | {first_sentence(summary)} | {keys} |")
+        text = [f"# {page}", markdown(summary), listing(rows[page]), markdown(rest), *sections[page]]
+        pages[f"api/{page}.md"] = "\n\n".join(text)
     return {"api/index.md": "\n".join(listed)} | pages
 
 
@@ -217,6 +297,13 @@ def code(path: Path) -> str:
 
 
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
+NAMED_BY_PATH = re.compile(r"\[`?([\w./-]+\.(?:md|ipynb))`?\]\(([^)#\s]+)")  # [docs/the-law.md](docs/the-law.md)
+
+
+def title(path: Path) -> str:
+    """Return the first heading of a page or notebook."""
+    text = notebook(path) if path.suffix == ".ipynb" else path.read_text()
+    return next(line for line in text.splitlines() if line.startswith("# ")).removeprefix("# ")
 
 
 def pages() -> dict[str, str]:
@@ -240,6 +327,7 @@ def pages() -> dict[str, str]:
             continue
         text = path.read_text() if path.suffix == ".md" else notebook(path) if path.suffix == ".ipynb" else code(path)
         base = page if path.is_file() else f"{page}/index.md"
+        text = NAMED_BY_PATH.sub(lambda link, path=path: f"[{title(path.parent / link[2])}]({link[2]}", text)
         fences = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)  # no links in code
         found[name] = "".join(
             part if i % 2 else LINK.sub(lambda link, base=base: follow(base, link[1]), part)  # type: ignore[misc]
@@ -260,12 +348,7 @@ def menu(found: dict[str, str]) -> list[dict[str, Any]]:
         {"Home": "README.md"},
         {"Guides": guides},
         {"Notebooks": sorted(p for p in found if p.startswith("notebooks/"))},
-        {
-            "API": [
-                "api/index.md",
-                *sorted((p for p in found if p.startswith("api/fs")), key=lambda p: p.removesuffix(".md")),
-            ]
-        },
+        {"API": ["api/index.md", *(f"api/{page}.md" for page in PACKAGES)]},
         {"Code": rest},
     ]
 
@@ -282,14 +365,20 @@ def build(site: Path) -> None:
             file = Path(folder, name)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
-        for picture in ROOT.glob("docs/*.svg"):
-            shutil.copy(picture, Path(folder, "docs"))
+        for picture in ROOT.glob("docs/**/*.svg"):
+            (target := Path(folder, picture.relative_to(ROOT))).parent.mkdir(exist_ok=True)
+            shutil.copy(picture, target)
         Path(folder, "style.css").write_text(STYLE)
         write(
             load_config(
                 str(ROOT / "docs" / "mkdocs.yml"), docs_dir=folder, site_dir=str(site), nav=menu(found), strict=True
             )
         )
+    (site / "404.html").unlink()  # for a server
+    (site / "worker.js").write_text(WORKER)
+    for file in site.rglob("*.html"):
+        worker = os.path.relpath(site / "worker.js", file.parent)
+        file.write_text(file.read_text().replace(THEME_WORKER, worker))
 
 
 if __name__ == "__main__":

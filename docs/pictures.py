@@ -24,7 +24,7 @@ MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monos
 SANS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'DejaVu Sans', sans-serif"
 GREY, DARK = "#768390", "#1f2933"
 MIXED = "#d5dae1"  # of a number that is computed from several ranks
-WIDE, HIGH = 30, 24  # of one number
+WIDE, HIGH = 26, 24  # of one number
 SHEET = 4  # offset of a copy below a block
 
 
@@ -104,7 +104,7 @@ def draw_blocks(d: Drawing, x: float, y: float, spec: P, shape: tuple[int, int],
             for i in reversed(range(1, min(len(cell.devices), 4))):
                 d.rect(left + SHEET * i, top + SHEET * i, w, h + HIGH, fill, style='opacity="0.6"')
             d.rect(left, top, w, h + HIGH, fill)
-            d.text(left + w / 2, top + HIGH / 2 + 2, name, fill=DARK, size=12)
+            d.text(left + w / 2, top + HIGH / 2 + 2, name, fill=DARK, size=11)
             for i, row in enumerate(rows):
                 for j, number in enumerate(row):
                     d.text(left + WIDE * (j + 0.5), top + HIGH * (i + 1.4), number, fill=DARK, font=MONO)
@@ -116,8 +116,8 @@ def draw_blocks(d: Drawing, x: float, y: float, spec: P, shape: tuple[int, int],
 def blocks() -> Drawing:
     d = Drawing("The blocks of a matrix [4, 8] with P('data', 'model') on a mesh of data=2, model=4: one for each rank")
     mesh = fs.make_mesh(data=2, model=4)
-    d.text(0, 10, 'fs.show(P("data", "model"), (4, 8), mesh=fs.make_mesh(data=2, model=4))', anchor="start", font=MONO)
-    x, y = 96, 62
+    d.text(0, 10, 'fs.show(P("data", "model"), (4, 8), mesh=mesh)', anchor="start", font=MONO)
+    x, y = 72, 62
     w, h = draw_blocks(d, x, y, P("data", "model"), (4, 8), mesh)
     for i in range(4):
         d.text(x + (i + 0.5) * (w + 10) / 4 - 5, y - 14, f"model={i}", size=12)
@@ -131,16 +131,16 @@ def spec() -> Drawing:
     mesh = fs.make_mesh(data=2, model=2)
     for i, (text, value) in enumerate({"P()": P(), 'P("data")': P("data"), 'P(None, "model")': P(None, "model"),
                                        'P("data", "model")': P("data", "model")}.items()):  # fmt: skip
-        d.text(i * 172, 10, text, anchor="start", font=MONO)
-        draw_blocks(d, i * 172, 28, value, (2, 4), mesh)
+        d.text(i * 148, 10, text, anchor="start", font=MONO)
+        draw_blocks(d, i * 148, 28, value, (2, 4), mesh)
     return d
 
 
 # --- collectives, from a run ----------------------------------------------------------------------------------
 
 RANKS = 4
-COLUMN = 150  # of a rank
-LEFT = 84  # of the names of lines
+COLUMN = 112  # of a rank
+LEFT = 72  # of the names of lines
 WIDTH = LEFT + RANKS * COLUMN
 
 
@@ -290,7 +290,7 @@ def region() -> Drawing:
             d.numbers(middle - WIDE, 168 + 54 * i, [rows[r]], [[pastel(r)] * 2])
     for r in range(RANKS):
         middle = LEFT + COLUMN * (r + 0.5)
-        d.rect(middle - 56, 146, 112, 124, "none", style='stroke-dasharray="4 3"')
+        d.rect(middle - 44, 146, 88, 124, "none", style='stroke-dasharray="4 3"')
         d.text(middle, 157, f"rank {r}", size=12)
         d.text(middle, 207, "2 * x", font=MONO)
     d.text(0, 200, "regions", anchor="start", size=12)

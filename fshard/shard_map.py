@@ -37,7 +37,7 @@ from ._core.ops import make_functions
 from ._core.protocol import Comm
 from ._core.region import Region, bind, mark_arguments
 from ._core.transfers import refuse_tracing
-from ._core.typecheck import Checker, Rank, same_numbers
+from ._core.typecheck import Checker, Ranks, same_numbers
 from .errors import api_boundary, checked, fail, raise_all
 from .mesh import Mesh
 from .sharded import Sharded, abstract_sharded
@@ -45,6 +45,7 @@ from .spec import P, spec_errors
 
 Check = Literal["first", "always", "never", "values"]
 
+_NOTHING = contextlib.nullcontext()
 # Signatures that a function keeps, of some KB each: more than a loader has lengths.
 _MOST_PLANS = 256
 _MOST_PROGRAMS = 32  # a program that differs at every call, by a string that it reads, is not checked at every call
@@ -176,18 +177,22 @@ class ShardMapped:
             checked = False
         scratch = [{} for _ in self.mesh.ranks] if checked else self._take_scratch()
         parts = prepare(plan, leaves)
-        ranks: list[Rank] = []
+        ranks = Ranks() if checked else None
 
         def rank_main(comm: Comm, rank: int) -> _RankRun:
             at = rank if self.mesh.kind == "simulated" else 0
-            return self._run_rank(plan, comm, rank, at, parts[at], scratch[at], ranks if checked else None)
+            return self._run_rank(plan, comm, rank, at, parts[at], scratch[at], ranks)
 
-        abstract = self.mesh.kind == "abstract"
-        nothing = contextlib.nullcontext()
-        missing_values = explain_missing_values() if abstract else nothing
-        with force_eager if checked else nothing, missing_values, explain_shapes(plan):
-            runs = self.mesh.run(rank_main)
-        joined = finish(plan, [run.result for run in runs], set().union(*(run.kept for run in runs)))
+        if checked or self.mesh.kind == "abstract":
+            with contextlib.ExitStack() as contexts:
+                if checked:
+                    contexts.enter_context(force_eager)
+                if self.mesh.kind == "abstract":
+                    contexts.enter_context(explain_missing_values())
+                runs = self._run_ranks(plan, rank_main)
+        else:
+            runs = self._run_ranks(plan, rank_main)
+        joined = finish(plan, [run.result for run in runs], set().union(*[run.kept for run in runs]))
         if checked and self.mesh.kind == "simulated":
             checkers = {rank: run.checker for rank, run in enumerate(runs) if run.checker is not None}
             same_numbers(self.mesh, checkers)
@@ -197,6 +202,13 @@ class ShardMapped:
         else:
             self._scratch[:] = [scratch]
         return joined, plan, runs
+
+    def _run_ranks(self, plan: CallPlan, rank_main: Callable[[Comm, int], _RankRun]) -> list[_RankRun]:
+        try:
+            return self.mesh.run(rank_main)
+        except (RuntimeError, IndexError, TypeError, ValueError) as e:
+            explain_shapes(plan, e)
+            raise
 
     def _program_facts(self) -> tuple[Any, ...]:
         """Return the code and flags that the function may use now; none where they do not decide on a check."""
@@ -241,34 +253,35 @@ class ShardMapped:
 
         The dicts are empty if that call failed, was checked, or has not ended.
         """
-        with contextlib.suppress(IndexError):  # an atomic pop: of two calls at once, one finds it
-            return self._scratch.pop()
-        return [{} for _ in self.mesh.ranks]
+        try:
+            return self._scratch.pop()  # atomic: of two calls at once, one finds it
+        except IndexError:
+            return [{} for _ in self.mesh.ranks]
 
     def _run_rank(
         self, plan: CallPlan, comm: Comm, rank: int, at: int, local: list[Any], scratch: dict[Any, Any],
-        ranks: list[Rank] | None,
+        ranks: Ranks | None,
     ) -> _RankRun:  # fmt: skip
         """Run the function on one rank, this process's number `at`. Empties `local`, the rank's part of every leaf.
 
         A checked call has the `ranks` of this process that it has started.
         """
         slice_inputs(plan, local, at)
-        donated = frozenset(storage_pointers([local[i] for i in plan.donated], self.mesh))
-        kept = set(storage_pointers([local[i] for i in plan.kept], self.mesh)) - donated
-        checker = None if ranks is None else Checker(self._live, self.mesh.axes, comm.coords, ranks)
         # Without the donated ones, which the function frees.
-        arguments = [local[i] for i in plan.kept], [plan.specs[i] for i in plan.kept]
+        arguments = [local[i] for i in plan.kept], plan.kept_specs
+        donated = frozenset(storage_pointers([local[i] for i in plan.donated], self.mesh) if plan.donated else ())
+        kept = set(storage_pointers(arguments[0], self.mesh)) - donated
+        checker = None if ranks is None else Checker(self._live, self.mesh.axes, comm.coords, ranks)
         region = Region(comm, rank, self.mesh.device, dict(plan.uneven), plan.split_sizes, donated, checker, scratch,
                         self.mesh.host, arguments)  # fmt: skip
         # Backward runs on this thread, to which the region is bound, and not on a thread of autograd.
-        with bind(region), torch.autograd.set_multithreading_enabled(False), checker or contextlib.nullcontext():
+        with bind(region), torch.autograd.set_multithreading_enabled(False), checker or _NOTHING:
             if checker is not None:
                 for x, spec, name in zip(local, plan.specs, plan.names, strict=True):
                     if isinstance(x, Tensor):
                         checker.set_argument_type(x, spec, name)
             inputs = tree.unflatten(plan.treedef, local)
-            marks = mark_arguments(local[:], plan.specs, plan.donated) if self._compiled else contextlib.nullcontext()
+            marks = mark_arguments(local[:], plan.specs, plan.donated) if self._compiled else _NOTHING
             local.clear()
             with marks:
                 out = self._body(*inputs)
@@ -283,7 +296,7 @@ class ShardMapped:
             # The checked results of ranks that are threads are compared when they are joined, by value and not by bit.
             compared = self._check == "values" or (checker is not None and self.mesh.kind == "process")
             if compared and self._live and comm.has_values:
-                with contextlib.nullcontext() if checker is None else checker.paused():
+                with _NOTHING if checker is None else checker.paused():
                     refuse_valueless(plan, result)
                     check_replicas(self._name, result.out, self._out_specs)
             return _RankRun(result, kept, checker)

@@ -269,7 +269,7 @@ def array_part(x: Any, box: Box) -> Tensor:
 
 def arrays_as_tensors(leaves: list[Any]) -> list[Any]:
     """Return leaves with copies of the numpy arrays as tensors; the same list if there are none."""
-    if not any(isinstance(x, np.ndarray) for x in leaves):
+    if not any(issubclass(kind, np.ndarray) for kind in set(map(type, leaves))):
         return leaves
     return [x if array_dtype(x) is None else as_tensor(x).clone() for x in leaves]
 
@@ -301,11 +301,20 @@ def _as_leaves(leaf: Any) -> str:
 # --- many at once, for every call of a `shard_map` ------------------------------------------------------------
 
 
-def make_sharded(placement: Placement, shards: tuple[Tensor, ...]) -> Sharded:
-    """Return a leaf without checking that its shards fit its placement: `Sharded(...)` at half the cost."""
-    leaf = Sharded.__new__(Sharded)
-    leaf.placement, leaf._shards = placement, shards
-    return leaf
+def joined(placements: Sequence[Placement | None], columns: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the leaves whose parts on each rank are `columns`: `Sharded` by its placement, or without one, the first.
+
+    Nothing checks that shards fit their placement, and no function is called for a leaf.
+    """
+    leaves = []
+    new = object.__new__
+    for placement, parts in zip(placements, zip(*columns, strict=True), strict=True):
+        if placement is None:
+            leaves.append(parts[0])
+        else:
+            leaves.append(leaf := new(Sharded))
+            leaf.placement, leaf._shards = placement, parts
+    return leaves
 
 
 def local_parts(leaves: Sequence[Any], ranks: int) -> list[list[Any]]:
@@ -313,10 +322,11 @@ def local_parts(leaves: Sequence[Any], ranks: int) -> list[list[Any]]:
 
     Raises ShardingError for a leaf that has been donated.
     """
-    rows = [x._shards if x.__class__ is Sharded else (x,) * ranks for x in leaves]
-    if () in rows:
+    try:
+        return [[x._shards[i] if x.__class__ is Sharded else x for x in leaves] for i in range(ranks)]
+    except IndexError:
         _ = [x.shards for x in leaves if isinstance(x, Sharded)]  # raises
-    return [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(ranks)]
+        raise
 
 
 # --- making leaves --------------------------------------------------------------------------------------------

@@ -9,30 +9,37 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one compute thread for each worker, s
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import hypothesis
 import pytest
-import torch
 from _pytest.unraisableexception import gc_collect_iterations_key
 
-import fshard  # noqa: F401  loaded before the ranks are forked, so that they need not load it again
-from tests.lib.processes import Pool
+if TYPE_CHECKING:
+    from tests.lib.processes import Pool
 
 MOST_PROCESS_TESTS = 25
-hypothesis.settings.register_profile(  # on a loaded machine any example may be slow
-    "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("tests")
-_pool = pytest.StashKey[Pool]()
+_pool = pytest.StashKey["Pool"]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[gc_collect_iterations_key] = 1  # at the end, for errors of finalizers: five take seconds
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        return  # the process that starts the workers runs no test: it needs none of what takes seconds to load
+    import hypothesis
+
+    import fshard  # noqa: F401  loaded before the ranks are forked, so that they need not load it again
+    from tests.lib.processes import Pool
+
+    hypothesis.settings.register_profile(  # on a loaded machine any example may be slow
+        "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("tests")
     config.stash[_pool] = Pool()  # before anything computes; a fork of some 20 ms
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    config.stash[_pool].close()
+    if _pool in config.stash:
+        config.stash[_pool].close()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -60,9 +67,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         group = "processes" if item in starting else item.path.name  # one team of ranks computes at a time
         item.add_marker(pytest.mark.xdist_group(group))
     no_gpu = pytest.mark.skip(reason="no CUDA device")
-    for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+    if on_gpu := [item for item in items if item.get_closest_marker("gpu")]:
+        import torch
+
+        for item in on_gpu if not torch.cuda.is_available() else []:
             item.add_marker(no_gpu)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Give a test the same random numbers whatever ran before it: on a worker that differs from run to run."""
+    import torch
+
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,4 @@
-"""Cost of a `shard_map` call besides its function, counted and not timed: operations, copies, Python calls, bytes.
-
-`benchmarks/scaling.py` times.
-"""
+"""Cost of a `shard_map` call besides its function, counted and not timed: operations, copies, Python calls, bytes."""
 
 from __future__ import annotations
 
@@ -137,16 +134,16 @@ def python_calls(f, *args):
 
 
 @pytest.mark.parametrize("donate", [(), (0,)])
-def test_later_call_runs_at_most_two_python_functions_per_leaf(donate):
+def test_later_call_runs_68_python_functions_and_none_for_a_leaf_that_is_not_donated(donate):
     counts = {}
-    for n in (10, 110):
+    for n in (1, 10, 100):
         f = fs.shard_map(lambda p: list(torch._foreach_add(p, 1)), mesh=ONE, in_specs=P("a"), out_specs=P("a"),
                          donate=donate)  # fmt: skip
         p = state(n, ONE, P("a"))
         for _ in range(3):
             counts[n], p = python_calls(f, p)
-    # `make_sharded` of the result and, for a donated leaf, `donate_to`.
-    assert counts[110] - counts[10] == 100 * (1 + len(donate))
+    assert counts[100] - counts[10] == 90 * len(donate)  # `donate_to`
+    assert counts[1] <= 68 + 3 * len(donate)
 
 
 def test_checked_call_runs_at_most_30_python_functions_per_operation():
@@ -184,7 +181,7 @@ def test_alternating_signatures_are_planned_once_each():
         for p in states:
             f(p)
     few, many, _ = (python_calls(f, p)[0] for p in states)
-    assert many - few == 100
+    assert many == few
 
 
 # --- later calls are checked too ---------------------------------------------------------------------------------

@@ -82,10 +82,19 @@ def is_own_file(file: str) -> bool:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Site:
-    """One instruction of a code object. Its `str` is `train.py:14 in loss_fn`."""
+    """One instruction of a code object. Its `str` is `train.py:14 in loss_fn`.
+
+    `caller`: of an instruction in fshard.models, the user's line that called into it.
+    """
 
     code: CodeType
     lasti: int
+    caller: Site | None = None
+
+    @property
+    def lines(self) -> str:
+        """Return the user's line, and below it the model's line if the instruction is there."""
+        return f"{self.caller}\n{self}" if self.caller else str(self)
 
     def __hash__(self) -> int:  # not by the code object, whose hash visits its constants and names
         return hash((self.code.co_name, self.code.co_firstlineno, self.lasti))
@@ -125,7 +134,8 @@ class Site:
 
 
 _MOST_SITES = 10_000
-_sites: dict[tuple[int, int], Site] = {}  # by the id of a code object, which the site keeps, and the instruction
+# By the ids of the code objects of a line and of the caller of its model, which the site keeps, and their instructions.
+_sites: dict[tuple[int, int, int, int], Site] = {}
 
 
 def site(frame: FrameType | None = None) -> Site | None:
@@ -133,11 +143,13 @@ def site(frame: FrameType | None = None) -> Site | None:
     frame = user_frame(sys._getframe(1)) if frame is None else frame
     if frame is None:
         return None
-    known = _sites.get(key := (id(frame.f_code), frame.f_lasti))
+    caller = caller_of_models(frame) or frame
+    known = _sites.get(key := (id(frame.f_code), frame.f_lasti, id(caller.f_code), caller.f_lasti))
     if known is None:
         if len(_sites) > _MOST_SITES:
             _sites.clear()
-        known = _sites[key] = Site(frame.f_code, frame.f_lasti)
+        called = None if caller is frame else Site(caller.f_code, caller.f_lasti)
+        known = _sites[key] = Site(frame.f_code, frame.f_lasti, called)
     return known
 
 

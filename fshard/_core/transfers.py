@@ -83,11 +83,14 @@ _MOST_ROWS = 20
 def transfer_rows(transfers: Sequence[Transfer]) -> list[str]:
     """Return a row for each line, operation, axes and phase, in the order of the program: count, these, bytes sent.
 
-    Of more than 20 rows those that send most are listed, and the others counted.
+    Below the user's line is the line of fshard.models that it called, if the transfer is there. Of more than 20 rows
+    those that send most are listed, and the others counted.
     """
     listed, rest = _grouped(transfers)
-    texts = [(f"{count:5d}", op, axes, phase, f"{size(sent):>10}", where)
-             for count, op, axes, phase, where, sent in listed]  # fmt: skip
+    texts = []
+    for count, op, axes, phase, lines, sent in listed:
+        line, *below = lines.split("\n")
+        texts += [(f"{count:5d}", op, axes, phase, f"{size(sent):>10}", line), *(("",) * 5 + (text,) for text in below)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     rows = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in texts]
     return [*rows, *[f"  {count:5d}  {text}, {size(sent)}" for count, text, sent in rest]]
@@ -97,8 +100,8 @@ def transfer_table(transfers: Sequence[Transfer]) -> Html:
     """Return the rows of `transfer_rows` as a table, with bars of the bytes sent."""
     listed, rest = _grouped(transfers)
     total = max(1, sum(t.sent for t in transfers))
-    rows = [(f"{count}", op, axes, phase, size(sent), bar(sent / total, f"{100 * sent / total:.3g} %"), where)
-            for count, op, axes, phase, where, sent in listed]  # fmt: skip
+    rows = [(f"{count}", op, axes, phase, size(sent), bar(sent / total, f"{100 * sent / total:.3g} %"), lines)
+            for count, op, axes, phase, lines, sent in listed]  # fmt: skip
     rows += [(f"{count}", text, "", "", size(sent), bar(sent / total, f"{100 * sent / total:.3g} %"), "")
              for count, text, sent in rest]  # fmt: skip
     return table(rows, head=("transfers", "operation", "axes", "", "bytes sent", "", "line"), align="rlllrll")
@@ -107,10 +110,10 @@ def transfer_table(transfers: Sequence[Transfer]) -> Html:
 def _grouped(
     transfers: Sequence[Transfer],
 ) -> tuple[list[tuple[int, str, str, str, str, int]], list[tuple[int, str, int]]]:
-    """Return (count, operation, axes, phase, line, bytes sent) of each row, and (count, text, bytes) of the others."""
+    """Return (count, operation, axes, phase, lines, bytes sent) of each row, and (count, text, bytes) of the others."""
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     for t in transfers:
-        groups.setdefault((t.op, "+".join(t.axes), t.phase, str(t.where or "")), []).append(t.sent)
+        groups.setdefault((t.op, "+".join(t.axes), t.phase, t.where.lines if t.where else ""), []).append(t.sent)
     listed = set(sorted(groups, key=lambda key: -sum(groups[key]))[:_MOST_ROWS])
     rows = [(len(sent), *key, sum(sent)) for key, sent in groups.items() if key in listed]
     rest = [sent for key, sent in groups.items() if key not in listed]

@@ -78,19 +78,15 @@ def show(
 
     A spec needs no tensor:
 
-    >>> show(P("data", "model"), (4, 6), mesh={"data": 2, "model": 2})
-    P('data', 'model'): [4@data, 6@model] on data=2, model=2
-             0:3        3:6
-         ┌──────────┬──────────┐
-         │  rank 0  │  rank 1  │
-     0:2 │  0  1  2 │  3  4  5 │
-         │  6  7  8 │  9 10 11 │
-         ├──────────┼──────────┤
-         │  rank 2  │  rank 3  │
-     2:4 │ 12 13 14 │ 15 16 17 │
-         │ 18 19 20 │ 21 22 23 │
-         └──────────┴──────────┘
-    dim 0 is split over data, dim 1 over model
+    >>> show(P(None, "model"), (2, 4), mesh={"model": 2})
+    P(None, 'model'): [2, 4@model] on model=2
+            0:2      2:4
+         ┌────────┬────────┐
+         │ rank 0 │ rank 1 │
+     0:2 │  0 1   │  2 3   │
+         │  4 5   │  6 7   │
+         └────────┴────────┘
+    dim 1 is split over model
 
     The total of a tree with a group `params`, such as a train state, counts the parameters apart from other values.
     Without one it counts the parameters of a tree of floating leaves, and the elements of any other tree.
@@ -225,11 +221,9 @@ def _picture(leaf: _Leaf, sizes: Sizes) -> View:
 
 def _spec_picture(spec: Any, shape: tuple[int, ...], mesh: Mesh | Sizes | None) -> View:
     """Draw the blocks of a tensor that has the spec, and a legend."""
-    if not isinstance(spec, P):
-        raise fail("show: shape= is for one spec", fix='fs.show(P("data", "model"), (4, 8), mesh=mesh)')
-    if mesh is None:
-        raise fail("show: a spec with a shape needs a mesh",
-                   fix='pass mesh=, or axis sizes such as mesh={"data": 2, "model": 4}')  # fmt: skip
+    if not isinstance(spec, P) or mesh is None:
+        raise fail("show: shape= needs one spec, and a mesh or its axis sizes",
+                   fix='fs.show(P("data", "model"), (4, 8), mesh={"data": 2, "model": 4})')  # fmt: skip
     sizes = mesh.axes if isinstance(mesh, Mesh) else mesh
     raise_all(spec_errors("show", shape, spec, sizes))
     parts = spec.parts(len(shape))

@@ -141,13 +141,19 @@ class _Blocks:
     def plans(self, axis: Axis, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> list[BucketPlan] | None:
         """Return the buckets of each block; `None` if a leaf is gathered along two dims, which has no schedule."""
         current, plans = region("scan"), []
+        known: dict[Any, BucketPlan] = {}  # most blocks are alike
         for p, specs, shapes in zip(self.params, self.specs, self.shapes, strict=True):
             leaves = tree.leaves(p)
             leaf_specs, sizes = placements("scan", p, specs, shapes)
-            leaf_routes = routes("scan", current, p, leaves, leaf_specs, axis, sizes)
-            plan = plan_buckets(current, leaves, leaf_routes, dtype, reduce_dtype)
+            kind = (*leaf_specs, *sizes, *[(x.shape, x.dtype, x.device) for x in leaves])
+            plan = known.get(kind)
             if plan is None:
-                return None
+                leaf_routes = routes("scan", current, p, leaves, leaf_specs, axis, sizes)
+                plan = plan_buckets(current, leaves, leaf_routes, dtype, reduce_dtype)
+                if plan is None:
+                    return None
+                if not current.uneven:  # else equal parts here may be unequal ones elsewhere, and ranks exchange sizes
+                    known[kind] = plan
             plans.append(plan)
         return plans
 

@@ -11,6 +11,8 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from html import escape
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
+from fshard import P
 from fshard._core import callsite
 from fshard.models import gpt2
 from tests._core.typecheck.probe import Probe, run, run_without_source, set_source
@@ -187,6 +190,23 @@ def test_thread_without_user_code_has_no_user_frame() -> None:
 
 def own_site() -> callsite.Site:
     return callsite.site(sys._getframe(1))  # type: ignore[return-value]
+
+
+def test_site_in_a_model_has_the_line_that_called_the_model() -> None:
+    cfg = gpt2.Config(vocab_size=8, n_positions=4, n_embd=8, n_layer=1, n_head=2)
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    loss = lambda p, x: gpt2.loss(cfg, p, x, x, layout=gpt2.Layout("data"))  # noqa: E731
+    step = fs.shard_map(fs.grad(loss), mesh=fs.make_mesh(data=2), in_specs=(P(), P("data")), out_specs=P())
+    with fs.recording() as log:
+        step(fs.device_get(fs.materialize(gpt2.init(cfg), P(), fs.make_mesh(one=1), key=fs.key(0))), ids)
+    assert {t.phase for t in log} == {"forward", "backward"}
+    here = f"{Path(__file__).name}:{loss.__code__.co_firstlineno} in <lambda>"
+    rows = repr(log).splitlines()[1:]
+    assert all(
+        above.endswith(f"  {here}") and " in " in below for above, below in zip(rows[::2], rows[1::2], strict=True)
+    )
+    assert {below.split(":")[0].strip() for below in rows[1::2]} == {"transformer.py"}
+    assert f"{escape(here)}\ntransformer.py:" in log._repr_html_()
 
 
 def test_site_is_compared_by_value() -> None:

@@ -84,8 +84,8 @@ LAYOUTS = {
     "fully sharded, uneven": ({"data": 3}, True),
 }
 EVERY_LAYOUT = ("gpt2", "resnet")
-FAST = {"gpt2": ["one device", "fully sharded, uneven"], "resnet": ["fully sharded", "data parallel"],
-        "bert": ["fully sharded"], "llama": ["fully sharded"], "mixtral": ["fully sharded"]}  # fmt: skip
+FAST = {"gpt2": ["fully sharded, uneven"], "resnet": ["fully sharded"], "llama": ["fully sharded"],
+        "mixtral": ["fully sharded"]}  # fmt: skip
 OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.1}
 # Far above the rounding of a gradient that is zero in exact arithmetic (1e-9, see `close`): Adam divides by its size.
 EPS = 1e-4
@@ -157,10 +157,8 @@ def test_hugging_face_model_trains_on_every_mesh_as_torch_on_the_whole_batch(nam
     opt = fs.optim.adamw(OPTIMIZER["lr"], eps=EPS, weight_decay=OPTIMIZER["weight_decay"])
     opt_specs = opt.specs(specs)
 
-    check = "first" if layout == FAST and name in EVERY_LAYOUT else "never"
-
     @fs.shard_map(mesh=mesh, in_specs=(specs, buffer_specs, opt_specs, P("data")),
-                  out_specs=(P(), specs, specs, opt_specs), check=check)  # fmt: skip
+                  out_specs=(P(), specs, specs, opt_specs), check="never")  # fmt: skip
     def step(p, b, state, batch):
         def loss_fn(p):
             whole = fs.unshard(p, specs, "data", shapes=params)
@@ -233,7 +231,8 @@ def test_shared_modules_and_hooked_tensors_train_as_the_eager_module(name):
     specs, x = fs.fully_shard(P(), params, axis="data"), torch.randn(6, 4, dtype=torch.float64)
     apply = apply.batch_norm_over("data")
 
-    @fs.shard_map(mesh=fs.make_mesh(data=3), in_specs=(specs, P(), P("data")), out_specs=(P(), specs, P()))
+    @fs.shard_map(mesh=fs.make_mesh(data=3), in_specs=(specs, P(), P("data")), out_specs=(P(), specs, P()),
+                  check="first" if name == "shared" else "never")  # fmt: skip
     def step(p, b, x):
         def loss_fn(p):
             out, new = apply.with_buffers(fs.unshard(p, specs, "data"), fs.pvary(b, "data"), x)
@@ -367,7 +366,7 @@ def free_copies(apply):
     return [c for of_thread in apply._free_copies.values() for c in of_thread]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mamba"])
+@pytest.mark.parametrize("name", ["llama", "mamba"])
 def test_concurrent_calls_of_ranks_equal_sequential_calls(name):
     module = hugging_face_model(*MODELS[name][:2])
     params, buffers = leaves(module)
@@ -473,13 +472,6 @@ def test_changes_of_forward_are_undone():
     assert (free.module.calls, free.module.log, free.module.by_name, free.module.names) == (0, [], {"x": [0]}, set())
     assert not hasattr(free.module, "extra")
     assert len(free_copies(apply)) == 1
-
-
-def test_hooks_added_in_forward_are_removed():
-    module = hugging_face_model("LlamaForCausalLM", LM)
-    apply, state = on_meta(module), leaves(module)
-    result = [len(apply(*state, input_ids=ids(), output_hidden_states=True).hidden_states) for _ in range(3)]
-    assert result == [3, 3, 3]
 
 
 def test_error_text_of_a_module_that_cannot_be_copied():
@@ -648,7 +640,7 @@ NORMS = {
 }
 
 
-def run_norm(apply, module, mesh, x, *, check="first", steps=2):
+def run_norm(apply, module, mesh, x, *, check="never", steps=2):
     """Train steps of a batch norm: outputs, gradients and buffers, which are invariant."""
     params, buffers = leaves(module)
 
@@ -670,7 +662,8 @@ def run_norm(apply, module, mesh, x, *, check="first", steps=2):
 def test_batch_norm_over_an_axis_equals_one_device(name, ranks):
     make, shape = NORMS[name]
     module, x = nn.Sequential(make(3)), fs.random.normal(fs.key(1), shape, mean=2.0)
-    got = run_norm(on_meta(module).batch_norm_over("data"), module, fs.make_mesh(data=ranks), x)
+    check = "first" if name in ("BatchNorm1d", "subclass with a forward of its own") else "never"
+    got = run_norm(on_meta(module).batch_norm_over("data"), module, fs.make_mesh(data=ranks), x, check=check)
     one = copy.deepcopy(module)
     for _ in range(2):
         one.zero_grad()
@@ -685,7 +678,7 @@ def test_batch_norm_over_an_axis_equals_one_device(name, ranks):
 def test_batch_norm_of_one_ranks_examples_is_an_error(name):
     make, shape = NORMS[name]
     module, x, mesh = nn.Sequential(nn.Identity(), make(3)), torch.randn(shape), fs.make_mesh(data=2)
-    text = error_text(run_norm, on_meta(module), module, mesh, x)
+    text = error_text(run_norm, on_meta(module), module, mesh, x, check="first")
     kind = type(module[1]).__name__
     assert text.startswith(f"Apply(Sequential): '1' is a {kind} in train mode\n")
     assert 'fix: apply = apply.batch_norm_over("data"): the statistics of all examples; or apply.eval(); or' in text
@@ -696,7 +689,8 @@ def test_batch_norm_of_one_ranks_examples_is_an_error(name):
     torch.testing.assert_close(fs.device_get(same(*given, x)), copy.deepcopy(module)(x).detach())
     module.eval()
     if module[1].running_mean is None:
-        assert f"'1' is a {kind} without running statistics" in error_text(run_norm, on_meta(module), module, mesh, x)
+        text = error_text(run_norm, on_meta(module), module, mesh, x, check="first")
+        assert f"'1' is a {kind} without running statistics" in text
     else:
         torch.testing.assert_close(run_norm(on_meta(module), module, mesh, x)[0], module(x).detach())
 
@@ -779,13 +773,10 @@ def test_a_batch_norm_with_a_forward_of_its_own_and_instance_norms_run_as_they_a
 
 
 def test_batch_norm_over_none_uses_the_statistics_of_each_rank():
-    cls, config, inputs = MODELS["resnet"]
-    module = hugging_face_model(cls, config)
+    module, batch = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)), torch.randn(6, 4)
     apply, (params, buffers) = on_meta(module).batch_norm_over(None), leaves(module)
-    batch = inputs()
-    halves = [{k: x[rows] for k, x in batch.items()} for rows in (slice(0, 3), slice(3, 6))]
-    ranks = [copy.deepcopy(module) for _ in halves]
-    losses = [rank(**half).loss for rank, half in zip(ranks, halves, strict=True)]
+    ranks = [copy.deepcopy(module) for _ in range(2)]
+    losses = [rank(half).square().mean() for rank, half in zip(ranks, batch.split(3), strict=True)]
     sum(losses).div(2).backward()
     expected_grads = {n: sum(r.get_parameter(n).grad for r in ranks) for n in params}
     expected = {n: sum(r.get_buffer(n).double() for r in ranks).div(2).to(b.dtype) for n, b in buffers.items()}
@@ -793,8 +784,8 @@ def test_batch_norm_over_none_uses_the_statistics_of_each_rank():
     @fs.shard_map(mesh=fs.make_mesh(data=2), in_specs=(P(), P(), P("data")), out_specs=P())
     def step(p, b, batch):
         def loss_fn(p):
-            out, new = apply.with_buffers(fs.unshard(p, P(), "data"), fs.unshard(b, P(), "data"), **batch)
-            return fs.pmean(out.loss, "data"), new
+            out, new = apply.with_buffers(fs.unshard(p, P(), "data"), fs.unshard(b, P(), "data"), batch)
+            return fs.pmean(out.square().mean(), "data"), new
 
         (loss, new), grads = fs.value_and_grad(loss_fn, has_aux=True)(p)
         one = lambda b: fs.pmean(b, "data") if b.is_floating_point() else fs.pmax(b, "data")  # noqa: E731
@@ -804,7 +795,7 @@ def test_batch_norm_over_none_uses_the_statistics_of_each_rank():
     torch.testing.assert_close(loss, sum(losses).detach() / 2)
     close(grads, expected_grads)
     close(new, expected, size=1.0)
-    assert int(new["resnet.embedder.embedder.normalization.num_batches_tracked"]) == 1
+    assert int(new["1.num_batches_tracked"]) == 1
     with pytest.raises(ShardingError, match="change with the mesh"):
         fs.verify(step, params, buffers, batch)
 

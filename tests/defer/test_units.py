@@ -212,7 +212,7 @@ MODULES: dict[str, tuple[Any, Any]] = {
     "partial": (Partial, "Block"),
 }
 MESHES = [{"data": 1}, {"data": 2}, {"data": 4}]  # of 4, the last rank has none of a dim of 6 or 10 rows
-EMPTY_PARTS = ("shared between units", "sliced", "nested")  # modules that run on the mesh of 4 in every tier
+EMPTY_PARTS = ("shared between units", "sliced", "nested")  # modules that run on the mesh of 4, and checked
 IDS = torch.arange(12).view(4, 3) % 7
 
 
@@ -280,7 +280,7 @@ def test_every_schedule_has_the_numbers_of_the_definition_and_of_one_device(name
             assert_same(got, want, f"{axes} {how}", **tolerance)
             if axes == {"data": 2} and how == HOWS[1]:
                 assert_same(step(params, IDS), got)
-        if axes == {"data": 2}:
+        if axes == {"data": 2} and name in EMPTY_PARTS:
             checked = step_of(by_unit(apply, specs, remat=True), mesh, specs, check="always")
             assert_same(checked(params, IDS), want, "checked", **tolerance)
 
@@ -459,7 +459,7 @@ def peak(blocks: int, rows: int, d: int, **how: Any) -> int:
 
 
 def test_memory_is_two_units_and_the_activations() -> None:
-    d, blocks, more = 64, 4, 3
+    d, blocks, more = 64, 3, 2
     whole = 4 * sum(x.numel() for x in Block(d, d).parameters())
 
     # Few rows: weights. Two gathered units, the gradient of one and of the one before it, whose sum is pending, with a
@@ -557,9 +557,9 @@ def test_check_and_verify_take_units() -> None:
     for how in HOWS[:2]:
         step = step_of(by_unit(apply, specs, **how), fs.make_mesh(data=2), specs)
         fs.check(step.on(fs.make_mesh(kind="abstract", data=64)), tree["params"], torch.zeros(64, 3, dtype=torch.int64))
-        mesh = fs.make_mesh(data=2)
-        step = step_of(by_unit(apply, specs, **how), mesh, specs, check="first")
-        fs.verify(step, fs.materialize(tree["params"], specs, mesh, key=fs.key(0)), IDS)
+    mesh = fs.make_mesh(data=2)
+    step = step_of(by_unit(apply, specs, remat=True), mesh, specs, check="first")
+    fs.verify(step, fs.materialize(tree["params"], specs, mesh, key=fs.key(0)), IDS)
 
 
 def test_missing_pvary_inside_a_unit_is_found() -> None:

@@ -271,8 +271,6 @@ REFUSALS = """
 Forward draws from torch's generator, also in eval mode, so the answer would depend on the mesh. The error names the
 line.
 
-| class | draws | pass instead |
-|---|---|---|
 """
 CHECKS = {"in bf16": "check in bf16", "reads values": "no check: reads values", "no": "no check"}
 ROUNDING = 1e-5  # up to which a row has no remark
@@ -296,19 +294,19 @@ def page(items: Mapping[str, str], refusals: Mapping[str, Sequence[str]]) -> str
     for family, cases in FAMILIES.items():
         done = ", ".join(items[c.model] for c in cases if c.model in items)
         text += f"\n## {family}\n\n{textwrap.fill(done, 120, break_on_hyphens=False)}\n"
-    return text + REFUSALS + "".join(f"| {' | '.join(refusals[m])} |\n" for m in REFUSED if m in refusals)
+    return text + REFUSALS + "".join("- {} ({}): pass {}\n".format(*refusals[m]) for m in REFUSED if m in refusals)
 
 
 def read_page() -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return the items of the page and the cells of its refusals, by class."""
+    """Return the items of the page and the parts of its refusals, by class."""
     text = TABLE.read_text() if TABLE.exists() else ""
     listed = " ".join(text.partition(f"## {next(iter(FAMILIES))}")[2].partition("## Refused")[0].split())
-    refused = [x[2:-2].split(" | ") for x in text.splitlines() if x.startswith("| `")]
+    refused = [list(x) for x in re.findall(r"^- (`.*) \((.*)\): pass (.*)$", text, flags=re.MULTILINE)]
     return {x[1]: x[0] for x in re.finditer(r"`(\w+)`( \([^)]*\))?", listed)}, {x[0].split("`")[1]: x for x in refused}
 
 
 def refusal(model: str) -> list[str]:
-    """Return the row of an architecture that is refused. Raises AssertionError if it is not."""
+    """Return the class, the draw and the way out of an architecture. Raises AssertionError if it is not refused."""
     case, arguments, way_out = REFUSED[model]
     try:
         measure(case)

@@ -588,7 +588,7 @@ START, END = "<!-- keys -->\n", "<!-- end of keys -->"
 
 
 def listed() -> str:
-    """Return the keys by section: what each becomes, or why it has no effect or is refused."""
+    """Return the keys by section: what each becomes, and then why the others are refused or have no effect."""
     sections: dict[str, dict[tuple[str, str], list[str]]] = {}
     for name, key in KEYS.items():
         sections.setdefault(key.section, {}).setdefault((key.effect, key.meaning), []).append(f"`{name}`")
@@ -597,17 +597,13 @@ def listed() -> str:
     for section, items in sorted(sections.items()):
         text += f"Keys of `{section}`:\n\n" if section else "Keys at the top of the file:\n\n"
         for (effect, meaning), names in items.items():
-            verb = EFFECTS[effect][len(names) > 1]
-            text += wrap(f"- {', '.join(names)}{verb}: {meaning}") + "\n"
+            if effect == "translated":
+                text += wrap(f"- {', '.join(names)}{' →' if meaning[0] == '`' else ':'} {meaning}") + "\n"
+        for effect, title in {"refused": "Refused", "none": "No effect"}.items():
+            rest = [f"{', '.join(names)} ({meaning})" for (e, meaning), names in items.items() if e == effect]
+            text += wrap(f"- {title}: {', '.join(rest)}") + "\n" if rest else ""
         text += "\n"
     return text
-
-
-EFFECTS = {
-    "translated": ("", ""),
-    "none": (" has no effect", " have no effect"),
-    "refused": (" is refused", " are refused"),
-}
 
 
 def test_page_has_every_key():

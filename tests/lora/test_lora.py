@@ -102,7 +102,8 @@ def test_several_weighted_adapters_are_those_of_peft(dora, layout):
     of = case.module.theirs
     own = [fs.lora.specs(cfg, case.params, specs, of=of) for cfg in (case.lora, second)]
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, *own, fs.P("data")), out_specs=fs.P("data", None, "model"))
+    @fs.shard_map(mesh=mesh, in_specs=(specs, *own, fs.P("data")), out_specs=fs.P("data", None, "model"),
+                  check="first" if dora else "never")  # fmt: skip
     def run(p, one, two, ids):
         where = {"of": of, "specs": specs, "data": "data", "model": "model"}
         p = fs.lora.apply(second, fs.lora.apply(case.lora, p, one, **where), two, weight=0.3, **where)
@@ -160,7 +161,7 @@ def test_training_follows_peft_with_adamw():
     state_specs = opt.specs(own)
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, own, state_specs, fs.P("data"), fs.P("data")),
-                  out_specs=(own, state_specs, fs.P()))  # fmt: skip
+                  out_specs=(own, state_specs, fs.P()), check="never")  # fmt: skip
     def step(p, adapters, state, ids, targets):
         def loss(adapters):
             adapted = fs.lora.apply(case.lora, p, adapters, of=of, specs=specs, data="data", model="model")

@@ -43,11 +43,12 @@ def batch(b=6, t=11, seed=0):
     return ids.where(mask == 1, TINY.pad_token_id), targets, mask, types
 
 
-def on_mesh(f, cfg, params, name, *args, out=OVER_DATA):
+def on_mesh(f, cfg, params, name, *args, out=OVER_DATA, check=None):
     """f(params, layout and specs, *args) on a mesh; args [B, ...] are split over data."""
     mesh, specs, layout, p = placed(bert, cfg, params, name)
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * len(args)), out_specs=out, check=cases.check_of(name))
+    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * len(args)), out_specs=out,
+                  check=check or cases.check_of(name))  # fmt: skip
     def run(p, *args):
         return f(p, {"layout": layout, "specs": specs}, *args)
 
@@ -56,13 +57,13 @@ def on_mesh(f, cfg, params, name, *args, out=OVER_DATA):
 
 def states(cfg, params, name, ids, mask, types):
     return on_mesh(lambda p, options, ids, mask, types: bert.apply(cfg, p, ids, mask=mask, types=types, **options),
-                   cfg, params, name, ids, mask, types)  # fmt: skip
+                   cfg, params, name, ids, mask, types, check="never")  # fmt: skip
 
 
 def loss_and_grads(cfg, params, name, inputs, **more):
     mesh, specs, layout, p = placed(bert, cfg, params, name)
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * 4), out_specs=(P(), specs), check=cases.check_of(name))
+    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * 4), out_specs=(P(), specs), check="never")
     def run(p, ids, targets, mask, types):
         options = {"mask": mask, "types": types, "layout": layout, "specs": specs, **more}
         return fs.value_and_grad(lambda p: bert.loss(cfg, p, ids, targets, **options))(p)
@@ -167,7 +168,7 @@ def test_padding_changes_no_state_and_no_embedding(known):
     a, b = (states(known.cfg, known.params, EVERYTHING, x, mask, types) for x in (ids, other))
     assert torch.equal(a[mask == 1], b[mask == 1])
     a, b = (on_mesh(lambda p, options, ids, mask: bert.embed(known.cfg, p, ids, mask=mask, **options), known.cfg,
-                    known.params, EVERYTHING, x, mask) for x in (ids, other))  # fmt: skip
+                    known.params, EVERYTHING, x, mask, check="never") for x in (ids, other))  # fmt: skip
     assert torch.equal(a, b)
     torch.testing.assert_close(a.norm(dim=1), torch.ones(len(a)))
 

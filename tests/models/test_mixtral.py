@@ -48,7 +48,7 @@ def test_experts_over_an_axis_have_the_logits_loss_and_gradients_of_transformers
     batch = P(layout.data)
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, batch, batch), out_specs=(P(layout.data, None, "model"), P(), specs),
-                  check="never" if name == "more ranks than experts" else "first")  # fmt: skip
+                  check="never" if name in ("model", "more ranks than experts") else "first")  # fmt: skip
     def run(p, ids, targets):
         options = {"layout": layout, "specs": specs, "remat": remat}
         loss, grads = fs.value_and_grad(lambda p: mixtral.loss(ref.cfg, p, ids, targets, **options))(p)
@@ -66,11 +66,11 @@ def test_experts_over_an_axis_generate_the_tokens_of_transformers(name):
     ref = reference("mixtral", "base")
     mesh, specs, layout, _, p = placed(ref, name)
     ids = cases.tokens(37, t=5)
-    want = ref.theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    want = ref.theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"))
     def run(p, ids):
-        return mixtral.generate(ref.cfg, p, ids, new=4, layout=layout, specs=specs)
+        return mixtral.generate(ref.cfg, p, ids, new=2, layout=layout, specs=specs)
 
     assert torch.equal(fs.device_get(run(p, ids)), want)
 
@@ -84,7 +84,7 @@ def test_losses_of_the_router_equal_transformers_without_padding(name):
         out = ref.theirs(ref.ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
     z = torch.stack([logits.logsumexp(-1).square()[mask.flatten() != 0] for logits in out.router_logits]).mean()
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=P())
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=P(), check="never")
     def run(p, ids, mask):
         return mixtral.losses(ref.cfg, p, ids, ids, mask=mask, layout=layout, specs=specs, remat=remat)
 
@@ -162,7 +162,7 @@ def test_the_step_verifies_on_smaller_meshes_with_an_uneven_batch(split):
 
 
 def test_shapes_are_checked_without_values():
-    cfg = DECODERS["mixtral"].config()
+    cfg = DECODERS["mixtral"].config(num_hidden_layers=1)
     specs, ids = mixtral.specs(cfg, model="model", experts="model"), torch.zeros(4, 6, dtype=torch.int64)
     layout = mixtral.Layout("data", "model", experts="model")
 

@@ -251,7 +251,7 @@ def test_dropout_is_that_of_transformers_with_masks_that_no_mesh_changes(variant
     cfg, params, inputs, want_loss, want, _ = with_dropout(variant)
     mesh, specs, split, p = placed(t5, cfg, params, layout)
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * 3), out_specs=(P(), specs), check=cases.check_of(layout))
+    @fs.shard_map(mesh=mesh, in_specs=(specs, *[P("data")] * 3), out_specs=(P(), specs), check="never")
     def run(p, ids, mask, targets):
         options = {"layout": split, "specs": specs, "mask": mask, "key": fs.key(3), "remat": layout != ONE}
         return fs.value_and_grad(lambda p: t5.loss(cfg, p, ids, targets, **options))(p)

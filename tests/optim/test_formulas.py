@@ -140,7 +140,7 @@ def test_no_mesh_changes_a_step(name, kind):
     mesh = fs.make_mesh(**MESH) if kind == "tensor" else fs.make_mesh(data=3)
     if kind == "fully_shard":
         specs = fs.fully_shard(on(mesh, specs), params, axis="data")
-    got = train_on(mesh, ALL[name], params, specs)
+    got = train_on(mesh, ALL[name], params, specs, check="first" if kind == "tensor" else "never")
     # The sums of adafactor are in another order.
     assert_same(got, train(ALL[name](P()), params, 5), **(CLOSE if name == "adafactor" else {}))
 
@@ -198,7 +198,7 @@ def test_a_state_is_saved_and_restored_on_another_mesh(name, tmp_path):
     params, specs = params_of(name)
     mesh, other = fs.make_mesh(**MESH), fs.make_mesh(data=3)
     opt = ALL[name](specs)
-    step = fs.shard_map(opt.update, mesh=mesh, out_specs=(specs, opt.specs(specs)))
+    step = fs.shard_map(opt.update, mesh=mesh, out_specs=(specs, opt.specs(specs)), check="never")
     placed = fs.device_put(params, specs, mesh)
     placed, state = step(fs.device_put(grads_at(0, params), specs, mesh), opt.init(placed), placed)
     fs.checkpoint.save(tmp_path / "step", {"params": placed, "opt": state})
@@ -208,7 +208,7 @@ def test_a_state_is_saved_and_restored_on_another_mesh(name, tmp_path):
     like = {"params": described, "opt": opt.init(described)}
     back = fs.checkpoint.restore(tmp_path / "step", like, specs={"params": specs, "opt": opt.specs(specs)}, mesh=other)
     assert_same(fs.device_get(back), fs.device_get({"params": placed, "opt": state}))
-    step = fs.shard_map(opt.update, mesh=other, out_specs=(specs, opt.specs(specs)))
+    step = fs.shard_map(opt.update, mesh=other, out_specs=(specs, opt.specs(specs)), check="never")
     got = step(fs.device_put(grads_at(1, params), specs, other), back["opt"], back["params"])
     assert_same(fs.device_get(got), train(ALL[name](P()), params, 2), **(CLOSE if name == "adafactor" else {}))
 

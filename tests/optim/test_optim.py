@@ -320,7 +320,7 @@ def train_on(mesh, make, params, specs, steps=5, get=fs.device_get, **options):
     opt = make(specs)
     step = fs.shard_map(opt.update, mesh=mesh, out_specs=(specs, opt.specs(specs)), **options)
     placed = fs.device_put(params, specs, mesh)
-    state = fs.shard_map(opt.init, mesh=mesh, out_specs=opt.specs(specs))(placed)
+    state = fs.shard_map(opt.init, mesh=mesh, out_specs=opt.specs(specs), check=options.get("check", "first"))(placed)
     for i in range(steps):
         grads = fs.device_put(grads_at(i, params), specs, mesh)
         placed, state = step(grads, state, placed)

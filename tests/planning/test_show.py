@@ -597,7 +597,7 @@ def test_hover_says_the_slices_of_each_rank_and_its_place():
 def test_blocks_are_drawn_in_proportion():
     html = layout((5, 8), P("data"), mesh={"data": 2}).html
     assert re.findall(r"height: ([\d.]+)em", html) == ["4.8", "3.2"]
-    assert re.findall(r"min-width: ([\d.]+)em", html) == ["24.0", "24.0"]
+    assert re.findall(r"; width: ([\d.]+)em", html) == ["24.0", "24.0"]
     assert "dashed" not in html
     assert "dashed" in layout((5, 8), fs.on_host(P("data")), mesh={"data": 2}).html
 
@@ -804,17 +804,19 @@ ERRORS = {
         lambda: show({"a": fs.init.zeros(2)}, specs=P("x"), against=P()),
         'show: against= needs a mesh\n  fix: pass mesh=, or axis sizes such as mesh={"data": 64}',
     ),
-    "a shape for a tree": (
-        lambda: show({"w": P()}, (2, 2), mesh={"x": 2}),
-        'show: shape= is for one spec\n  fix: fs.show(P("data", "model"), (4, 8), mesh=mesh)',
-    ),
-    "a shape without a mesh": (
-        lambda: show(P("x"), (2, 2)),
-        (
-            "show: a spec with a shape needs a mesh\n"
-            '  fix: pass mesh=, or axis sizes such as mesh={"data": 2, "model": 4}'
-        ),
-    ),
+    **{
+        name: (
+            call,
+            (
+                "show: shape= needs one spec, and a mesh or its axis sizes\n"
+                '  fix: fs.show(P("data", "model"), (4, 8), mesh={"data": 2, "model": 4})'
+            ),
+        )
+        for name, call in {
+            "a shape for a tree": lambda: show({"w": P()}, (2, 2), mesh={"x": 2}),
+            "a shape without a mesh": lambda: show(P("x"), (2, 2)),
+        }.items()
+    },
     "a spec that does not fit its shape": (
         lambda: show(P("x"), (), mesh={"x": 2}),
         (

@@ -86,20 +86,15 @@ _ABOUT_SHAPES = re.compile(r"shape|size|dim|broadcast|element|\dd\b|index out of
 _MOST_LEAVES = 6
 
 
-@contextlib.contextmanager
-def explain_shapes(plan: CallPlan) -> Iterator[None]:
+def explain_shapes(plan: CallPlan, e: Exception) -> None:
     """Add to an error about shapes the arguments that may be involved: their global shapes, specs and local shapes.
 
     The error stays what it is, with its type and traceback; the note comes after its text. Without an argument that is
     split there is no note: the function raises the same error on one device.
     """
-    try:
-        yield
-    except (RuntimeError, IndexError, TypeError, ValueError) as e:
-        rows = [] if isinstance(e, ShardingError) or not _ABOUT_SHAPES.search(str(e)) else _arguments(plan)
-        if any(row.is_split for row in rows):
-            e.add_note(_shapes_note(plan, e, rows))
-        raise
+    rows = [] if isinstance(e, ShardingError) or not _ABOUT_SHAPES.search(str(e)) else _arguments(plan)
+    if any(row.is_split for row in rows):
+        e.add_note(_shapes_note(plan, e, rows))
 
 
 class _Argument(NamedTuple):

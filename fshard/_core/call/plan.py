@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -35,19 +36,25 @@ class OutputPlan:
     """Placements of results of these types. Nothing in a plan depends on a value."""
 
     treedef: Any
-    types: list[list[Any]]  # by rank of this process: `leaf_types`
+    types: list[Any]  # by rank of this process: `leaf_types`
     placements: list[Placement | None]  # of each leaf; None for a leaf that is not a tensor
     tensors: list[int]  # positions of the leaves that are tensors
     plain: bool  # all tensors can be kept unchanged: none is of a subclass or requires grad
 
     def fits(self, results: Sequence[RankResult]) -> bool:
         """Return whether all ranks returned the structure and types of this plan."""
-        return all(result.treedef == self.treedef and leaf_types(result.leaves) == types
-                   for result, types in zip(results, self.types, strict=True))  # fmt: skip
+        for result, types in zip(results, self.types, strict=True):
+            if result.treedef != self.treedef or leaf_types(result.leaves) != types:
+                return False
+        return True
 
 
-def leaf_types(leaves: list[Any]) -> list[Any]:
-    return [(type(x), x.dtype, x.shape, x.requires_grad) if isinstance(x, Tensor) else type(x) for x in leaves]
+_FACTS = operator.attrgetter("dtype", "shape", "requires_grad")
+
+
+def leaf_types(leaves: list[Any]) -> tuple[list[type], list[Any]]:
+    """Return the class of each leaf, and the dtype, the shape and requires_grad of each tensor."""
+    return list(map(type, leaves)), [_FACTS(x) for x in leaves if isinstance(x, Tensor)]
 
 
 @dataclass
@@ -69,6 +76,9 @@ class CallPlan:
     checked: list[tuple[Any, ...]] = field(default_factory=list)  # facts of each program that calls have checked
     rank_types: list[ResultTypes] | None = None  # of every rank of a process mesh
     output: OutputPlan | None = None  # of the last results
+
+    def __post_init__(self) -> None:
+        self.kept_specs = [self.specs[i] for i in self.kept]
 
     def forget_results(self) -> None:
         """Forget the types of earlier results, before a call whose code may have changed."""

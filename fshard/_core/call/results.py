@@ -20,7 +20,7 @@ from fshard._core.region import storage_key
 from fshard._core.torch import FakeTensor
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.mesh import Mesh
-from fshard.sharded import Placement, arrays_as_tensors, make_sharded, no_parts_errors
+from fshard.sharded import Placement, arrays_as_tensors, joined, no_parts_errors
 from fshard.spec import P, describe, is_spec, local_box, part_lengths, short_dtype, spec_errors
 
 from .plan import CallPlan, OutputPlan, RankResult, ResultTypes, leaf_types
@@ -124,10 +124,8 @@ def finish(plan: CallPlan, results: Sequence[RankResult], used: set[int]) -> Any
                 errors += _value_errors(f"{plan.name}: {tree.show('result', path)}", parts)
         raise_all(errors)
     columns = [_copy_shared(result.leaves, output, plan.mesh, used) for result in results]
-    each = zip(output.placements, zip(*columns, strict=True), strict=True)
-    joined = [parts[0] if p is None else make_sharded(p, parts) for p, parts in each]
     plan.output = output
-    return tree.unflatten(output.treedef, joined)
+    return tree.unflatten(output.treedef, joined(output.placements, columns))
 
 
 def _copy_shared(leaves: list[Any], plan: OutputPlan, mesh: Mesh, used: set[int]) -> list[Any]:
@@ -135,11 +133,15 @@ def _copy_shared(leaves: list[Any], plan: OutputPlan, mesh: Mesh, used: set[int]
     if mesh.kind == "abstract":
         return [torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x for x in leaves]
     leaves = list(leaves) if plan.plain else [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-    for i, storage in zip(plan.tensors, storage_pointers([leaves[i] for i in plan.tensors], mesh), strict=True):
-        if storage in used:
-            leaves[i] = leaves[i].clone()
-        elif storage:
-            used.add(storage)
+    storages = storage_pointers([leaves[i] for i in plan.tensors], mesh)
+    if len(new := set(storages)) == len(storages) and 0 not in new and used.isdisjoint(new):  # the usual case
+        used |= new
+    else:
+        for i, storage in zip(plan.tensors, storages, strict=True):
+            if storage in used:
+                leaves[i] = leaves[i].clone()
+            elif storage:
+                used.add(storage)
     if mesh.device.type != "cpu":  # elsewhere a result may be in another memory than its spec names
         for i, p in enumerate(plan.placements):
             if p is not None and leaves[i].device != memory_device(p.spec, mesh.device):

@@ -138,7 +138,7 @@ def table(rows: Iterable[Row | Sequence[str]], *, head: Sequence[str] = (), alig
 def _length(cell: str) -> int:
     """Return the characters that a cell shows."""
     if not isinstance(cell, Html):
-        return len(cell)
+        return max(map(len, cell.split("\n")))
     return len(unescape(re.sub("<[^>]*>", "", cell))) or _BAR * ("width:" in cell)
 
 

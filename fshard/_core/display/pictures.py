@@ -132,7 +132,7 @@ def _html(
     sides = zip((_HIGH, _WIDE), extents, strict=True)
     heights, widths = ([round(most * n / sum(ns), 1) for n in ns] for most, ns in sides)
     high = [f"; height: {h}em" for h in _abbreviate(heights, 0)] or [""] * len(down)
-    wide = [f"; min-width: {w}em" for w in _abbreviate(widths, 0)] or [""] * len(across)
+    wide = [f"; width: {w}em" for w in _abbreviate(widths, 0)] or [""] * len(across)
     border = _BORDER.replace("solid", "dashed") if on_host else _BORDER
     name = "padding: 1px 0.6em; border: none; font-weight: normal; white-space: nowrap"
     head = "".join(f'<th align="center" style="{name}; text-align: center">{escape(c)}</th>' for c in ["", *across])

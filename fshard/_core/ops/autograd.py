@@ -17,7 +17,9 @@ from fshard._core.comm import run_on_meta
 from fshard._core.region import checker, user_line
 from fshard._core.torch import (
     has_tangent,
+    in_transform,
     is_legacy_batched,
+    is_wrapped,
     unwrapped,
     with_legacy_batch,
     with_tangents,
@@ -36,6 +38,9 @@ def differentiable_dtype(x: Tensor) -> bool:
 
 def apply_function(verb: str, function: Any, *args: Any) -> Any:
     """Apply an autograd Function, with an error that names the transform for which torch has no rule of Functions."""
+    if not in_transform() and not any(isinstance(x, Tensor) and is_wrapped(x) for x in args):
+        # Without `Function.apply`, which reads the signature of `forward` at each call.
+        return super(torch.autograd.Function, function).apply(*args)
     try:
         return function.apply(*args)
     except RuntimeError as e:

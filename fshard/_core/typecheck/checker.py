@@ -52,6 +52,7 @@ from .types import (
     GlobalShape,
     History,
     Mixture,
+    MixtureText,
     Operand,
     Partial,
     Reduction,
@@ -59,6 +60,7 @@ from .types import (
     Type,
     history_like,
     join,
+    show_type,
 )
 
 
@@ -67,6 +69,14 @@ class Rank(NamedTuple):
 
     coords: Mapping[str, int]
     table: TypeTable
+
+
+class Ranks(list[Rank]):
+    """The ranks of a call, in this process, and the texts of mixtures, which are alike on each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: dict[Any, MixtureText] = {}
 
 
 _M = TypeVar("_M", bound=Callable[..., Any])
@@ -94,7 +104,7 @@ class Checker(OperationMode):
 
     def __init__(
         self, axes: Sequence[str], sizes: Mapping[str, int], coords: Mapping[str, int] | None = None,
-        ranks: list[Rank] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
         """Make the checker of the rank at `coords`, and add it to the `ranks` of the call in this process, if any."""
         super().__init__()  # type: ignore[no-untyped-call]
@@ -109,7 +119,7 @@ class Checker(OperationMode):
         self.uneven_splits: dict[tuple[str, tuple[tuple[int, int], ...], tuple[str, ...], Any], None] = {}
         self._argument_storages: set[int] = set()
         self._table = TypeTable()
-        self._coords, self._ranks = coords or {}, [] if ranks is None else ranks
+        self._coords, self._ranks = coords or {}, Ranks() if ranks is None else ranks
         self._ranks.append(Rank(self._coords, self._table))  # and not the checker: a cycle
         self._roots = 0
         self._paused = False
@@ -442,7 +452,7 @@ class Checker(OperationMode):
             return None
         o, other = (differentiated or invariant)[0], varying[0]
         known = self.mixtures.get((site, axis))
-        text = known.text if known else messages.mixture_text(self, op.name, operands, o, other)
+        text = known.text if known else self._mixture_text(op, axis, operands, o, other)
         is_update = op.pointwise and bool(o.info.name) and all(y.tensor.numel() <= o.tensor.numel() for y in operands)
         roots = frozenset(x.info.root for x in invariant)
         mixture = Mixture(axis, op.name, site, o.info, tuple(o.tensor.shape), other.info, text, bool(differentiated),
@@ -453,6 +463,17 @@ class Checker(OperationMode):
         if known is None or (mixture.differentiated and not known.differentiated):
             self.mixtures[site, axis] = mixture
         return mixture
+
+    def _mixture_text(
+        self, op: Operation, axis: str, operands: Sequence[Operand], invariant: Operand, varying: Operand
+    ) -> MixtureText:
+        """Return the text of a mixture at the line that runs: the first rank makes it for all."""
+        positions = [[x is y for y in operands].index(True) for x in (invariant, varying)]
+        facts = [(show_type(x), x.info.name, x.info.op, x.info.origin) for x in (invariant, varying)]
+        key = callsite.site(), axis, op.name, *positions, *facts
+        if key not in self._ranks.texts:
+            self._ranks.texts[key] = messages.mixture_text(self, op.name, operands, invariant, varying)
+        return self._ranks.texts[key]
 
     def _reaches_only_captured(self, x: Tensor) -> bool:
         """Return whether a gradient to a plain tensor reaches only captured leaves.

@@ -38,6 +38,7 @@ class Scene:
         self.frame = callsite.caller_of_models(frame or callsite.user_frame())
         self.site, self.expression = callsite.site(self.frame), executing(self.frame)
         self._positions = {id(o.tensor): i for i, o in reversed(list(enumerate(operands)))}
+        self._nodes: dict[int, Any] = {}  # by the id of the tensor of an operand, which lives as long as its line runs
 
     @property
     def line(self) -> int:
@@ -54,7 +55,9 @@ class Scene:
         def is_operand(x: object) -> bool:
             return isinstance(x, Tensor) and (unwrapped(x) is o.tensor or self.checker.info(x).root == o.info.root > 0)
 
-        return self.expression and self.expression.find(is_operand, self._positions.get(id(o.tensor), -1), self._op)
+        if self.expression and (key := id(o.tensor)) not in self._nodes:
+            self._nodes[key] = self.expression.find(is_operand, self._positions.get(key, -1), self._op)
+        return self._nodes.get(id(o.tensor))
 
     def known_name(self, o: Operand) -> str | None:
         """Return the source text of an operand, or its path among the arguments."""
