@@ -178,7 +178,7 @@ class Sharded:
         return self.shards
 
     def __copy__(self) -> Sharded:
-        return make_sharded(self.placement, self._shards)
+        return Sharded(self.shape, self.spec, self.mesh, self.shards)
 
     def __deepcopy__(self, memo: Any) -> Sharded:
         return Sharded(self.shape, self.spec, self.mesh, [x.clone() for x in self.shards])

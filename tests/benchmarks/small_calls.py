@@ -1,8 +1,9 @@
 """The price of a call of small work, compared with plain torch: `python -m tests.benchmarks.small_calls [--only PART]`.
 
 Parts: `step`, the default step of `fshard.recipes.pretrain` / the same program as an `nn.Module` with fused AdamW and
-clipping; `leaves`, a call above its body; `first` and `later`, a checked and a later call of correct programs of the corpus
-on four simulated ranks / four times the same on one device; `scan`, 32 tiny blocks on two ranks / a loop of `unshard`.
+clipping; `leaves`, a call above its body; `first` and `later`, a checked and a later call of correct programs of the
+corpus on four simulated ranks / four times the same on one device; `scan`, 32 tiny blocks on two ranks / a loop of
+`unshard`.
 
 CPU seconds; each ratio is the median of those of neighbours in time. README.md in this folder says more.
 """
