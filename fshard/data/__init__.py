@@ -12,7 +12,7 @@ With workers, and any map-style dataset:
     for batch in data.batches(loader): ...
 """
 
-from fshard.random.permutation import permute
+from fshard.random.orders import permute
 
 from .buckets import Bucketed, Buckets, buckets
 from .images import ImageFolder, image_folder

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fshard.errors import checked, fail, join_limited, raise_all
 from fshard.random import fold_in
-from fshard.random.permutation import Integers, Rows, integers, permute
+from fshard.random.orders import Integers, Rows, integers, permute
 
 from .order import counted, epoch_order, position_in_epoch
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from fshard import tree
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.mesh import Mesh
-from fshard.random.permutation import Rows
+from fshard.random.orders import Rows
 from fshard.spec import Axis, P, describe, is_spec, local_box, spec_errors
 
 from .order import indices, steps_per_epoch

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fshard.errors import checked, fail
 from fshard.random import fold_in
-from fshard.random.permutation import permute
+from fshard.random.orders import permute
 
 
 @checked

@@ -13,7 +13,7 @@ from fshard import tree
 from fshard._core.host_memory import memory_device
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.mesh import Mesh
-from fshard.random.permutation import Integers, Rows, integers
+from fshard.random.orders import Integers, Rows, integers
 from fshard.sharded import Sharded, array_dtype, as_tensor, from_callback
 from fshard.spec import Box, P, describe, format_tensor, is_spec, local_box, spec_errors
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import checked, fail, join_limited, raise_all
-from fshard.random.permutation import Integers, integers
+from fshard.random.orders import Integers, integers
 
 
 @checked

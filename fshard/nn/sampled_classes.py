@@ -16,7 +16,7 @@ from fshard._core.torch import is_wrapped
 from fshard.collectives import all_gather
 from fshard.errors import checked, fail
 from fshard.random import check_key
-from fshard.random.permutation import permute
+from fshard.random.orders import permute
 from fshard.spec import Axis, describe, names_of
 
 _INTEGERS = (torch.int64, torch.int32, torch.uint8)  # the dtypes of classes

@@ -20,7 +20,7 @@ from .draws import (
     uniform_box,
 )
 from .keys import check_key, fold_in, key, split
-from .permutation import permutation
+from .orders import permutation
 
 __all__ = [
     "bernoulli", "bernoulli_box", "bits", "categorical", "check_key", "exponential", "fold_in", "gumbel", "key",

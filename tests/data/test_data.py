@@ -4,7 +4,7 @@ import torch
 
 import fshard as fs
 from fshard import P, data
-from fshard.random import permutation
+from fshard.random import orders
 from tests.lib.assertions import error_text
 
 ROWS = P("data")
@@ -65,7 +65,7 @@ def test_permute_of_a_large_range_computes_only_the_positions(size):
 def test_permute_maps_every_position_to_all_values_equally_often(size, limit):
     """Chi-square of (position, value) over random round keys; each limit is beyond p = 0.0001."""
     n = 4000
-    words = np.random.default_rng(size).integers(0, 2**64, size=(permutation._ROUNDS, n, 1), dtype=np.uint64)
+    words = np.random.default_rng(size).integers(0, 2**64, size=(orders._ROUNDS, n, 1), dtype=np.uint64)
     counts = np.zeros((size, size))
     at = np.broadcast_to(np.arange(size, dtype=np.int64), (n, size))
     keys = tuple(np.broadcast_to(w, (n, size)).reshape(-1) for w in words)
@@ -77,9 +77,9 @@ def test_permute_maps_every_position_to_all_values_equally_often(size, limit):
 def permute_with_keys(at, keys, size):
     """Permute with different round keys for every element."""
     rows = (int(np.sqrt(size - 1)) // 2 + 1) * 2
-    out = permutation._shuffle(at.reshape(-1).astype(np.uint64), rows, -(-size // rows), keys)
+    out = orders._shuffle(at.reshape(-1).astype(np.uint64), rows, -(-size // rows), keys)
     while (out >= size).any():
-        out = np.where(out >= size, permutation._shuffle(out, rows, -(-size // rows), keys), out)
+        out = np.where(out >= size, orders._shuffle(out, rows, -(-size // rows), keys), out)
     return out.astype(np.int64).reshape(-1, size)
 
 
@@ -92,8 +92,8 @@ def test_permute_has_no_correlation_and_no_repeated_steps():
 
 
 def test_permute_golden_values():
-    keys = tuple(np.array([k], dtype=np.uint64) for k in range(permutation._ROUNDS))
-    got = permutation._shuffle(np.arange(12, dtype=np.uint64), 4, 3, keys)
+    keys = tuple(np.array([k], dtype=np.uint64) for k in range(orders._ROUNDS))
+    got = orders._shuffle(np.arange(12, dtype=np.uint64), 4, 3, keys)
     assert got.tolist() == SHUFFLED
     assert order(fs.key(0), 10) == PERMUTED
     assert data.permute(fs.key(1), [0, 1, 2], size=2**62).tolist() == PERMUTED_LARGE
