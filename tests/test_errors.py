@@ -326,7 +326,7 @@ def test_error_text_of_arguments_by_wrong_names():
 
 def test_error_text_of_too_many_arguments_by_position():
     assert error_text(fs.show, {}, P(), None) == (
-        "show: 3 arguments by position, and it takes 1\n  fix: show(tree, mesh=, specs=, against=, fold=)"
+        "show: 3 arguments by position, and it takes 2\n  fix: show(tree, shape, mesh=, specs=, against=, fold=)"
     )
     f, mesh = (lambda x: x), fs.make_mesh(data=1)
     assert error_text(fs.shard_map(f, mesh=mesh, out_specs=P()).on, mesh, "never") == (  # a method, without self

@@ -60,7 +60,7 @@ def test_statistics_of_any_code_are_those_of_one_device_or_an_error(name):
         (out * out.detach().sin()).sum().backward()
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in one.named_parameters()}
     torch.testing.assert_close(got, (out.detach(), grads, dict(one.named_buffers())), rtol=1e-4, atol=1e-5)
-    text = error_text(run_norm, apply, module, mesh, x)
+    text = error_text(run_norm, apply, module, mesh, x, check="first")
     assert "Apply(Sequential): '1' is a " in text
     assert "varies over 'data': the statistics of each rank's own examples" in text
     assert 'fix: apply = apply.batch_norm_over("data")' in text
