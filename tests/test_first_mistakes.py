@@ -207,6 +207,20 @@ torch.save(fs.device_get(tree), path), of full tensors
           RuntimeError: The size of tensor a (4) must match the size of tensor b (8) at non-singleton dimension 0
           fix: pass it as an argument, which in_specs splits
         """),
+    "a product with a split matrix, not summed": ("""
+        split = fs.device_put({"w": torch.ones(4, 4)}, P("data"), mesh)
+        @fs.shard_map(mesh=mesh, in_specs=(P("data"), P(None, "data")), out_specs=P())
+        def loss(p, x):
+            y = x @ p["w"]
+            return (y - 1).square().mean()
+        loss(split, x)
+        """, """
+        program.py:6 in loss: result varies over 'data', which its out spec does not name
+          result  f32[]{V: data}    out spec P()
+          the 2 ranks would return different values, and the out spec declares one value
+          fix: at program.py:5, if each rank has a part of a sum:  fs.psum(..., "data")
+          or, if each rank has the mean over an equal count:  fs.pmean(..., "data")
+        """),
     "weights of a folder by other names": ("""
         import tempfile
         from fshard.models import gpt2

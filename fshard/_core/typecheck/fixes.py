@@ -195,6 +195,8 @@ def fix_of_gather(x: TensorInfo, axes: Sequence[str], line: int) -> Fix | None:
 def fixes_of_partials(x: TensorInfo, axes: Sequence[str], line: int) -> list[Fix]:
     """Return the fixes of operations that reduced a dim on the way to a value, if the axes may split it."""
     partials = [p for p in x.history.partials if p.axes & set(axes)]
+    if [p.verb for p in partials] == ["pmean", "psum"]:  # the mean of a sum that has a part on each rank
+        partials.reverse()
     fixes = [_fix_of_reduction(p, axes, p.site if p.site and p.site.line != line else None) for p in partials]
     return list(dict.fromkeys(fixes))
 
