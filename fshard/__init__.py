@@ -71,6 +71,8 @@ _NAMES_ELSEWHERE = {
     "FullyShardedDataParallel": "fs.unshard, with fs.fully_shard(specs, tree, axis=) as specs", "PartitionSpec": "fs.P",
     "all_reduce": "fs.psum", "compile": "fs.shard_map(f, ..., compile=True)", "checkpoint_wrapper": "fs.remat",
     "distribute_tensor": "fs.device_put", "init_device_mesh": "fs.make_mesh", "jit": "fs.shard_map", "lax": "fs itself",
+    "jnp": "torch", "PRNGKey": "fs.key", "ShapeDtypeStruct": "fs.Deferred", "eval_shape": "fs.check", "tree_leaves":
+    "fs.tree.leaves", "process_index": "mesh.is_first, or torch.distributed.get_rank()", "pcast": "fs.pvary",
     "load": "fs.checkpoint.restore", "numpy": "torch", "pmap": "fs.shard_map", "reduce_scatter": "fs.psum_scatter",
     "save": "fs.checkpoint.save", "tree_map": "fs.tree.map", "tree_util": "fs.tree",
     "with_sharding_constraint": "fs.reshard, outside of fs.shard_map",

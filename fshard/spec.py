@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, Protocol
 
@@ -50,7 +50,7 @@ class P:
         for entry in entries:
             group = entry if isinstance(entry, tuple) else (entry,)
             if entry is not None and entry is not ... and not all(isinstance(a, str) and a for a in group):
-                raise fail(f"P: {shown(entry)} names no axis", fix="use None, '...', an axis name or a tuple of names")
+                raise fail(f"P: {shown(entry)} names no axis", fix="use None, ..., an axis name or a tuple of names")
             names += [a for a in group if isinstance(a, str)]
         for name in sorted(set(names)):
             if names.count(name) > 1:
@@ -67,6 +67,10 @@ class P:
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a P is immutable: make another")
+
+    def __iter__(self) -> Iterator[Axis | EllipsisType]:
+        """Iterate over the entries: `P("layers", *spec)`."""
+        return iter(self.entries)
 
     @property
     def axes(self) -> tuple[str, ...]:

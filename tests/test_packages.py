@@ -30,7 +30,7 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_491,
     "cli": 1_563,
-    "core": 15_960,
+    "core": 15_969,
     "data": 1_054,
     "defer": 5_332,
     "interop": 4_448,
@@ -38,11 +38,11 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "lora": 1_743,
     "models": 4_506,
     "nn": 2_723,
-    "optim": 2_776,
+    "optim": 2_782,
     "planning": 4_330,
     "recipes": 2_082,
-    "schedule": 2_321,
-    "fshard": 89,
+    "schedule": 2_322,
+    "fshard": 91,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library
 

@@ -140,7 +140,7 @@ def test_error_text_of_a_repeated_axis():
 @pytest.mark.parametrize("entry", [3, "", ("a", None), ("a", ""), (("a",),), ["a"], 1.5, True])
 def test_error_text_of_an_entry_that_is_not_an_axis(entry):
     assert error_text(P, None, entry) == (
-        f"P: {entry!r} names no axis\n  fix: use None, '...', an axis name or a tuple of names"
+        f"P: {entry!r} names no axis\n  fix: use None, ..., an axis name or a tuple of names"
     )
 
 

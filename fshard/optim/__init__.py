@@ -22,5 +22,11 @@ __all__ = [
 
 if not TYPE_CHECKING:
     __getattr__ = other_names(
-        __name__, {"CosineAnnealingLR": "fs.optim.cosine", "apply_updates": "opt.update, which returns the params"}
-    )
+        __name__,
+        {
+            "CosineAnnealingLR": "fs.optim.cosine", "cosine_decay_schedule": "fs.optim.cosine",
+            "linear_schedule": "fs.optim.linear", "constant_schedule": "fs.optim.constant",
+            "warmup_cosine_decay_schedule": "fs.optim.warmup(fs.optim.cosine(peak, steps), warmup_steps)",
+            "MultiSteps": "fs.accumulate", "apply_updates": "opt.update, which returns the params",
+        },
+    )  # fmt: skip

@@ -170,7 +170,7 @@ def _as_lists(params: Sequence[Any], specs: Any, shapes: Any) -> tuple[Any, Any,
         if rows is None or (name == "specs" and is_spec(rows)):
             continue
         if not isinstance(rows, (list, tuple)):
-            raise must_be(f"scan: {name}", "a list of one tree for each block, as params is,", rows)
+            raise must_be(f"scan: {name}", "a list of one tree for each block, as params is", rows)
         if len(rows) != n:
             raise fail(f"scan: {name} has {len(rows)} trees for {n} blocks", fix="one for each block, or a prefix")
     prefix = specs is None or is_spec(specs)
@@ -182,18 +182,19 @@ def _unstack(params: Any, specs: Any, shapes: Any) -> tuple[Any, Any, Any]:
     if any(map(is_weight, tree.leaves(params, is_weight))):
         raise fail("scan: one of the stacked parameters is a Weight", fix="pass a list of trees, one for each block")
     leaves, treedef = tree.flatten(params)
+    named = [tree.show("params", path) for path, _ in tree.leaves_with_path(params)]
+    flat = [P()] * len(leaves) if specs is None else tree.broadcast(specs, params, name="specs", leaf=is_spec)
+    parts = [spec.parts(x.ndim) if isinstance(x, Tensor) else () for spec, x in zip(flat, leaves, strict=True)]
+    if split := [f"{name}  {spec}" for name, spec, dims in zip(named, flat, parts, strict=True) if dims and dims[0]]:
+        raise fail("scan: the dim of the blocks, dim 0 of stacked leaves, is split", *split,
+                   fix="None first in these specs, or lists of one tree for each block")  # fmt: skip
     counts = {len(x) if isinstance(x, Tensor) and x.ndim else None for x in leaves}
     if len(counts) != 1 or None in counts:
-        shown = [f"{tree.show('params', path)} {list(x.shape) if isinstance(x, Tensor) else type(x).__name__}"
-                 for path, x in tree.leaves_with_path(params)]  # fmt: skip
+        shown = [f"{name} {list(x.shape) if isinstance(x, Tensor) else type(x).__name__}"
+                 for name, x in zip(named, leaves, strict=True)]  # fmt: skip
         raise fail("scan: stacked parameters must all have the number of blocks as dim 0", *shown,
                    fix="stack every leaf, [blocks, ...], or pass a list of trees")  # fmt: skip
     n = len(leaves[0])
-    flat = [P()] * len(leaves) if specs is None else tree.broadcast(specs, params, name="specs", leaf=is_spec)
-    parts = [spec.parts(x.ndim) for spec, x in zip(flat, leaves, strict=True)]
-    if any(dims[0] for dims in parts):
-        raise fail("scan: the dim of the blocks is split", fix="None first in the specs of stacked leaves",
-                   specs=[s for s, dims in zip(flat, parts, strict=True) if dims[0]])  # fmt: skip
     rest = [P(*(axes or None for axes in dims[1:]), memory=s.memory) for s, dims in zip(flat, parts, strict=True)]
     rows = zip(*(x.unbind(0) for x in leaves), strict=True)
     known = None if shapes is None else tree.map(lambda s: SimpleNamespace(shape=s.shape[1:]), shapes)

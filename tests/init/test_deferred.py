@@ -283,8 +283,10 @@ SIZES_FIX = "\n  fix: sizes are integers of 0 or more"
     ("make", "text"),
     [
         (lambda: fs.init.normal((3, -1)), f"Deferred: [3, -1] is not a shape{SIZES_FIX}"),
-        (lambda: fs.init.zeros((2.0,)), "zeros: shape must be an int or a Sequence of int, got (2.0,)\n"
-         "  fix: (64, 256), a tuple of sizes"),  # fmt: skip
+        (
+            lambda: fs.init.zeros((2.0,)),
+            "zeros: shape must be an int or a Sequence of int, got (2.0,)\n  fix: (64, 256), a tuple of sizes",
+        ),
         (
             lambda: fs.init.trunc_normal(3, a=1, b=1),
             "trunc_normal: the range from a=1 to b=1 is empty\n  fix: a < b",

@@ -619,8 +619,10 @@ def test_invalid_arguments_are_errors() -> None:
         "scan: has_aux=True, and the block returned a Tensor", lambda p, x: scan(p, x, has_aux=True, shapes=tree)[0]
     )
     refused(
-        "scan: stacked parameters must all have the number of blocks as dim 0",
-        lambda p, x: scan(p[0], x, specs=specs[0]),
+        "scan: stacked parameters must all have the number of blocks as dim 0", lambda p, x: scan(p[0], x, specs=P())
     )
-    refused("scan: the dim of the blocks is split", lambda p, x: scan({"w": p[0]["up"]}, x, specs=P("data")))
+    refused(
+        r"dim 0 of stacked leaves, is split\n  params\['w'\]  P\('data'\)\n  fix",
+        lambda p, x: scan({"w": p[0]["up"], "b": x[0]}, x, specs={"w": P("data"), "b": P()}),
+    )
     refused("scan: the mesh has no axis 'rows'", lambda p, x: scan(p, x, axis="rows"))

@@ -25,7 +25,10 @@ from fshard._core.callsite import PACKAGE, Site, text_of
 
 _SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)  # bind other names
 _ATOMS = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.Constant)  # need no parentheses anywhere
-TORCH_MODULES = ("torch", "F", "nn.functional", "torch.nn.functional", "torch.linalg")  # as people import them
+# As people import them.
+MODULES = (
+    "torch", "torch.linalg", "torch.nn.functional", "nn.functional", "tnn.functional", "F", "fs", "fs.nn", "nn",
+)  # fmt: skip
 _FIELDS = (MemberDescriptorType, type(vars(namedtuple("_", "x"))["x"]))  # of __slots__ and namedtuples
 _parsing = threading.Lock()  # the parser of Python 3.11 counts its depth for all threads together
 
@@ -63,7 +66,7 @@ class Expression:
             case ast.BinOp(left=left, right=right):
                 return [left, right]
             case ast.Call(func=ast.Attribute(value=owner, attr=name), args=args) if name.strip("_") == op:
-                return args if ast.unparse(owner) in TORCH_MODULES else [owner, *args]
+                return args if ast.unparse(owner) in MODULES else [owner, *args]
             case ast.Call(func=ast.Name(id=name), args=args) if name.strip("_") == op:
                 return args
         return []
@@ -193,7 +196,7 @@ def with_first_operand(source: str, rebuild: Callable[[str], str]) -> str | None
     if not isinstance(node, ast.Call):
         return None
     owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-    is_function = owner is None or ast.unparse(owner) in TORCH_MODULES
+    is_function = owner is None or ast.unparse(owner) in MODULES
     operand = (node.args[0] if node.args else None) if is_function else owner
     if operand is None:
         return None
