@@ -42,7 +42,7 @@ _LEAVE = datetime.timedelta(
 )  # that a rank waits at its end for the others: none waits long for one that hangs
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 120_000}
 
-SLOW = "may be compiling, saving, slow, stopped or in a debugger"  # reason of a long wait
+SLOW = "may be compiling, saving, slow, stopped, in a debugger, or may not make this call"  # reason of a long wait
 
 _NUMBER = struct.Struct("!I")  # from rank 0: a rank that has failed
 _LEFT = _NUMBER.pack(2**32 - 1)  # the sender leaves
