@@ -69,8 +69,12 @@ class P:
         raise AttributeError("a P is immutable: make another")
 
     def __iter__(self) -> Iterator[Axis | EllipsisType]:
-        """Iterate over the entries: `P("layers", *spec)`."""
+        """Iterate over the entries: `P(None, *spec)` is the spec of stacked leaves."""
         return iter(self.entries)
+
+    def __getitem__(self, i: slice) -> tuple[Axis | EllipsisType, ...]:
+        """Return some of the entries: `P(*spec[1:])` is the spec of one of the stacked leaves."""
+        return self.entries[i]
 
     @property
     def axes(self) -> tuple[str, ...]:

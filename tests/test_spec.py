@@ -54,6 +54,12 @@ def test_specs_with_the_same_meaning_are_equal(a, b):
     assert all(a.parts(n) == b.parts(n) for n in range(2, 5))
 
 
+def test_entries_of_a_spec_go_into_another():
+    spec = P("data", None, ("a", "b"))
+    assert P(None, *spec) == P(None, "data", None, ("a", "b"))
+    assert P(*spec[1:]) == P(None, ("a", "b"))
+
+
 def test_specs_with_different_meanings_are_not_equal():
     specs = [
         P(),
