@@ -32,7 +32,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "cli": 1_563,
     "core": 15_973,
     "data": 1_054,
-    "defer": 5_332,
+    "defer": 5_333,
     "interop": 4_448,
     "law": 1_242,
     "lora": 1_743,

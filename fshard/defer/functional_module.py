@@ -503,12 +503,13 @@ class Apply:
 
         A norm may compute with a part of its channels; a product with a part of a matrix would be a part of the result.
         """
-        parts = [(name, x, full) for name, x in params.items() if name not in self._replaced.splits
-                 and x.shape != (full := self._leaves["params"][name].shape) and x.ndim >= dims]  # fmt: skip
+        full = self._leaves["params"]
+        parts = [(name, x, full[name].shape) for name, x in params.items()
+                 if name not in self._replaced.splits and x.shape != full[name].shape and x.ndim >= dims]  # fmt: skip
         if parts:
-            (name, x, full), *others = parts
+            (name, x, shape), *others = parts
             more = f", and {len(others)} more" if others else ""
-            raise fail(f"{self!r}: params[{name!r}] is {list(x.shape)}, and {list(full)} in the module{more}",
+            raise fail(f"{self!r}: params[{name!r}] is {list(x.shape)}, and {list(shape)} in the module{more}",
                        f"forward failed: {type(e).__name__}: {e}" if e else "",
                        fix="apply.unshard(specs, axis)(params, buffers, *args), which gathers each unit; or "
                            "apply(fs.unshard(params, specs, axis), buffers, *args)") from e  # fmt: skip

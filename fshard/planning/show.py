@@ -222,7 +222,7 @@ def _picture(leaf: _Leaf, sizes: Sizes) -> View:
 def _spec_picture(spec: Any, shape: tuple[int, ...], mesh: Mesh | Sizes | None) -> View:
     """Draw the blocks of a tensor that has the spec, and a legend."""
     if not isinstance(spec, P) or mesh is None:
-        raise fail("show: shape= needs one spec, and a mesh or its axis sizes",
+        raise fail("show: with shape=, tree must be one spec, and mesh a Mesh or its axis sizes",
                    fix='fs.show(P("data", "model"), (4, 8), mesh={"data": 2, "model": 4})')  # fmt: skip
     sizes = mesh.axes if isinstance(mesh, Mesh) else mesh
     raise_all(spec_errors("show", shape, spec, sizes))

@@ -808,7 +808,7 @@ ERRORS = {
         name: (
             call,
             (
-                "show: shape= needs one spec, and a mesh or its axis sizes\n"
+                "show: with shape=, tree must be one spec, and mesh a Mesh or its axis sizes\n"
                 '  fix: fs.show(P("data", "model"), (4, 8), mesh={"data": 2, "model": 4})'
             ),
         )
