@@ -229,7 +229,7 @@ torch.save(fs.device_get(tree), path), of full tensors
         gpt2.save(folder, cfg, fs.materialize(gpt2.init(cfg), P(), mesh, key=fs.key(0)))
         fs.hf.weights(folder, gpt2.init(cfg))
         """, """
-        hf.weights: FOLDER has none of the leaves by their names in the tree
+        hf.weights: FOLDER has none of the leaves by their names in `described`
           tree  h.0.down.b, h.0.down.w, and 14 more    files  transformer.h.0.mlp.c_proj.bias, \
 transformer.h.0.mlp.c_proj.weight, and 14 more
           fix: give the folder of this model, or rename its tensors; of=apply, with the apply of fs.defer, knows the \

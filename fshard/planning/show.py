@@ -225,7 +225,7 @@ def _spec_picture(spec: Any, shape: tuple[int, ...], mesh: Mesh | Sizes | None) 
         raise fail("show: with shape=, tree must be one spec, and mesh a Mesh or its axis sizes",
                    fix='fs.show(P("data", "model"), (4, 8), mesh={"data": 2, "model": 4})')  # fmt: skip
     sizes = mesh.axes if isinstance(mesh, Mesh) else mesh
-    raise_all(spec_errors("show", shape, spec, sizes))
+    raise_all(spec_errors("show: tree", shape, spec, sizes))
     parts = spec.parts(len(shape))
     split = [f"dim {d} over {' and '.join(axes)}" for d, axes in enumerate(parts) if axes]
     free = [a for a in sizes if a not in itertools.chain(*parts) and sizes[a] > 1]

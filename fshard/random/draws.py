@@ -500,6 +500,9 @@ def categorical(
     if not logits.is_floating_point() or not -logits.ndim <= dim < logits.ndim:
         raise fail(f"random.categorical: logits {str(logits.dtype)[6:]}{list(logits.shape)}, dim={dim}",
                    fix="floating logits, and one of their dims")  # fmt: skip
+    if sum(entry is not ... for entry in spec) > logits.ndim:
+        raise fail(f"random.categorical: spec={spec} has more dims than the logits, {list(logits.shape)}",
+                   fix="an entry for each dim, at most")  # fmt: skip
     if axes := spec.parts(logits.ndim)[dim]:
         raise fail(f"random.categorical: spec={spec} splits dim {dim}, whose indices are drawn",
                    fix=f"fs.all_gather(logits, {axes[0]!r}, {dim}) before")  # fmt: skip

@@ -69,7 +69,7 @@ def permutation(key: Tensor, x: int | Tensor, *, dim: int = 0) -> Tensor:
     Raises ShardingError for a negative number, and a `dim` that the tensor does not have.
     """
     if isinstance(x, Tensor) and not -x.ndim <= dim < x.ndim:
-        raise fail(f"random.permutation: dim={dim} of a tensor {list(x.shape)}", fix="one of its dims")
+        raise fail(f"random.permutation: x, {list(x.shape)}, has no dim {dim}", fix="one of its dims")
     size = x.shape[dim] if isinstance(x, Tensor) else x
     if size < 0:
         raise fail(f"random.permutation: x={x}", fix="0 or more")

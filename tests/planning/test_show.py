@@ -820,7 +820,7 @@ ERRORS = {
     "a spec that does not fit its shape": (
         lambda: show(P("x"), (), mesh={"x": 2}),
         (
-            "show: the spec is longer than the shape\n  shape  []    spec  P('x')    mesh  x=2\n  1 > 0 dims\n"
+            "show: tree: the spec is longer than the shape\n  shape  []    spec  P('x')    mesh  x=2\n  1 > 0 dims\n"
             "  fix: drop 1 of its entries"
         ),
     ),

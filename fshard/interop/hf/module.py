@@ -235,7 +235,7 @@ def read_leaves(
     if lacking or extra:
         plain = [names.plain(name) for name in lacking]
         if lacking and extra and not present and not names.kinds and not explain_names(headers, verb, plain, extra):
-            raise fail(f"{call}: {headers.path} has none of the leaves by their names in the tree",
+            raise fail(f"{call}: {headers.path} has none of the leaves by their names in `described`",
                        fix="give the folder of this model, or rename its tensors; of=apply, with the apply of "
                            "fs.defer, knows the names of transformers; fs.hf.load(path) reads a model of fs.models",
                        tree=join_limited(plain, 2), files=join_limited(extra, 2))  # fmt: skip
