@@ -44,6 +44,7 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str, model: str = "config.j
     return capsys.readouterr().err.rstrip("\n")
 
 
+@pytest.mark.slow
 def test_rows_are_plans_of_the_train_step(capsys: pytest.CaptureFixture[str]):
     options = ("--devices", "4", "--device", "h100", "--batch", "8", "--html", "table.html")
     out = json.loads(run(capsys, *options, "--json", "--layout", "model=2,remat=yes", "replica=2,dtype=float32"))
@@ -100,6 +101,7 @@ def test_a_model_with_blocks_of_two_kinds_is_not_predicted_from_a_few():
         assert read_job("config.json").blocks == blocks
 
 
+@pytest.mark.slow
 def test_a_search_prints_the_fastest_first(capsys: pytest.CaptureFixture[str]):
     out = run(capsys, "--devices", "2", "--device", "h100", "--search", "--best", "1", "--layout", "remat=no,replica=1")
     head, facts, names, *lines = out.splitlines()
@@ -112,6 +114,7 @@ def test_a_search_prints_the_fastest_first(capsys: pytest.CaptureFixture[str]):
     assert times == sorted(times)
 
 
+@pytest.mark.slow
 def test_a_measured_network_makes_its_transfers_slower(capsys: pytest.CaptureFixture[str]):
     options = ("--devices", "32", "--device", "h100", "--layout", "data=32", "--json")
     fast, slow = (json.loads(run(capsys, *options, *more))["rows"][0]

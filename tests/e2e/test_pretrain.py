@@ -178,6 +178,7 @@ def replace_psum_by_pmean(monkeypatch):
     monkeypatch.setattr(transformer, "psum", pmean)
 
 
+@pytest.mark.slow
 def test_verify_ends_a_run_of_a_wrong_model(text, tmp_path, monkeypatch):
     replace_psum_by_pmean(monkeypatch)
     with pytest.raises(SystemExit) as e:

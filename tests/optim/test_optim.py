@@ -635,9 +635,8 @@ def test_a_compiled_gradient_through_a_step_is_refused():
 # --- under other transforms ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"), [("adamw", "aot_eager"), pytest.param("dampened", "inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "backend"), [("adamw", "aot_eager"), ("dampened", "inductor")])
+@pytest.mark.slow
 def test_a_compiled_step_equals_the_eager_one_and_compiles_once(name, backend):
     params = {"w": torch.randn(9, 5), "b": torch.randn(3).bfloat16(), "s": torch.randn(())}
     specs, mesh = {"w": P("data"), "b": P("data"), "s": P()}, fs.make_mesh(data=1)

@@ -93,6 +93,7 @@ def test_transfers_are_those_recorded_in_a_real_run() -> None:
     assert any(i > started[e.number] + 20 for i, e in enumerate(plan.events) if isinstance(e, Wait))
 
 
+@pytest.mark.slow
 def test_flops_are_those_of_the_formula_at_the_widths_of_405b() -> None:
     mesh = fs.make_mesh(kind="abstract", data=2048, model=8)
     cfg, length = plan_405b.config(layers=1), 8192

@@ -174,6 +174,7 @@ def test_progress_is_a_line_for_each_layout_where_there_is_no_terminal(capsys: p
 # --- search ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_search_predicts_whole_plans_and_finds_what_a_table_finds(table: PlanTable):
     got = search(step_of, LAYOUTS, device=SMALL, tokens=512, headroom=0.0, best=1, blocks=BLOCKS)
     whole = {str(row.layout): row for row in table}
@@ -283,6 +284,7 @@ def test_layouts_that_others_rule_out_are_not_made():
     assert [row.layout["size"] for row in got if row.plan is not None and row.fits] == [8, 16, 20]
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_until_enough_layouts_fit(monkeypatch: pytest.MonkeyPatch):
     """A prediction that is too low is found out by the whole plan."""
     monkeypatch.setattr(Repeats, "peak", lambda repeats, blocks: 1)
