@@ -18,12 +18,13 @@ from fshard.models import t5
 from fshard.schedule.buckets import buffer_pool
 from tests.lib.adapters import described_model, like_described
 from tests.lib.assertions import assert_same, error_text
+from tests.lib.later import Later
 from tests.lib.operations import Operations
 from tests.lib.tiers import slow_unless
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 hf = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+peft = Later("peft")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # peft uses a name that transformers will remove
     pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings:UserWarning"),  # a merge would change the head
@@ -38,8 +39,8 @@ SMALL = {
     "llama": {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 4,
               "intermediate_size": 24, "num_key_value_heads": 2, "use_cache": False, "tie_word_embeddings": False},
 }  # fmt: skip
-KINDS = {"t5": (hf.T5ForConditionalGeneration, hf.T5Config), "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config),
-         "llama": (hf.LlamaForCausalLM, hf.LlamaConfig)}  # fmt: skip
+KINDS = {"t5": ("T5ForConditionalGeneration", "T5Config"), "gpt2": ("GPT2LMHeadModel", "GPT2Config"),
+         "llama": ("LlamaForCausalLM", "LlamaConfig")}  # fmt: skip
 UNITS = {"t5": "T5Block", "gpt2": "GPT2Block", "llama": "LlamaDecoderLayer"}
 # Linear layers; a Conv1D; a table of embeddings that the head shares, and one with a padding token.
 TARGETS = {"t5": ("q", "v", "wo"), "gpt2": ("c_attn", "mlp.c_proj", "wte"),
@@ -49,7 +50,7 @@ STEPS, LR = 2, 3e-2
 
 
 def built(name: str, **options: Any) -> nn.Module:
-    kind, config = KINDS[name]
+    kind, config = (getattr(hf, of) for of in KINDS[name])
     return kind(config(**{**SMALL[name], **options}))
 
 

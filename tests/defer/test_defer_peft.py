@@ -11,9 +11,10 @@ import torch
 
 import fshard as fs
 from fshard import P
+from tests.lib.later import Later
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-peft = pytest.importorskip("peft")
+peft = Later("peft")
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

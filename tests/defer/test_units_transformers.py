@@ -13,11 +13,12 @@ import fshard as fs
 from fshard import P
 from fshard.defer.constructor import defer
 from tests.lib.assertions import assert_same
+from tests.lib.later import Later
 from tests.lib.tiers import slow_unless
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 hf = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+peft = Later("peft")
 
 GROUPED = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4,
            "intermediate_size": 24, "num_key_value_heads": 2}  # fmt: skip

@@ -12,12 +12,11 @@ import pytest
 import fshard as fs
 from fshard.interop.peft.config import DEFAULT_TARGETS, config_fields, selects
 from fshard.lora.config import value_for
+from tests.lib.later import Later
 from tests.lib.tiers import slow_unless
 
-peft = pytest.importorskip("peft")
-from peft.tuners.tuners_utils import check_target_module_exists  # noqa: E402
-from peft.utils import constants  # noqa: E402
-from peft.utils.other import get_pattern_key  # noqa: E402
+peft = Later("peft")
+utils, tuners_utils = Later("peft.utils"), Later("peft.tuners.tuners_utils")
 
 FILE = Path("adapter_config.json")
 NAMES = [
@@ -51,24 +50,26 @@ def test_layers_to_transform_chooses_the_modules_that_peft_chooses(targets: Any,
         contents = {"target_modules": targets, "layers_to_transform": layers, "layers_pattern": patterns}
         theirs = peft.LoraConfig(**contents)
         ours = config_fields(FILE, {"peft_type": "LORA", **contents}, NAMES)["targets"]
-        want = [n for n in NAMES if check_target_module_exists(theirs, n)]
+        want = [n for n in NAMES if tuners_utils.check_target_module_exists(theirs, n)]
         assert [n for n in NAMES if selects(ours, n)] == want, layers
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["h.1.attn.q_proj"], r".*\.[02]\..*q_proj", r"q_proj", ["proj"]])
 def test_targets_are_exact_names_ends_or_a_whole_regular_expression_as_in_peft(targets: Any) -> None:
     theirs = peft.LoraConfig(target_modules=targets)
-    assert [selects(targets, n) for n in NAMES] == [bool(check_target_module_exists(theirs, n)) for n in NAMES]
+    assert [selects(targets, n) for n in NAMES] == [
+        bool(tuners_utils.check_target_module_exists(theirs, n)) for n in NAMES
+    ]
 
 
 @pytest.mark.parametrize("patterns", [{"q_proj": 1, "h.0.attn.q_proj": 2}, {"^q_proj": 3, ".*": 4}, {"proj": 5}])
 def test_rank_of_a_module_is_that_of_the_first_pattern_as_in_peft(patterns: dict[str, int]) -> None:
     for name in NAMES:
-        assert value_for(patterns, name, 8) == patterns.get(get_pattern_key(patterns, name), 8)
+        assert value_for(patterns, name, 8) == patterns.get(utils.other.get_pattern_key(patterns, name), 8)
 
 
 def test_default_targets_are_those_of_peft() -> None:
-    table = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    table = utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     assert {kind: list(names) for kind, names in DEFAULT_TARGETS.items()} == {k: table[k] for k in DEFAULT_TARGETS}
     contents = {"peft_type": "LORA", "target_modules": None}
     assert config_fields(FILE, contents, [], model_type="t5", prefix="")["targets"] == ("q", "v")
