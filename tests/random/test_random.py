@@ -11,6 +11,7 @@ import fshard as fs
 from fshard import P, ShardingError
 from fshard.random import draws as R  # noqa: N812
 from tests.lib.assertions import assert_same, error_text
+from tests.lib.tiers import slow_unless
 
 KEY = fs.key(0)
 M = 0xFFFFFFFF
@@ -79,7 +80,12 @@ def test_bits_equal_the_definition():
 
 
 @pytest.mark.parametrize(  # tiles of 16 blocks cut runs and rows often
-    ("draw", "tile_blocks"), [*((draw, 16) for draw in DRAWS), ("normal", 1 << 15), ("bernoulli", 1 << 15)]
+    ("draw", "tile_blocks"),
+    [
+        ("normal", 1 << 15),
+        ("bernoulli", 1 << 15),
+        *slow_unless([(d, 16) for d in ("normal", "bits", "bernoulli", "gumbel")], [(d, 16) for d in DRAWS]),
+    ],
 )
 def test_any_box_equals_that_part_of_the_whole_bitwise(draw, tile_blocks, monkeypatch):
     monkeypatch.setattr(R, "_TILE_BLOCKS", tile_blocks)

@@ -26,6 +26,7 @@ from fshard.optim import fused
 from fshard.schedule import block_loop, buckets
 from tests.lib.assertions import assert_same
 from tests.lib.operations import Operations
+from tests.lib.tiers import slow_unless
 
 DEVICE = torch.device("meta")
 CFG = gpt2.Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=4)
@@ -113,7 +114,7 @@ CASES = [("both", "h", True, {}), ("one", True, False, {}),
          ("both", True, True, {"remat": True, "dtype": torch.bfloat16})]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "params", "state", "how"), CASES, ids=str)
+@pytest.mark.parametrize(("kind", "params", "state", "how"), slow_unless(CASES[:1], CASES), ids=str)
 def test_no_operation_takes_tensors_of_two_memories(kind: str, params: bool | str, state: bool, how: Any) -> None:
     mesh = fs.make_mesh(kind="abstract", device=DEVICE, data=1 if kind == "one" else 2, model=2)
     inspected = []
