@@ -17,7 +17,7 @@ from fshard.sharded import Sharded
 from fshard.spec import P, box_shape, is_spec, local_box, size
 
 from .devices import Device
-from .plan import unknown_operations, warnings_of
+from .plan import plan_ranks, unknown_operations, warnings_of
 from .repeat import Repeats
 from .table import Layout, PlanRow, PlanTable, Task, progress_bar, text
 
@@ -180,9 +180,9 @@ def _predicted(task: Task, layout: Layout, blocks: int) -> tuple[PlanRow, list[R
     A step whose events do not repeat is planned directly.
     """
     try:
-        few = task.plans(*task.step(layout, blocks=_FEWEST))
+        few = plan_ranks(*task.step(layout, blocks=_FEWEST), task.device)
         for n in range(_FEWEST, min(_MOST, blocks - 1)):
-            more = task.plans(*task.step(layout, blocks=n + 1))
+            more = plan_ranks(*task.step(layout, blocks=n + 1), task.device)
             found = [Repeats.of(n, a, b) for a, b in zip(few, more, strict=False)]
             repeats = [r for r in found if r is not None]
             if len(repeats) == len(few) == len(more):
@@ -215,7 +215,7 @@ def _whole(task: Task, layout: Layout, repeats: Sequence[Repeats], blocks: int) 
     """Plan a layout with all blocks: by its repeats, if these give the same plan for two blocks more than a few."""
     try:
         n = repeats[0].blocks + 2
-        if [r.plan(n) for r in repeats] == task.plans(*task.step(layout, blocks=n)):
+        if [r.plan(n) for r in repeats] == plan_ranks(*task.step(layout, blocks=n), task.device):
             return task.row_of(layout, [r.plan(blocks) for r in repeats])
     except Exception as e:  # of any kind: a function of the user runs
         return PlanRow(dict(layout), error=e)
