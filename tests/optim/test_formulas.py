@@ -261,6 +261,8 @@ def test_half_precision_is_rounded_once(name, dtype):
         params, state = opt.update(grads, state, params)
         # A fused and a plain float32 step may round to two neighbours: one part in 2**8 (bfloat16) or 2**11.
         assert_same((params, state), want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    moments = state["row"] if name == "adafactor" else params  # of another shape than the leaves: in float32
+    assert {x.dtype for x in tree.leaves(moments)} == {torch.float32 if name == "adafactor" else dtype}
 
 
 # --- formulas of one's own, and errors ------------------------------------------------------------------------------
