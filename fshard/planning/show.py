@@ -122,7 +122,7 @@ def show(
 
 @dataclass(frozen=True)
 class _Node:
-    """A leaf, or a group of nodes, whose numbers are those of its leaves together."""
+    """A leaf, or a group of nodes, with the sums of their numbers."""
 
     type: str = ""  # dtype, shape and split; the text of a leaf that is not a tensor
     init: str = ""  # initializer; value of a 0-d leaf; `= name` of a leaf that was shown before
