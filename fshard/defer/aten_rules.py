@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard._core.operations import written_arguments
 from fshard._core.torch import schema_of, without_modes
 
 from .distributions import MAX_RANDINT_RANGE, distribution_of
@@ -63,11 +64,7 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
     """Return the tensors that an operation writes to, by its schema."""
     if schema_of(func).name == "aten::native_batch_norm":  # the running statistics are not in its schema
         return [x for x in args[3:5] if isinstance(x, Tensor) and args[5]]
-    targets: list[Tensor] = []
-    for i, a in enumerate(schema_of(func).arguments):
-        if a.alias_info is not None and a.alias_info.is_write:
-            targets += tensors_in(args[i] if i < len(args) else kwargs.get(a.name))
-    return targets
+    return tensors_in([args[i] if i < len(args) else kwargs.get(a.name) for i, a in written_arguments(func)])
 
 
 # --- tensors that an operation allocates or overwrites --------------------------------------------------------
