@@ -32,7 +32,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "cli": 1_559,
     "core": 15_976,
     "data": 1_053,
-    "defer": 5_263,
+    "defer": 5_260,
     "interop": 4_440,
     "law": 1_242,
     "lora": 1_740,
