@@ -262,13 +262,9 @@ def environment(
             raise fail(f"--num_cpu_threads_per_process {threads}: is not a number of threads", fix="1 or more")
         out["OMP_NUM_THREADS"] = threads
     elif "OMP_NUM_THREADS" not in os.environ:
-        out["OMP_NUM_THREADS"] = str(max(1, _core_count() // per_machine))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        out["OMP_NUM_THREADS"] = str(max(1, cores // per_machine))
     return out
-
-
-def _core_count() -> int:
-    """Return the number of cores that this process may use; of all where the system does not say."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager

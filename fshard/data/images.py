@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fshard._core.files.io import StrPath
 from fshard.errors import checked, fail
-
-StrPath = str | os.PathLike[str]
 
 # The only formats that are read: for others Pillow starts programs that execute the file (Ghostscript for PostScript).
 _FORMATS = {".bmp": "BMP", ".gif": "GIF", ".jpeg": "JPEG", ".jpg": "JPEG", ".pgm": "PPM", ".png": "PNG", ".ppm": "PPM",

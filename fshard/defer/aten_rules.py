@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard._core.operations import written_arguments
 from fshard._core.torch import schema_of, without_modes
 
-from .distributions import MAX_RANDINT_RANGE
+from .distributions import MAX_RANDINT_RANGE, distribution_of
 from .graph import Call, Draw, Full, InputSlot, Node, Op, Uninitialized, cast, tensors_in, view, write
 from .replay import is_pointwise
 from .strided_view import Shape, broadcast_view, row_major_strides, strided_view
@@ -63,11 +64,7 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
     """Return the tensors that an operation writes to, by its schema."""
     if schema_of(func).name == "aten::native_batch_norm":  # the running statistics are not in its schema
         return [x for x in args[3:5] if isinstance(x, Tensor) and args[5]]
-    targets: list[Tensor] = []
-    for i, a in enumerate(schema_of(func).arguments):
-        if a.alias_info is not None and a.alias_info.is_write:
-            targets += tensors_in(args[i] if i < len(args) else kwargs.get(a.name))
-    return targets
+    return tensors_in([args[i] if i < len(args) else kwargs.get(a.name) for i, a in written_arguments(func)])
 
 
 # --- tensors that an operation allocates or overwrites --------------------------------------------------------
@@ -146,12 +143,6 @@ def fold_constant(node: Op) -> Node:
 
 # --- draws ----------------------------------------------------------------------------------------------------
 
-_UNIFORM = ("uniform", "rand", "rand_like")
-_NORMAL = ("normal", "randn", "randn_like", "normal_functional")
-_RANDINT = ("random", "randint", "randint_like")
-_PARAMETERS = {"exponential": ("lambd",), "log_normal": ("mean", "std"), "cauchy": ("median", "sigma"),
-               "geometric": ("p",), "randperm": ()}  # fmt: skip
-
 
 def drawn_value(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
     """Return the value of the tensor that an operation draws by a key. None: it cannot be drawn."""
@@ -161,39 +152,30 @@ def drawn_value(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
 
 def _drawn_by_position(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
     """Return a value whose elements are each drawn by their position. None: no distribution is known for it."""
-    args = op.arguments
-    if op.name in _RANDINT:
-        return _integers(op, shape, dtype)
     if op.name == "bernoulli":
-        p = args["self"] if args.get("p") is None else args["p"]
+        p = op.arguments["self"] if op.arguments.get("p") is None else op.arguments["p"]
         return _bernoulli(op.node_of(p) if isinstance(p, Tensor) else float(p), shape, dtype)
-    if dtype.is_complex and op.name in (*_UNIFORM, *_NORMAL):
-        return _complex(op, shape, dtype)
-    if not dtype.is_floating_point and op.name not in ("geometric", "randperm"):
+    found = distribution_of(op.name, op.arguments, dtype)
+    if found is None:
         return None
-    if op.name in _UNIFORM:
-        low, high = (args["from"], args["to"]) if op.name == "uniform" else (0.0, 1.0)
-        return Draw(shape, dtype, "uniform", (low, high)) if low < high else _full(shape, dtype, low)
-    if op.name in _NORMAL:
-        return _normal(op, shape, dtype)
-    if op.name in _PARAMETERS:
-        return Draw(shape, dtype, op.name, tuple(args[p] for p in _PARAMETERS[op.name]))
-    return None
-
-
-def _complex(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
-    """Return real and imaginary parts that are uniform, or normal with half of the variance each."""
-    mean, std = op.arguments.get("mean", 0.0), op.arguments.get("std", 1.0)
-    if isinstance(mean, Tensor) or isinstance(std, Tensor) or mean or op.name == "uniform":
+    name, *numbers = found
+    if name == "randint":
+        return Draw(shape, dtype, name, (*numbers,)) if 0 < numbers[1] - numbers[0] <= MAX_RANDINT_RANGE else None
+    given = any(isinstance(x, Tensor) for x in numbers)
+    if dtype.is_complex and name in ("uniform", "normal"):  # a normal one has half of the variance in each part
+        if given or op.name == "uniform" or (name == "normal" and numbers[0]):
+            return None
+        return Draw(shape, dtype, name, (0.0, 1.0 if name == "uniform" else numbers[1] / math.sqrt(2)))
+    if not dtype.is_floating_point and name not in ("geometric", "randperm"):
         return None
-    args = (0.0, 1.0) if op.name in _UNIFORM else (0.0, std / math.sqrt(2))
-    return Draw(shape, dtype, "uniform" if op.name in _UNIFORM else "normal", args)
+    if given:
+        return _normal(op, numbers[0], numbers[1], shape, dtype)
+    is_constant = (name == "uniform" and numbers[0] >= numbers[1]) or (name == "normal" and not numbers[1])
+    return _full(shape, dtype, numbers[0]) if is_constant else Draw(shape, dtype, name, (*numbers,))
 
 
-def _normal(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node:
-    mean, std = op.arguments.get("mean", 0.0), op.arguments.get("std", 1.0)
-    if not isinstance(mean, Tensor) and not isinstance(std, Tensor):
-        return Draw(shape, dtype, "normal", (mean, std)) if std else _full(shape, dtype, mean)
+def _normal(op: AtenCall, mean: Any, std: Any, shape: Shape, dtype: torch.dtype) -> Node:
+    """Return a normal value whose mean, standard deviation or both are tensors."""
     node: Node = Draw(shape, dtype, "normal", (0.0, 1.0))
     for func, other in ((torch.ops.aten.mul, std), (torch.ops.aten.add, mean)):
         if isinstance(other, Tensor):
@@ -213,19 +195,6 @@ def _bernoulli(p: Node | float, shape: Shape, dtype: torch.dtype) -> Node:
 def _binary(func: Any, a: Node, b: Node, shape: Shape, dtype: torch.dtype) -> Op:
     name = schema_of(func).name.split("::")[-1]
     return Op(shape, dtype, Call(name, func, (InputSlot(0), InputSlot(1)), {}, (a, b)), 0)
-
-
-def _integers(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
-    """Return randint(low, high), random_(from, to), random_(to) or random_(), up to the dtype's largest integer."""
-    args = op.arguments
-    low = args.get("low", args.get("from", 0)) or 0
-    high = args.get("high", args.get("to"))
-    if high is None and dtype.is_floating_point:
-        # The integers below it are all values of the dtype.
-        high = 2 ** (1 - round(math.log2(torch.finfo(dtype).eps))) + 1
-    elif high is None:
-        high = 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
-    return Draw(shape, dtype, "randint", (low, high)) if 0 < high - low <= MAX_RANDINT_RANGE else None
 
 
 # --- draws of a torch.Generator -------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class SplitBatch:
 
 def draws_of(
     name: str, key: Tensor, split: SplitBatch, leaves: Sequence[Tensor], args: Any, kwargs: Any, run: RunOnFakes,
-    split_features: Mapping[tuple[str, ...], Collection[int]] | None = None,
+    split_features: Mapping[tuple[str, ...], Collection[int]],
 ) -> Draws:  # fmt: skip
     """Return the mode that makes the random numbers of a call of the function `name`, whose module has `leaves`.
 
@@ -67,8 +67,11 @@ def draws_of(
                    )  # fmt: skip
     named = known_axes(f"{name}.draws_over", region(), split.axis) if bound else ()
     axes = live_axes(region().comm, named) if named else ()
-    features = [_features(over, numbers) for over, numbers in (split_features or {}).items()
-                if split.with_probe and live_axes(region().comm, over)]  # fmt: skip
+    here = region() if bound else None
+    features = [Features(over, tuple(here.sizes[a] for a in over), tuple(here.coords[a] for a in over),
+                         frozenset(numbers))
+                for over, numbers in split_features.items()
+                if here and split.with_probe and live_axes(here.comm, over)]  # fmt: skip
     if part is not None:
         rows_of = part.rows if split.is_stated else tuple((n, ()) for n, _ in part.rows)
         part = replace(part, rows=rows_of, flattened=True)
@@ -89,11 +92,6 @@ def draws_of(
         start, total = part.range_of(start, mine).start, total * part.steps
     batch = Batch(axes, start, mine, total, split.dim)
     return Draws(name, key, batch, probes, find, features) if split.with_probe else Draws(name, key, batch)
-
-
-def _features(axes: tuple[str, ...], numbers: Collection[int]) -> Features:
-    sizes, coords = (tuple([values[a] for a in axes]) for values in (region().sizes, region().coords))
-    return Features(axes, sizes, coords, frozenset(numbers))
 
 
 def _probed(

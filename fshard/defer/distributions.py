@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,30 @@ from fshard.random import normal_box, trunc_normal_box, uniform_box
 from fshard.spec import Box, full_box
 
 MAX_RANDINT_RANGE = 1 << 32  # `randint` maps one 32-bit word to each value
+_UNIT: tuple[Any, ...] = (0.0, 1.0)
+# operation, without the _ of one in place -> its distribution, and its numbers or the names of these arguments
+_DISTRIBUTIONS: dict[str, tuple[Any, ...]] = {
+    "uniform": ("uniform", "from", "to"), "rand": ("uniform", *_UNIT), "rand_like": ("uniform", *_UNIT),
+    **dict.fromkeys(("normal", "normal_functional"), ("normal", "mean", "std")),
+    **dict.fromkeys(("randn", "randn_like"), ("normal", *_UNIT)),
+    "exponential": ("exponential", "lambd"), "log_normal": ("log_normal", "mean", "std"),
+    "cauchy": ("cauchy", "median", "sigma"), "geometric": ("geometric", "p"), "randperm": ("randperm",),
+}  # fmt: skip
+_RANDINT = ("random", "randint", "randint_like")
+
+
+def distribution_of(name: str, arguments: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, ...] | None:
+    """Return the distribution of an operation and its numbers, as `draw_box` takes them; None if none is known."""
+    if name in _RANDINT:  # randint(low, high), random_(from, to), random_(to) or random_()
+        low = arguments.get("low", arguments.get("from", 0)) or 0
+        high = arguments.get("high", arguments.get("to"))
+        if high is None and dtype.is_floating_point:  # all integers that the dtype has without gaps
+            high = round(2 / torch.finfo(dtype).eps) + 1
+        elif high is None:
+            high = 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
+        return ("randint", low, high)
+    found = _DISTRIBUTIONS.get(name)
+    return found and tuple(arguments.get(x, x) for x in found)
 
 
 def draw_box(

@@ -27,7 +27,7 @@ from fshard.errors import ShardingError, fail
 from fshard.random import bernoulli_box, fold_in
 from fshard.spec import Box, full_box, part_range
 
-from .distributions import MAX_RANDINT_RANGE, draw_box
+from .distributions import MAX_RANDINT_RANGE, distribution_of, draw_box
 
 Values = dict[str, Any]  # argument name -> value, of one call of an operation
 Read = tuple[int, Any]  # a Python number computed only from draws, and the number of draws before
@@ -375,54 +375,20 @@ def _native_dropout(draws: Draws, name: str, v: Values) -> tuple[Tensor, Tensor]
     return x * keep * (0.0 if p == 1 else 1 / (1 - p)), keep
 
 
-_IN_PLACE = {  # operation -> (distribution, names of its arguments)
-    "uniform_": ("uniform", "from", "to"), "normal_": ("normal", "mean", "std"), "geometric_": ("geometric", "p"),
-    "exponential_": ("exponential", "lambd"), "log_normal_": ("log_normal", "mean", "std"),
-    "cauchy_": ("cauchy", "median", "sigma"),
-}  # fmt: skip
-
-
-@_rule_for(*_IN_PLACE)
-def _in_place(draws: Draws, name: str, v: Values) -> Tensor:
-    x, (distribution, *names) = v["self"], _IN_PLACE[name]
-    args = [v[n] for n in names]
-    drawn = draws.numbers(name, x.shape, distribution, *args, dtype=x.dtype, device=x.device, like=x)
-    return x.copy_(drawn)  # type: ignore[no-any-return]
-
-
-@_rule_for("randperm")
-def _permutation(draws: Draws, name: str, v: Values) -> Tensor:
-    return draws.numbers(name, (v["n"],), name, dtype=v["dtype"] or torch.int64, device=_device(v))
-
-
-@_rule_for("random_", "randint", "randint_like")
-def _integers(draws: Draws, name: str, v: Values) -> Tensor:
-    x = v.get("self")
-    low: int = v.get("from", v.get("low")) or 0
-    high: Any = v.get("to", v.get("high"))
-    if high is None and x is not None:  # random_(): all integers that the dtype has without gaps
-        info = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype)
-        high = round(2 / info.eps) + 1 if isinstance(info, torch.finfo) else info.max + 1
-        high = 2 if x.dtype is torch.bool else high
-    if not 0 < high - low <= MAX_RANDINT_RANGE:
-        raise draw_error(f"{draws.name}: {name} of range({low}, {high})", fix="0 < high - low <= 2^32")
-    if name == "randint":
-        dtype = v["dtype"] or torch.int64
-        return draws.numbers(name, v["size"], name, low, high, dtype=dtype, device=_device(v))
-    assert x is not None
-    drawn = draws.numbers(name, x.shape, "randint", low, high, dtype=v.get("dtype") or x.dtype, device=x.device, like=x)
-    return x.copy_(drawn) if name == "random_" else torch.empty_like(x, dtype=drawn.dtype).copy_(drawn)
-
-
-@_rule_for("rand", "randn", "rand_like", "randn_like")
-def _floats(draws: Draws, name: str, v: Values) -> Tensor:
-    args = ("normal", 0.0, 1.0) if name.startswith("randn") else ("uniform", 0.0, 1.0)
-    x = v.get("self")
+@_rule_for("uniform_", "normal_", "geometric_", "exponential_", "log_normal_", "cauchy_", "random_", "rand", "randn",
+           "randint", "randperm", "rand_like", "randn_like", "randint_like")  # fmt: skip
+def _numbers(draws: Draws, name: str, v: Values) -> Tensor:
+    x, default = v.get("self"), torch.int64 if name in ("randint", "randperm") else torch.get_default_dtype()
+    dtype: torch.dtype = v.get("dtype") or (default if x is None else x.dtype)
+    found = distribution_of(name.removesuffix("_"), v, dtype)
+    assert found is not None
+    if found[0] == "randint" and not 0 < found[2] - found[1] <= MAX_RANDINT_RANGE:
+        raise draw_error(f"{draws.name}: {name} of range({found[1]}, {found[2]})", fix="0 < high - low <= 2^32")
     if x is None:
-        dtype = v["dtype"] or torch.get_default_dtype()
-        return draws.numbers(name, v["size"], *args, dtype=dtype, device=_device(v))
-    drawn = draws.numbers(name, x.shape, *args, dtype=v["dtype"] or x.dtype, device=v["device"] or x.device, like=x)
-    return torch.empty_like(x, dtype=drawn.dtype, device=drawn.device).copy_(drawn)
+        return draws.numbers(name, v["size"] if "size" in v else (v["n"],), *found, dtype=dtype, device=_device(v))
+    drawn = draws.numbers(name, x.shape, *found, dtype=dtype, device=v.get("device") or x.device, like=x)
+    out = x if name.endswith("_") else torch.empty_like(x, dtype=drawn.dtype, device=drawn.device)
+    return out.copy_(drawn)
 
 
 @_rule_for("normal")

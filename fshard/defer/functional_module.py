@@ -128,14 +128,17 @@ class Apply:
 
     def __call__(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> Any:
         """Return the result of `forward`. Raises ShardingError if it changed a buffer, which would be lost."""
-        apply, kwargs = self.split_key(kwargs)
-        if apply is not self:
-            return apply(params, buffers, *args, **kwargs)
-        self.check_names(params, buffers)
-        self._refuse_parts(params, 2)
-        out, _, changed = self.run(params, buffers, args, kwargs)
+        out, _, changed = self._run_checked(params, buffers, args, kwargs)
         self.refuse_changed(changed)
         return out
+
+    def _run_checked(
+        self, params: Named, buffers: Named, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Tensor], list[str]]:
+        apply, kwargs = self.split_key(kwargs)
+        apply.check_names(params, buffers)
+        apply._refuse_parts(params, 2)
+        return apply.run(params, buffers, args, kwargs)
 
     if not TYPE_CHECKING:
 
@@ -175,12 +178,7 @@ class Apply:
         >>> after["running_mean"], before["running_mean"]
         (tensor([1.]), tensor([0.]))
         """
-        apply, kwargs = self.split_key(kwargs)
-        if apply is not self:
-            return apply.with_buffers(params, buffers, *args, **kwargs)
-        self.check_names(params, buffers)
-        self._refuse_parts(params, 2)
-        out, after, _ = self.run(params, buffers, args, kwargs)
+        out, after, _ = self._run_checked(params, buffers, args, kwargs)
         return out, after
 
     @checked

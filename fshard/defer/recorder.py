@@ -45,23 +45,6 @@ from .aten_rules import (
     overwriting_value,
     written_tensors,
 )
-from .graph import (
-    Call,
-    Constant,
-    Draw,
-    Full,
-    InputSlot,
-    Node,
-    Op,
-    Uninitialized,
-    cast,
-    constant,
-    draws,
-    reshape,
-    tensors_in,
-    topological_order,
-    view,
-)
 from .replay import Replay, bytes_in_full
 from .strided_view import Shape, StridedView, refined_shape, row_major_strides, strided_view
 
@@ -101,7 +84,7 @@ class RecordedStorage:
     """The current value of a storage, as the tensor that was allocated with it."""
 
     alive: list[Any]  # the storage, kept so that no other storage gets its id, and others that share its memory
-    value: Node
+    value: graph.Node
     strides: tuple[int, ...]
     offset: int
 
@@ -118,25 +101,25 @@ class RecordedStorage:
                 base, region = finer, strided_view(finer, row_major_strides(finer), shape, strides, offset)
         return None if region is None else (base, region)
 
-    def read(self, x: Tensor) -> Node:
+    def read(self, x: Tensor) -> graph.Node:
         """Return the value of a tensor in this storage."""
         shape = tuple(x.shape)
         if x.numel() == 0:
-            return Full(shape, x.dtype, 0)
+            return graph.Full(shape, x.dtype, 0)
         found = self.region_of(x)
         if found is not None:
-            return view(reshape(self.value, found[0]), found[1])
+            return graph.view(graph.reshape(self.value, found[0]), found[1])
         alias = self._alias(x)
-        call = Call("as_strided", lambda base: alias(base)[1], (InputSlot(0),), {}, (self.value,))
-        return Op(shape, x.dtype, call, 0)
+        call = graph.Call("as_strided", lambda base: alias(base)[1], (graph.InputSlot(0),), {}, (self.value,))
+        return graph.Op(shape, x.dtype, call, 0)
 
-    def write(self, x: Tensor, value: Node) -> None:
+    def write(self, x: Tensor, value: graph.Node) -> None:
         """Overwrite a tensor in this storage."""
         if x.numel() == 0:
             return
         old, found = self.value, self.region_of(x)
         if found is not None:
-            self.value = reshape(graph.write(reshape(old, found[0]), found[1], value), old.shape)
+            self.value = graph.reshape(graph.write(graph.reshape(old, found[0]), found[1], value), old.shape)
             return
         alias = self._alias(x)
 
@@ -145,8 +128,8 @@ class RecordedStorage:
             part.copy_(new)
             return base
 
-        call = Call("write as_strided", put, (InputSlot(0), InputSlot(1)), {}, (old, value))
-        self.value = Op(old.shape, old.dtype, call, 0)
+        call = graph.Call("write as_strided", put, (graph.InputSlot(0), graph.InputSlot(1)), {}, (old, value))
+        self.value = graph.Op(old.shape, old.dtype, call, 0)
 
     def _alias(self, x: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """Return a function from the full value to (a copy of it, the view of this copy with the place of `x`)."""
@@ -178,7 +161,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _storage_of(self, x: Tensor) -> RecordedStorage | None:
         return self._storages.get(storage_id(x)) if x.layout is torch.strided else None
 
-    def node(self, x: Tensor) -> Node:
+    def node(self, x: Tensor) -> graph.Node:
         """Return the current value of a tensor. Raises ShardingError if it has none, with the line that executes."""
         storage = self._storage_of(x)
         if storage is not None:
@@ -186,7 +169,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if reason := self.why_unrecorded(x):
             raise recording_error(f"a tensor here {reason[0]}", fix=reason[1])
         with without_modes(), torch.no_grad():
-            return constant(x.detach().clone())
+            return graph.constant(x.detach().clone())
 
     def why_unrecorded(self, x: Tensor) -> tuple[str, str] | None:
         """Return the reason for which a tensor has no value in the record, and a fix; None if it has one."""
@@ -196,9 +179,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "was made without an operation of torch, as by an extension in C++", EAGER
         return why_valueless(x)
 
-    def write(self, x: Tensor, value: Node) -> None:
+    def write(self, x: Tensor, value: graph.Node) -> None:
         """Overwrite a tensor with a value."""
-        self._storage_of_literal(x).write(x, _lazily_negated(x, cast(value, x.dtype)))
+        self._storage_of_literal(x).write(x, _lazily_negated(x, graph.cast(value, x.dtype)))
 
     def _storage_of_literal(self, x: Tensor) -> RecordedStorage:
         """Return the record of a tensor's storage; begin one of a literal, as one row of numbers."""
@@ -207,7 +190,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             memory = x.untyped_storage()
             with without_modes(), torch.no_grad():
                 row = x.detach().as_strided((memory.nbytes() // x.itemsize,), (1,), 0).clone()
-            node = Constant(tuple(row.shape), row.dtype, row)
+            node = graph.Constant(tuple(row.shape), row.dtype, row)
             storage = self._storages[storage_id(x)] = RecordedStorage([memory], node, (1,), 0)
         return storage
 
@@ -220,7 +203,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._storages[storage_id(row)] = storage
             return row.as_strided(x.shape, x.stride(), x.storage_offset())
 
-    def _new(self, x: Tensor, value: Node) -> None:
+    def _new(self, x: Tensor, value: graph.Node) -> None:
         """Record the value of a tensor with a new storage."""
         storage = RecordedStorage([x.untyped_storage()], value, x.stride(), int(x.storage_offset()))
         self._storages[storage_id(x)] = storage
@@ -229,11 +212,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Compute a tensor's value now. Raises ShardingError if it depends on draws or on memory of torch.empty."""
         return self._compute(self.node(x), what)
 
-    def _compute(self, node: Node, what: str) -> Tensor:
-        if draws(node):
+    def _compute(self, node: graph.Node, what: str) -> Tensor:
+        if graph.draws(node):
             raise recording_error(f"{what} needs numbers that are drawn only when a leaf is placed, by its key",
                                   fix=f"compute it from the configuration; or {EAGER}")  # fmt: skip
-        if any(isinstance(n, Uninitialized) for n in topological_order(node)):
+        if any(isinstance(n, graph.Uninitialized) for n in graph.topological_order(node)):
             raise recording_error(f"{what} reads memory of torch.empty that nothing was written to", fix="torch.zeros")
         if max(node.nbytes, bytes_in_full(node)) > self.budget:
             raise recording_error(f"{what} computes more than budget= in full", bytes=node.nbytes, budget=self.budget,
@@ -249,7 +232,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = dict(kwargs or {})
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        tensors = tensors_in((args, kwargs))
+        tensors = graph.tensors_in((args, kwargs))
         is_draw = torch.Tag.nondeterministic_seeded in func.tags
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")  # the mesh decides the device
@@ -301,15 +284,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise _no_distribution(op)
         call = op.call()
         pairs = zip(tree.leaves((op.args, op.kwargs)), tree.leaves((call.args, call.kwargs)), strict=False)
-        slots = {id(x): y.index for x, y in pairs if isinstance(y, InputSlot)}
-        results = tensors_in(out := _run(op))
+        slots = {id(x): y.index for x, y in pairs if isinstance(y, graph.InputSlot)}
+        results = graph.tensors_in(out := _run(op))
         aliased = [r.alias_info is not None for r in schema_of(op.func).returns]
         for i, (x, is_target) in enumerate(zip(results, aliased, strict=False)):  # batch norm returns new tensors too
             if not is_target:
-                self._new(x, Op(tuple(x.shape), x.dtype, call, i))
+                self._new(x, graph.Op(tuple(x.shape), x.dtype, call, i))
         for x in targets:
             output = 0 if op.inplace and len(targets) == 1 else len(results) + slots[id(x)]
-            self.write(x, fold_constant(Op(tuple(x.shape), x.dtype, call, output)))
+            self.write(x, fold_constant(graph.Op(tuple(x.shape), x.dtype, call, output)))
         remaining = iter(targets)
         returned = [next(remaining) if is_target else x for x, is_target in zip(results, aliased, strict=False)]
         return returned[0] if isinstance(out, Tensor) else type(out)(returned) if results else out
@@ -321,7 +304,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = _run(op)
         except _ValueNeededError:
             return self._run_on_values(op)
-        results = tensors_in(out)
+        results = graph.tensors_in(out)
         for x in results:
             if x.layout is not torch.strided:
                 raise recording_error(f"{op.name} returns a tensor of layout {x.layout}",
@@ -331,37 +314,39 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise _no_distribution(op)
             call = op.call()
             for i, x in enumerate(results):
-                self._new(x, Op(tuple(x.shape), x.dtype, call, i))
+                self._new(x, graph.Op(tuple(x.shape), x.dtype, call, i))
         elif is_draw or not self.is_recorded(results[0]):  # else the result is an argument, or a view of one
             x = results[0]
             value = (self._drawn if is_draw else new_value)(op, tuple(x.shape), x.dtype)
             self._new(x, value)
         return out
 
-    def _drawn(self, op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node:
+    def _drawn(self, op: AtenCall, shape: Shape, dtype: torch.dtype) -> graph.Node:
         """Return the value that an operation draws: by the leaf's key, or exactly as a generator that it is passed."""
         if op.generator is None:
             value = drawn_value(op, shape, dtype)
         else:
-            value = generated_value(op, shape, dtype, constant(op.generator.get_state()))
+            value = generated_value(op, shape, dtype, graph.constant(op.generator.get_state()))
             if value is not None:
                 self.advance(op.generator, value, f"{op.name}(generator=)")
         if value is None:
             raise _no_distribution(op)
         return value
 
-    def advance(self, generator: torch.Generator, value: Op, what: str) -> None:
+    def advance(self, generator: torch.Generator, value: graph.Op, what: str) -> None:
         """Set a generator to its state after the draw of a value that `generated` returned."""
         state = generator.get_state()
-        after = Op(tuple(state.shape), state.dtype, value.call, 1)
+        after = graph.Op(tuple(state.shape), state.dtype, value.call, 1)
         generator.set_state(self._compute(after, what))
 
     def _run_on_values(self, op: AtenCall) -> Any:
         """Run an operation whose result the constructor reads, on values that do not depend on draws."""
-        if not schema_of(op.func).returns and any(draws(self.node(x)) for x in tensors_in((op.args, op.kwargs))):
+        if not schema_of(op.func).returns and any(
+            graph.draws(self.node(x)) for x in graph.tensors_in((op.args, op.kwargs))
+        ):
             return None  # a check of numbers, as of the result of a matrix inverse: `fs.validate` checks leaves
         what = {"_local_scalar_dense": ".item()", "equal": "torch.equal()"}.get(op.name, f"{op.name}()")
-        values = {id(x): self.value(x, what) for x in tensors_in((op.args, op.kwargs))}
+        values = {id(x): self.value(x, what) for x in graph.tensors_in((op.args, op.kwargs))}
         replace = lambda x: values[id(x)] if isinstance(x, Tensor) else x  # noqa: E731
         with without_modes():
             return op.func(*tree.map(replace, op.args), **tree.map(replace, op.kwargs))
@@ -389,16 +374,16 @@ def _no_distribution(op: AtenCall) -> ShardingError:
                            fix=f"draw with torch.nn.init or torch.randn; or {EAGER}")  # fmt: skip
 
 
-def _lazily_negated(x: Tensor, value: Node) -> Node:
+def _lazily_negated(x: Tensor, value: graph.Node) -> graph.Node:
     """Turn the value of memory into the value of a tensor, or the reverse: torch conjugates and negates lazily."""
     for lazy, op in ((x.is_conj(), torch.ops.aten.conj_physical), (x.is_neg(), torch.ops.aten.neg)):
         if lazy:
-            call = Call(op.__name__, op.default, (InputSlot(0),), {}, (value,))
-            value = fold_constant(Op(value.shape, value.dtype, call, 0))
+            call = graph.Call(op.__name__, op.default, (graph.InputSlot(0),), {}, (value,))
+            value = fold_constant(graph.Op(value.shape, value.dtype, call, 0))
     return value
 
 
-def _no_key(draw: Draw) -> Tensor:
+def _no_key(draw: graph.Draw) -> Tensor:
     raise AssertionError(draw)
 
 
@@ -421,7 +406,7 @@ class MemoryAccess(TorchFunctionMode):
         if kwargs.get("device") is not None or func in _UNSEEN_MOVES:  # to the default device, or another
             kwargs["device"] = torch.device("cpu")
         rule = _MEMORY_RULES.get(func)
-        if rule is not None and args and any(map(self.recorder.is_recorded, tensors_in(args[0]))):
+        if rule is not None and args and any(map(self.recorder.is_recorded, graph.tensors_in(args[0]))):
             return rule(self.recorder, *args, **kwargs)
         return func(*args, **kwargs)
 
@@ -520,10 +505,10 @@ def _patched(recorder: Recorder) -> Iterator[None]:
                 memory = torch.empty_strided(shape, strides, dtype=dtype)
                 return trunc_normal(memory, mean, std, a, b, generator=generator)
 
-            value = generated("trunc_normal", draw, shape, dtype, (), constant(exact.get_state()))
+            value = generated("trunc_normal", draw, shape, dtype, (), graph.constant(exact.get_state()))
             recorder.advance(exact, value, "trunc_normal_(generator=)")
         recorder.write(
-            tensor, value or Draw(shape, dtype, "trunc_normal", (float(mean), float(std), float(a), float(b)))
+            tensor, value or graph.Draw(shape, dtype, "trunc_normal", (float(mean), float(std), float(a), float(b)))
         )
         return tensor
 

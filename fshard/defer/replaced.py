@@ -17,7 +17,7 @@ from fshard.errors import ShardingError, fail, must_be, raise_all
 from fshard.nn import Replacement
 from fshard.spec import P, describe, format_axes, matches, part_range, same_placement
 
-from .module_leaves import Leaves, Place, leaves_at, named_modules
+from .module_leaves import Place, leaves_at, named_modules
 from .stand_ins import Split, SplitParameter, StandIn
 
 Replace = Mapping[str, Replacement] | None
@@ -60,7 +60,9 @@ class Replaced:
             leaf: Split(tuple(leaves["params"][leaf].shape), spec, *_users(leaf, users[leaf], by, places))
             for leaf, spec in specs.items() if spec.axes
         }  # fmt: skip
-        return Replaced(by, specs_in, splits, _of_all_leaves(leaves, specs))
+        of_all = {kind: {name: specs.get(name, P()) if kind == "params" else P() for name in named_}
+                  for kind, named_ in leaves.items()}  # fmt: skip
+        return Replaced(by, specs_in, splits, of_all)
 
     @property
     def features(self) -> dict[tuple[str, ...], set[int]]:
@@ -200,11 +202,6 @@ def _users(
     others = [name for p in places if p.leaf == leaf for name in p.names[:1]
               if not any(name.startswith(f"{user}.") for user in users)]  # fmt: skip
     return ", ".join(f"{user}: {by[user]}" for user in dict.fromkeys(users)), ", ".join(others)
-
-
-def _of_all_leaves(leaves: Leaves, specs: Mapping[str, P]) -> dict[str, dict[str, P]]:
-    return {kind: {name: specs.get(name, P()) if kind == "params" else P() for name in named}
-            for kind, named in leaves.items()}  # fmt: skip
 
 
 def _run(label: str, replacement: Replacement, axes: set[str], m: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -19,22 +19,8 @@ from fshard.errors import ShardingError, fail
 from fshard.random.threads import fill_parts, one_compute_thread, threads_to_fill
 from fshard.spec import Box, box_bounds, box_shape, full_box, relative_box
 
+from . import graph
 from .distributions import draw_box
-from .graph import (
-    Call,
-    Cast,
-    Constant,
-    Draw,
-    Full,
-    Node,
-    Op,
-    Reshape,
-    Uninitialized,
-    View,
-    Write,
-    inputs,
-    topological_order,
-)
 from .strided_view import row_major_strides
 
 POINTWISE = frozenset([
@@ -46,7 +32,7 @@ POINTWISE = frozenset([
 _CHUNK = 1 << 20  # most elements that are computed at a time
 
 
-def is_pointwise(node: Op) -> bool:
+def is_pointwise(node: graph.Op) -> bool:
     """Return whether each element has the same bits at any position in memory."""
     name = node.call.name.rstrip("_")
     if name in ("add", "sub", "rsub"):  # with alpha, vector instructions do not round the product
@@ -56,18 +42,20 @@ def is_pointwise(node: Op) -> bool:
     return name in POINTWISE
 
 
-def is_local(node: Node) -> bool:
+def is_local(node: graph.Node) -> bool:
     """Return whether a box of the value needs only boxes of its inputs."""
-    if isinstance(node, Op):
+    if isinstance(node, graph.Op):
         return is_pointwise(node)
-    return not (isinstance(node, Draw) and node.distribution == "randperm")
+    return not (isinstance(node, graph.Draw) and node.distribution == "randperm")
 
 
-def bytes_in_full(root: Node) -> int:
+def bytes_in_full(root: graph.Node) -> int:
     """Return the bytes that are computed in full for any box of the root, except views and ranges."""
-    heads = [n for node in topological_order(root) if not is_local(node) for n in (node, *inputs(node))]
-    nodes = [n for n in topological_order(*heads) if not isinstance(n, (View, Reshape, Full))]
-    if all(isinstance(n, Cast) or (isinstance(n, Op) and n.call.name in ("arange", "linspace")) for n in nodes):
+    heads = [n for node in graph.topological_order(root) if not is_local(node) for n in (node, *graph.inputs(node))]
+    nodes = [n for n in graph.topological_order(*heads) if not isinstance(n, (graph.View, graph.Reshape, graph.Full))]
+    if all(
+        isinstance(n, graph.Cast) or (isinstance(n, graph.Op) and n.call.name in ("arange", "linspace")) for n in nodes
+    ):
         return 0
     return sum(n.nbytes for n in nodes)
 
@@ -75,9 +63,9 @@ def bytes_in_full(root: Node) -> int:
 class Replay:
     """One evaluation of a graph, with the keys of its draws, on a device."""
 
-    def __init__(self, root: Node, key_of: Callable[[Draw], Tensor], device: torch.device) -> None:
+    def __init__(self, root: graph.Node, key_of: Callable[[graph.Draw], Tensor], device: torch.device) -> None:
         self.root, self.key_of, self.device = root, key_of, device
-        uses = Counter(id(n) for node in topological_order(root) for n in inputs(node))
+        uses = Counter(id(n) for node in graph.topological_order(root) for n in graph.inputs(node))
         self._shared = {i for i, n in uses.items() if n > 1}
         self._cached: dict[tuple[int, tuple[tuple[int, int], ...]], Tensor] = {}  # boxes of shared nodes
         self._partial: dict[int, tuple[Box, Tensor]] = {}  # sources of the writes in progress
@@ -90,7 +78,9 @@ class Replay:
         On a CPU the steps are divided between threads, unless a value is computed in full, once for all of them.
         """
         sizes = box_shape(box)
-        in_steps = not isinstance(self.root, (Draw, Full)) and all(map(is_local, topological_order(self.root)))
+        in_steps = not isinstance(self.root, (graph.Draw, graph.Full)) and all(
+            map(is_local, graph.topological_order(self.root))
+        )
         threads = threads_to_fill(math.prod(sizes), self.device) if in_steps else 0
         chunk = _CHUNK // max(1, threads)
 
@@ -98,7 +88,7 @@ class Replay:
             with torch.no_grad():
                 return self.evaluate(self.root, box).to(dtype).contiguous()
 
-        if math.prod(sizes) <= chunk or isinstance(self.root, (Draw, Full)):
+        if math.prod(sizes) <= chunk or isinstance(self.root, (graph.Draw, graph.Full)):
             with one_compute_thread(then=torch.get_num_threads()) if threads else contextlib.nullcontext():
                 return at_once()
         out = torch.empty(sizes, dtype=dtype, device=self.device)
@@ -123,9 +113,9 @@ class Replay:
         fill_parts(range(0, sizes[dim], step), filler, threads)
         return out
 
-    def evaluate(self, node: Node, box: Box) -> Tensor:
+    def evaluate(self, node: graph.Node, box: Box) -> Tensor:
         """Return a box of a value, in memory that the caller may overwrite."""
-        if id(node) not in self._shared or isinstance(node, (Full, Constant)):
+        if id(node) not in self._shared or isinstance(node, (graph.Full, graph.Constant)):
             return self._compute(node, box)
         if id(node) in self._partial:
             outer, x = self._partial[id(node)]
@@ -136,46 +126,46 @@ class Replay:
             self._cached[key] = self._compute(node, box)
         return self._cached[key].clone()
 
-    def _compute(self, node: Node, box: Box) -> Tensor:
+    def _compute(self, node: graph.Node, box: Box) -> Tensor:
         sizes = box_shape(box)
         if 0 in sizes:
             return torch.empty(sizes, dtype=node.dtype, device=self.device)
         match node:
-            case Full():
+            case graph.Full():
                 return torch.full(sizes, node.value, dtype=node.dtype, device=self.device)
-            case Uninitialized():
+            case graph.Uninitialized():
                 if not _has_nan(node.dtype):
                     raise _read_before_write(node)
                 return torch.full(sizes, math.nan, dtype=node.dtype, device=self.device)  # `validate` finds it
-            case Constant():
+            case graph.Constant():
                 return node.tensor[box].to(self.device, copy=True)
-            case Draw():
+            case graph.Draw():
                 key = self.key_of(node)
                 return draw_box(node.distribution, node.args, key, node.shape, box, node.dtype, self.device)
-            case Cast():
+            case graph.Cast():
                 return self.evaluate(node.source, box).to(node.dtype)
-            case View():
+            case graph.View():
                 hull, steps = node.region.in_base(box)
                 x = node.region.arrange(self.evaluate(node.source, hull)[steps], sizes)
                 return x.contiguous() if 0 in x.stride() else x
-            case Reshape():
+            case graph.Reshape():
                 return self._reshape(node, box)
-            case Write():
+            case graph.Write():
                 return self._write(node, box)
-            case Op() if is_pointwise(node):
+            case graph.Op() if is_pointwise(node):
                 parts = [self.evaluate(n, _broadcast(n.shape, box)) for n in node.call.inputs]
                 # An operation in place overwrites its first argument, which has the shape of the result.
                 return node.call.run(parts)[node.output]
-            case Op():
+            case graph.Op():
                 return self._on_cpu._run_in_full(node.call)[node.output][box].to(self.device, copy=True)
         raise AssertionError(node)
 
-    def _run_in_full(self, call: Call) -> list[Tensor]:
+    def _run_in_full(self, call: graph.Call) -> list[Tensor]:
         if id(call) not in self._results:
             self._results[id(call)] = call.run([self.evaluate(n, full_box(n.shape)).contiguous() for n in call.inputs])
         return self._results[id(call)]
 
-    def _reshape(self, node: Reshape, box: Box) -> Tensor:
+    def _reshape(self, node: graph.Reshape, box: Box) -> Tensor:
         """Evaluate the rows of the source that overlap the box, and cut the box out."""
         strides = row_major_strides(node.shape)
         first = sum(s.start * stride for s, stride in zip(box, strides, strict=True))
@@ -188,20 +178,20 @@ class Replay:
         flat = self.evaluate(source, (rows, *full_box(source.shape[1:]))).reshape(-1)
         return flat.as_strided(box_shape(box), strides, flat.storage_offset() + first - rows.start * row)
 
-    def _write(self, node: Write, box: Box) -> Tensor:
+    def _write(self, node: graph.Write, box: Box) -> Tensor:
         """Evaluate the base, then each write whose region overlaps the box.
 
         This is a loop, not a recursion: a constructor that fills 256 experts one by one makes a chain of 256 writes.
         """
-        writes: list[Write] = []
-        base: Node = node
+        writes: list[graph.Write] = []
+        base: graph.Node = node
         bounds = box_bounds(box)
-        while isinstance(base, Write) and (base is node or (id(base), bounds) not in self._cached):
+        while isinstance(base, graph.Write) and (base is node or (id(base), bounds) not in self._cached):
             writes.append(base)
             base = base.source
         # Integers have no NaN to mark memory of torch.empty: a mask marks the elements that are not written yet.
         missing = None
-        if isinstance(base, Uninitialized) and not _has_nan(base.dtype):
+        if isinstance(base, graph.Uninitialized) and not _has_nan(base.dtype):
             missing = torch.ones(box_shape(box), dtype=torch.bool, device=self.device)
             out = torch.zeros(box_shape(box), dtype=base.dtype, device=self.device)
         else:
@@ -227,7 +217,7 @@ def _has_nan(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _read_before_write(node: Node) -> ShardingError:
+def _read_before_write(node: graph.Node) -> ShardingError:
     return fail("memory of torch.empty is used before it is written", "integers have no NaN to mark it with",
                 fix="torch.zeros in the constructor", shape=list(node.shape), dtype=node.dtype)  # fmt: skip
 

@@ -73,8 +73,8 @@ def init(cfg: Config, params: Any, *, of: Of = None, key: Tensor | None = None) 
 
     Raises ShardingError listing targets that name no module, with names like them, and targets that are not matrices.
     """
-    targets = Targets.from_config("lora.init", cfg, params, of)
     named = named_leaves("lora.init", params)
+    targets = Targets.among("lora.init", cfg, named, of)
     out = {name: _factors(cfg, leaf, tuple(x.shape)) for name, (leaf, x) in targets.adapted.items()}
     errors: list[ShardingError] = []
     rows: list[tuple[str, Any, Leaf | None]] = [(name, x, None) for name, x in targets.copied.items()]

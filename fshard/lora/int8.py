@@ -28,7 +28,7 @@ from fshard.sharded import Sharded
 from fshard.spec import Box, P, box_shape
 
 from .config import ALL_LINEAR, Config
-from .targets import Targets
+from .targets import Targets, named_leaves
 
 LARGEST = 127
 
@@ -167,19 +167,18 @@ def quantize(
     if in_region():
         raise fail("lora.quantize: called inside shard_map, where every leaf is a local part", fix="call it outside")
     tree.check_leaves("lora.quantize", "params", params, (Tensor, Deferred, Sharded))
-    rows = tree.leaves_with_path(params, is_weight)
-    chosen = Targets.from_config("lora.quantize", Config(targets, exclude=exclude), params, of).adapted
-    raise_all([error for path, x in rows if (name := tree.dotted(path)) in chosen
+    named = named_leaves("lora.quantize", params)
+    chosen = Targets.among("lora.quantize", Config(targets, exclude=exclude), named, of).adapted
+    raise_all([error for name, (path, x) in named.items() if name in chosen
                for error in _errors(tree.show("params", path), chosen[name][0], x)])  # fmt: skip
-    leaves = {tree.dotted(path): x for path, x in rows if tree.dotted(path) in chosen}
+    leaves = {name: x for name, (_, x) in named.items() if name in chosen}
     placed = {name: x for name, x in leaves.items() if isinstance(x, Sharded)}
     made = _quantize_placed({name: (x, chosen[name][0]) for name, x in placed.items()})
     for name, x in leaves.items():
         if name not in made:
             quantized = _quantize_described if isinstance(x, Deferred) else _of_tensor
             made[name] = quantized(name, x, chosen[name][0])
-    nodes = [made.get(tree.dotted(path), x) for path, x in rows]
-    return tree.unflatten(tree.flatten(params, is_weight)[1], nodes)
+    return tree.unflatten(tree.flatten(params, is_weight)[1], [made.get(name, x) for name, (_, x) in named.items()])
 
 
 @checked

@@ -69,13 +69,11 @@ class Targets(NamedTuple):
     copied: dict[str, Any]  # biases and modules that train in full
 
     @staticmethod
-    def from_config(verb: str, cfg: Config, params: Any, of: Of) -> Targets:
-        """Find the leaves. Raises ShardingError for targets that no leaf has, and for targets that are not matrices."""
-        return Targets.among(verb, cfg, named_leaves(verb, params), of)
-
-    @staticmethod
     def among(verb: str, cfg: Config, named: Mapping[str, tuple[tree.Path, Any]], of: Of) -> Targets:
-        """Find them among the leaves of `named_leaves`."""
+        """Find them among the leaves of `named_leaves`.
+
+        Raises ShardingError for targets that no leaf has, and for targets that are not matrices.
+        """
         adapted, copied = _chosen(verb, cfg, of, tuple([(path, x.ndim) for path, x in named.values()]))
         return Targets({name: (leaf, named[name][1]) for name, leaf in adapted.items()},
                        {name: named[name][1] for name in copied})  # fmt: skip

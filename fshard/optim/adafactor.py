@@ -11,9 +11,9 @@ from fshard.collectives import psum
 from fshard.errors import checked, fail
 from fshard.spec import P
 
-from .formula import Mask, Optimizer, join_parts, make_optimizer, take_part
-from .optimizers import below_one, decayed
-from .schedules import Schedule, not_negative
+from .formula import Mask, Optimizer, Shape, join_parts, take_part
+from .optimizers import checked_optimizer, decayed
+from .schedules import Schedule
 
 
 @checked
@@ -50,21 +50,15 @@ def adafactor(
 
     Source: Shazeer & Stern, 2018, "Adafactor: adaptive learning rates with sublinear memory cost".
     """
-    not_negative("adafactor", lr=lr, min_scale=min_scale, weight_decay=weight_decay)
-    below_one("adafactor", decay=decay)
     if not clip > 0:
         raise fail(f"adafactor: clip={clip}", fix="above 0")
-    shapes = {"row": _row_shape, "col": _column_shape}
-    numbers = {"decay": decay, "clip": clip, "min_scale": min_scale, "weight_decay": weight_decay}
-    return make_optimizer("adafactor", tuple(shapes), _adafactor, numbers, lr=lr, specs=specs, mask=mask, shapes=shapes)
-
-
-def _row_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape[:-1] if len(shape) > 1 else shape
-
-
-def _column_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:-2], shape[-1]) if len(shape) > 1 else (0,)
+    shapes: dict[str, Shape] = {
+        "row": lambda shape: shape[:-1] if len(shape) > 1 else shape,
+        "col": lambda shape: (*shape[:-2], shape[-1]) if len(shape) > 1 else (0,),
+    }
+    return checked_optimizer("adafactor", tuple(shapes), _adafactor, lr=lr, below_one=("decay",), specs=specs,
+                             mask=mask, shapes=shapes, decay=decay, clip=clip, min_scale=min_scale,
+                             weight_decay=weight_decay)  # fmt: skip
 
 
 def _adafactor(

@@ -291,22 +291,22 @@ def _zeros(x: Any) -> Any:
 def _zeros_of_shape(verb: str, x: Any, spec: P, shape_of: Shape) -> Any:
     """Return zeros of the shape that a replicated moment of a leaf has."""
     shape = shape_of(global_shape(x, spec) if isinstance(x, Tensor) and in_region() else tuple(x.shape))
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    if isinstance(x, Deferred):
-        return _init.zeros(shape, dtype=dtype)
-    if isinstance(x, Sharded):
-        return from_callback(shape, P(), x.mesh, lambda box: torch.zeros(shape, dtype=dtype)[box])
-    return torch.zeros(shape, dtype=dtype, device=x.device)
+    return _full_like(x, shape, 0, torch.promote_types(x.dtype, torch.float32))
 
 
 def scalar_like(params: Any, value: float, dtype: torch.dtype) -> Any:
     """Return a 0-d leaf of the same kind (tensor, Deferred, Sharded), device and mesh as the leaves of `params`."""
     leaves = tree.leaves(params)
-    if any(isinstance(x, Deferred) for x in leaves):
-        return _init.full((), value, dtype=dtype)
-    if leaves and isinstance(leaves[0], Sharded):
-        return from_callback((), P(), leaves[0].mesh, lambda box: torch.tensor(value, dtype=dtype))
-    return torch.tensor(value, dtype=dtype, device=leaves[0].device if leaves else None)
+    return _full_like(next((x for x in leaves if isinstance(x, Deferred)), next(iter(leaves), None)), (), value, dtype)
+
+
+def _full_like(like: Any, shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Any:
+    """Return a replicated leaf of one number, of the same kind, device and mesh as another leaf."""
+    if isinstance(like, Deferred):
+        return _init.full(shape, value, dtype=dtype)
+    if isinstance(like, Sharded):
+        return from_callback(shape, P(), like.mesh, lambda box: torch.full(shape, value, dtype=dtype)[box])
+    return torch.full(shape, value, dtype=dtype, device=None if like is None else like.device)
 
 
 def _decays(name: str, mask: Mask, params: Any, treedef: Any) -> list[bool]:

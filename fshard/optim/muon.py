@@ -13,9 +13,9 @@ from fshard import tree
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.spec import P, describe
 
-from .formula import Mask, Optimizer, join_parts, make_optimizer, take_part
-from .optimizers import below_one, decayed
-from .schedules import Schedule, not_negative
+from .formula import Mask, Optimizer, join_parts, take_part
+from .optimizers import checked_optimizer, decayed
+from .schedules import Schedule
 
 _COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of the polynomial whose slope at 0 is largest
 _ITERATIONS = 5
@@ -52,10 +52,8 @@ def muon(
     Source: Jordan et al., 2024, "Muon: an optimizer for hidden layers in neural networks"; Liu et al., 2025, "Muon is
     scalable for LLM training", for the factor.
     """
-    not_negative("muon", lr=lr, weight_decay=weight_decay)
-    below_one("muon", momentum=momentum)
-    numbers = {"momentum": momentum, "weight_decay": weight_decay}
-    opt = make_optimizer("muon", ("m",), _muon, numbers, lr=lr, specs=specs, mask=mask)
+    opt = checked_optimizer("muon", ("m",), _muon, lr=lr, below_one=("momentum",), specs=specs, mask=mask,
+                            momentum=momentum, weight_decay=weight_decay)  # fmt: skip
 
     def init(params: Any) -> Any:
         raise_all([_not_a_matrix(f"muon: {tree.show('params', path)}", x)

@@ -6,21 +6,30 @@ In the formulas g is the gradient, p the parameter, t the number of the step fro
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard.errors import checked, fail
 
-from .formula import Mask, Optimizer, make_optimizer
+from .formula import Formula, Mask, Optimizer, Shape, make_optimizer
 from .schedules import Schedule, not_negative
 
+BETAS = ("b1", "b2")  # the factors of Adam and its relatives
 
-def below_one(name: str, **factors: float) -> None:
-    """Raise for a factor of a moving average that is negative, NaN, or not below 1."""
-    not_negative(name, **factors)
-    if max(factors.values()) >= 1:
+
+def checked_optimizer(
+    name: str, moments: Sequence[str], formula: Formula, *, lr: float | Schedule, below_one: Sequence[str] = (),
+    specs: Any = None, mask: Mask = None, shapes: Mapping[str, Shape] | None = None, **numbers: float,
+) -> Optimizer:  # fmt: skip
+    """Make an optimizer of `make_optimizer`. Raises for negative numbers, and factors of averages not below 1."""
+    not_negative(name, lr=lr, **numbers)
+    factors = {key: numbers[key] for key in below_one}
+    if any(x >= 1 for x in factors.values()):
         raise fail(f"{name}: {', '.join(f'{key}={x}' for key, x in factors.items())}", fix="less than 1")
+    return make_optimizer(name, moments, formula, numbers, lr=lr, specs=specs, mask=mask, shapes=shapes)
 
 
 @checked
@@ -88,9 +97,7 @@ def adam(lr: float | Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float
 
     Source: Kingma & Ba, 2015, "Adam: a method for stochastic optimization".
     """
-    not_negative("adam", lr=lr, b1=b1, b2=b2, eps=eps)
-    below_one("adam", b1=b1, b2=b2)
-    return make_optimizer("adam", ("m", "v"), _adam, {"b1": b1, "b2": b2, "eps": eps}, lr=lr)
+    return checked_optimizer("adam", ("m", "v"), _adam, lr=lr, below_one=BETAS, b1=b1, b2=b2, eps=eps)
 
 
 @checked
@@ -113,10 +120,8 @@ def adamw(
 
     Source: Loshchilov & Hutter, 2019, "Decoupled weight decay regularization".
     """
-    not_negative("adamw", lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-    below_one("adamw", b1=b1, b2=b2)
-    numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
-    return make_optimizer("adamw", ("m", "v"), _adam, numbers, lr=lr, mask=mask)
+    return checked_optimizer("adamw", ("m", "v"), _adam, lr=lr, below_one=BETAS, mask=mask, b1=b1, b2=b2, eps=eps,
+                             weight_decay=weight_decay)  # fmt: skip
 
 
 def _adam(
@@ -154,10 +159,8 @@ def nadam(
 
     Source: Dozat, 2016, "Incorporating Nesterov momentum into Adam".
     """
-    not_negative("nadam", lr=lr, b1=b1, b2=b2, eps=eps, momentum_decay=momentum_decay)
-    below_one("nadam", b1=b1, b2=b2)
-    numbers = {"b1": b1, "b2": b2, "eps": eps, "momentum_decay": momentum_decay}
-    return make_optimizer("nadam", ("m", "v"), _nadam, numbers, lr=lr)
+    return checked_optimizer("nadam", ("m", "v"), _nadam, lr=lr, below_one=BETAS, b1=b1, b2=b2, eps=eps,
+                             momentum_decay=momentum_decay)  # fmt: skip
 
 
 def _nadam(
@@ -205,9 +208,8 @@ def lion(
 
     Source: Chen et al., 2023, "Symbolic discovery of optimization algorithms".
     """
-    not_negative("lion", lr=lr, b1=b1, b2=b2, weight_decay=weight_decay)
-    below_one("lion", b1=b1, b2=b2)
-    return make_optimizer("lion", ("m",), _lion, {"b1": b1, "b2": b2, "weight_decay": weight_decay}, lr=lr, mask=mask)
+    return checked_optimizer("lion", ("m",), _lion, lr=lr, below_one=BETAS, mask=mask, b1=b1, b2=b2,
+                             weight_decay=weight_decay)  # fmt: skip
 
 
 def _lion(
@@ -234,8 +236,7 @@ def adagrad(lr: float | Schedule, *, eps: float = 1e-10) -> Optimizer:
 
     Source: Duchi et al., 2011, "Adaptive subgradient methods for online learning and stochastic optimization".
     """
-    not_negative("adagrad", lr=lr, eps=eps)
-    return make_optimizer("adagrad", ("v",), _adagrad, {"eps": eps}, lr=lr)
+    return checked_optimizer("adagrad", ("v",), _adagrad, lr=lr, eps=eps)
 
 
 def _adagrad(p: Tensor, g: Tensor, v: Tensor, *, lr: Tensor, count: Tensor, eps: float) -> tuple[Tensor, ...]:
@@ -261,10 +262,8 @@ def rmsprop(lr: float | Schedule, *, alpha: float = 0.99, eps: float = 1e-8, mom
 
     Source: Tieleman & Hinton, 2012, "Lecture 6.5: RMSProp".
     """
-    not_negative("rmsprop", lr=lr, eps=eps, momentum=momentum)
-    below_one("rmsprop", alpha=alpha)
-    moments = ("v", "m") if momentum else ("v",)
-    return make_optimizer("rmsprop", moments, _rmsprop, {"alpha": alpha, "eps": eps, "momentum": momentum}, lr=lr)
+    return checked_optimizer("rmsprop", ("v", "m") if momentum else ("v",), _rmsprop, lr=lr, below_one=("alpha",),
+                             alpha=alpha, eps=eps, momentum=momentum)  # fmt: skip
 
 
 def _rmsprop(
@@ -311,10 +310,8 @@ def schedule_free(
 
     Source: Defazio et al., 2024, "The road less scheduled".
     """
-    not_negative("schedule_free", lr=lr, warmup=warmup, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-    below_one("schedule_free", b1=b1, b2=b2)
-    numbers = {"warmup": warmup, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
-    return make_optimizer("schedule_free", ("v", "offset"), _schedule_free, numbers, lr=lr, mask=mask)
+    return checked_optimizer("schedule_free", ("v", "offset"), _schedule_free, lr=lr, below_one=BETAS, mask=mask,
+                             warmup=warmup, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)  # fmt: skip
 
 
 def _schedule_free(

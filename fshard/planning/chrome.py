@@ -58,19 +58,6 @@ class Timeline:
         yield from self.compute
         yield from itertools.chain.from_iterable(self.transfers.values())
 
-    def moved(self, seconds: float) -> Timeline:
-        """Return the timeline on a clock that shows `seconds` more."""
-
-        def move(slices: Sequence[Slice]) -> tuple[Slice, ...]:
-            return tuple(s._replace(start=s.start + seconds, end=s.end + seconds) for s in slices)
-
-        return replace(
-            self,
-            compute=move(self.compute),
-            transfers={name: move(slices) for name, slices in self.transfers.items()},
-            memory=tuple((t + seconds, n) for t, n in self.memory),
-        )
-
 
 # --- size -----------------------------------------------------------------------------------------------------
 

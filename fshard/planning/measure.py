@@ -33,17 +33,20 @@ class HostClock:
 
     now = staticmethod(time.perf_counter)
 
+    def __init__(self, zero: float) -> None:
+        self.zero = zero
+
     def seconds(self, stamps: Sequence[Any]) -> list[float]:
-        """Return the seconds of each time, on the clock of `time.perf_counter`."""
-        return list(stamps)
+        """Return the seconds of each time since `zero`, on the clock of `time.perf_counter`."""
+        return [t - self.zero for t in stamps]
 
 
 class CudaClock:
     """Times at which a CUDA device reaches the place of a call in its stream."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, zero: float) -> None:
         torch.cuda.synchronize(device)
-        self.begin, self.zero = time.perf_counter(), self.now()
+        self.begin, self.zero = time.perf_counter() - zero, self.now()
 
     def now(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -11,7 +11,6 @@ import io
 import itertools
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -21,7 +20,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from fshard._core.display import duration
-from fshard._core.files.io import open_file
+from fshard._core.files.io import StrPath, open_file
 from fshard.errors import checked, fail, must_be
 from fshard.spec import format_axes, short_dtype, size
 
@@ -29,7 +28,6 @@ from . import Operation, Plan, Start, Trace
 
 __all__ = ["losses", "memory", "roofline", "traffic"]
 
-StrPath = str | os.PathLike[str]
 F = TypeVar("F", bound=Callable[..., Any])
 Figure = Any  # matplotlib's: it is imported by the first plot
 
@@ -178,11 +176,8 @@ def _memory_of_trace(trace: Trace) -> Figure:
 
 def _unit(most: float) -> tuple[float, str]:
     """Return the bytes of a unit in which `most` is at least 1, and its name."""
-    for name in ("B", "KiB", "MiB", "GiB"):
-        if most < 1024:
-            return 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB").index(name), name
-        most /= 1024
-    return 1024.0**4, "TiB"
+    at = min(4, int(math.log2(max(1, most))) // 10)
+    return 1024.0**at, ("B", "KiB", "MiB", "GiB", "TiB")[at]
 
 
 # --- time -------------------------------------------------------------------------------------------------------

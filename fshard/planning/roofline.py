@@ -27,6 +27,7 @@ measured step, has to account for all of these ([docs/planning.md](../../docs/pl
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ def roofline(events: Sequence[Event], mesh: Mapping[str, int], device: Device) -
 
     Raises ShardingError for a dtype that the device has no rate for, and for ranks that its links do not reach.
     """
-    network = _Network(dict(mesh), device)
+    axes = tuple(mesh.items())
     now = compute = at_peak = 0.0
     free: dict[str, float] = {}
     pending: dict[int, tuple[float, str]] = {}
@@ -146,7 +147,7 @@ def roofline(events: Sequence[Event], mesh: Mapping[str, int], device: Device) -
             case Start():
                 transfer = event.transfer
                 lane = "+".join(transfer.axes)
-                seconds, levels = network.seconds(transfer)
+                seconds, levels = _transfer_seconds(transfer, axes, device)
                 start = max([now, *(free.get(level, 0.0) for level in levels)])
                 free.update(dict.fromkeys(levels, start + seconds))
                 pending[event.number] = start + seconds, lane
@@ -179,48 +180,41 @@ def _operation_seconds(operation: Operation, device: Device) -> tuple[float, flo
     return max(at_peak / device.efficiency, operation.bytes / device.bandwidth), at_peak
 
 
-class _Network:
-    """The links of a device, as the axes of a mesh cross them."""
+def _transfer_seconds(transfer: Transfer, mesh: tuple[tuple[str, int], ...], device: Device) -> tuple[float, list[str]]:
+    """Return the seconds of a transfer, and the names of the levels of links that it uses."""
+    parts = _parts_of(transfer.axes, mesh, device)
+    n = parts[0]
+    crossed = [(link, a, b) for link, a, b in zip(device.links, parts, parts[1:], strict=False) if a > b]
+    if not crossed:
+        return 0.0, []
+    furthest = crossed[-1][0]
+    if transfer.op == "permute":
+        seconds = furthest.latency + transfer.sent / furthest.bandwidth
+    elif transfer.op == "all_to_all":  # n / b - n / a of the n - 1 peers are at this level
+        most = max(transfer.sent * (n / b - n / a) / (n - 1) / link.bandwidth for link, a, b in crossed)
+        seconds = furthest.latency + most
+    else:
+        rounds = 2 if transfer.op.startswith("all_reduce") else 1
+        steps = sum((a - b) * link.latency for link, a, b in crossed)
+        most = max(transfer.sent * a / n / link.bandwidth for link, a, _ in crossed)
+        seconds = rounds * steps + most
+    return seconds, [link.name for link, _, _ in crossed]
 
-    def __init__(self, mesh: dict[str, int], device: Device) -> None:
-        self.mesh, self.device = mesh, device
-        self._parts: dict[tuple[str, ...], tuple[int, ...]] = {}
 
-    def seconds(self, transfer: Transfer) -> tuple[float, list[str]]:
-        """Return the seconds of a transfer, and the names of the levels of links that it uses."""
-        parts = self._parts.get(transfer.axes)
-        if parts is None:
-            parts = self._parts[transfer.axes] = self._parts_of(transfer.axes)
-        n = parts[0]
-        crossed = [(link, a, b) for link, a, b in zip(self.device.links, parts, parts[1:], strict=False) if a > b]
-        if not crossed:
-            return 0.0, []
-        furthest = crossed[-1][0]
-        if transfer.op == "permute":
-            seconds = furthest.latency + transfer.sent / furthest.bandwidth
-        elif transfer.op == "all_to_all":  # n / b - n / a of the n - 1 peers are at this level
-            most = max(transfer.sent * (n / b - n / a) / (n - 1) / link.bandwidth for link, a, b in crossed)
-            seconds = furthest.latency + most
-        else:
-            rounds = 2 if transfer.op.startswith("all_reduce") else 1
-            steps = sum((a - b) * link.latency for link, a, b in crossed)
-            most = max(transfer.sent * a / n / link.bandwidth for link, a, _ in crossed)
-            seconds = rounds * steps + most
-        return seconds, [link.name for link, _, _ in crossed]
-
-    def _parts_of(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the ranks of a transfer, and for each level of links the groups of it that they touch, at most."""
-        sizes = tuple(self.mesh.values())
-        ranks = np.arange(math.prod(sizes)).reshape(sizes)
-        dims = [list(self.mesh).index(axis) for axis in axes]
-        ranks = np.moveaxis(ranks, dims, range(-len(dims), 0)).reshape(-1, math.prod(self.mesh[a] for a in axes))
-        parts = (ranks.shape[1], *(_groups_touched(ranks, link) for link in self.device.links))
-        if parts[-1] > 1:
-            reach = self.device.links[-1].ranks if self.device.links else 1
-            raise fail(f"roofline: the links of {self.device.name} do not reach all ranks of {', '.join(axes)}",
-                       f"mesh {format_axes(self.mesh)}: {ranks.size} ranks; links join {reach}",
-                       fix="give the device a last Link of ranks=None")  # fmt: skip
-        return parts
+@functools.lru_cache(maxsize=256)  # asked for each transfer
+def _parts_of(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], device: Device) -> tuple[int, ...]:
+    """Return the ranks of a transfer, and for each level of links the groups of it that they touch, at most."""
+    sizes = dict(mesh)
+    ranks = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    dims = [list(sizes).index(axis) for axis in axes]
+    ranks = np.moveaxis(ranks, dims, range(-len(dims), 0)).reshape(-1, math.prod(sizes[a] for a in axes))
+    parts = (ranks.shape[1], *(_groups_touched(ranks, link) for link in device.links))
+    if parts[-1] > 1:
+        reach = device.links[-1].ranks if device.links else 1
+        raise fail(f"roofline: the links of {device.name} do not reach all ranks of {', '.join(axes)}",
+                   f"mesh {format_axes(sizes)}: {ranks.size} ranks; links join {reach}",
+                   fix="give the device a last Link of ranks=None")  # fmt: skip
+    return parts
 
 
 def _groups_touched(ranks: np.ndarray[tuple[int, int], np.dtype[np.int64]], link: Link) -> int:

@@ -17,7 +17,7 @@ from fshard.sharded import Sharded
 from fshard.spec import P, box_shape, is_spec, local_box, size
 
 from .devices import Device
-from .plan import unknown_operations, warnings_of
+from .plan import plan_ranks, unknown_operations, warnings_of
 from .repeat import Repeats
 from .table import Layout, PlanRow, PlanTable, Task, progress_bar, text
 
@@ -107,7 +107,10 @@ def search(
                     reason = _reason(rows, layout, heavier, slower)
                     row, repeats = PlanRow(dict(layout), note=reason), list[Repeats]()
                     if not reason:
-                        row, repeats = _screened(task, layout, blocks)
+                        try:
+                            row, repeats = _screened(task, layout, blocks)
+                        except Exception as e:  # of any kind: a function of the user runs
+                            row = PlanRow(dict(layout), error=e)
                     rows.append(row)
                     repeated.append(repeats)
                     advance(rows[-1], total)
@@ -125,7 +128,10 @@ def search(
             if len(fitting) >= best or not waiting:
                 break
             at = next(i for i, row in enumerate(rows) if row is waiting[0])
-            rows[at] = _whole(task, waiting[0].layout, repeated[at], blocks)
+            try:
+                rows[at] = _whole(task, waiting[0].layout, repeated[at], blocks)
+            except Exception as e:  # of any kind, as above
+                rows[at] = PlanRow(dict(waiting[0].layout), error=e)
             total = max(total, len(rows) + sum(row.plan is not None for row in rows))
             advance(rows[at], total)
     ordered = sorted(rows, key=lambda row: (row.plan is None or row.fits is False, row.order))
@@ -160,12 +166,9 @@ def _reason(
 
 
 def _screened(task: Task, layout: Layout, blocks: int | None) -> tuple[PlanRow, list[Repeats]]:
-    """Return the row of a layout: an error, the reason why it cannot fit, or its numbers, as `_predicted` does."""
-    try:
-        f, args = task.step(layout)
-        least = rank_bytes(args, f._in_specs, f.mesh.axes)
-    except Exception as e:  # of any kind: a function of the user runs
-        return PlanRow(dict(layout), error=e), []
+    """Return the row of a layout: the reason why it cannot fit, or its numbers, as `_predicted` does."""
+    f, args = task.step(layout)
+    least = rank_bytes(args, f._in_specs, f.mesh.axes)
     if task.limit is not None and least > task.limit:
         note = "its arguments alone do not fit"
         return PlanRow(dict(layout), f.mesh.size, peak=least, limit=task.limit, note=note), []
@@ -179,17 +182,14 @@ def _predicted(task: Task, layout: Layout, blocks: int) -> tuple[PlanRow, list[R
 
     A step whose events do not repeat is planned directly.
     """
-    try:
-        few = task.plans(*task.step(layout, blocks=_FEWEST))
-        for n in range(_FEWEST, min(_MOST, blocks - 1)):
-            more = task.plans(*task.step(layout, blocks=n + 1))
-            found = [Repeats.of(n, a, b) for a, b in zip(few, more, strict=False)]
-            repeats = [r for r in found if r is not None]
-            if len(repeats) == len(few) == len(more):
-                return _row_of(task, layout, max(repeats, key=lambda r: r.peak(blocks)), blocks), repeats
-            few = more
-    except Exception as e:  # of any kind: a function of the user runs
-        return PlanRow(dict(layout), error=e), []
+    few = plan_ranks(*task.step(layout, blocks=_FEWEST), task.device)
+    for n in range(_FEWEST, min(_MOST, blocks - 1)):
+        more = plan_ranks(*task.step(layout, blocks=n + 1), task.device)
+        found = [Repeats.of(n, a, b) for a, b in zip(few, more, strict=False)]
+        repeats = [r for r in found if r is not None]
+        if len(repeats) == len(few) == len(more):
+            return _row_of(task, layout, max(repeats, key=lambda r: r.peak(blocks)), blocks), repeats
+        few = more
     return task.row(layout), []
 
 
@@ -213,12 +213,9 @@ def _row_of(task: Task, layout: Layout, repeats: Repeats, blocks: int) -> PlanRo
 
 def _whole(task: Task, layout: Layout, repeats: Sequence[Repeats], blocks: int) -> PlanRow:
     """Plan a layout with all blocks: by its repeats, if these give the same plan for two blocks more than a few."""
-    try:
-        n = repeats[0].blocks + 2
-        if [r.plan(n) for r in repeats] == task.plans(*task.step(layout, blocks=n)):
-            return task.row_of(layout, [r.plan(blocks) for r in repeats])
-    except Exception as e:  # of any kind: a function of the user runs
-        return PlanRow(dict(layout), error=e)
+    n = repeats[0].blocks + 2
+    if [r.plan(n) for r in repeats] == plan_ranks(*task.step(layout, blocks=n), task.device):
+        return task.row_of(layout, [r.plan(blocks) for r in repeats])
     return task.row(layout)
 
 

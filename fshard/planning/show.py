@@ -121,8 +121,10 @@ def show(
 
 
 @dataclass(frozen=True)
-class _Leaf:
-    type: str  # dtype, shape and split; the text of a leaf that is not a tensor
+class _Node:
+    """A leaf, or a group of nodes, with the sums of their numbers."""
+
+    type: str = ""  # dtype, shape and split; the text of a leaf that is not a tensor
     init: str = ""  # initializer; value of a 0-d leaf; `= name` of a leaf that was shown before
     shape: tuple[int, ...] = ()
     spec: P | None = None
@@ -131,11 +133,24 @@ class _Leaf:
     is_floating: bool = True
     numel: int = 0
     nbytes: int = 0
-    local: Bytes = 0  # in the memory of each device
-    host: Bytes = 0  # in the memory of its host
+    local: Bytes = 0  # in the memory of each device, of one of the `times` equal subtrees
+    host: Bytes = 0  # and in the memory of its host
+    name: str = ""
+    children: tuple[_Node, ...] = ()
+    times: int = 1
+
+    @functools.cached_property
+    def key(self) -> Any:
+        """Equal for subtrees that look the same."""
+        return tuple((c.name, c.times, c.key) for c in self.children) or (self.type, self.init)
+
+    @functools.cached_property
+    def look(self) -> Any:
+        """The same without initializers."""
+        return tuple((c.name, c.times, c.look) for c in self.children) or self.type
 
 
-def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any, label: str = "show") -> tuple[list[_Leaf], Sizes]:
+def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any, label: str = "show") -> tuple[list[_Node], Sizes]:
     leaves = tree.leaves_with_path(tree_)
     meshes = {tuple(x.mesh.axes.items()) for _, x in leaves if isinstance(x, Sharded)}
     if mesh is None and len(meshes) > 1:
@@ -149,7 +164,7 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any, label: str = "sho
     for (path, x), spec in zip(leaves, flat, strict=True):
         if not isinstance(x, (Deferred, Sharded, torch.Tensor)):
             text = " ".join(repr(x).split())
-            out.append(_Leaf(text if len(text) <= 60 else text[:59] + "…"))
+            out.append(_Node(text if len(text) <= 60 else text[:59] + "…"))
             continue
         shape = tuple(x.shape)
         spec = spec if spec is not None else x.spec if isinstance(x, Sharded) else None
@@ -159,14 +174,14 @@ def _leaves(tree_: Any, mesh: Mesh | Sizes | None, specs: Any, label: str = "sho
             continue
         type_ = format_tensor(x.dtype, shape, spec)
         if id(x) in seen:
-            out.append(_Leaf(type_, f"= {seen[id(x)]}", shape, spec, x.dtype.itemsize))
+            out.append(_Node(type_, f"= {seen[id(x)]}", shape, spec, x.dtype.itemsize))
             continue
         seen[id(x)] = tree.dotted(path)
         init = describe_initializer(x.init) if isinstance(x, Deferred) else _value(x)
         local = _bytes_per_device(shape, spec or P(), tuple(sizes.items()), x.dtype.itemsize) if sizes else x.nbytes
         memories = (0, local) if spec is not None and spec.memory == "host" else (local, 0)
         is_floating = x.dtype.is_floating_point or x.dtype.is_complex
-        out.append(_Leaf(type_, init, shape, spec, x.dtype.itemsize, True, is_floating, x.numel(), x.nbytes, *memories))
+        out.append(_Node(type_, init, shape, spec, x.dtype.itemsize, True, is_floating, x.numel(), x.nbytes, *memories))
     raise_all(errors)
     return out, sizes
 
@@ -214,7 +229,7 @@ def _ranges(n: int, names: tuple[str, ...], axes: tuple[tuple[str, int], ...]) -
 # --- pictures -----------------------------------------------------------------------------------------------
 
 
-def _picture(leaf: _Leaf, sizes: Sizes) -> View:
+def _picture(leaf: _Node, sizes: Sizes) -> View:
     view = draw(leaf.type, leaf.shape, leaf.spec or P(), sizes, itemsize=leaf.itemsize)
     return replace(view, per_device=_most(leaf.local))
 
@@ -239,7 +254,7 @@ def _spec_picture(spec: Any, shape: tuple[int, ...], mesh: Mesh | Sizes | None) 
 # --- two layouts ----------------------------------------------------------------------------------------------
 
 
-def _moved(a: _Leaf, b: _Leaf, sizes: Sizes) -> _Leaf:
+def _moved(a: _Node, b: _Node, sizes: Sizes) -> _Node:
     """Return a row for a move between the two layouts of a leaf: its bytes are those that each device receives."""
     if not a.has_bytes:
         return a
@@ -290,31 +305,12 @@ def _received(local: Bytes, sizes: Sizes) -> str:
 # --- nodes --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Node:
-    name: str
-    leaf: _Leaf | None
-    children: tuple[_Node, ...]
-    times: int
-    numel: int
-    nbytes: int
-    has_bytes: bool
-    is_floating: bool
-    one: Bytes  # bytes on each device of one of the `times` equal subtrees
-    host: Bytes  # and in the memory of its host
-    key: Any  # equal for subtrees that look the same
-    look: Any  # the same without initializers
-
-
-def _node(name: str, tree_: Any, leaves: Iterator[_Leaf], fold: bool) -> _Node | None:
+def _node(name: str, tree_: Any, leaves: Iterator[_Node], fold: bool) -> _Node | None:
     """Make the node of a subtree, whose leaves are the next of `leaves`; None if it has no leaves."""
     if tree_ is None:
         return None
     if optree.tree_is_leaf(tree_):
-        leaf = next(leaves)
-        key = (leaf.type, leaf.init)
-        return _Node(name, leaf, (), 1, leaf.numel, leaf.nbytes, leaf.has_bytes, leaf.is_floating, leaf.local,
-                     leaf.host, key, leaf.type)  # fmt: skip
+        return replace(next(leaves), name=name)
     values, _, entries, _ = optree.tree_flatten_one_level(tree_)
     made = {e: _node(str(e), v, leaves, fold) for e, v in zip(entries, values, strict=True)}
     order = (
@@ -353,22 +349,14 @@ def _grouped(nodes: Sequence[_Node], fold: bool) -> list[_Node]:
 def _group(name: str, children: Sequence[_Node]) -> _Node:
     return _Node(
         name=name,
-        leaf=None,
         children=tuple(children),
-        times=1,
         numel=sum(c.numel for c in children),
         nbytes=sum(c.nbytes for c in children),
         has_bytes=any(c.has_bytes for c in children),
         is_floating=all(c.is_floating for c in children),
-        one=sum(c.one * c.times for c in children),
+        local=sum(c.local * c.times for c in children),
         host=sum(c.host * c.times for c in children),
-        key=_key(children),
-        look=tuple((c.name, c.times, c.look) for c in children),
     )
-
-
-def _key(children: Sequence[_Node]) -> Any:
-    return tuple((c.name, c.times, c.key) for c in children)
 
 
 def _fold(nodes: Sequence[_Node]) -> list[_Node]:
@@ -395,14 +383,14 @@ def _merged(a: _Node, b: _Node, numbers: tuple[str, str]) -> _Node | None:
     """Return `a` if `b` looks the same, with `*` for these two numbers in the initializers' sources; else None."""
     if a.key == b.key:
         return a
-    if a.leaf is not None and b.leaf is not None:
-        init = _starred(a.leaf.init, b.leaf.init, numbers) if a.leaf.type == b.leaf.type else None
-        return None if init is None else replace(a, leaf=replace(a.leaf, init=init), key=(a.leaf.type, init))
+    if not a.children and not b.children:
+        init = _starred(a.init, b.init, numbers) if a.type == b.type else None
+        return None if init is None else replace(a, init=init)
     if [(c.name, c.times) for c in a.children] != [(c.name, c.times) for c in b.children]:
         return None
     children = [_merged(c, d, numbers) for c, d in zip(a.children, b.children, strict=True)]
     merged = [c for c in children if c is not None]
-    return replace(a, children=tuple(merged), key=_key(merged)) if merged and len(merged) == len(children) else None
+    return replace(a, children=tuple(merged)) if merged and len(merged) == len(children) else None
 
 
 def _starred(a: str, b: str, numbers: tuple[str, str]) -> str | None:
@@ -449,11 +437,10 @@ def _span(local: Bytes) -> str:
 def _cells(node: _Node) -> tuple[str, str, str, str, _Node]:
     """Return name, type, initializer and bytes of a row, and the node whose children are the rows below."""
     name, times, last = _chain(node)
-    leaf = last.leaf or _Leaf("", has_bytes=True)
-    nbytes = _span(last.one + last.host) if leaf.has_bytes and last.has_bytes else ""
+    nbytes = _span(last.local + last.host) if last.has_bytes else ""
     if times > 1:
         name, nbytes = f"{name}  ×{times}", f"{times} × {nbytes}" if nbytes else ""
-    return name, leaf.type, leaf.init, nbytes, last
+    return name, last.type, last.init, nbytes, last
 
 
 def _top_nodes(root: _Node) -> Sequence[_Node]:
@@ -471,7 +458,7 @@ def _rows(nodes: Sequence[_Node], depth: int = 0) -> Iterator[tuple[str, str, st
 
 def _total(root: _Node, sizes: Sizes) -> str:
     params = [c for c in root.children if c.name == "params"]
-    noun = "parameters" if params or (root.is_floating and root.leaf is None) else "elements"
+    noun = "parameters" if params or (root.is_floating and root.children) else "elements"
     total = f"{root.numel:,} {noun}, {size(root.nbytes)}"
     others = [c for c in root.children if c.name != "params" and c.has_bytes]
     if params and others:  # a train state: optimizer states are not parameters
@@ -482,7 +469,7 @@ def _total(root: _Node, sizes: Sizes) -> str:
         return total
     n = math.prod(sizes.values())
     on_host = f", and {_span(root.host)} of its host's memory" if np.max(root.host) else ""
-    return f"{total}; {_span(root.one)} on each of {n} devices ({format_axes(sizes)}){on_host}"
+    return f"{total}; {_span(root.local)} on each of {n} devices ({format_axes(sizes)}){on_host}"
 
 
 def _table(root: _Node | None, sizes: Sizes, third: str, *, is_move: bool = False) -> View:
@@ -494,17 +481,17 @@ def _table(root: _Node | None, sizes: Sizes, third: str, *, is_move: bool = Fals
     heading, last = "", []
     if root.has_bytes:
         heading = f"{'received ' * is_move}per device" if sizes else "bytes"
-        last = [_received(root.one, sizes) if is_move else f"total  {_total(root, sizes)}"]
+        last = [_received(root.local, sizes) if is_move else f"total  {_total(root, sizes)}"]
     lines = [("", "", "", heading), *rows] if heading and sizes else rows
     shown = [i for i in range(4) if any(line[i] for line in lines)]
     texts = aligned([[line[i] for i in shown] for line in lines], [at for at, i in enumerate(shown) if i < 3])
 
     def html() -> Html:
         head = ["leaf", "type", third if any(row[2] for row in rows) else "", heading, ""]
-        most = max(1, _most(root.one + root.host))
+        most = max(1, _most(root.local + root.host))
         return page(table([_html_row(node, most) for node in nodes], head=head, align="lllrl"), *last)
 
-    return View("\n".join([*texts, *last]), html, _most(root.one) if root.has_bytes else None)
+    return View("\n".join([*texts, *last]), html, _most(root.local) if root.has_bytes else None)
 
 
 def _html_row(node: _Node, most: int, times: int = 1) -> Row:
@@ -514,6 +501,6 @@ def _html_row(node: _Node, most: int, times: int = 1) -> Row:
     children = [_html_row(child, most, times) for child in last.children]
     if not last.has_bytes:
         return Row([*cells, ""], children)
-    share = _most(last.one + last.host) * times / most
+    share = _most(last.local + last.host) * times / most
     count, nbytes = (times * n // last.times for n in (last.numel, last.nbytes))
     return Row([*cells, bar(share, f"{100 * share:.3g} %")], children, f"{count:,} elements, {size(nbytes)} in all")

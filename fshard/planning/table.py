@@ -123,8 +123,11 @@ class PlanTable:
     def same(self) -> dict[str, Any]:
         """Return the settings that are the same in all rows."""
         first = self.rows[0].layout if len(self.rows) > 1 else {}
-        return {name: x for name, x in first.items()
-                if all(name in row.layout and _equal(row.layout[name], x) for row in self.rows)}  # fmt: skip
+        return {
+            name: x
+            for name, x in first.items()
+            if all(name in row.layout and type(y := row.layout[name]) is type(x) and y == x for row in self.rows)
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """Return the table for JSON."""
@@ -244,13 +247,9 @@ class Task:
     def row(self, layout: Layout, made: tuple[ShardMapped, tuple[Any, ...]] | None = None) -> PlanRow:
         """Plan one layout, whose step may be `made` already; return a row, with the error if there is one."""
         try:
-            return self.row_of(layout, self.plans(*(made or self.step(layout))))
+            return self.row_of(layout, plan_ranks(*(made or self.step(layout)), self.device))
         except Exception as e:  # of any kind: functions of the user run
             return PlanRow(dict(layout), error=e)
-
-    def plans(self, f: ShardMapped, args: tuple[Any, ...]) -> list[Plan]:
-        """Plan a step, as each rank that may need the most memory."""
-        return plan_ranks(f, args, self.device)
 
     def row_of(self, layout: Layout, plans: Sequence[Plan]) -> PlanRow:
         """Return the row of a layout with these plans."""
@@ -286,10 +285,6 @@ def aligned(rows: Sequence[Sequence[str]], left: Container[int]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(x.ljust(w) if i in left else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
             .rstrip() for row in rows]  # fmt: skip
-
-
-def _equal(a: object, b: object) -> bool:
-    return type(a) is type(b) and bool(a == b)
 
 
 def _words(e: Exception) -> str:

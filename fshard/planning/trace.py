@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fshard._core.comm import SLOW, TimedComm, Wait, call_distributed
 from fshard._core.display import duration, page
-from fshard._core.files.io import Ranks, write_errors
+from fshard._core.files.io import Ranks, StrPath, write_errors
 from fshard._core.region import region
 from fshard._core.transfers import Transfer, recording
 from fshard.errors import checked, fail
@@ -36,8 +36,6 @@ from .plan import Plan, plan
 from .roofline import Roofline, roofline
 from .strip import LEGEND, strip
 from .table import aligned
-
-StrPath = str | os.PathLike[str]
 
 _MOST_ROWS = 8  # ranks
 _MOST_LINES = 5
@@ -191,7 +189,7 @@ def _measured(f: ShardMapped, args: tuple[Any, ...]) -> Trace:
 
     traced = ShardMapped(run, mesh, f._in_specs, f._out_specs, "never", False, f._donate)
     zero = _common_start(mesh)
-    clock = CudaClock(mesh.device) if mesh.device.type == "cuda" else HostClock()
+    clock = CudaClock(mesh.device, zero) if mesh.device.type == "cuda" else HostClock(zero)
     with recording():  # so that transfers of the backward pass are known as such, with the lines of the forward ones
         result = traced(*args)
     records = [recorders[rank].record() for rank in mesh.ranks]
@@ -202,7 +200,7 @@ def _measured(f: ShardMapped, args: tuple[Any, ...]) -> Trace:
     rows = []
     for rank, record in zip(mesh.ranks[:shown], records, strict=False):
         name = f"rank {rank} ({format_axes(mesh.coords(rank))})"
-        row, note = fitted(timeline(rank, name, record).moved(0.0 if threads else -zero), MOST_EVENTS // shown)
+        row, note = fitted(timeline(rank, name, record), MOST_EVENTS // shown)
         rows.append(row)
         notes += [f"rank {rank}: {note}"] if note else []
     gathered = _gather_on_first(mesh, (rows, notes) if mesh.ranks[0] < shown else ([], []))

@@ -21,11 +21,7 @@ from .command import Options, Refusal, is_first
 
 def printer() -> Callable[..., None]:
     """Return the function that prints on rank 0, and does nothing on others."""
-    return Console(highlight=False, soft_wrap=True).print if is_first() else _print_nothing
-
-
-def _print_nothing(*_: object, **__: object) -> None:
-    """Do nothing: the `say` of all ranks but the first."""
+    return Console(highlight=False, soft_wrap=True, quiet=not is_first()).print
 
 
 class Log:

@@ -435,15 +435,6 @@ def test_error_of_transformers_is_shown_in_one_line(capsys, config):
     assert re.fullmatch(rf"odd/config.json: {problem}\n  model_type  \w+\n  \w+Error.*", error(capsys, "odd"))
 
 
-def test_too_many_devices_are_refused(capsys):
-    my_gpt2()
-    assert error(capsys, "my-gpt2", "--mesh", "data=8,model=99999999999999999999") == text("""
-        --mesh data=8,model=99999999999999999999: more than 1,048,576 devices
-          the bytes of each of them are counted
-          fix: a smaller mesh
-    """)
-
-
 def test_models_are_named_if_transformers_is_not_installed(capsys, monkeypatch):
     folder("other", {"model_type": "mamba"})
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -463,67 +454,55 @@ def test_error_of_a_model_suggests_raw(capsys):
     assert output(capsys, "my-gpt2", "--raw").startswith("my-gpt2: gpt2, as its files name the tensors\n")
 
 
-@pytest.mark.parametrize("mesh", ["data", "data=8,model", "data=0", "data=-1", "data=x", "=4", "data=2,", "a b=2"])
-def test_invalid_mesh_is_refused(capsys, mesh):
+NO_SPEC = ["P(", "P", "P(axis='model')", "Q('model')", "P(open('x'))", "__import__('os')", "P(x)", "P.__init__('x')",
+           "[1, 2]", "", "P()()", "(" * 500]  # fmt: skip
+SPEC_FIX = """P(None, "model"), P("data", memory="host"), row("model"), column("model") or P()"""
+NO_RULE = """only auto; GLOB=SPEC, such as '**.w=P(None, "model")'; or a .json file of them"""
+# options, two spaces between them -> the error
+WRONG_OPTIONS = [
+    *((f"--mesh={mesh}", f"""--mesh {mesh}: {wrong!r} is not an axis of a mesh
+  an axis is a name, and its size 1 or more
+  fix: --mesh data=8,model=4""") for mesh, wrong in (
+        ("data", "data"), ("data=8,model", "model"), ("data=0", "data=0"), ("data=-1", "data=-1"), ("data=x", "data=x"),
+        ("=4", "=4"), ("data=2,", ""), ("a b=2", "a b=2"))),
+    ("--mesh  data=2,data=4", """--mesh data=2,data=4: 'data=4' is not an axis of a mesh
+  the axis has a size already
+  fix: --mesh data=8,model=4"""),
+    ("--mesh  data=8,model=99999999999999", """--mesh data=8,model=99999999999999: more than 1,048,576 devices
+  the bytes of each of them are counted
+  fix: a smaller mesh"""),
+    ("--mesh  model=2  --fully-shard  data",
+     "--fully-shard data: the mesh has no such axis\n  fix: --mesh model=2,data=8"),
+    ("--fully-shard  data", "--fully-shard data: the mesh has no such axis\n  fix: --mesh data=8"),
+    ("--mesh  model=2  --specs  wte=P('data')  **=P()",
+     "--specs wte=P('data'): the mesh has no axis 'data'\n  fix: use one of ['model']"),
+    ("--specs  q.*=P()  **=P()",
+     "rules: 'q.*' matches no leaf\n  (an earlier rule may match all of its leaves)\n  fix: remove or correct it"),
+    ("--specs  h.**=P()  wte=P()  ln_f.*=P()",
+     "rules: no rule matches 'wpe'\n  fix: add a rule, or '**': P() at the end"),
+    ("--specs  auto  **=P()", f"--specs auto: not a rule\n  fix: {NO_RULE}"),
+    ("--specs  none.json", "--specs none.json: there is no such file"),
+    ("--specs  wpe=P(None, None, 'model')  **=P()",
+     "show: tree['wpe']: P(None, None, 'model') describes 3 dims, the leaf has 2\n  fix: drop 1"),
+    *((f"--dtype  {name}", f"--dtype {name}: not a floating dtype of torch\n  fix: --dtype bfloat16")
+      for name in ("int8", "float33", "nn", "Tensor")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [(options.split("  "), want) for options, want in WRONG_OPTIONS]
+    + [(["--specs", f"**={spec}"], f"{spec!r} is not a spec\n  fix: {SPEC_FIX}") for spec in NO_SPEC],
+)  # fmt: skip
+def test_wrong_options_are_refused(capsys, options, want):
     folder("tiny", CONFIG)
-    wrong = next(part for part in mesh.split(",") if part not in ("data=8", "data=2"))
-    assert error(capsys, "tiny", f"--mesh={mesh}") == text(f"""
-        --mesh {mesh}: {wrong!r} is not an axis of a mesh
-          an axis is a name, and its size 1 or more
-          fix: --mesh data=8,model=4
-    """)
+    assert error(capsys, "tiny", *options) == want
 
 
-def test_duplicate_and_unknown_axes_are_refused(capsys):
+def test_rule_of_too_many_dims_on_a_mesh_is_refused(capsys):
     folder("tiny", CONFIG)
-    assert error(capsys, "tiny", "--mesh", "data=2,data=4") == text("""
-        --mesh data=2,data=4: 'data=4' is not an axis of a mesh
-          the axis has a size already
-          fix: --mesh data=8,model=4
-    """)
-    assert error(capsys, "tiny", "--mesh", "model=2", "--fully-shard", "data") == text("""
-        --fully-shard data: the mesh has no such axis
-          fix: --mesh model=2,data=8
-    """)
-    assert error(capsys, "tiny", "--fully-shard", "data").endswith("fix: --mesh data=8")
-    assert error(capsys, "tiny", "--mesh", "model=2", "--specs", "wte=P('data')", "**=P()") == text("""
-        --specs wte=P('data'): the mesh has no axis 'data'
-          fix: use one of ['model']
-    """)
-
-
-def test_invalid_rules_are_refused(capsys):
-    folder("tiny", CONFIG)
-    assert error(capsys, "tiny", "--specs", "q.*=P()", "**=P()") == text("""
-        rules: 'q.*' matches no leaf
-          (an earlier rule may match all of its leaves)
-          fix: remove or correct it
-    """)
-    assert error(capsys, "tiny", "--specs", "h.**=P()", "wte=P()", "ln_f.*=P()") == text("""
-        rules: no rule matches 'wpe'
-          fix: add a rule, or '**': P() at the end
-    """)
-    assert error(capsys, "tiny", "--specs", "auto", "**=P()") == text("""
-        --specs auto: not a rule
-          fix: only auto; GLOB=SPEC, such as '**.w=P(None, "model")'; or a .json file of them
-    """)
-    assert error(capsys, "tiny", "--specs", "none.json") == "--specs none.json: there is no such file"
-    assert error(capsys, "tiny", "--specs", "wpe=P(None, None, 'model')", "**=P()") == text("""
-        show: tree['wpe']: P(None, None, 'model') describes 3 dims, the leaf has 2
-          fix: drop 1
-    """)
     with_mesh = error(capsys, "tiny", "--mesh", "model=2", "--specs", "wpe=P(None, None, 'model')", "**=P()")
     assert with_mesh.startswith("show: tree['wpe']: the spec is longer than the shape\n")
-
-
-@pytest.mark.parametrize("spec", ["P(", "P", "P(axis='model')", "Q('model')", "P(open('x'))", "__import__('os')",
-                                  "P(x)", "P.__init__('x')", "[1, 2]", "", "P()()", "(" * 500])  # fmt: skip
-def test_specs_are_parsed_and_never_run(capsys, spec):
-    folder("tiny", CONFIG)
-    assert error(capsys, "tiny", "--specs", f"**={spec}") == text(f"""
-        {spec!r} is not a spec
-          fix: P(None, "model"), P("data", memory="host"), row("model"), column("model") or P()
-    """)
 
 
 def test_specs_parse_from_python_and_json():
@@ -541,15 +520,6 @@ def test_invalid_command_shows_usage(capsys, argv):
         main(argv)
     assert e.value.code == 2
     assert "usage: python -m fshard" in capsys.readouterr().err
-
-
-def test_invalid_dtype_is_refused(capsys):
-    folder("tiny", CONFIG)
-    for name in ("int8", "float33", "nn", "Tensor"):
-        assert error(capsys, "tiny", "--dtype", name) == text(f"""
-            --dtype {name}: not a floating dtype of torch
-              fix: --dtype bfloat16
-        """)
 
 
 # --- names and folds ----------------------------------------------------------------------------------------

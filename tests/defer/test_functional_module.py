@@ -338,13 +338,6 @@ def test_error_text_of_a_forward_that_changes_its_parameters(change):
             torch.testing.assert_close(apply(params, {}, torch.arange(3)), module(torch.arange(3)))
 
 
-def test_embedding_that_renormalizes_its_rows_in_forward_is_an_error():
-    module = nn.Embedding(4, 3, max_norm=0.1)
-    assert error_text(Apply(module), *leaves(module), torch.arange(2)).startswith(
-        "Apply(Embedding): forward writes to params['weight']: aten.embedding_renorm_.default\n"
-    )
-
-
 @pytest.mark.parametrize("reference", [None, 0])
 def test_hook_on_the_gradient_of_a_parameter_is_an_error(reference):
     def hooked():
@@ -535,7 +528,7 @@ def test_buffer_that_changes_in_a_later_call_under_vmap_is_an_error():
 
 @pytest.mark.parametrize("in_region", [False, True])
 def test_forward_that_changes_parameters_in_place_is_an_error(in_region):
-    """On a mesh forward would change a gathered copy, and on one device the parameter."""
+    """An embedding that renormalizes its rows: a gathered copy on a mesh, and on one device the parameter."""
     apply = Apply(nn.Embedding(5, 3, max_norm=1.0))
     params, ids = {"weight": torch.full((5, 3), 2.0)}, torch.tensor([1, 2])
     call = lambda p, ids: fs.grad(lambda p: apply(p, {}, ids).sum())(p)  # noqa: E731
@@ -544,8 +537,8 @@ def test_forward_that_changes_parameters_in_place_is_an_error(in_region):
                            mesh=fs.make_mesh(a=2), in_specs=(P("a"), P("a")), out_specs=P("a"))  # fmt: skip
     else:
         run = call
-    with pytest.raises(ShardingError, match=r"Apply\(Embedding\): forward writes to params\['weight'\]"):
-        run(params, ids)
+    start = "Apply(Embedding): forward writes to params['weight']: aten.embedding_renorm_.default\n"
+    assert start in error_text(run, params, ids)
 
 
 @pytest.mark.parametrize("under", ["plain", "grad", "vmap", "inference"])
@@ -888,10 +881,8 @@ def test_torch_checkpoint_in_forward_is_refused_at_its_call(kind):
     torch.testing.assert_close(apply(one, {}, x), dense.h(x))
     with torch.no_grad():
         torch.testing.assert_close(apply(leaf, {}, x), dense.h(x))
-    for step in (
-        fs.shard_map(fs.grad(loss), mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check="first"),
-        fs.shard_map(fs.grad(loss), mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check="never"),
-    ):
+    for check in ("first", "never"):
+        step = fs.shard_map(fs.grad(loss), mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check=check)
         assert REFUSED in (text := error_text(step, params, x))
         assert "test_functional_module.py:" in text
         assert text.endswith("fix: switch checkpointing off in the module, and wrap the call in fs.remat; or choose "
@@ -1079,12 +1070,7 @@ def test_buffers_need_no_unshard():
     assert torch.equal(fs.device_get(run(leaves(apply.module)[1], x)), x * torch.ones(2).cos())
 
 
-@pytest.mark.parametrize("bad", [F.dropout])
-def test_other_errors_in_a_region_are_not_changed(bad):
-    class Drops(nn.Module):
-        def forward(self, x):
-            return bad(x)
-
-    run = fs.shard_map(lambda x: Apply(Drops())({}, {}, x), mesh=fs.make_mesh(data=2), in_specs=P("data"),
+def test_other_errors_in_a_region_are_not_changed():
+    run = fs.shard_map(lambda x: Apply(nn.Dropout())({}, {}, x), mesh=fs.make_mesh(data=2), in_specs=P("data"),
                        out_specs=P("data"))  # fmt: skip
     assert "Apply(" not in error_text(run, torch.ones(4, 2)).split("fix:")[1]

@@ -265,56 +265,54 @@ def test_strategy_by_name_or_number_is_that_of_torch():
         assert "is not one of FULL_SHARD, " in error(fsdp(fsdp_sharding_strategy=wrong))
 
 
-@pytest.mark.parametrize(("version", "value", "strategy", "reshard"), [
-    (2, True, "FULL_SHARD", None), (2, "false", "SHARD_GRAD_OP", None), (2, 2, "FULL_SHARD", 2),
-    (2, "NO_SHARD", "NO_SHARD", None), (1, "FULL_SHARD", "FULL_SHARD", None), (1, 1, "FULL_SHARD", None),
-])  # fmt: skip
-def test_reshard_after_forward(version: int, value: Any, strategy: str, reshard: int | None):
-    """A number is a strategy in version 1, and in version 2 the size of a group, as in torch's `fully_shard`."""
-    settings = read(fsdp(fsdp_version=version, fsdp_reshard_after_forward=value))
-    assert (settings.strategy, settings.reshard) == (strategy, reshard)
+FSDP = {"distributed_type": "FSDP", "num_processes": 2}
+VERSION_2 = {"backward_prefetch": "pre", "forward_prefetch": True, "state_dict": "sharded"}
+# contents of a file, the settings that they make, and a part of the last warning
+READ: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    *((FSDP | {"fsdp_config": config}, {"strategy": "FULL_SHARD", "processes": 2} | want, told)
+      for config, want, told in (
+        # a number is a strategy in version 1, and in version 2 the size of a group, as in torch's `fully_shard`
+        ({"version": 2, "reshard_after_forward": True}, VERSION_2, ""),
+        ({"version": 2, "reshard_after_forward": "false"}, {"strategy": "SHARD_GRAD_OP"} | VERSION_2, ""),
+        ({"version": 2, "reshard_after_forward": 2}, {"reshard": 2} | VERSION_2, ""),
+        ({"version": 2, "reshard_after_forward": "NO_SHARD"}, {"strategy": "NO_SHARD"} | VERSION_2, ""),
+        ({"version": 1, "reshard_after_forward": "FULL_SHARD"}, {}, ""),
+        ({"version": 1, "reshard_after_forward": 1}, {}, ""),
+        ({"version": 2, "sharding_strategy": "SHARD_GRAD_OP"}, {"strategy": "SHARD_GRAD_OP"} | VERSION_2,
+         "Accelerate ignores it with fsdp_version 2"),
+        ({"backward_prefetch": "BACKWARD_PRE", "backward_prefetch_policy": 1}, {"backward_prefetch": "pre"},
+         "is honoured, as fsdp_backward_prefetch: BACKWARD_PRE"),
+        ({"offload_params": True}, {"offload": True}, ""),
+        ({}, {"wrap": None}, ""),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, {"wrap": 100_000_000}, ""),
+        ({"auto_wrap_policy": "size_based_wrap", "min_num_params": 10}, {"wrap": 10}, ""),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 0}, {"wrap": None}, "the model is one unit"),
+        ({"auto_wrap_policy": "NO_WRAP"}, {"wrap": None}, "the model is one unit"),
+        ({"transformer_layer_cls_to_wrap": "T5Block"}, {"wrap": ("T5Block",)}, "without fsdp_auto_wrap_policy"),
+        ({"min_num_params": 10}, {"wrap": None}, "means nothing with fsdp_auto_wrap_policy NO_WRAP"),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP", "transformer_layer_cls_to_wrap": "A"}, {"wrap": 100_000_000},
+         "means nothing with fsdp_auto_wrap_policy SIZE_BASED_WRAP"),
+    )),
+    *((FSDP | {"fsdp_config": empty, "dynamo_config": empty}, {"strategy": "FULL_SHARD", "processes": 2}, "")
+      for empty in (None, {}, "")),
+    ({"distributed_type": "NO", "mixed_precision": False}, {}, ""),
+    ({"distributed_type": "NO", "mixed_precision": "fp16"}, {"compute": torch.float16}, ""),
+    ({"distributed_type": "NO", "num_processes": 3}, {}, "is one process"),
+    ({"distributed_type": "MULTI_CPU", "num_processes": 3}, {"processes": 3, "cpu": True}, ""),
+    ({"distributed_type": "MULTI_GPU", "num_processes": 3}, {"processes": 3}, ""),
+    ({"distributed_type": "MULTI_GPU", "fsdp_config": {"fsdp_offload_params": True}}, {"processes": None},
+     "means nothing with distributed_type MULTI_GPU"),
+    ({"distributed_type": "NO", "deepspeed_config": {"gradient_accumulation_steps": 8}}, {"accumulate": 8},
+     "Accelerate reads it only with DeepSpeed"),
+]  # fmt: skip
 
 
-def test_reshard_after_forward_that_is_no_value_or_contradicts_is_an_error():
-    assert "is not true, false, or one of FULL_SHARD" in error(fsdp(fsdp_reshard_after_forward="ZERO"))
-    assert "is not true, false, or an integer of 2 or more" in error(fsdp(fsdp_version=2, fsdp_reshard_after_forward=1))
-    both = {"fsdp_reshard_after_forward": False, "fsdp_sharding_strategy": "FULL_SHARD"}
-    assert "is SHARD_GRAD_OP, and fsdp_sharding_strategy is FULL_SHARD\n  fix: keep one" in error(fsdp(**both))
-
-
-def test_strategy_that_accelerate_ignores_with_version_2_is_honoured():
-    settings, told = read_warned(fsdp(fsdp_version=2, fsdp_sharding_strategy="SHARD_GRAD_OP"))
-    assert settings.strategy == "SHARD_GRAD_OP"
-    assert "Accelerate ignores it with fsdp_version 2" in told[0]
-
-
-def test_prefetch_under_both_names():
-    both = {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_backward_prefetch_policy": 1}
-    assert read_warned(fsdp(**both))[0].backward_prefetch == "pre"
-    assert "and fsdp_backward_prefetch: BACKWARD_PRE differ" in error(
-        fsdp(**both | {"fsdp_backward_prefetch_policy": 2})
-    )
-
-
-@pytest.mark.parametrize(("config", "wrap", "warned"), [
-    ({}, None, ""),
-    ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}, 100_000_000, ""),
-    ({"fsdp_auto_wrap_policy": "size_based_wrap", "fsdp_min_num_params": 10}, 10, ""),
-    ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 0}, None, "the model is one unit"),
-    ({"fsdp_auto_wrap_policy": "NO_WRAP"}, None, "the model is one unit"),
-    ({"fsdp_transformer_layer_cls_to_wrap": "T5Block"}, ("T5Block",), "without fsdp_auto_wrap_policy"),
-    ({"fsdp_min_num_params": 10}, None, "means nothing with fsdp_auto_wrap_policy NO_WRAP"),
-    ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "A"}, 100_000_000,
-     "means nothing with fsdp_auto_wrap_policy SIZE_BASED_WRAP"),
-])  # fmt: skip
-def test_wrap_policies(config: dict[str, Any], wrap: Any, warned: str):
-    path = fsdp(**config)
-    if not warned:
-        assert read(path).wrap == wrap
-        return
-    settings, told = read_warned(path)
-    assert settings.wrap == wrap
-    assert warned in told[0]
+@pytest.mark.parametrize(("contents", "want", "warned"), READ)
+def test_files_are_read_as_they_say(contents: dict[str, Any], want: dict[str, Any], warned: str):
+    path = written(**contents)
+    settings, told = read_warned(path) if warned else (read(path), [""])
+    assert dataclasses.replace(settings, warnings=()) == Settings(**want)
+    assert warned in told[-1]
 
 
 def test_units_of_a_model_without_named_classes():
@@ -328,21 +326,6 @@ def test_units_of_a_model_without_named_classes():
             settings.units(wrong)
     assert Settings(wrap=7).units() == 7
     assert Settings().units() is None
-
-
-def test_precision():
-    assert read(written(distributed_type="NO", mixed_precision=False)).compute == torch.float32
-    assert read(written(distributed_type="NO", mixed_precision="fp16")).compute == torch.float16
-    assert "'fp8' is not one of no, bf16, fp16" in error(written(distributed_type="NO", mixed_precision="fp8"))
-
-
-def test_accumulation_of_a_deepspeed_section_is_honoured():
-    steps = {"deepspeed_config": {"gradient_accumulation_steps": 8}}
-    settings, told = read_warned(written(distributed_type="MULTI_GPU", num_processes=2, **steps))
-    assert settings.accumulate == 8
-    assert "Accelerate reads it only with DeepSpeed" in told[-1]
-    steps["deepspeed_config"]["gradient_accumulation_steps"] = "auto"
-    assert "which is not an integer of 1 or more" in error(written(distributed_type="NO", **steps))
 
 
 # --- the ranks ---------------------------------------------------------------------------------------------------
@@ -393,18 +376,6 @@ def test_options_of_the_strategy():
         assert made.options == {"release": True, "prefetch": 0, "backward_prefetch": "post"}
 
 
-def test_other_distributed_types_are_data_parallel():
-    assert read(written(distributed_type="MULTI_CPU", num_processes=3)) == Settings(processes=3, cpu=True)
-    assert read(written(distributed_type="MULTI_GPU", num_processes=3)) == Settings(processes=3)
-    assert read(written(distributed_type="NO")) == Settings()
-    settings, told = read_warned(written(distributed_type="NO", num_processes=3))
-    assert settings == Settings(warnings=tuple(told))
-    assert "is one process" in told[0]
-    settings, told = read_warned(written(distributed_type="MULTI_GPU", fsdp_config={"fsdp_offload_params": True}))
-    assert not settings.offload
-    assert "means nothing with distributed_type MULTI_GPU" in told[0]
-
-
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA", "TPU", "MULTI_XPU", "FSDP2", True])
 def test_unsupported_types_are_refused(kind: Any):
     assert error(written(distributed_type=kind)).splitlines() == [
@@ -415,26 +386,43 @@ def test_unsupported_types_are_refused(kind: Any):
     ]  # fmt: skip
 
 
-def test_cloud_is_refused():
-    assert "compute_environment: 'AMAZON_SAGEMAKER' is not one of LOCAL_MACHINE" in error(
-        written(compute_environment="AMAZON_SAGEMAKER", distributed_type="NO")
-    )
+# contents of a file, and a part of the error
+WRONG: list[tuple[dict[str, Any], str]] = [
+    *((FSDP | keys, message) for keys, message in (
+        ({"num_processes": 3, "num_machines": 2}, "3 % 2 = 1\n  fix: num_processes: 4"),
+        ({"num_processes": 0}, "0 is not a number of ranks"),
+        ({"num_processes": -2}, "-2 is not an integer of -1 or more"),
+        ({"num_processes": "NUM_GPUS"}, "'NUM_GPUS' is not an integer"),
+        ({"num_processes": True}, "True is not an integer"),
+        ({"num_machines": 0}, "0 is not an integer of 1 or more"),
+        ({"num_machines": 2, "machine_rank": 2}, "2 is not a rank of 2 machines\n  fix: 0 to 1"),
+        ({"main_process_port": 70000}, "70000 is not a port"),
+        ({"gpu_ids": "0,0"}, "'0,0' is not all, or different numbers"),
+        ({"use_cpu": "maybe"}, "'maybe' is not true or false"),
+        ({"compute_environment": "AMAZON_SAGEMAKER"}, "'AMAZON_SAGEMAKER' is not one of LOCAL_MACHINE"),
+        ({"mixed_precision": "fp8"}, "'fp8' is not one of no, bf16, fp16"),
+        ({"deepspeed_config": {"gradient_accumulation_steps": "auto"}}, "which is not an integer of 1 or more"),
+        ({"fsdp_version": 2}, "fsdp_version: is in the wrong section\n  Accelerate reads it only in fsdp_config"),
+        ({"dynamo_config": {"dynamo_num_machines": 2}}, "unknown key"),
+        ({"fsdp_config": ["fsdp_version"]},
+         "f.yaml, line 3: fsdp_config: ['fsdp_version'] is not a section of keys\n  fix: fsdp_config:"),
+    )),
+    *((FSDP | {"fsdp_config": config}, message) for config, message in (
+        ({"reshard_after_forward": "ZERO"}, "is not true, false, or one of FULL_SHARD"),
+        ({"version": 2, "reshard_after_forward": 1}, "is not true, false, or an integer of 2 or more"),
+        ({"reshard_after_forward": False, "sharding_strategy": "FULL_SHARD"},
+         "is SHARD_GRAD_OP, and fsdp_sharding_strategy is FULL_SHARD\n  fix: keep one"),
+        ({"backward_prefetch": "BACKWARD_PRE", "backward_prefetch_policy": 2},
+         "and fsdp_backward_prefetch: BACKWARD_PRE differ"),
+        ({"offload_params": True, "fsdp_offload_params": False},
+         "fsdp_config.fsdp_offload_params is set twice\n  fsdp_offload_params is also at f.yaml, line 4"),
+    )),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("keys", "message"), [
-    ({"num_processes": 3, "num_machines": 2}, "3 % 2 = 1\n  fix: num_processes: 4"),
-    ({"num_processes": 0}, "0 is not a number of ranks"),
-    ({"num_processes": -2}, "-2 is not an integer of -1 or more"),
-    ({"num_processes": "NUM_GPUS"}, "'NUM_GPUS' is not an integer"),
-    ({"num_processes": True}, "True is not an integer"),
-    ({"num_machines": 0}, "0 is not an integer of 1 or more"),
-    ({"num_machines": 2, "machine_rank": 2}, "2 is not a rank of 2 machines\n  fix: 0 to 1"),
-    ({"main_process_port": 70000}, "70000 is not a port"),
-    ({"gpu_ids": "0,0"}, "'0,0' is not all, or different numbers"),
-    ({"use_cpu": "maybe"}, "'maybe' is not true or false"),
-])  # fmt: skip
-def test_wrong_values_of_the_machines(keys: dict[str, Any], message: str):
-    assert message in error(written(distributed_type="FSDP", **keys))
+@pytest.mark.parametrize(("contents", "message"), WRONG)
+def test_wrong_values_are_refused(contents: dict[str, Any], message: str):
+    assert message in error(written(**contents))
 
 
 # --- the file ----------------------------------------------------------------------------------------------------
@@ -456,30 +444,6 @@ def test_unknown_key_is_an_error_with_the_nearest_one():
     ]
 
 
-def test_key_outside_of_its_section_is_an_error():
-    assert "fsdp_version: is in the wrong section\n  Accelerate reads it only in fsdp_config" in error(
-        written(distributed_type="FSDP", fsdp_version=2)
-    )
-    wrong = error(written(distributed_type="NO", dynamo_config={"dynamo_num_machines": 2}))
-    assert "unknown key" in wrong
-
-
-def test_short_names_in_a_section_are_completed_as_in_accelerate():
-    assert read(fsdp(offload_params=True)).offload
-    twice = error(fsdp(offload_params=True, fsdp_offload_params=False))
-    assert "fsdp_config.fsdp_offload_params is set twice\n  fsdp_offload_params is also at f.yaml, line 4" in twice
-
-
-def test_empty_section_is_none():
-    for empty in (None, {}, ""):
-        path = written(distributed_type="FSDP", num_processes=2, fsdp_config=empty, dynamo_config=empty)
-        assert read(path) == Settings(strategy="FULL_SHARD", processes=2)
-    wrong = error(written(distributed_type="FSDP", fsdp_config=["fsdp_version"]))
-    assert wrong.startswith(
-        "f.yaml, line 2: fsdp_config: ['fsdp_version'] is not a section of keys\n  fix: fsdp_config:"
-    )
-
-
 def test_keys_replace_those_of_the_file():
     path = written(distributed_type="NO", num_processes=1, mixed_precision="bf16")
     settings = read(path, distributed_type="FSDP", num_processes=4, fsdp_sharding_strategy=2)
@@ -488,23 +452,7 @@ def test_keys_replace_those_of_the_file():
     assert error(path, num_processs=4).startswith("--num_processs: unknown key")
 
 
-def test_damaged_files_are_errors_that_name_the_line():
-    Path("f.yaml").write_text("distributed_type: FSDP\nnum_processes: 1\nnum_processes: 2\n")
-    assert error("f.yaml").startswith("f.yaml, line 3: num_processes is there twice\n  the first is at line 2")
-    Path("f.yaml").write_text("distributed_type: FSDP\n bad: [\n")
-    assert re.match(r"f\.yaml, line \d: is not YAML\n", error("f.yaml"))
-    Path("f.yaml").write_text("- 1\n")
-    assert error("f.yaml").startswith("f.yaml: has no keys\n  its contents are [1]")
-    Path("f.yaml").write_text("")
-    assert error("f.yaml").startswith("f.yaml: has no keys")
-    Path("f.yaml").write_text("num_processes: 2\n")
-    assert (
-        error("f.yaml") == "f.yaml: has no distributed_type\n  fix: distributed_type: FSDP, MULTI_GPU, MULTI_CPU or NO"
-    )
-    Path("f.yaml").write_text("distributed_type: !!python/object:os.system x\n")
-    assert re.match(r"f\.yaml, line 1: is not YAML\n  could not determine a constructor", error("f.yaml"))
-    Path("f.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "f.yaml: is not text" in error("f.yaml")
+def test_damaged_json_is_an_error():
     Path("f.json").write_text('{"distributed_type": "NO", "debug": 1, "debug": 0}')
     assert error("f.json").startswith("f.json: debug is there twice")
     Path("f.json").write_text("{")
@@ -524,13 +472,23 @@ HOSTILE = {
     "a date": ("debug: 2001-99-99", "f.yaml: is not YAML\n  month must be in 1..12"),
     "an empty number": ("debug: !!int ''", "f.yaml: is not YAML\n  string index out of range"),
     "control": ('"\\e[2J": 1', r"f.yaml, line 1: \x1b[2J: unknown key"),
+    "twice": ("distributed_type: FSDP\nnum_processes: 1\nnum_processes: 2\n",
+              "f.yaml, line 3: num_processes is there twice\n  the first is at line 2"),
+    "cut": ("distributed_type: FSDP\n bad: [\n", "f.yaml, line 2: is not YAML\n"),
+    "a list": ("- 1\n", "f.yaml: has no keys\n  its contents are [1]"),
+    "empty": ("", "f.yaml: has no keys"),
+    "no type": ("num_processes: 2\n",
+                "f.yaml: has no distributed_type\n  fix: distributed_type: FSDP, MULTI_GPU, MULTI_CPU or NO"),
+    "an object": ("distributed_type: !!python/object:os.system x\n",
+                  "f.yaml, line 1: is not YAML\n  could not determine a constructor"),
+    "bytes": ("\udcff\udcfe\0", "f.yaml: is not text"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_hostile_files_are_errors_at_once(what: str):
+def test_damaged_and_hostile_files_are_errors_at_once(what: str):
     text, want = HOSTILE[what]
-    Path("f.yaml").write_text(text)
+    Path("f.yaml").write_text(text, errors="surrogateescape")
     assert want in error("f.yaml")
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,10 +12,21 @@ import fshard as fs
 from fshard import P, init, optim, tree
 from fshard.optim import fused
 from tests.lib.assertions import assert_same, error_text
-from tests.optim.test_optim import CLOSE, SPECS, STEPS, grads_at, make_params, on, train, train_on, train_torch
+from tests.optim.test_optim import (
+    CLOSE,
+    OPTIMIZERS,
+    SPECS,
+    STEPS,
+    grads_at,
+    make_params,
+    on,
+    train,
+    train_on,
+    train_torch,
+)  # fmt: skip
 
 MATRICES = lambda p: tree.map(lambda x: x.ndim > 1, p)  # noqa: E731
-ELEMENTWISE = {
+ELEMENTWISE = OPTIMIZERS | {
     "adam": lambda s: optim.adam(0.02),
     "nadam": lambda s: optim.nadam(0.02),
     "lion": lambda s: optim.lion(0.01, weight_decay=0.1, mask=MATRICES),
@@ -133,44 +147,65 @@ def test_kernel_and_formula_of_an_optimizer_are_one_step(name, monkeypatch):
 MESH = {"data": 2, "model": 2}
 
 
-@pytest.mark.parametrize("kind", ["tensor", "fully_shard"])
-@pytest.mark.parametrize("name", ALL)
+KINDS = {"tensor": MESH, "fully_shard": {"data": 3}, "replicated": MESH, "uneven": {"model": 5}}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in ALL for kind in ("tensor", "fully_shard")]
+    + [("adamw", "replicated"), ("adamw", "uneven")],
+)
 def test_no_mesh_changes_a_step(name, kind):
     params, specs = params_of(name)
-    mesh = fs.make_mesh(**MESH) if kind == "tensor" else fs.make_mesh(data=3)
+    mesh = fs.make_mesh(**KINDS[kind])
+    specs = P() if kind == "replicated" else on(mesh, specs)
     if kind == "fully_shard":
-        specs = fs.fully_shard(on(mesh, specs), params, axis="data")
-    got = train_on(mesh, ALL[name], params, specs, check="first" if kind == "tensor" else "never")
+        specs = fs.fully_shard(specs, params, axis="data")
+    got = train_on(mesh, ALL[name], params, specs, check="first" if mesh.size == 4 else "never")
     # The sums of adafactor are in another order.
     assert_same(got, train(ALL[name](P()), params, 5), **(CLOSE if name == "adafactor" else {}))
 
 
+@pytest.mark.parametrize("n", [1, 17, 1027])
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_a_step_of_an_element_does_not_depend_on_its_place_in_the_leaf(name):
-    x = torch.randn(1027, generator=torch.Generator().manual_seed(0))
-    opt = ELEMENTWISE[name](P())
-    pieces = list(x.split(13))
+def test_a_step_of_an_element_does_not_depend_on_its_place_in_the_leaf(name, n):
+    x = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    opt, size = ELEMENTWISE[name](P()), 1 if n < 200 else 13
+    pieces = list(x.split(size))
     state = opt.init(pieces)
     for i in range(3):
-        pieces, state = opt.update(list(grads_at(i, x).split(13)), state, pieces)
+        pieces, state = opt.update(list(grads_at(i, x).split(size)), state, pieces)
     joined = {k: s if k == "count" else torch.cat(s) for k, s in state.items()}
     assert_same((torch.cat(pieces), joined), train(opt, x, 3))
 
 
-@pytest.mark.parametrize("name", ALL)
+STATES = ALL | {
+    "plain": lambda s: optim.sgd(0.1),
+    "chain": lambda s: optim.chain(optim.clip_by_global_norm(1.0, s), optim.adamw(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
 def test_states_of_described_placed_and_local_leaves_are_the_same(name):
     mesh = fs.make_mesh(**MESH)
     shapes, specs = params_of(name)
-    described, opt = tree.map(lambda x: init.normal(tuple(x.shape)), shapes), ALL[name](specs)
+    described, opt = tree.map(lambda x: init.normal(tuple(x.shape)), shapes), STATES[name](specs)
+    if "stack" in described:
+        described["stack"] = replace(described["stack"], dtype=torch.bfloat16)
     tree_of, specs_of = (
         {"params": described, "state": opt.init(described)},
         {"params": specs, "state": opt.specs(specs)},
     )
+    assert all(isinstance(x, fs.Deferred) for x in tree.leaves(tree_of["state"]))
     placed = fs.materialize(tree_of, specs_of, mesh, key=fs.key(0))
     inside = fs.shard_map(opt.init, mesh=mesh, out_specs=opt.specs(specs))(placed["params"])
+    want = fs.device_get(placed["state"])
+    assert all(not x.any() for x in tree.leaves(want))
     for state in (opt.init(placed["params"]), inside):
         assert repr(state) == repr(placed["state"])
-        assert_same(fs.device_get(state), fs.device_get(placed["state"]))
+        assert_same(fs.device_get(state), want)
+    assert_same(opt.init(fs.device_get(placed["params"])), want)
+    assert fs.materialize(tree_of["state"], opt.specs(P()), mesh, key=fs.key(0))  # a prefix gives a prefix
 
 
 @pytest.mark.parametrize("name", ["lion", "schedule_free", *BY_LEAF])
@@ -213,14 +248,21 @@ def test_a_state_is_saved_and_restored_on_another_mesh(name, tmp_path):
     assert_same(fs.device_get(got), train(ALL[name](P()), params, 2), **(CLOSE if name == "adafactor" else {}))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ALL)
-def test_half_precision_is_rounded_once(name):
-    params = tree.map(torch.Tensor.bfloat16, params_of(name)[0])
-    opt = ALL[name](P())
-    state, grads = opt.init(params), grads_at(0, params)
-    wide = tree.map(lambda x: x.float() if x.is_floating_point() else x, (grads, state, params))
-    want = tree.map(lambda x, old: x.to(old.dtype), opt.update(*wide)[0], params)
-    assert_same(opt.update(grads, state, params)[0], want, rtol=2**-7, atol=1e-6)
+def test_half_precision_is_rounded_once(name, dtype):
+    # Against a float32 step from the same half precision values. (torch's fused SGD is wrong here.)
+    params, opt = tree.map(lambda x: x.to(dtype), params_of(name)[0]), ALL[name](P())
+    state = opt.init(params)
+    for i in range(3):
+        grads = grads_at(i, params)
+        wide = tree.map(lambda x: x.float() if x.is_floating_point() else x, (grads, state, params))
+        want = tree.map(lambda x, old: x.to(old.dtype), opt.update(*wide), (params, state))
+        params, state = opt.update(grads, state, params)
+        # A fused and a plain float32 step may round to two neighbours: one part in 2**8 (bfloat16) or 2**11.
+        assert_same((params, state), want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    moments = state["row"] if name == "adafactor" else params  # of another shape than the leaves: in float32
+    assert {x.dtype for x in tree.leaves(moments)} == {torch.float32 if name == "adafactor" else dtype}
 
 
 # --- formulas of one's own, and errors ------------------------------------------------------------------------------
@@ -265,7 +307,14 @@ def test_error_texts_of_formulas():
 
 
 def test_error_texts_of_options():
+    assert error_text(optim.adamw, math.nan) == "adamw: lr=nan\n  fix: 0 or more"
+    assert error_text(optim.clip_by_global_norm, -1.0, P()) == "clip_by_global_norm: max_norm=-1.0\n  fix: 0 or more"
+    assert error_text(optim.cosine, 1.0, -5) == "cosine: steps=-5\n  fix: 0 or more"
+    nesterov = "sgd: nesterov needs a momentum and no dampening\n  momentum  0.0    dampening  0.0\n"
     for make, options, text in (
+        (optim.sgd, {"nesterov": True}, f"{nesterov}  fix: momentum=0.9, dampening=0.0"),
+        (optim.adamw, {"b2": 1.0}, "adamw: b1=0.9, b2=1.0\n  fix: less than 1"),
+        (optim.adamw, {"weight_decay": -1}, "adamw: weight_decay=-1\n  fix: 0 or more"),
         (optim.adam, {"b1": 1.0}, "adam: b1=1.0, b2=0.999\n  fix: less than 1"),
         (optim.nadam, {"momentum_decay": -1.0}, "nadam: momentum_decay=-1.0\n  fix: 0 or more"),
         (optim.lion, {"b2": -0.1}, "lion: b2=-0.1\n  fix: 0 or more"),

@@ -73,16 +73,6 @@ def test_rows_are_stepped_as_tables_of_these_rows(name, block):
         params, state = new_params, new_state
 
 
-def test_without_memory_the_step_is_that_of_a_gradient_of_zeros_elsewhere(block):
-    params, opt = tables(), optim.sgd(0.1)
-    for i in range(4):
-        rows, grads = rows_at(i), grads_at(i, params)
-        dense = tree.map(lambda p, g, rows=rows: torch.zeros_like(p).index_copy(0, rows, g), params, grads)
-        want, _ = opt.update(dense, opt.init(params), params)
-        params, _ = optim.update_rows(opt, rows, grads, opt.init(params), params)
-        assert_same(params, want)
-
-
 def test_momentum_is_that_of_a_parameter_for_each_row():
     """torch skips a parameter without a gradient, and its momentum with it."""
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}
@@ -249,18 +239,10 @@ def call(opt=SGD, rows=ROWS, grads=GRADS, state=None, params=TABLE):
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        (call(rows=torch.tensor([2, 0])),
-         ("update_rows: rows are not ascending, each once, of those of the tables\n"
-         "  rows  [2, 0]    needed  0 to 3\n  fix: rows = (classes - first).unique()")),
-        (call(rows=torch.tensor([2, 2])),
-         ("update_rows: rows are not ascending, each once, of those of the tables\n"
-         "  rows  [2, 2]    needed  0 to 3\n  fix: rows = (classes - first).unique()")),
-        (call(rows=torch.tensor([2, 4])),
-         ("update_rows: rows are not ascending, each once, of those of the tables\n"
-         "  rows  [2, 4]    needed  0 to 3\n  fix: rows = (classes - first).unique()")),
-        (call(rows=torch.tensor([-1, 0])),
-         ("update_rows: rows are not ascending, each once, of those of the tables\n"
-         "  rows  [-1, 0]    needed  0 to 3\n  fix: rows = (classes - first).unique()")),
+        *((call(rows=torch.tensor(rows)),
+           ("update_rows: rows are not ascending, each once, of those of the tables\n"
+           f"  rows  {rows}    needed  0 to 3\n  fix: rows = (classes - first).unique()"))
+          for rows in ([2, 0], [2, 2], [2, 4], [-1, 0])),
         (call(rows=ROWS.int()), "update_rows: rows are i32[2]\n  fix: int64 [S]"),
         (call(grads=TABLE),
          ("2 problems\n"

@@ -263,7 +263,7 @@ def _parse(v: Values, name: str, entry: Entry) -> None:
                  "CUDA", fix=f"one of {', '.join(_TYPES)}; DeepSpeed's ZeRO stages 1 to 3 are SHARD_GRAD_OP and "
                  "FULL_SHARD of FSDP")  # fmt: skip
         return
-    if _is_empty(entry.value):
+    if entry.value is None or (isinstance(entry.value, (str, list, dict)) and entry.value in ("", [], {}, [""])):
         return
     try:
         value = key.parse(entry.value)
@@ -278,10 +278,6 @@ def _parse(v: Values, name: str, entry: Entry) -> None:
         v.warn(name, f"means nothing here: {key.meaning}")
     else:
         v.refuse(name, "is refused", key.meaning, fix=f"remove {name}")
-
-
-def _is_empty(x: Any) -> bool:
-    return x is None or (isinstance(x, (str, list, dict)) and x in ("", [], {}, [""]))
 
 
 def _unknown(name: str, entry: Entry, key: Key | None) -> ShardingError:

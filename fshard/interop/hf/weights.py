@@ -150,13 +150,9 @@ def _open(entry: HeaderEntry) -> Iterator[BinaryIO]:
     """Open the file of a tensor; on leaving, raise ShardingError if it has changed since its header was read."""
     with open_file(entry.file) as f:
         yield f
-        _check_unchanged(f, entry)
-
-
-def _check_unchanged(f: BinaryIO, entry: HeaderEntry) -> None:
-    size, time = file_state(f)
-    if (size, time) != (entry.file_size, entry.file_time):
-        raise _changed(entry, f"{entry.file_size} bytes then, {size} now")
+        size, time = file_state(f)
+        if (size, time) != (entry.file_size, entry.file_time):
+            raise _changed(entry, f"{entry.file_size} bytes then, {size} now")
 
 
 def _changed(entry: HeaderEntry, difference: str) -> ShardingError:

@@ -171,7 +171,7 @@ def _leaves(params: Any, of: Any) -> dict[str, tuple[tree.Path, Leaf]]:
 
 
 def _targets(verb: str, cfg: Config, params: Any, of: Any) -> Targets:
-    return Targets.from_config(verb, cfg.named if isinstance(cfg, ia3.Config) else cfg, params, of)
+    return Targets.among(verb, cfg.named if isinstance(cfg, ia3.Config) else cfg, named_leaves(verb, params), of)
 
 
 def _tied_to(name: str, leaves: Mapping[str, tuple[tree.Path, Leaf]], of: Any) -> list[str]:

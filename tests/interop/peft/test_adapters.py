@@ -57,33 +57,28 @@ class Model:
     classes: P = TOKENS
 
 
-def causal(module: Any) -> Callable[..., Tensor]:
-    return module.apply
-
-
 def t5_logits(cfg: Any, p: Any, ids: Tensor, **options: Any) -> Tensor:
     return t5.apply(cfg, p, ids, ids.flip(1), **options)
 
 
-SEQUENCES = {"theirs": lambda m: m(input_ids=IDS).logits, "classes": P("data")}
 MODELS = {
-    "gpt2": Model(lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)), gpt2, causal(gpt2)),
+    "gpt2": Model(lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)), gpt2, gpt2.apply),
     "gpt2 classifier": Model(
         lambda: hf.GPT2ForSequenceClassification(hf.GPT2Config(**GPT2, num_labels=LABELS)),
         heads,
-        causal(heads),
-        **SEQUENCES,
+        heads.apply,
+        classes=P("data"),
     ),
-    "llama": Model(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)), llama, causal(llama)),
+    "llama": Model(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)), llama, llama.apply),
     "tied llama": Model(
-        lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, tie_word_embeddings=True)), llama, causal(llama)
+        lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, tie_word_embeddings=True)), llama, llama.apply
     ),
-    "gpt_neox": Model(lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**NEOX)), gpt_neox, causal(gpt_neox)),
+    "gpt_neox": Model(lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**NEOX)), gpt_neox, gpt_neox.apply),
     "bert classifier": Model(
         lambda: hf.BertForSequenceClassification(hf.BertConfig(**BERT, num_labels=LABELS)),
         heads,
-        causal(heads),
-        **SEQUENCES,
+        heads.apply,
+        classes=P("data"),
     ),
     "bert": Model(lambda: hf.BertForMaskedLM(hf.BertConfig(**BERT)), bert, bert.logits),
     "t5": Model(
