@@ -30,7 +30,7 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_491,
     "cli": 1_563,
-    "core": 15_985,
+    "core": 16_054,
     "data": 1_054,
     "defer": 5_333,
     "interop": 4_448,

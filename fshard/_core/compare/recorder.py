@@ -89,7 +89,7 @@ class Recorder(Checker):  # type: ignore[no-untyped-call]
         self._lines_of_node: dict[int | None, _Lines] = {}
         self._next_node = next_number()
 
-    def set_argument_type(self, x: Tensor, spec: P, name: str) -> None:
+    def set_argument_type(self, x: Tensor, spec: P, name: str, *, placed: bool = False) -> None:
         super().set_argument_type(x, spec, name)
         self._add("argument", [x], [()], ((name, 0),))
 
