@@ -26,6 +26,7 @@ from ._core.call import (
     flatten_result,
     force_eager,
     make_plan,
+    note_written,
     prepare,
     read_program,
     refuse_valueless,
@@ -36,6 +37,7 @@ from ._core.compare import Tolerance, check_replicas, check_same_arguments, repl
 from ._core.ops import make_functions
 from ._core.protocol import Comm
 from ._core.region import Region, bind, mark_arguments
+from ._core.torch import version_of
 from ._core.transfers import refuse_tracing
 from ._core.typecheck import Checker, Ranks, same_numbers
 from .errors import api_boundary, checked, fail, raise_all
@@ -93,7 +95,8 @@ def shard_map(
             compares, at every call and across the ranks, results that are declared replicated. The results are the
             same for every choice.
         compile: run `torch.compile(f, fullgraph=True)`; needs a process mesh, or a mesh of one rank.
-        donate: positions of arguments whose storage the call may overwrite; using them afterwards is an error.
+        donate: positions of arguments whose storage the call may overwrite; using them afterwards is an error. A write
+            in place to another placed leaf is an error, and one to a plain tensor is to a copy.
 
     >>> double = shard_map(lambda x: 2 * x, mesh=make_mesh(data=2), in_specs=(P("data"),), out_specs=P("data"))
     >>> double(torch.arange(3))
@@ -271,6 +274,7 @@ class ShardMapped:
         slice_inputs(plan, local, at)
         # Without the donated ones, which the function frees.
         arguments = [local[i] for i in plan.kept], plan.kept_specs
+        versions = [version_of(x) for x in arguments[0]] if plan.written is None or self._check == "always" else []
         donated = frozenset(storage_pointers([local[i] for i in plan.donated], self.mesh) if plan.donated else ())
         kept = set(storage_pointers(arguments[0], self.mesh)) - donated
         checker = None if ranks is None else Checker(self._live, self.mesh.axes, comm.coords, ranks)
@@ -279,14 +283,16 @@ class ShardMapped:
         # Backward runs on this thread, to which the region is bound, and not on a thread of autograd.
         with bind(region), torch.autograd.set_multithreading_enabled(False), checker or _NOTHING:
             if checker is not None:
-                for x, spec, name in zip(local, plan.specs, plan.names, strict=True):
+                for i, (x, spec, name) in enumerate(zip(local, plan.specs, plan.names, strict=True)):
                     if isinstance(x, Tensor):
-                        checker.set_argument_type(x, spec, name)
+                        checker.set_argument_type(x, spec, name, placed=i in plan.placed)
             inputs = tree.unflatten(plan.treedef, local)
             marks = mark_arguments(local[:], plan.specs, plan.donated) if self._compiled else _NOTHING
             local.clear()
             with marks:
                 out = self._body(*inputs)
+            if versions:
+                note_written(plan, arguments[0], versions, refuse=self._check != "never")
             result = flatten_result(out)  # seen by the checker: tensors made of numpy arrays are not captured
             if checker is not None:
                 with checker.paused():

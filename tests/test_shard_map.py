@@ -443,6 +443,38 @@ def test_donated_argument_is_overwritten_in_place():
     assert fs.device_get(kept).tolist() == [1] * 4
 
 
+def _double(x):
+    x.mul_(2)
+    return x
+
+
+def _backward(x):
+    x.requires_grad_().sum().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(("f", "what"), [(_double, "writes.* to x, "), (_backward, r"writes.* to the \.grad of ")])
+def test_the_callers_placed_leaf_is_not_written_to(f, what, devices):
+    """On one device, too, where no operation is checked. A plain tensor is copied on every mesh."""
+    mesh = fs.make_mesh(data=devices)
+    with pytest.raises(fs.ShardingError, match=what):
+        mapped(f, mesh=mesh, out=P())(fs.device_put(torch.ones(4), P(), mesh))
+    kept = torch.ones(4)
+    f = mapped(f, mesh=mesh, out=P())
+    assert fs.device_get(f(kept)).tolist() == fs.device_get(f(kept)).tolist()
+    assert kept.tolist() == [1] * 4
+    assert kept.grad is None
+
+
+def test_gradients_that_an_optimizer_reads_are_not_written_to():
+    opt, mesh, ones = fs.optim.adamw(1e-3), fs.make_mesh(data=2), {"w": torch.ones(64)}  # large enough for the kernel
+    params, grads = fs.device_put(ones, P(), mesh), fs.device_put(ones, P(), mesh)
+    f = fs.shard_map(lambda p, s, g: opt.update(g, s, p), mesh=mesh, in_specs=P(), out_specs=P(), donate=(0, 1))
+    f(params, fs.device_put(opt.init(ones), P(), mesh), grads)
+    assert fs.device_get(grads)["w"].tolist() == [1] * 64
+
+
 def test_two_results_do_not_share_a_donated_storage():
     x = put(torch.ones(4))
     before = set(storages(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -48,10 +49,11 @@ class Verified:
     """Outcome of `verify`: the meshes that were compared, and the largest error."""
 
     meshes: tuple[str, ...]
-    leaves: int
+    leaves: int  # that were compared, without the `unchanged` ones
     error: float  # relative to the largest value of its leaf
     noise: tuple[str, ...] = ()  # leaves that differ by more, but only by as much as other roundings change them
     orders: int = 1  # of the examples
+    unchanged: tuple[str, ...] = ()  # leaves that equal the argument that they update: on any mesh, whatever updates it
 
     def __repr__(self) -> str:
         if len(self.meshes) == 1:
@@ -61,7 +63,8 @@ class Verified:
         return f"{self._title()} on {meshes} (largest relative error {self.error:.0e}{noise})"
 
     def _title(self) -> str:
-        return f"verified: {self.leaves} leaves the same" if self.leaves != 1 else "verified: 1 leaf the same"
+        title = f"verified: {self.leaves} lea{'ves' if self.leaves != 1 else 'f'} the same"
+        return f"not verified, as unchanged: {join_limited(self.unchanged, 3)}; {title}" if self.unchanged else title
 
     def _repr_html_(self) -> str:
         if len(self.meshes) == 1:
@@ -110,7 +113,7 @@ def verify(
 
     Raises ShardingError with the leaves that differ, by the axis that changes them: the largest error, the ratio if it
     is constant, the likely cause; then the first different line. NaN never equals anything; another shape, dtype or
-    tree is a difference.
+    tree is a difference. Raises it too for a step that changes no leaf of an argument, which proves nothing.
     """
     if f.mesh.kind == "abstract":
         raise fail(f"verify: {f._name} is on an abstract mesh, where nothing has a value",
@@ -126,9 +129,10 @@ def verify(
     return Verified(
         tuple(map(format_axes, [f.mesh.axes, *others])),
         outcomes[0][0],
-        max(error for _, error, _ in outcomes),
-        tuple(dict.fromkeys(name for *_, noise in outcomes for name in noise)),
+        max(error for _, error, *_ in outcomes),
+        tuple(dict.fromkeys(name for _, _, noise, _ in outcomes for name in noise)),
         len(runs),
+        outcomes[0][3],
     )
 
 
@@ -141,8 +145,11 @@ def _compare_meshes(
     atol: Any,
     bitwise: bool,
     locate: bool,
-) -> tuple[int, float, list[str]]:
-    """Return the number of leaves, the largest error, and the leaves that are noise. Raises if leaves differ."""
+) -> tuple[int, float, list[str], tuple[str, ...]]:
+    """Return the number of leaves, the largest error, the leaves that are noise, and those that are unchanged.
+
+    Raises if leaves differ, or if all leaves of an argument are unchanged.
+    """
     f._compare_arguments(args)
     axes = f.mesh.axes
     full_args = device_get(args)
@@ -192,7 +199,34 @@ def _compare_meshes(
         if first_text := next(filter(None, f.mesh.gather_objects(text)), ""):
             raise ShardingError(first_text)
     raise_all(mismatched_replicas)
-    return len(names) - 1, worst, only_noise
+    unchanged = _unchanged(f, name, args, full_args, got, earlier)
+    return len(names) - 1 - len(unchanged), worst, only_noise, tuple(names[i] for i in unchanged)
+
+
+def _unchanged(
+    f: ShardMapped, name: str, args: tuple[Any, ...], full_args: Any, got: Any, earlier: Sequence[Earlier]
+) -> list[int]:
+    """Return the results that were computed as new values of arguments, and equal them bit for bit.
+
+    Raises if that is so of all leaves of an argument. A copy of an argument, such as a buffer in evaluation, is not
+    computed.
+    """
+    rows = list(enumerate(zip(tree.leaves_with_path(got), earlier, strict=False)))
+    same = [i for i, ((_, x), old) in rows if old is not None and x.numel() and torch.equal(x, old[1])]
+    if same:
+        with contextlib.suppress(ShardingError):  # of a program that is not checked
+            recorder, *_ = _record(f, args, full_args, f.mesh.axes, {})
+            same = [i for i in same if not recorder.is_argument(i)]
+    groups: dict[str, list[bool]] = {}
+    for i, ((path, _), old) in rows:
+        if old is not None and path:  # a result by itself may be gathered and split again
+            groups.setdefault(old[0][: old[0].index("]") + 1], []).append(i in same)
+    if unchanged := [argument for argument, which in groups.items() if all(which)]:
+        raise fail(f"verify: {name} returns {' and '.join(unchanged)} unchanged, bit for bit",
+                   "a step that changes nothing gives the same answer on every mesh, also with wrong gradients",
+                   fix="verify a later step, as a warmup from 0 has learning rate 0 at first; or scale the gradients "
+                       "up, if the update is less than a rounding")  # fmt: skip
+    return same
 
 
 def _in_other_orders(f: ShardMapped, args: tuple[Any, ...], positions: Sequence[int]) -> list[tuple[Any, ...]]:
@@ -322,16 +356,9 @@ def _locate(
     others = [{**f.mesh.axes, **{axis: n for axis, (_, n) in d.sizes.items()}} for d in differences]
     other = min(others, key=lambda sizes: math.prod(sizes.values()))
     leaves = {d.leaf for d, sizes in zip(differences, others, strict=True) if sizes == other}
-    runs, places = [], dict[Any, Any]()
+    places: dict[Any, Any] = {}
     try:
-        for sizes in (f.mesh.axes, other):
-            mesh = make_mesh(kind="simulated", device=f.mesh.device, **sizes)
-            placed = _place_copies(args, full_args, mesh)
-            plan = f.on(mesh, check="never", compile=False)._make_plan(tree.leaves(placed), placed)
-            run, recorders = recording_program(f._f, sizes, plan.specs, plan.names, places)
-            with force_eager:
-                ShardMapped(run, mesh, f._in_specs, f._out_specs, "never", False, f._donate)(*placed)
-            runs.append(recorders)
+        runs = [_record(f, args, full_args, sizes, places) for sizes in (f.mesh.axes, other)]
         found = Comparison((f.mesh.axes, other), runs)
         key = found.first(range(len(runs[0][0].results)) if leaves & {-1, len(runs[0][0].results)} else leaves)
         lines = [] if key is None else found.describe(key)
@@ -340,6 +367,17 @@ def _locate(
     except Exception as e:
         lines = [f"first different line: not known, since a run that records it raises {type(e).__name__}: {e}"]
     return "".join(f"\n  {'' if i == 0 else '  '}{line}" for i, line in enumerate(lines))
+
+
+def _record(f: ShardMapped, args: tuple[Any, ...], full_args: Any, sizes: Sizes, places: dict[Any, Any]) -> list[Any]:
+    """Return the recorders of the ranks of a simulated mesh of these sizes."""
+    mesh = make_mesh(kind="simulated", device=f.mesh.device, **sizes)
+    placed = _place_copies(args, full_args, mesh)
+    plan = f.on(mesh, check="never", compile=False)._make_plan(tree.leaves(placed), placed)
+    run, recorders = recording_program(f._f, sizes, plan.specs, plan.names, places)
+    with force_eager:
+        ShardMapped(run, mesh, f._in_specs, f._out_specs, "never", False, f._donate)(*placed)
+    return recorders
 
 
 def _with_other_rounding(f: ShardMapped, key: int) -> ShardMapped:

@@ -423,7 +423,8 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
     """Train a part from its last checkpoint, or from the start; return its score and its state."""
     args, mesh, axis, say = setup.args, setup.mesh, setup.axis, setup.say
     clock = time.perf_counter()
-    schedule = optim.warmup(optim.linear(part.lr, part.steps), max(1, part.steps // 20), start=0.0)
+    warm = max(1, part.steps // 20)
+    schedule = optim.warmup(optim.linear(part.lr, part.steps), warm, start=0.0)
     optimizer = optim.chain(optim.clip_by_global_norm(1.0, part.specs), make_adamw(schedule, part.faster))
     key = fs.fold_in(setup.key, part.name)
     specs = {"params": part.specs, "opt": setup.strategy.state_specs(optimizer, part.specs), "key": P(), "step": P()}
@@ -474,7 +475,8 @@ def train(setup: Setup, part: Part) -> tuple[Score, Any]:
     n = sum(x.numel() for x in fs.tree.leaves(part.trained))
     say(f"\n{part.name}: {n:,d} parameters train" + (f", resumed at step {begin}" if begin else ""))
     if args.verify:
-        args.verify_step(train_step, say, with_second_moments(state, mesh), part.frozen, part.batches(begin))
+        later_state = with_second_moments(state, mesh, steps=warm)  # the first step changes nothing
+        args.verify_step(train_step, say, later_state, part.frozen, part.batches(begin))
     with Log(args, begin, part.steps, say, folder) as log:
         for step in range(begin, part.steps):
             started = time.perf_counter()

@@ -229,8 +229,8 @@ def train(args: Options) -> float:
     return val
 
 
-def with_second_moments(state: Any, mesh: fs.Mesh) -> Any:
-    """Return the state with second moments of at least 1/N, as an evenly spread gradient of norm 1 has, for `verify`.
+def with_second_moments(state: Any, mesh: fs.Mesh, *, steps: int = 0) -> Any:
+    """Return the state, `steps` steps later, for `verify`: with second moments of at least 1/N.
 
     AdamW divides by the root of the second moment v. If v is only rounding^2, as at the first step for a gradient that
     is exactly 0 (a key's bias), AdamW divides rounding by rounding: the step is anything between -lr and lr,
@@ -243,7 +243,8 @@ def with_second_moments(state: Any, mesh: fs.Mesh) -> Any:
     floor = 1 / sum(x.numel() for x in fs.tree.leaves(adamw["v"]))
     raised = fs.shard_map(lambda v: fs.tree.map(lambda x: x.clamp(min=floor), v), mesh=mesh,
                           out_specs=fs.tree.map(lambda x: x.spec, adamw["v"]))(adamw["v"])  # fmt: skip
-    return {**state, "opt": (clip, {**adamw, "v": raised})}
+    count = fs.device_put(fs.device_get(adamw["count"]) + steps, P(), mesh)
+    return {**state, "opt": (clip, {**adamw, "v": raised, "count": count})}
 
 
 def learning_rate(args: command.Options) -> optim.Schedule:

@@ -284,6 +284,20 @@ WEIGHT, MODULE, MEAN = torch.ones(8, requires_grad=True), torch.nn.Linear(8, 1),
 TABLE = torch.arange(4.0)
 LOGITS, IDS = torch.sin(torch.arange(32.0)).view(4, 8), torch.arange(4) * 2
 # name: (program, in_specs, out_specs, arguments)
+PLACED = fs.device_put({"gain": B}, P(), MESH)
+
+
+def placed_leaf_written(p):
+    p["gain"] *= 1 + 0.1
+    return p
+
+
+def gradient_of_a_placed_leaf(p):
+    gain = p["gain"].requires_grad_()
+    gain.square().sum().backward()
+    return gain - 0.1 * gain.grad
+
+
 CASES = {
     "missing_pvary_of_data": (missing_pvary_of_data, (P(), ROWS), P(), ({"gain": B}, X)),
     "missing_pvary": (missing_pvary, (P(), {"up": COLUMNS}), P(), (X, {"up": W})),
@@ -337,6 +351,8 @@ CASES = {
     "prompt_of_zeros": (prompt_of_zeros, (ROWS,), P(), (X,)),
     "leaf_of_zeros": (leaf_of_zeros, (ROWS,), P(), (X,)),
     "gathered_weights": (gathered_weights, (P(), P("model")), P(), (LOGITS, LOGITS[:, 0])),
+    "placed_leaf_written": (placed_leaf_written, (P(),), P(), (PLACED,)),
+    "gradient_of_a_placed_leaf": (gradient_of_a_placed_leaf, (P(),), P(), (PLACED,)),
 }  # fmt: skip
 
 

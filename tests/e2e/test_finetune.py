@@ -77,7 +77,7 @@ def test_microbatches_change_no_loss_with_dropout(texts, tmp_path):
     """Also of the last batch of a bucket, of which some microbatches have no row that counts."""
     flags = ["--methods", "t5-lora", "--epochs", "2", "--steps", "12"]
     whole = run(texts, tmp_path / "a", *flags)
-    assert_same(run(texts, tmp_path / "b", *flags, "--accumulate", "4", "--mesh", "data=2"), whole)
+    assert_same(run(texts, tmp_path / "b", *flags, "--accumulate", "4", "--mesh", "data=2", "--verify"), whole)
 
 
 @needs_minilm

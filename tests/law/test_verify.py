@@ -30,6 +30,33 @@ def test_correct_program_passes_and_report_names_the_meshes(mesh):
     assert repr(verified).startswith("verified: 2 leaves the same on data=2, model=4; data=1, model=4;")
 
 
+def test_a_step_that_changes_nothing_is_refused(mesh):
+    opt = fs.optim.adamw(fs.optim.warmup(1e-2, 10))
+
+    def step(p, state, x):
+        grads = fs.grad(lambda p: fs.pmean((x @ fs.pvary(p["w"], "data")).square().mean(), "data"))(p)
+        return opt.update(grads, state, p)
+
+    p, f = {"w": torch.randn(4, 2)}, mapped(mesh, step, (P(), P(), P("data")), P())
+    assert error_text(fs.verify, f, p, opt.init(p), torch.randn(8, 4)) == (
+        "verify: step returns args[0] unchanged, bit for bit\n"
+        "  a step that changes nothing gives the same answer on every mesh, also with wrong gradients\n"
+        "  fix: verify a later step, as a warmup from 0 has learning rate 0 at first; or scale the gradients up, if "
+        "the update is less than a rounding"
+    )
+    fs.verify(f, p, {**opt.init(p), "count": torch.tensor(5)}, torch.randn(8, 4))
+
+
+def test_leaves_that_are_computed_and_unchanged_are_not_counted_as_verified(mesh):
+    """Others are: an argument that is returned, and a copy of it."""
+    f = mapped(mesh, lambda p: {"up": p["up"] * 2, "w": p["w"] - 0.0 * p["w"], "frozen": p["frozen"], "buffer":
+               p["buffer"].clone().view(-1)}, P("data"), P("data"))  # fmt: skip
+    verified = fs.verify(f, {name: torch.randn(3) for name in ("up", "w", "frozen", "buffer")})
+    assert (verified.leaves, verified.unchanged) == (3, ("result['w']",))
+    assert repr(verified).startswith("not verified, as unchanged: result['w']; verified: 3 leaves the same on data=2,")
+    assert "not verified, as unchanged" in verified._repr_html_()
+
+
 def test_donated_arguments_stay_valid(mesh):
     x = fs.device_put(torch.arange(8.0), P("model"), mesh)
     f = mapped(mesh, lambda x: x.add_(1), (P("model"),), P("model"), donate=0)

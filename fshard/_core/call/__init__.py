@@ -1,6 +1,6 @@
 """Parts of one `shard_map` call: plans of its arguments and results, the code to check, the context of its ranks."""
 
-from .arguments import argument_names, call_signature, make_plan, prepare, slice_inputs
+from .arguments import argument_names, call_signature, make_plan, note_written, prepare, slice_inputs
 from .context import compiled, explain_missing_values, explain_shapes, force_eager
 from .plan import CallPlan, RankResult
 from .program import Program, read_program
@@ -18,6 +18,6 @@ from .results import (
 __all__ = [
     "CallPlan", "Program", "RankResult", "argument_names", "broadcast_out_specs", "call_signature",
     "compare_result_types", "compiled", "exchange_result_types", "explain_missing_values", "explain_shapes", "finish",
-    "flatten_result", "force_eager", "make_plan", "prepare", "read_program", "refuse_valueless", "result_types",
-    "slice_inputs", "storage_pointers",
+    "flatten_result", "force_eager", "make_plan", "note_written", "prepare", "read_program", "refuse_valueless",
+    "result_types", "slice_inputs", "storage_pointers",
 ]  # fmt: skip

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._core.region import UnevenSize
-from fshard._core.torch import has_tangent, is_wrapped
-from fshard.errors import ShardingError, fail, number_of, raise_all
+from fshard._core.torch import has_tangent, is_wrapped, version_of
+from fshard.errors import ShardingError, fail, join_limited, number_of, raise_all
 from fshard.init import Deferred
 from fshard.mesh import Mesh
 from fshard.sharded import Sharded, array_dtype, array_part, local_parts, no_parts_errors
@@ -88,8 +88,10 @@ def make_plan(
                     uneven.setdefault(a, UnevenSize(f"dim {dim} of {names[i]}", n, axes))
     donated = [i for i in _donated_positions(name, donate, args) if isinstance(leaves[i], (Sharded, Deferred))]
     kept = [i for i in tensors if i not in set(donated)]
+    ties = {id(leaves[i]) for i in donated}
+    placed = {i for i in kept if isinstance(leaves[i], (Sharded, Deferred)) and id(leaves[i]) not in ties}
     return CallPlan(name, mesh, out_specs, treedef, call_signature(passed), specs, names, slices, uneven, split_sizes,
-                    donated, kept)  # fmt: skip
+                    donated, kept, placed)  # fmt: skip
 
 
 def _described(x: Any) -> Any:
@@ -183,18 +185,42 @@ def prepare(plan: CallPlan, leaves: list[Any]) -> list[list[Any]]:
 def slice_inputs(plan: CallPlan, local: list[Any], at: int) -> None:
     """Replace global tensors in `local`, in place, by the part of this process's rank number `at`.
 
-    A part is a view; a copy where ranks are threads, which would share it. On an abstract mesh every leaf becomes a
-    fake tensor of its local shape.
+    A part is a view; a copy where ranks are threads, which would share it, and where the call may write to it. On an
+    abstract mesh every leaf becomes a fake tensor of its local shape.
     """
     mesh = plan.mesh
     for i, box in plan.slices[at]:
+        copy = (mesh.kind == "simulated" and mesh.size > 1) or plan.written is None or i in plan.written
         x, device = local[i], mesh.host if plan.specs[i].memory == "host" else mesh.device
         if mesh.kind == "abstract":
             shape = x.shape if box is None else box_shape(box)
             local[i] = torch.empty(shape, dtype=array_dtype(x) or x.dtype, device=device)  # fake under the mesh's mode
             local[i].global_sizes = tuple(x.shape)  # for `dim_sizes.global_shape`
         elif box is not None and isinstance(x, np.ndarray):
-            local[i] = array_part(x, box).to(device, copy=mesh.kind == "simulated" and mesh.size > 1)
+            local[i] = array_part(x, box).to(device, copy=copy)
         elif box is not None:
             part = x.detach() if box_shape(box) == x.shape else x.detach()[box]
-            local[i] = part.to(device, copy=mesh.kind == "simulated" and mesh.size > 1)
+            local[i] = part.to(device, copy=copy)
+
+
+def note_written(plan: CallPlan, kept: Sequence[Tensor], versions: Sequence[int], *, refuse: bool) -> None:
+    """Note in the plan which of the `kept` arguments a call wrote to; `versions` are those before it.
+
+    Raises ShardingError for placed leaves, if it is to `refuse` them. The checker has refused them at the line, but
+    it does not run on one device.
+    """
+    refused: list[str] = []
+    plan.written = set()
+    for i, x, version in zip(plan.kept, kept, versions, strict=True):
+        if version_of(x) != version:
+            plan.written.add(i)
+        if i in plan.placed and refuse:
+            has_grad = x.requires_grad and x.grad is not None
+            refused += [f"the .grad of {plan.names[i]}"] if has_grad else [plan.names[i]] if i in plan.written else []
+            if has_grad:
+                x.requires_grad_(False).grad = None
+    if refused:
+        raise fail(f"{plan.name}: writes in place to {join_limited(refused, 3)}, which the caller keeps",
+                   "an argument is not written to unless it is donated",
+                   fix="x = x + 1 in place of x += 1, or x = x.clone() before it; fs.value_and_grad in place of "
+                       "backward(); or fs.shard_map(..., donate=the argument's position)")  # fmt: skip

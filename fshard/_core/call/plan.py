@@ -73,6 +73,8 @@ class CallPlan:
     split_sizes: dict[tuple[str, ...], set[int]]  # axes of several ranks -> the sizes of dims that they split
     donated: list[int]  # leaves of arguments that the call may overwrite
     kept: list[int]  # all other leaves that are tensors inside
+    placed: set[int]  # leaves of `kept` that the caller has placed: a call must not write to them
+    written: set[int] | None = None  # leaves of `kept` that the first call wrote to; None before it
     checked: list[tuple[Any, ...]] = field(default_factory=list)  # facts of each program that calls have checked
     rank_types: list[ResultTypes] | None = None  # of every rank of a process mesh
     output: OutputPlan | None = None  # of the last results

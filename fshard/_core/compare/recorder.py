@@ -47,6 +47,8 @@ Key = tuple[Place, int, int]  # place, occurrence, which result
 
 _RECORDS = {__file__, *(sys.modules[c.__module__].__file__ for c in Checker.__mro__[:2])}  # files that run an operation
 
+_COPIES = ("aten.clone.default", "aten.detach.default", "aten._to_copy.default")
+
 COUNT, TOTAL, SIZE, SQUARES, SCALE, ORDER, DIMS = range(7)  # numbers of a tensor: the size twice, one for each dim
 
 
@@ -87,7 +89,7 @@ class Recorder(Checker):  # type: ignore[no-untyped-call]
         self._lines_of_node: dict[int | None, _Lines] = {}
         self._next_node = next_number()
 
-    def set_argument_type(self, x: Tensor, spec: P, name: str) -> None:
+    def set_argument_type(self, x: Tensor, spec: P, name: str, *, placed: bool = False) -> None:
         super().set_argument_type(x, spec, name)
         self._add("argument", [x], [()], ((name, 0),))
 
@@ -131,6 +133,13 @@ class Recorder(Checker):  # type: ignore[no-untyped-call]
             writes = self._written.get(x.untyped_storage(), []) if x.layout is torch.strided else []
             keys += [*([key] if key else []), *(k for when, k in writes if when > at)]
         return tuple(dict.fromkeys(keys))
+
+    def is_argument(self, result: int) -> bool:
+        """Return whether a result is an argument, or a copy of one."""
+        keys = self.results[result]
+        while len(keys) == 1 and (self.records[keys[0]].is_view or keys[0][0].op in _COPIES):
+            keys = self.records[keys[0]].operands
+        return len(keys) == 1 and keys[0][0].op == "argument"
 
     def _lines(self) -> tuple[_Lines, bool]:
         """Return the user's lines, and if fshard runs this. In a backward pass, the lines of what is differentiated."""

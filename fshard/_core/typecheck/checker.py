@@ -118,6 +118,7 @@ class Checker(OperationMode):
         # (collective, (dim, size) of each tensor, axes, line) that splits a dim into parts of different sizes
         self.uneven_splits: dict[tuple[str, tuple[tuple[int, int], ...], tuple[str, ...], Any], None] = {}
         self._argument_storages: set[int] = set()
+        self._placed: dict[int, Tensor] = {}  # arguments that the caller keeps as placed leaves, by storage
         self._table = TypeTable()
         self._coords, self._ranks = coords or {}, Ranks() if ranks is None else ranks
         self._ranks.append(Rank(self._coords, self._table))  # and not the checker: a cycle
@@ -187,13 +188,15 @@ class Checker(OperationMode):
         self._table.set(x, info, alias=alias)
 
     @_without_torch_function
-    def set_argument_type(self, x: Tensor, spec: P, name: str) -> None:
-        """Type an argument of the region, which varies over the axes that its spec names."""
+    def set_argument_type(self, x: Tensor, spec: P, name: str, *, placed: bool = False) -> None:
+        """Type an argument of the region, which varies over the axes that its spec names. Refuse writes to `placed`."""
         varying = frozenset(spec.axes)
         type_ = Type(varying & self.axes, self.axes - varying, differentiable_dtype(x))
         self._set_info(x, type_, name=name, spec=spec)
         self.arguments.append(self.info(x))
         self._argument_storages.add(storage_id(x))
+        if placed:
+            self._placed[storage_id(x)] = x
 
     def set_integer_type(self, x: Tensor, op: str, *, of: Sequence[Any] = (), varies: Sequence[str] = ()) -> None:
         """Type an integer computed outside of torch, from the tensors `of`, or from the rank's index on some axes."""
@@ -344,7 +347,9 @@ class Checker(OperationMode):
             read = [Operand(x, self.info(x)) for x in (row[op.lists_written :] if op.overwrites else row)]
             new, history = self._result_type(op, read, args, kwargs)
             written = [Operand(x, self.info(x)) for x in row[: op.lists_written]]
-            self._check_written(op, new, history, written, read)
+            # A fused step writes to gradients only to unscale them.
+            reads_gradient = op.name.startswith("fused_") and kwargs.get("grad_scale") is None
+            self._check_written(op, new, history, written[:1] + written[2:] if reads_gradient else written, read)
             rows.append((written, new, history))
         out = op.func(*args, **kwargs)
         self._record_numbers_of_call(op, join([new for _, new, _ in rows]), args, kwargs)
@@ -488,7 +493,7 @@ class Checker(OperationMode):
     def _check_written(
         self, op: Operation, new: Type, history: History, written: Sequence[Operand], operands: Sequence[Operand]
     ) -> None:
-        """Raise where an operation writes to a captured tensor, or values that vary into an argument that does not."""
+        """Raise where an operation writes to a tensor that the caller has, or values that vary to one that does not."""
         for o in written:
             if o.info.is_captured:
                 raise messages.captured_written(self, op.name, o, operands)
@@ -496,6 +501,8 @@ class Checker(OperationMode):
             if axes and storage_id(o.tensor) in self._argument_storages:
                 varying = next(x for x in operands if axes & x.info.type.varying)
                 raise messages.argument_overwritten(self, op.name, o, varying, operands, history, sorted(axes))
+            if storage_id(o.tensor) in self._placed and o.tensor.numel():
+                raise messages.placed_written(self, f"{op.name} in place", o, operands)
 
     def _set_written_info(self, op: Operation, o: Operand, new: Type, history: History) -> None:
         info = TensorInfo(new, o.info.root, op=op.name, site=callsite.site(), history=history)
@@ -600,17 +607,20 @@ class Checker(OperationMode):
             self._table.set(gradient.tensor, gradient.info._replace(type=want, history=history), alias=True)
 
     def check_accumulated(self, leaves: Sequence[Tensor]) -> None:
-        """Raise for captured leaves among those into whose `.grad` a backward pass, or an assignment, writes."""
+        """Raise for leaves of the caller among those into whose `.grad` a backward pass, or an assignment, writes."""
         operands = {id(x): Operand(unwrapped(x), self.info(x)) for x in leaves if x.is_leaf}
-        captured = [o for o in operands.values() if o.info.origin == "captured"]
-        if captured:
-            raise messages.gradient_accumulated(captured)
+        callers = [o for o in operands.values()
+                   if o.info.origin == "captured" or self._placed.get(storage_id(o.tensor)) is o.tensor]  # fmt: skip
+        if callers:
+            raise messages.gradient_accumulated(callers)
 
     def set_data(self, x: Tensor, data: Tensor) -> None:
         """Type a tensor whose `.data` is set, which no operation shows. Raise for a captured one."""
         x, info = unwrapped(x), self.info(x)
         if info.is_captured:
             raise messages.captured_written(self, "an assignment to .data", Operand(x, info), ())
+        if self._placed.get(storage_id(x)) is x:
+            raise messages.placed_written(self, "an assignment to .data", Operand(x, info), ())
         self._table.set(x, self.info(data)._replace(name=info.name, origin=""), alias=True)
 
     @_without_torch_function

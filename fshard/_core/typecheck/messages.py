@@ -246,15 +246,28 @@ def captured_written(checker: Facts, op: str, x: Operand, operands: Sequence[Ope
                       "apply.with_buffers), or make it inside")  # fmt: skip
 
 
+def placed_written(checker: Facts, op: str, x: Operand, operands: Sequence[Operand]) -> ShardingError:
+    """Word the error of an operation that writes to a placed leaf of the caller, which is not donated."""
+    scene = Scene(checker, [x, *operands], op)
+    name = scene.name(x)
+    line = scene.expression and scene.expression.out_of_place()
+    fixes = [Fix(line or f"{name} = {name}.clone() before this line"),
+             Fix("fs.shard_map(..., donate=the argument's position)", f"the caller needs {name} no more")]  # fmt: skip
+    return _error(scene.site, f"{op} writes to {name}, a placed leaf that the caller keeps", [scene.row(x)],
+                  "an argument is not written to unless it is donated", fix=fix_lines(fixes))  # fmt: skip
+
+
 def gradient_accumulated(leaves: Sequence[Operand]) -> ShardingError:
-    """Word the error of a write to the `.grad` of tensors from outside the region."""
+    """Word the error of a write to the `.grad` of tensors that the caller has."""
     site, n = callsite.site(), len(leaves)
-    rows = [(CAPTURED, show_type(o)) for o in leaves[:_SHOWN_RESULTS]]
+    rows = [(o.info.name or CAPTURED, show_type(o)) for o in leaves[:_SHOWN_RESULTS]]
     rows += [("...", f"and {n - _SHOWN_RESULTS} more")] if n > _SHOWN_RESULTS else []
-    what = f"writes to the .grad of {'a tensor' if n == 1 else f'{n} tensors'} made outside of shard_map"
-    return _error(site, what, rows, _SHARED,
-                  fix="pass what is trained as an argument, and take its gradient by fs.value_and_grad or "
-                      "torch.autograd.grad")  # fmt: skip
+    made = "made" if any(o.info.is_captured for o in leaves) else "placed"
+    what = f"writes to the .grad of {'a tensor' if n == 1 else f'{n} tensors'} {made} outside of shard_map"
+    why = _SHARED if made == "made" else "it would stay on the placed leaf, and each backward pass would add to it"
+    passed = "pass what is trained as an argument, and " if made == "made" else ""
+    return _error(site, what, rows, why,
+                  fix=f"{passed}take its gradient by fs.value_and_grad or torch.autograd.grad")  # fmt: skip
 
 
 def made_by_another_rank(x: Operand, coords: Mapping[str, int], axes: Sequence[str]) -> ShardingError:

@@ -117,6 +117,18 @@ class Expression:
         source = self.source(self.node)
         return self.replaced((self.node, source.replace(old, new))) if source.count(old) == 1 else None
 
+    def out_of_place(self) -> str | None:
+        """Return the line `x += y` as `x = x + y`, and `x.add_(y)` as `x = x.add(y)`; `None` for others."""
+        match self.node:
+            case ast.AugAssign(target=target, op=op, value=value):
+                x, y = self.source(target), self.source(value)
+                y = y if isinstance(value, _ATOMS) else f"({y})"
+                return f"{x} = {ast.unparse(ast.BinOp(ast.Name(x), op, ast.Name(y)))}"
+            case ast.Call(func=ast.Attribute(value=ast.Name() | ast.Subscript() as x, attr=attr)):
+                if attr.endswith("_") and hasattr(torch.Tensor, attr[:-1]):
+                    return f"{self.source(x)} = {self.source(self.node).replace(f'.{attr}(', f'.{attr[:-1]}(', 1)}"
+        return None
+
     def unwrapped(self, node: Any) -> str | None:
         """Return the line with the first argument of a call in place of the call."""
         if not isinstance(node, ast.Call) or not node.args:
