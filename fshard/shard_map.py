@@ -151,7 +151,7 @@ class ShardMapped:
             self._compare_arguments(args)
         plan = plan or self._make_plan(leaves, args)
         if checked:
-            plan.forget_results()
+            plan.rank_types, plan.output = None, None  # of other code, perhaps
         if checked and self._compiled:
             dry_run(self, args)  # in a compiled program the checker sees no operation
             plan.note_checked(facts)

@@ -76,12 +76,9 @@ class Sharded:
     def shards(self) -> tuple[Tensor, ...]:
         """The local tensors, in the order of `mesh.ranks`. Raises ShardingError once the leaf has been donated."""
         if self._shards is None:
-            raise self._donated_error()
+            raise fail(f"{self!r} was donated to {self._donated_to}, which may have overwritten it",
+                       fix="use the value that call returned, or leave the argument out of donate=")  # fmt: skip
         return self._shards if isinstance(self._shards, tuple) else (self._shards,)
-
-    def _donated_error(self) -> ShardingError:
-        return fail(f"{self!r} was donated to {self._donated_to}, which may have overwritten it",
-                    fix="use the value that call returned, or leave the argument out of donate=")  # fmt: skip
 
     def donate_to(self, function: str) -> None:
         """Drop the shards; any later use of the leaf is an error that names `function`."""
@@ -340,7 +337,7 @@ def local_parts(leaves: Sequence[Any], ranks: int) -> list[list[Any]]:
             return [parts]
     except TypeError:  # None[i]
         pass
-    raise next(x._donated_error() for x in leaves if isinstance(x, Sharded) and x._shards is None)
+    return [[x.shards[i] if isinstance(x, Sharded) else x for x in leaves] for i in range(ranks)]  # raises
 
 
 # --- making leaves --------------------------------------------------------------------------------------------

@@ -84,10 +84,6 @@ class CallPlan:
     def __post_init__(self) -> None:
         self.kept_specs = [self.specs[i] for i in self.kept]
 
-    def forget_results(self) -> None:
-        """Forget the types of earlier results, before a call whose code may have changed."""
-        self.rank_types, self.output = None, None
-
     def note_checked(self, facts: tuple[Any, ...]) -> None:
         if facts not in self.checked:
             self.checked.append(facts)
