@@ -3,7 +3,7 @@
 Parts: `step`, the default step of `fshard.recipes.pretrain` / the same program as an `nn.Module` with fused AdamW and
 clipping; `leaves`, a call above its body; `first` and `later`, a checked and a later call of correct programs of the
 corpus on four simulated ranks / four times the same on one device; `scan`, 32 tiny blocks on two ranks / a loop of
-`unshard`.
+`unshard`, with `remat` (the same transfers) and without.
 
 CPU seconds; each ratio is the median of those of neighbours in time. README.md in this folder says more.
 """
@@ -32,7 +32,7 @@ from .gpt_module import from_params
 from .init import Part, interleaved, parser_of, report
 
 KEY = fs.key(0)
-ASKED = {"step": 1.02, "first": 5.0, "later": 2.0, "scan": 1.05}
+ASKED = {"step": 1.02, "first": 5.0, "later": 2.0}
 LEAVES = {1: 40, 10: 60, 100: 250, 1000: 1500}  # asked microseconds above the body
 
 
@@ -167,8 +167,18 @@ def scan(args: argparse.Namespace) -> dict[str, Any]:
         f(placed, x)
         return lambda: f(placed, x)
 
+    @fs.remat
+    def gathered_twice(p: Any, x: Tensor) -> Tensor:
+        return block(fs.unshard(p, specs[0], "data"), x)
+
+    def by_loop_with_remat(params: Any, x: Tensor) -> Tensor:
+        for p in params:
+            x = gathered_twice(p, x)
+        return x
+
     by_scan = mapped(lambda params, x: fs.scan(block, params, x, specs=specs, axis="data"))
-    return {"32 blocks": compared(by_scan, mapped(by_loop), args)}
+    peers = {"a loop that gathers twice (1.05 asked)": by_loop_with_remat, "a loop that gathers once": by_loop}
+    return {f"32 blocks / {name}": compared(by_scan, mapped(peer), args) for name, peer in peers.items()}
 
 
 # --- the report -------------------------------------------------------------------------------------------------
