@@ -345,6 +345,7 @@ def _checked(f: F, verb: str, names: dict[str, Any]) -> F:
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
     others = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
     required = {p.name for p in parameters if p.default is p.empty and p.name not in (rest, others)}
+    known = {p.name for p in parameters}
     takes_tensors = any(_fits(_NO_TENSOR, kind) for kind in kinds.values())
     accepted: set[tuple[Any, ...]] = set()  # types of arguments, and names, of calls that `check` need not see again
 
@@ -353,12 +354,12 @@ def _checked(f: F, verb: str, names: dict[str, Any]) -> F:
         if len(args) > len(by_position) and not rest:
             raise _too_many(verb, parameters, args, kwargs, len(by_position))
         given = {*by_position[: len(args)], *kwargs}
-        is_known = others or given <= signature.parameters.keys()
-        if not (required <= given and is_known and len(given) >= min(len(args), len(by_position)) + len(kwargs)):
+        all_known = others or given <= known
+        if not (required <= given and all_known and len(given) >= min(len(args), len(by_position)) + len(kwargs)):
             raise _wrong_names(verb, parameters, dict(zip(by_position, args, strict=False)), kwargs)
         by_type = True
         for name, x in (*zip(itertools.chain(by_position, itertools.repeat(rest)), args), *kwargs.items()):  # noqa: B905
-            kind = kinds.get(name if name in signature.parameters else others)
+            kind = kinds.get(name if name in known else others)
             if kind is not None and not isinstance(x, kind.types):
                 if not _fits(x, kind):
                     raise _same_name_error(verb, name, kind, x) or must_be(f"{verb}: {name.rstrip('_')}", kind.words, x)
@@ -526,10 +527,11 @@ def _kind(hint: Any) -> _Kind:
         length = len(parts) if origin is tuple and parts[-1] is not ... else None
         if origin is tuple and each.types == (object,) and length is None:
             return _Kind("a tuple of anything", (tuple,))
+        usual = {*each.types, *([int] if _fits(0, each) else [])}  # every value of exactly these types fits
 
         def accepts(x: Any) -> bool:
             is_sequence = isinstance(x, origin) and not isinstance(x, (str, bytes)) and length in (None, len(x))
-            return is_sequence and all(_fits(element, each) for element in x)
+            return is_sequence and (usual.issuperset(map(type, x)) or all(_fits(element, each) for element in x))
 
         return _Kind(f"{a_type(origin)} of {f'{length} ' if length else ''}{_without_article(each.words)}", (), accepts)
     return _Kind({types.NoneType: "None", types.EllipsisType: "'...'"}.get(origin) or a_type(origin), (origin,))

@@ -39,6 +39,7 @@ from .spec import format_axes
 
 T = TypeVar("T")
 
+_NOTHING = contextlib.nullcontext()
 _LEAST_TIMEOUT, _MOST_TIMEOUT = 0.001, 10**8  # seconds: torch counts milliseconds, and C++ nanoseconds in 64 bits
 # Attributes of the meshes of JAX and of torch, and the expressions here.
 _NAMES_ELSEWHERE = {
@@ -101,7 +102,7 @@ class Mesh:
         if self._comm is not None:
             if self.kind == "abstract" and self._fakes is None:
                 self._fakes = fake_tensors()
-            with self._fakes or contextlib.nullcontext():
+            with self._fakes or _NOTHING:
                 return [f(self._comm, self.ranks[0])]
         return simulate(self.axes, f)
 

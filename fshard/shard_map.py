@@ -11,28 +11,8 @@ import torch
 from torch import Tensor
 
 from . import tree
-from ._core.call import (
-    CallPlan,
-    Program,
-    RankResult,
-    argument_names,
-    broadcast_out_specs,
-    call_signature,
-    compiled,
-    exchange_result_types,
-    explain_missing_values,
-    explain_shapes,
-    finish,
-    flatten_result,
-    force_eager,
-    make_plan,
-    note_written,
-    prepare,
-    read_program,
-    refuse_valueless,
-    slice_inputs,
-    storage_pointers,
-)
+from ._core import call
+from ._core.call import CallPlan, RankResult
 from ._core.compare import Tolerance, check_replicas, check_same_arguments, replica_errors
 from ._core.ops import make_functions
 from ._core.protocol import Comm
@@ -141,10 +121,10 @@ class ShardMapped:
         self._f, self._in_specs, self._out_specs = f, in_specs, out_specs
         self._check, self._compile, self._donate = check, compile, donate
         self._compiled = compile and mesh.kind != "abstract"
-        self._body = compiled(f) if self._compiled else f
+        self._body = call.compiled(f) if self._compiled else f
         self._live = [a for a, n in mesh.axes.items() if n > 1]
         self._plans: list[CallPlan] = []  # the last one used comes first; other threads read it, so it is replaced
-        self._program: Program | None = None  # as the last call found it
+        self._program: call.Program | None = None  # as the last call found it
         self._scratch: list[list[dict[Any, Any]]] = []  # at most one entry: of the last call that has ended
 
     @checked
@@ -173,29 +153,27 @@ class ShardMapped:
             self._compare_arguments(args)
         plan = plan or self._make_plan(leaves, args)
         if checked:
-            plan.forget_results()
+            plan.rank_types, plan.output = None, None  # of other code, perhaps
         if checked and self._compiled:
             dry_run(self, args)  # in a compiled program the checker sees no operation
             plan.note_checked(facts)
             checked = False
         scratch = [{} for _ in self.mesh.ranks] if checked else self._take_scratch()
-        parts = prepare(plan, leaves)
+        parts = call.prepare(plan, leaves)
         ranks = Ranks() if checked else None
 
         def rank_main(comm: Comm, rank: int) -> _RankRun:
             at = rank if self.mesh.kind == "simulated" else 0
             return self._run_rank(plan, comm, rank, at, parts[at], scratch[at], ranks)
 
-        if checked or self.mesh.kind == "abstract":
-            with contextlib.ExitStack() as contexts:
-                if checked:
-                    contexts.enter_context(force_eager)
-                if self.mesh.kind == "abstract":
-                    contexts.enter_context(explain_missing_values())
-                runs = self._run_ranks(plan, rank_main)
-        else:
-            runs = self._run_ranks(plan, rank_main)
-        joined = finish(plan, [run.result for run in runs], set().union(*[run.kept for run in runs]))
+        abstract = self.mesh.kind == "abstract"
+        with call.force_eager if checked else _NOTHING, call.explain_missing_values() if abstract else _NOTHING:
+            try:
+                runs = self.mesh.run(rank_main)
+            except (RuntimeError, IndexError, TypeError, ValueError) as e:
+                call.explain_shapes(plan, e)
+                raise
+        joined = call.finish(plan, [run.result for run in runs], set().union(*[run.kept for run in runs]))
         if checked and self.mesh.kind == "simulated":
             checkers = {rank: run.checker for rank, run in enumerate(runs) if run.checker is not None}
             same_numbers(self.mesh, checkers)
@@ -206,20 +184,13 @@ class ShardMapped:
             self._scratch[:] = [scratch]
         return joined, plan, runs
 
-    def _run_ranks(self, plan: CallPlan, rank_main: Callable[[Comm, int], _RankRun]) -> list[_RankRun]:
-        try:
-            return self.mesh.run(rank_main)
-        except (RuntimeError, IndexError, TypeError, ValueError) as e:
-            explain_shapes(plan, e)
-            raise
-
     def _program_facts(self) -> tuple[Any, ...]:
         """Return the code and flags that the function may use now; none where they do not decide on a check."""
         if not self._live or self._check in ("never", "always"):
             return ()
         if self._program is None or not self._program.is_current():
             # Processes must check the same calls: a flag may change on one of them only, code does not.
-            self._program = read_program(self._f, flags=self.mesh.kind != "process", before=self._program)
+            self._program = call.read_program(self._f, flags=self.mesh.kind != "process", before=self._program)
         return self._program.facts
 
     def _must_check(self, plan: CallPlan | None, facts: tuple[Any, ...]) -> bool:
@@ -232,12 +203,12 @@ class ShardMapped:
     def _compare_arguments(self, args: tuple[Any, ...]) -> None:
         """Raise for arguments that processes have passed different values of."""
         if self.mesh.kind == "process":
-            check_same_arguments(self._name, self.mesh, argument_names(self._name, self._f, args),
+            check_same_arguments(self._name, self.mesh, call.argument_names(self._name, self._f, args),
                                  tree.leaves(args))  # fmt: skip
 
     def _find_plan(self, leaves: list[Any], treedef: Any) -> CallPlan | None:
         """Return the plan of this signature; None before the first call that has it."""
-        signature = call_signature(leaves)
+        signature = call.call_signature(leaves)
         for i, plan in enumerate(plans := self._plans):
             if plan.treedef == treedef and plan.signature == signature:
                 plan.signature = signature  # the next call often has the same objects, which compare faster
@@ -249,7 +220,7 @@ class ShardMapped:
     def _make_plan(self, leaves: list[Any], args: tuple[Any, ...]) -> CallPlan:
         if self._compiled:
             make_functions(max(256, 2 * len(leaves)))
-        plan = make_plan(self._name, self._f, self.mesh, self._in_specs, self._out_specs, self._donate, args)
+        plan = call.make_plan(self._name, self._f, self.mesh, self._in_specs, self._out_specs, self._donate, args)
         self._plans = [plan, *self._plans[: _MOST_PLANS - 1]]
         return plan
 
@@ -271,12 +242,12 @@ class ShardMapped:
 
         A checked call has the `ranks` of this process that it has started.
         """
-        slice_inputs(plan, local, at)
+        call.slice_inputs(plan, local, at)
         # Without the donated ones, which the function frees.
         arguments = [local[i] for i in plan.kept], plan.kept_specs
         versions = [version_of(x) for x in arguments[0]] if plan.written is None or self._check == "always" else []
-        donated = frozenset(storage_pointers([local[i] for i in plan.donated], self.mesh) if plan.donated else ())
-        kept = set(storage_pointers(arguments[0], self.mesh)) - donated
+        donated = frozenset(call.storage_pointers([local[i] for i in plan.donated], self.mesh))
+        kept = set(call.storage_pointers(arguments[0], self.mesh)) - donated
         checker = None if ranks is None else Checker(self._live, self.mesh.axes, comm.coords, ranks)
         region = Region(comm, rank, self.mesh.device, dict(plan.uneven), plan.split_sizes, donated, checker, scratch,
                         self.mesh.host, arguments)  # fmt: skip
@@ -292,26 +263,26 @@ class ShardMapped:
             with marks:
                 out = self._body(*inputs)
             if versions:
-                note_written(plan, arguments[0], versions, refuse=self._check != "never")
-            result = flatten_result(out)  # seen by the checker: tensors made of numpy arrays are not captured
+                call.note_written(plan, arguments[0], versions, refuse=self._check != "never")
+            result = call.flatten_result(out)  # seen by the checker: tensors made of numpy arrays are not captured
             if checker is not None:
                 with checker.paused():
                     self._check_results(checker, plan, result.out)
             digest = checker.digest() if checker is not None and self.mesh.kind == "process" else ""
-            exchange_result_types(plan, result, digest)
+            call.exchange_result_types(plan, result, digest)
             if checker is not None and len({types.digest for types in plan.rank_types or ()}) > 1:
                 same_numbers(self.mesh, {rank: checker})
             # The checked results of ranks that are threads are compared when they are joined, by value and not by bit.
             compared = self._check == "values" or (checker is not None and self.mesh.kind == "process")
             if compared and self._live and comm.has_values:
                 with _NOTHING if checker is None else checker.paused():
-                    refuse_valueless(plan, result)
+                    call.refuse_valueless(plan, result)
                     check_replicas(self._name, result.out, self._out_specs)
             return _RankRun(result, kept, checker)
 
     def _check_results(self, checker: Checker, plan: CallPlan, out: Any) -> None:
         """Raise for results that vary over an axis which their out spec does not name."""
-        specs = broadcast_out_specs(plan, out)
+        specs = call.broadcast_out_specs(plan, out)
         wrong = checker.wrong_results(tree.leaves(out), specs)
         if wrong:  # a result that its spec does not fit has another error
             paths = [tree.show("result", path) for path, _ in tree.leaves_with_path(out)]

@@ -69,19 +69,20 @@ class Sharded:
             raise fail(f"Sharded: {len(shards)} shards, of a mesh with {len(mesh.ranks)} ranks in this process",
                        fix="one for each rank")  # fmt: skip
         self.placement = Placement(tuple(shape), shards[0].dtype, spec, mesh)
-        self._shards = tuple(shards)
+        # One without a tuple: the garbage collector visits every tuple, and a step makes a leaf for each result.
+        self._shards: Any = shards[0] if len(shards) == 1 else tuple(shards)
 
     @property
     def shards(self) -> tuple[Tensor, ...]:
         """The local tensors, in the order of `mesh.ranks`. Raises ShardingError once the leaf has been donated."""
-        if not self._shards:
+        if self._shards is None:
             raise fail(f"{self!r} was donated to {self._donated_to}, which may have overwritten it",
                        fix="use the value that call returned, or leave the argument out of donate=")  # fmt: skip
-        return self._shards
+        return self._shards if isinstance(self._shards, tuple) else (self._shards,)
 
     def donate_to(self, function: str) -> None:
         """Drop the shards; any later use of the leaf is an error that names `function`."""
-        self._donated_to, self._shards = function, ()
+        self._donated_to, self._shards = function, None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -144,7 +145,7 @@ class Sharded:
 
     def _value(self) -> str:
         """Return the number of a 0-d leaf, which every rank has; "" for others, and for a donated one."""
-        return format_value(self._shards[0]) if self._shards and not self.shape else ""
+        return "" if self.shape or self._shards is None else format_value(self.shards[0])
 
     def _repr_html_(self) -> str:
         """Draw the blocks and the ranks that have them."""
@@ -306,15 +307,21 @@ def joined(placements: Sequence[Placement | None], columns: Sequence[Sequence[An
 
     Nothing checks that shards fit their placement, and no function is called for a leaf.
     """
-    leaves = []
+    leaves: list[Any] = []
     new = object.__new__
-    for placement, parts in zip(placements, zip(*columns, strict=True), strict=True):
+    parts_of_leaves: Any = columns[0] if len(columns) == 1 else zip(*columns, strict=True)
+    for placement, parts, first in zip(placements, parts_of_leaves, columns[0], strict=True):
         if placement is None:
-            leaves.append(parts[0])
+            leaves.append(first)
         else:
             leaves.append(leaf := new(Sharded))
             leaf.placement, leaf._shards = placement, parts
     return leaves
+
+
+def _placed(shape: Sequence[int], spec: P, mesh: Mesh, shards: Sequence[Tensor]) -> Sharded:
+    leaf: Sharded = joined([Placement(tuple(shape), shards[0].dtype, spec, mesh)], [[x] for x in shards])[0]
+    return leaf
 
 
 def local_parts(leaves: Sequence[Any], ranks: int) -> list[list[Any]]:
@@ -323,10 +330,14 @@ def local_parts(leaves: Sequence[Any], ranks: int) -> list[list[Any]]:
     Raises ShardingError for a leaf that has been donated.
     """
     try:
-        return [[x._shards[i] if x.__class__ is Sharded else x for x in leaves] for i in range(ranks)]
-    except IndexError:
-        _ = [x.shards for x in leaves if isinstance(x, Sharded)]  # raises
-        raise
+        if ranks > 1:
+            return [[x._shards[i] if x.__class__ is Sharded else x for x in leaves] for i in range(ranks)]
+        parts = [x._shards if x.__class__ is Sharded else x for x in leaves]
+        if type(None) not in set(map(type, parts)):
+            return [parts]
+    except TypeError:  # None[i]
+        pass
+    return [[x.shards[i] if isinstance(x, Sharded) else x for x in leaves] for i in range(ranks)]  # raises
 
 
 # --- making leaves --------------------------------------------------------------------------------------------
@@ -404,13 +415,13 @@ def _fill(leaf: Deferred, spec: P, mesh: Mesh, key: Tensor, dtype: torch.dtype |
     kind = dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
     if mesh.kind == "abstract":
         return abstract_sharded(leaf.shape, kind, spec, mesh)
-    return from_callback(leaf.shape, spec, mesh, lambda box: leaf.init.fill(key, leaf.shape, box, kind, mesh.device))
+    return _from_callback(leaf.shape, spec, mesh, lambda box: leaf.init.fill(key, leaf.shape, box, kind, mesh.device))
 
 
 def abstract_sharded(shape: Sequence[int], dtype: torch.dtype, spec: P, mesh: Mesh) -> Sharded:
     """Return a leaf on an abstract mesh: the shape of the first rank's part, without values."""
     box = local_box(tuple(shape), spec, mesh.axes, mesh.coords(mesh.ranks[0]))
-    return Sharded(shape, spec, mesh, [torch.empty(box_shape(box), dtype=dtype, device="meta")])
+    return _placed(shape, spec, mesh, [torch.empty(box_shape(box), dtype=dtype, device="meta")])
 
 
 @checked
@@ -441,7 +452,7 @@ def _put(x: Any, spec: P, mesh: Mesh) -> Sharded:
         local = array_part(full, box) if array else full[box]
         return local.to(device, copy=True, memory_format=torch.contiguous_format)
 
-    return from_callback(full.shape, spec, mesh, part)
+    return _from_callback(tuple(full.shape), spec, mesh, part)
 
 
 @checked
@@ -457,8 +468,11 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
 
     Raises ShardingError if `fn` returns anything but a tensor of the shape of its slices.
     """
-    shape = tuple(shape)
-    raise_all(spec_errors("from_callback", shape, spec, mesh.axes))
+    raise_all(spec_errors("from_callback", tuple(shape), spec, mesh.axes))
+    return _from_callback(tuple(shape), spec, mesh, fn)
+
+
+def _from_callback(shape: tuple[int, ...], spec: P, mesh: Mesh, fn: Callable[[Box], Tensor]) -> Sharded:
     parts: dict[tuple[tuple[int, int], ...], Tensor] = {}
     shards = []
     for rank in mesh.ranks:
@@ -482,7 +496,7 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
         else:  # a donated leaf is overwritten: a view shares its storage with another tensor
             parts[bounds] = to_spec_memory(part, spec, mesh.device, copy=is_view(part))
         shards.append(parts[bounds])
-    return Sharded(shape, spec, mesh, shards)
+    return _placed(shape, spec, mesh, shards)
 
 
 def place_tree(

@@ -143,7 +143,8 @@ def site(frame: FrameType | None = None) -> Site | None:
     frame = user_frame(sys._getframe(1)) if frame is None else frame
     if frame is None:
         return None
-    caller = caller_of_models(frame) or frame
+    in_models = frame.f_code.co_filename.startswith(MODELS)
+    caller = (caller_of_models(frame) if in_models else None) or frame
     known = _sites.get(key := (id(frame.f_code), frame.f_lasti, id(caller.f_code), caller.f_lasti))
     if known is None:
         if len(_sites) > _MOST_SITES:

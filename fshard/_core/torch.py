@@ -72,9 +72,13 @@ def transform_level() -> int:
     return 0 if innermost is None else innermost.level()
 
 
+# The innermost transform of torch.func that runs on this thread, or None.
+innermost_transform: Callable[[], Any] = peek_interpreter_stack
+
+
 def in_transform() -> bool:
     """Return whether a transform of torch.func is running on this thread."""
-    return peek_interpreter_stack() is not None
+    return innermost_transform() is not None
 
 
 def set_jvp_nesting(depth: int) -> int:
@@ -252,9 +256,9 @@ def default_store() -> Any:
 __all__ = [
     "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of", "backward_number",
     "default_store", "foreach_copy_", "functional_collectives", "has_tangent", "in_backward", "in_transform",
-    "is_batched", "is_grad_tracking", "is_legacy_batched", "is_traced", "is_view", "is_wrapped", "level_of",
-    "named_as", "never_traced", "next_number", "replace_dual_levels", "replace_reparametrize_module",
-    "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id", "timeout_of", "transform_level",
-    "unwrapped", "unwrapped_once", "version_of", "with_legacy_batch", "with_tangents", "without_functorch",
-    "without_legacy_batch", "without_modes", "without_torch_function",
+    "innermost_transform", "is_batched", "is_grad_tracking", "is_legacy_batched", "is_traced", "is_view", "is_wrapped",
+    "level_of", "named_as", "never_traced", "next_number", "replace_dual_levels", "replace_reparametrize_module",
+    "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id", "timeout_of", "transform_level", "unwrapped",
+    "unwrapped_once", "version_of", "with_legacy_batch", "with_tangents", "without_functorch", "without_legacy_batch",
+    "without_modes", "without_torch_function",
 ]  # fmt: skip

@@ -71,6 +71,7 @@ class _Runs(NamedTuple):
     length: int
     base: int  # the global index of the box's first element
     outer: list[tuple[int, int]]  # (size, stride) of the dims outside the runs, at least one
+    offset: int | None  # of each run's first element in its block of four; None where the runs differ
 
     @staticmethod
     def from_box(shape: Sequence[int], box: Box) -> _Runs:
@@ -84,7 +85,8 @@ class _Runs(NamedTuple):
                 outer[-1] = (outer[-1][0] * size, stride)
             else:
                 outer.append((size, stride))
-        return _Runs(math.prod(sizes[:last_cut]), math.prod(sizes[last_cut:]), base, outer)
+        offset = base & 3 if all(n == 1 or stride % 4 == 0 for n, stride in outer) else None
+        return _Runs(math.prod(sizes[:last_cut]), math.prod(sizes[last_cut:]), base, outer, offset)
 
     def start(self, run: Word) -> Word:
         """Return the global index of the first element of a run (an int) or of several (an int64 tensor)."""
@@ -94,20 +96,14 @@ class _Runs(NamedTuple):
             index, run = index + (run - quotient * size) * stride, quotient
         return index + run * self.outer[0][1]
 
-    def offset(self) -> int | None:
-        """Return the offset of each run's first element in its block of four; None where the runs differ."""
-        return self.base & 3 if all(n == 1 or stride % 4 == 0 for n, stride in self.outer) else None
-
     def blocks(self, length: int) -> int:
         """Return the number of blocks that hold `length` elements of any run; the first index is a multiple of four."""
-        offset = self.offset()
-        return ((3 if offset is None else offset) + length + 3) >> 2
+        return ((3 if self.offset is None else self.offset) + length + 3) >> 2
 
     def trim(self, x: Tensor, start: Tensor, length: int) -> Tensor:
         """Cut blocks [R, 4 N] to the runs, [R, length], which start at the indices `start` [R, 1]."""
-        offset = self.offset()
-        if offset is not None:
-            return x[:, offset : offset + length]
+        if self.offset is not None:
+            return x[:, self.offset : self.offset + length]
         return x.gather(1, (start & 3) + torch.arange(length, device=x.device))
 
     def trim_to(self, out: Tensor, x: Tensor, top: int, start: Tensor) -> None:
@@ -146,7 +142,7 @@ def _fill(distribution: _Distribution, k: Sequence[int], runs: _Runs, out: Tenso
 
     On a CPU, outside `shard_map`, each tile is filled by one of several threads: see `threads`.
     """
-    most = 2 if runs.offset() is None else 4  # a gather takes more memory
+    most = 2 if runs.offset is None else 4  # a gather takes more memory
     on_cpu, total = out.device.type == "cpu", runs.number * runs.blocks(runs.length)
     threads = min(most, threads_to_fill(4 * total, out.device))
     blocks = _TILE_BLOCKS * (1 if threads else min(most, torch.get_num_threads())) if on_cpu else 1 << 20
@@ -185,7 +181,7 @@ def _fill_tile(
     philox_in_place(words, scratch[0], high, k)
     as_floats = distribution.dtype.is_floating_point
     x = distribution.from_words(words.view(torch.float64).copy_(words) if as_floats else words)
-    fills_blocks = runs.offset() == 0 and length % 4 == 0
+    fills_blocks = runs.offset == 0 and length % 4 == 0
     to = out if fills_blocks else torch.empty(count, 4 * n, dtype=distribution.dtype, device=out.device)
     to.view(count, n, 4).permute(2, 0, 1).copy_(x.view(4, count, n))
     if not fills_blocks:

@@ -67,7 +67,10 @@ class FlatTree:
 
     @staticmethod
     def from_tree(x: Any) -> FlatTree:
-        tensors, rest = split_tensors(x)
+        return FlatTree.from_tensors(*split_tensors(x))
+
+    @staticmethod
+    def from_tensors(tensors: Sequence[Tensor], rest: Rest) -> FlatTree:
         differentiated = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
         return FlatTree([t.detach() for t in tensors], rest, differentiated)
 
@@ -118,6 +121,7 @@ class Executor:
         if options.release:
             sizes = [max(sizes)] * min(self.n, options.most_ahead + 1)
         self.buffers = buffer_pool(region).take(sizes, region)
+        self.buffer_keys = {storage_key(buffer.write) for buffer in self.buffers}
 
     # --- forward ---
 
@@ -187,16 +191,12 @@ class Executor:
         params, each = self.params[i], self.each[i]
         with torch.set_grad_enabled(make_graph):
             results = self.step(as_leaves(params, weights), as_leaves(x, x.tensors), as_leaves(each, each.tensors))
-            results = tree.map(self._copy_from_buffer, results)
-            y, out = (FlatTree.from_tree(result) for result in results)
-        tensors = [t for t in tree.leaves(results) if isinstance(t, Tensor)]
-        return BlockGraph(inputs, [get_gradient_edge(t) if t.requires_grad else None for t in tensors]), y, out
-
-    def _copy_from_buffer(self, x: Any) -> Any:
-        """Return a result of a block; if it is a view of a buffer, a copy, because the buffer will be overwritten."""
-        if isinstance(x, Tensor) and any(storage_key(x) == storage_key(buffer.write) for buffer in self.buffers):
-            return x.clone()
-        return x
+            # A result that is a view of a buffer is copied, because the buffer will be overwritten.
+            pairs = [([t.clone() if storage_key(t) in self.buffer_keys else t for t in tensors], rest)
+                     for tensors, rest in map(split_tensors, results)]  # fmt: skip
+            y, out = (FlatTree.from_tensors(*pair) for pair in pairs)
+        edges = [get_gradient_edge(t) if t.requires_grad else None for tensors, _ in pairs for t in tensors]
+        return BlockGraph(inputs, edges), y, out
 
     # --- backward ---
 

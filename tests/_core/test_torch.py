@@ -64,7 +64,8 @@ def test_unwrapped():
 
 def test_in_transform():
     assert not compat.in_transform()
-    assert under_grad(lambda _: compat.in_transform())
+    assert compat.innermost_transform() is None
+    assert under_grad(lambda _: compat.in_transform() and compat.innermost_transform() is not None)
 
 
 def test_transform_level():

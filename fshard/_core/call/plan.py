@@ -43,18 +43,22 @@ class OutputPlan:
 
     def fits(self, results: Sequence[RankResult]) -> bool:
         """Return whether all ranks returned the structure and types of this plan."""
-        for result, types in zip(results, self.types, strict=True):
-            if result.treedef != self.treedef or leaf_types(result.leaves) != types:
+        for result, (classes, facts) in zip(results, self.types, strict=True):
+            if result.treedef != self.treedef or list(map(type, result.leaves)) != classes:
+                return False
+            tensors = [result.leaves[i] for i in self.tensors]  # no list of facts, which the garbage collector visits
+            if not all(all(map(operator.eq, map(read, tensors), known)) for read, known in zip(_FACTS, facts)):  # noqa: B905
                 return False
         return True
 
 
-_FACTS = operator.attrgetter("dtype", "shape", "requires_grad")
+_FACTS = [operator.attrgetter(name) for name in ("dtype", "shape", "requires_grad")]
 
 
-def leaf_types(leaves: list[Any]) -> tuple[list[type], list[Any]]:
-    """Return the class of each leaf, and the dtype, the shape and requires_grad of each tensor."""
-    return list(map(type, leaves)), [_FACTS(x) for x in leaves if isinstance(x, Tensor)]
+def leaf_types(leaves: list[Any]) -> tuple[list[type], list[list[Any]]]:
+    """Return the class of each leaf; the dtypes, the shapes and requires_grad of all tensors."""
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    return list(map(type, leaves)), [list(map(read, tensors)) for read in _FACTS]
 
 
 @dataclass
@@ -81,10 +85,6 @@ class CallPlan:
 
     def __post_init__(self) -> None:
         self.kept_specs = [self.specs[i] for i in self.kept]
-
-    def forget_results(self) -> None:
-        """Forget the types of earlier results, before a call whose code may have changed."""
-        self.rank_types, self.output = None, None
 
     def note_checked(self, facts: tuple[Any, ...]) -> None:
         if facts not in self.checked:

@@ -50,6 +50,10 @@ def storage_pointers(xs: list[Tensor], mesh: Mesh) -> list[int]:
     """Return an integer for the storage of each tensor; 0 for an empty storage."""
     if mesh.kind == "abstract":
         return [storage_key(x) for x in xs]
+    if not any(map(Tensor.storage_offset, xs)):  # the usual case, without the storage, a Python object that would stay
+        pointers = list(map(Tensor.data_ptr, xs))
+        if 0 not in pointers:
+            return pointers
     return [x.untyped_storage().data_ptr() for x in xs]
 
 

@@ -325,7 +325,9 @@ class Checker(OperationMode):
             written = [Operand(x, self._info_of_plain(x)) for x in op.written(args, kwargs)]
             self._check_written(op, new, history, written, operands)
         out = op.func(*args, **kwargs)
-        self._record_numbers_of_call(op, join([new, *(o.info.type for o in written)]) if written else new, args, kwargs)
+        known = join([new, *(o.info.type for o in written)]) if written else new
+        if known.invariant and known.differentiable:
+            self._record_numbers(op.name, op.numbers(args, kwargs), known.invariant)
         for o in written:
             self._set_written_info(op, o, new, history)
         self._set_result_info(op, new, history, operands, out, {id(o.tensor) for o in written} if written else ())
@@ -352,7 +354,9 @@ class Checker(OperationMode):
             self._check_written(op, new, history, written[:1] + written[2:] if reads_gradient else written, read)
             rows.append((written, new, history))
         out = op.func(*args, **kwargs)
-        self._record_numbers_of_call(op, join([new for _, new, _ in rows]), args, kwargs)
+        known = join([new for _, new, _ in rows])
+        if known.invariant and known.differentiable:
+            self._record_numbers(op.name, op.numbers(args, kwargs), known.invariant)
         for i, (written, new, history) in enumerate(rows):
             for o in written:
                 self._set_written_info(op, o, new, history)
@@ -373,35 +377,41 @@ class Checker(OperationMode):
         if operands:  # the usual case, made fast
             type, history = operands[0].info.type, operands[0].info.history
             for _, info in operands:
-                if info.history is not history or (info.type is not type and info.type != type):
+                if info.type is not type and info.type != type:
+                    break
+                if info.history is not history and (history.partials or info.history != history):
                     break
             else:
                 if op.completed_by is None or not (type.varying or history.partials):
                     return type if type.varying or type.invariant else _FREE_TYPE, history
-        types = [o.info.type for o in operands]
-        mixtures = {m.axis: m for o in reversed(operands) for m in o.info.history.mixtures}
-        for axis in sorted(NONE.union(*(t.varying for t in types))):
+        infos = list({(o.info.type, id(o.info.history)): o.info for o in operands}.values())  # operands are often alike
+        new = join([info.type for info in infos])
+        mixtures = {m.axis: m for info in reversed(infos) for m in info.history.mixtures}
+        for axis in sorted(new.varying & NONE.union(*[info.type.invariant for info in infos])):
             invariant = [o for o in operands if axis in o.info.type.invariant]
-            if invariant:
-                varying = [o for o in operands if axis in o.info.type.varying]
-                mixture = self._mix(op, axis, invariant, varying, operands, mixtures.get(axis))
-                if mixture is not None and (axis not in mixtures or mixture.is_update):
-                    mixtures[axis] = mixture
-        new = join(types)
-        reductions = {r.axis: r for o in operands for r in o.info.history.reductions if r.axis in new.invariant}
-        partials = self._partials(op, operands, args, kwargs) if new.varying and not in_backward() else ()
-        copies = frozenset(a for a in new.varying if all(a in o.info.history.copies for o in operands
-                                                         if a in o.info.type.varying))  # fmt: skip
-        gathers = {r.axis: r for o in operands for r in o.info.history.gathers}
+            varying = [o for o in operands if axis in o.info.type.varying]
+            mixture = self._mix(op, axis, invariant, varying, operands, mixtures.get(axis))
+            if mixture is not None and (axis not in mixtures or mixture.is_update):
+                mixtures[axis] = mixture
+        reductions = {r.axis: r for info in infos for r in info.history.reductions if r.axis in new.invariant}
+        partials: tuple[Partial, ...] = ()
+        if new.varying and (op.completed_by or any(info.history.partials for info in infos)) and not in_backward():
+            partials = self._partials(op, operands, args, kwargs)
+        copies = new.varying
+        for info in infos:
+            copies -= info.type.varying - info.history.copies
+        gathers = {r.axis: r for info in infos for r in info.history.gathers}
         for axis in list(gathers):
-            histories = [o.info.history for o in operands if axis in o.info.type.varying]
+            histories = [info.history for info in infos if axis in info.type.varying]
             if not all(axis in h.copies or axis in {r.axis for r in h.gathers} for h in histories):
                 del gathers[axis]
         if not (mixtures or reductions or partials or copies or gathers):
             is_free = not (new.varying or new.invariant)
-            return new, history_like(NONE.union(*(o.info.history.like for o in operands)) if is_free else NONE)
-        return new, History(tuple(mixtures.values()), tuple(reductions.values()), partials, copies,
-                            tuple(gathers.values()))  # fmt: skip
+            return new, history_like(NONE.union(*(info.history.like for info in infos)) if is_free else NONE)
+        history = History(tuple(mixtures.values()), tuple(reductions.values()), partials, copies,
+                          tuple(gathers.values()))  # fmt: skip
+        # The same object where it can be: the next operation compares histories by identity.
+        return new, next((info.history for info in infos if info.history == history), history)
 
     def _partials(
         self, op: Operation, operands: Sequence[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -538,15 +548,10 @@ class Checker(OperationMode):
             start = int(out.storage_offset())
             self._table.set(out, TensorInfo(type, self._roots, None, op.name, callsite.site(), start, history))
 
-    def _record_numbers_of_call(self, op: Operation, new: Type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the Python numbers of an invariant result: they must be the same on every rank."""
-        if new.invariant and new.differentiable:
-            numbers = op.numbers(args, kwargs)
-            if numbers:
-                self._record_numbers(op.name, numbers, new.invariant)
-
     def _record_numbers(self, op: str, numbers: tuple[Any, ...], invariant: frozenset[str]) -> None:
-        self.numbers.append((op, callsite.site(), invariant, numbers))
+        """Record the Python numbers of an invariant result: they must be the same on every rank."""
+        if numbers:
+            self.numbers.append((op, callsite.site(), invariant, numbers))
 
     def numbers_by_run(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
         """Return the recorded numbers by (operation, line, axes of the invariant result, run).

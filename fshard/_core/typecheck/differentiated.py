@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fshard._core.operations import tensors_in
-from fshard._core.torch import in_transform, level_of, transform_level, unwrapped, unwrapped_once
+from fshard._core.torch import innermost_transform, level_of, transform_level, unwrapped, unwrapped_once
 
 from .types import Operand
 
@@ -65,7 +65,7 @@ class Differentiated(TorchFunctionMode):
             self._checks.check_accumulated(args[:1])
         if func == _SET_DATA:
             self._checks.set_data(*args)
-        if not in_transform():
+        if innermost_transform() is None:
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         tensors = tensors_in(args, kwargs) if torch.is_grad_enabled() else ()
