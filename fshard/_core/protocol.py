@@ -3,7 +3,7 @@
 `ProcessComm`, in `process`, is one rank of `torch.distributed`; `SimulatedComm`, in `simulated`, a thread of this
 process; `AbstractComm`, in `abstract`, moves nothing and returns the right shapes.
 
-Five verbs move one tensor of equal shape on every rank, and block. Three start a transfer of several tensors of one
+Five verbs move one tensor of equal shape on every rank, and block. Four start a transfer of several tensors of one
 dtype, whose parts may differ in size, and return a `PendingTransfer`. Dims, and trees of several dtypes, are handled
 in `collectives`.
 """
@@ -83,6 +83,11 @@ class Comm(Place, Protocol):
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
         """Start to sum over the ranks: in place in contiguous xs, or with `fresh` in new tensors."""
+
+    # Only the ranks that a pair names need to start this one; two of them start their common transfers in one order.
+
+    def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes) -> PendingTransfer:
+        """Start to send xs to rank b for a pair (me, b). The result is received for (a, me); without one, zeros."""
 
 
 def size_of(axes: Sequence[str], sizes: Mapping[str, int]) -> int:

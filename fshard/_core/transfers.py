@@ -20,7 +20,7 @@ from .display import Html, bar, page, table
 from .packing import part_shape
 from .protocol import Axes, Place, index_of
 from .region import checker
-from .torch import is_traced
+from .torch import in_backward, is_traced
 
 Split = Sequence[Any]
 
@@ -202,8 +202,9 @@ def transfer(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Spl
         kept = sum(math.prod(part_shape(x, dim, sizes, coords)) for x, dim in zip(xs, split, strict=True))
     else:  # rows, one for each rank
         kept = count // math.prod(sizes) if op in ("reduce_scatter", "all_to_all") else 0
+    is_backward = getattr(_thread, "origin", None) or (in_backward() and not is_recomputing())
     return Transfer(op, axes, xs[0].dtype, count * itemsize, call_site(),
-                    "backward" if getattr(_thread, "origin", None) else "forward", ranks=math.prod(sizes),
+                    "backward" if is_backward else "forward", ranks=math.prod(sizes),
                     rank=index_of(tuple(place.sizes), place.sizes, place.coords), kept=kept * itemsize)  # fmt: skip
 
 

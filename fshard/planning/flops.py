@@ -120,14 +120,27 @@ def weight_arguments(op: Any) -> tuple[int, ...]:
 def flops_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
     """Return the FLOPs of an operation; None if nobody knows, and 0 where it only reads and writes.
 
-    Attention counts all of [T, S], as torch's counters do, also where half of it is masked.
+    Causal attention counts the pairs of a query and a position up to its own, which the kernels compute. With a mask
+    all of [T, S] count, as in torch's counters.
     """
     formula = _formula(op)
     if formula is None:
         return None if _is_heavy(op, args, kwargs, out) else 0
     flops = int(formula(*args, **kwargs, out_val=out))
+    if name_of(op).startswith("_scaled_dot_product") and argument_of(op, "is_causal", args, kwargs):
+        queries = argument_of(op, "query", args, kwargs)
+        t, s = queries.shape[-2], argument_of(op, "key", args, kwargs).shape[-2]
+        flops = flops * sum(min(i + 1, s) for i in range(t)) // max(1, t * s)
     is_complex = kind_of(op) != "fft" and any(x.is_complex() for x in tensors_in(args))
     return 4 * flops if is_complex else flops
+
+
+def argument_of(op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return an argument of a call, or its default."""
+    for i, argument in enumerate(schema_of(op).arguments):
+        if argument.name == name:
+            return args[i] if i < len(args) else kwargs.get(name, argument.default_value)
+    return None
 
 
 def flops_fact(flops: int | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +57,10 @@ def describe_transfer(
     return Description.make(axes, text, shapes, details)
 
 
-def disagreement(mine: Description, headers: Sequence[bytes | None]) -> ShardingError:
-    """Return the error of ranks that are in different collectives, by their headers; None is this rank."""
+def disagreement(mine: Description, headers: Mapping[int, bytes | None]) -> ShardingError:
+    """Return the error of ranks that are in different collectives, by position and header; None is this rank."""
     over, rows, site = ", ".join(mine.axes), [], call_site()
-    for i, header in enumerate(headers):
+    for i, header in headers.items():
         if header is None:
             text = mine.text if site is None else f"{mine.text}, at {site}"
         else:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fshard._core.packing import column_counts, flatten, match_rows, pack, pad, part_shape, unpack
 from fshard._core.protocol import PendingTransfer, coords_of
-from fshard._core.torch import foreach_copy_, functional_collectives
+from fshard._core.torch import foreach_copy_, functional_collectives, group_named
 from fshard.errors import fail
 
 _ops = functional_collectives
@@ -59,6 +59,31 @@ class FunctionalGroup:
         flat = x.reshape(-1)[: sum(sent)]
         out = self._wait(self._start(_ops.all_to_all_single, flat, received, sent, self.name))
         return out.view(x.shape) if sum(received) == x.numel() else torch.zeros_like(x)
+
+    def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> PendingTransfer:
+        """Start messages between pairs of ranks."""
+        out = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in xs]
+        operations = []
+        for source, target in pairs:
+            if source == target == self.me:
+                foreach_copy_(out, list(xs))
+            elif self.me in (source, target):
+                ys = [x.contiguous() for x in xs] if source == self.me else out
+                operations += self._messages(ys, target if source == self.me else source, source == self.me)
+        works = call_distributed(dist.batch_isend_irecv, operations) if operations else []
+
+        def wait() -> list[Tensor]:
+            for work in works:
+                call_distributed(work.wait)
+            return out
+
+        return wait
+
+    def _messages(self, xs: Sequence[Tensor], position: int, is_sent: bool) -> list[dist.P2POp]:
+        """Describe the messages of these tensors, to or from the rank at a position."""
+        group, op = group_named(self.name), dist.isend if is_sent else dist.irecv
+        parts = [torch.view_as_real(x) if x.is_complex() else x for x in xs]
+        return [dist.P2POp(op, x, group=group, group_peer=self._group_rank(position)) for x in parts]
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int]) -> PendingTransfer:
         widths = column_counts(into, dims, self.sizes)

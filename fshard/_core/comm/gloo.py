@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import datetime
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -67,9 +67,9 @@ class GlooConnections:
 class PendingMessages:
     """The messages of one transfer: `outgoing[r]` is being sent to rank r, and `incoming[r]` received from it.
 
-    The sizes of `incoming[r]` are those that rank r sends. All `ranks` must start the same transfers with one another,
-    in the same order. A transfer may have a second round of messages, another `PendingMessages`:
-    `second_round_of` is the first.
+    The sizes of `incoming[r]` are those that rank r sends. All `ranks`, or only the `entered` ones of them, must start
+    the same transfers with one another, in the same order. A transfer may have a second round of messages, another
+    `PendingMessages`: `second_round_of` is the first.
 
     Attributes: `description`, and `works`: the messages that are not known to have ended.
     """
@@ -77,11 +77,11 @@ class PendingMessages:
     def __init__(
         self, connections: GlooConnections, ranks: Sequence[int], description: Description,
         outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]],
-        second_round_of: PendingMessages | None = None,
+        second_round_of: PendingMessages | None = None, entered: Collection[int] | None = None,
     ) -> None:  # fmt: skip
         self.description = description
         self.works: list[Work] = []
-        self._connections, self._ranks = connections, ranks
+        self._connections, self._ranks, self._entered = connections, ranks, ranks if entered is None else entered
         self._headers: list[Work] = []
         self._received: dict[int, Tensor] = {}  # the header from each rank
         self._awaited = connections.rank  # the rank that is waited for
@@ -107,7 +107,7 @@ class PendingMessages:
         """Start to exchange headers, and return the tag of the other messages to and from each rank."""
         connections, message = self._connections, self.description.message
         tags = {}
-        for r in self._ranks:
+        for r in self._entered:
             if r == connections.rank:
                 continue
             self._received[r] = torch.empty(message.shape, dtype=torch.uint8, device="cpu")
@@ -153,7 +153,8 @@ class PendingMessages:
         if different:
             mine = self.description.message  # sent; the other messages to and from these ranks will never match
             self.works = [work for work in self.works if work.tensor is mine or work.rank not in different]
-            raise disagreement(self.description, [received.get(r) for r in self._ranks])
+            headers = {i: received.get(r) for i, r in enumerate(self._ranks) if r in self._entered}
+            raise disagreement(self.description, headers)
 
     def _wait_for(self, work: Work) -> None:
         self._awaited = work.rank

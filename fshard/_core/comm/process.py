@@ -66,6 +66,10 @@ class GroupComm:
         self._note("all_reduce", xs, axes)
         return self._group(axes, xs[0]).reduce(xs, fresh=fresh)
 
+    def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes) -> PendingTransfer:
+        self._note("permute", xs, axes, pairs)
+        return self._group(axes, xs[0]).send(xs, pairs)
+
 
 class ProcessComm(GroupComm):
     """A rank of torch.distributed, whose rank in the mesh is its rank in torch.distributed's group of all, WORLD.
@@ -129,7 +133,7 @@ class ProcessComm(GroupComm):
         headers = [bytes(row) for row in group.all_gather(message).tolist()]
         if any(map(mine.differs, headers)):
             me = index_of(axes, self.sizes, self.coords)
-            raise disagreement(mine, [None if i == me else header for i, header in enumerate(headers)])
+            raise disagreement(mine, {i: None if i == me else header for i, header in enumerate(headers)})
 
     def with_all_texts(
         self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]

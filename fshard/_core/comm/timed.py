@@ -103,3 +103,6 @@ class TimedComm:
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
         return self._start("all_reduce", xs, axes, lambda: self._comm.reduce(xs, axes, fresh=fresh))
+
+    def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes) -> PendingTransfer:
+        return self._start("permute", xs, axes, lambda: self._comm.send(xs, pairs, axes), pairs)

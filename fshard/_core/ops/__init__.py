@@ -1,6 +1,6 @@
 """Differentiable collectives: linear maps with their transposes, and the autograd Function that applies them."""
 
-from .autograd import apply_function, apply_map, differentiable_dtype, make_functions, run_map
+from .autograd import apply_function, apply_map, differentiable_dtype, make_functions, run_map, start_map
 from .dim_sizes import (
     described_size,
     dim_of,
@@ -19,5 +19,5 @@ __all__ = [
     "AllToAll", "CastMap", "Gather", "GatherInvariant", "Map", "Permute", "Precision", "Scatter", "Slice", "Sum",
     "Vary", "apply_function", "apply_map", "described_size", "differentiable_dtype", "dim_of", "gather_layout",
     "global_shape", "global_size", "global_sizes", "local_range", "make_functions", "minmax", "own_range",
-    "run_map", "split_layout",
+    "run_map", "split_layout", "start_map",
 ]  # fmt: skip

@@ -280,6 +280,10 @@ class Permute(Map):
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         return unpack(self.comm.permute(pack(xs), self.pairs, self.axes), xs)
 
+    def start(self, xs: Sequence[Tensor]) -> PendingTransfer:
+        """Start to send: of the other ranks, only those that a pair names with this one must do so, too."""
+        return self.comm.send(xs, self.pairs, self.axes)
+
     @property
     def transpose(self) -> Map:
         return Permute(self.comm, self.axes, tuple((target, source) for source, target in self.pairs))
