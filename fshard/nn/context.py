@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._core.ops import Map, Permute, apply_map, dim_of, global_size, start_map
+from fshard._core.ops import Permute, apply_map, dim_of, global_size, start_map
 from fshard._core.packing import pad
 from fshard._core.protocol import coords_of, index_of, size_of
 from fshard._core.region import checker, has_values, known_axes, live_axes, region
@@ -312,7 +312,8 @@ def context_attention(
         window: a position attends to the last `window` positions up to itself, or less than `window` away.
         size: T, needed only if the axis does not divide it.
 
-    Derivatives are as of `attention_lse`. Source: Liu et al., 2023, "Ring attention"; see the module for others.
+    Derivatives are as of `attention_lse`; by the plain formula a ring is a gather. Source: Liu et al., 2023, "Ring
+    attention"; see the module for others.
 
     >>> q, k, v = nn.to_zigzag((q, k, v), "seq", 2)                  # in a model, move the tokens instead
     >>> out = nn.from_zigzag(nn.context_attention(q, k, v, "seq"), "seq", 2)
@@ -356,7 +357,8 @@ def context_attention(
     groups = [_compact(pieces) for pieces in groups]
     longest = max(sum(p.length for p in pieces) for pieces in groups)
     ring = None
-    if n > 1 and methods[0] == "ring":
+    is_fused = has_kernel(q, k, v)
+    if n > 1 and methods[0] == "ring" and is_fused:
         ring = Permute(current.comm, outer, tuple([(i, (i + 1) % n) for i in range(n)]))
         k, v = pad(k, 2, longest), pad(v, 2, longest)
         steps = [rule.blocks(groups[me], groups[(me - i) % n]) for i in range(n)]
@@ -364,21 +366,19 @@ def context_attention(
         every = sorted(p._replace(at=g * longest + p.at) for g in range(n) for p in groups[g])
         k, v = (_gather(x, outer, longest, every, 2) for x in (k, v))
         steps = [rule.blocks(groups[me], _compact(every))]
+        if not is_fused and groups[me]:  # one block, since merges have no second derivatives
+            steps = [[_Block(tuple(groups[me]), tuple(_compact(every)), "mask")]]
     schedule = _Schedule(steps, ring, rule, q.shape[-1] ** -0.5 if scale is None else scale)
-    if has_kernel(q, k, v):
-        out, _ = apply_fused(schedule, q, k, v, documents)
-    else:
-        out, _ = schedule.run(q, k, v, documents, _apply_at_once)
+    out, _ = apply_fused(schedule, q, k, v, documents) if is_fused else schedule.forward(q, k, v, documents)
     # 3. Exchange back.
     if inner:
         places = {p[:2]: p.at for p in groups[me]}
         parts = [[p._replace(at=places[p[:2]]) for p in split.pieces(me * n_inner + i) if p.length]
                  for i in range(n_inner)]  # fmt: skip
         joined = torch.cat([pad(_take(out, pieces, 2), 2, split.longest) for pieces in parts], 2)
-        out = all_to_all(joined, inner, split=2, concat=1, size=heads)
+        out: Tensor = all_to_all(joined, inner, split=2, concat=1, size=heads)
         out = out.narrow(2, 0, sum(p.length for p in split.pieces(split.me)))
-    result: Tensor = out
-    return result
+    return out
 
 
 def _compact(pieces: Sequence[Piece]) -> list[Piece]:
@@ -407,15 +407,6 @@ def _split_heads(x: Tensor, heads: int, n: int) -> Tensor:
     return x if needed == groups else x.repeat_interleave((needed if heads % needed == 0 else heads) // groups, 1)
 
 
-_Start = Callable[[Any, Sequence[Tensor]], Callable[[], Any]]
-
-
-def _apply_at_once(m: Map, xs: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-    """Apply a map as a step that autograd sees."""
-    out = apply_map(m, xs)
-    return lambda: out
-
-
 @dataclass(frozen=True, eq=False)
 class _Schedule:
     """The blocks that a rank computes at each step; between two steps keys and values go on along the `ring`."""
@@ -426,16 +417,16 @@ class _Schedule:
     scale: float
     verb = "context_attention"
 
-    def start(self, i: int, xs: Sequence[Tensor], start: _Start) -> Callable[[], Any]:
+    def start(self, i: int, xs: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """Start to pass tensors on after step i; after the last one nothing is passed."""
-        return start(self.ring, xs) if self.ring is not None and i + 1 < len(self.steps) else lambda: xs
+        return start_map(self.ring, xs) if self.ring is not None and i + 1 < len(self.steps) else lambda: xs
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, start: _Start) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return attention and its log-sum-exp."""
         wide = torch.promote_types(q.dtype, torch.float32)
         out, lse = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide), q.new_full(q.shape[:3], -math.inf, dtype=wide)
         for i, blocks in enumerate(self.steps):
-            wait = self.start(i, [k, v], start)
+            wait = self.start(i, [k, v])
             for b in blocks:
                 mask = self.rule.mask(b, documents, q)
                 rows, columns = b.rows, b.columns
@@ -453,10 +444,6 @@ class _Schedule:
             k, v = wait()
         return out.to(q.dtype), lse
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the same, while transfers overlap the products, without autograd."""
-        return self.run(q, k, v, documents, start_map)
-
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor,
         _: None,
@@ -465,7 +452,7 @@ class _Schedule:
         dq = torch.zeros_like(q, dtype=lse.dtype)
         arrived: Callable[[], Any] = list
         for i, blocks in enumerate(self.steps):
-            wait = self.start(i, [k, v], start_map)
+            wait = self.start(i, [k, v])
             dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
             for b in blocks:
                 rows, columns = b.rows, b.columns

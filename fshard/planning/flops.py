@@ -127,20 +127,19 @@ def flops_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     if formula is None:
         return None if _is_heavy(op, args, kwargs, out) else 0
     flops = int(formula(*args, **kwargs, out_val=out))
-    if name_of(op).startswith("_scaled_dot_product") and argument_of(op, "is_causal", args, kwargs):
-        queries = argument_of(op, "query", args, kwargs)
-        t, s = queries.shape[-2], argument_of(op, "key", args, kwargs).shape[-2]
-        flops = flops * sum(min(i + 1, s) for i in range(t)) // max(1, t * s)
+    if name_of(op).startswith("_scaled_dot_product"):
+        flops = _without_masked_pairs(op, flops, args, kwargs)
     is_complex = kind_of(op) != "fft" and any(x.is_complex() for x in tensors_in(args))
     return 4 * flops if is_complex else flops
 
 
-def argument_of(op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return an argument of a call, or its default."""
-    for i, argument in enumerate(schema_of(op).arguments):
-        if argument.name == name:
-            return args[i] if i < len(args) else kwargs.get(name, argument.default_value)
-    return None
+def _without_masked_pairs(op: Any, flops: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the FLOPs of an attention by those of all pairs of a query and a position."""
+    values = {**dict(zip([a.name for a in schema_of(op).arguments], args, strict=False)), **kwargs}
+    if not values.get("is_causal"):
+        return flops
+    t, s = values["query"].shape[-2], values["key"].shape[-2]
+    return flops * sum(min(i + 1, s) for i in range(t)) // max(1, t * s)
 
 
 def flops_fact(flops: int | None) -> dict[str, Any]:
