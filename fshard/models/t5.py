@@ -291,6 +291,7 @@ def _without_blocks(parts: Any) -> Any:
 
 def _encode(call: _Call, ids: Tensor, mask: Tensor | None) -> Tensor:
     """Return the normalized stream after the last block, [B, S, D]{I model}, or [B, S@model, D]."""
+    call.layout.refuse_context("t5")
     at = torch.arange(ids.shape[1], device=ids.device)
     buckets = _buckets(at - at.unsqueeze(1), call.cfg, bidirectional=True)
     stack = _Stack(call.cfg, call.layout, Tokens.of(ids), buckets, _attended(mask, *ids.shape), None)
