@@ -172,8 +172,8 @@ functional_collectives = torch.ops._c10d_functional
 foreach_copy_ = torch._foreach_copy_
 
 
-# The kernels behind torch.nn.functional.scaled_dot_product_attention, which does not return the log-sum-exp. On CUDA,
-# that of the second one is padded to a multiple of 32 queries.
+# The kernels behind torch.nn.functional.scaled_dot_product_attention, which does not return the log-sum-exp. The
+# second one, for CUDA, pads it to a multiple of 32 queries.
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention

@@ -275,6 +275,7 @@ class _Call(NamedTuple):
     ) -> _Call:  # fmt: skip
         """Unshard the named parts of the parameters; ids [B, ...] have this rank's batch."""
         check_ids("t5", ids)
+        layout.refuse_context("t5")
         layout = layout.with_batch(ids, key, cfg.dropout_rate)
         described = shapes_of(init, cfg)
         top = layout.unshard(names, _without_blocks(params), _without_blocks(specs), _without_blocks(described))
@@ -291,7 +292,6 @@ def _without_blocks(parts: Any) -> Any:
 
 def _encode(call: _Call, ids: Tensor, mask: Tensor | None) -> Tensor:
     """Return the normalized stream after the last block, [B, S, D]{I model}, or [B, S@model, D]."""
-    call.layout.refuse_context("t5")
     at = torch.arange(ids.shape[1], device=ids.device)
     buckets = _buckets(at - at.unsqueeze(1), call.cfg, bidirectional=True)
     stack = _Stack(call.cfg, call.layout, Tokens.of(ids), buckets, _attended(mask, *ids.shape), None)

@@ -29,7 +29,7 @@ from fshard._core.protocol import coords_of, index_of, size_of
 from fshard._core.region import checker, has_values, known_axes, live_axes, region
 from fshard._core.torch import unwrapped
 from fshard.collectives import all_gather, all_to_all
-from fshard.errors import checked, fail
+from fshard.errors import checked, fail, must_be
 from fshard.spec import Axis, part_range
 
 from .flash import additive, apply_fused, block, block_backward, has_kernel
@@ -61,16 +61,22 @@ class _Split:
     order: Order
 
     @staticmethod
-    def make(verb: str, n: int, axes: tuple[str, ...], order: Order, size: int | None) -> _Split:
-        """Return the split of a sequence of which this rank has `n` positions."""
-        current = region(verb)
-        size = global_size(verb, n, axes) if size is None else size
-        sizes = tuple([current.sizes[a] for a in axes])
-        split = _Split(size, sizes, index_of(axes, current.sizes, current.coords), order)
+    def make(verb: str, name: str, n: int, axes: tuple[str, ...], order: Order, size: int | None) -> _Split:
+        """Return the split of the positions of an argument with this `name`; this rank has `n` positions."""
+        split = _Split.of(verb, global_size(verb, n, axes) if size is None else size, axes, order)
         if n != (mine := sum(p.length for p in split.pieces(split.me))):
-            raise fail(f"{verb}: this rank has {n} positions, its part in {order} order is {mine}",
-                       f"{size} positions over {', '.join(axes)}", fix="pass the global size=")  # fmt: skip
+            raise fail(f"{verb}: {name} has {n} positions here, and this rank's part in {order} order is {mine}",
+                       size=split.size, axis=axes, fix="pass the global size=")  # fmt: skip
         return split
+
+    @staticmethod
+    def of(verb: str, size: int, axes: tuple[str, ...], order: Order) -> _Split:
+        """Return the split of a sequence of this size."""
+        current = region(verb)
+        if size < 0:
+            raise fail(f"{verb}: size={size}", fix="0 or more")
+        me = index_of(axes, current.sizes, current.coords)
+        return _Split(size, tuple([current.sizes[a] for a in axes]), me, order)
 
     @property
     def n(self) -> int:
@@ -102,7 +108,7 @@ class _Split:
         return (rank, 2 * self.n - 1 - rank) if self.order == "zigzag" else (2 * rank, 2 * rank + 1)
 
     def pieces(self, rank: int) -> list[Piece]:
-        """Return the two pieces of a rank, of which one or both may be empty."""
+        """Return the two pieces of a rank; one or both may be empty."""
         (a, b), (c, d) = (self.chunks[i] for i in self.numbers(rank))
         return [Piece(a, b, 0), Piece(c, d, b - a)]
 
@@ -144,9 +150,11 @@ def _reorder(verb: str, x: Any, axis: Axis, dim: int, size: int | None) -> Any:
     axes = live_axes(region(verb).comm, known_axes(verb, region(verb), axis))
     to_zigzag = verb == "to_zigzag"
 
-    def move(x: Tensor) -> Tensor:
-        d = dim_of(verb, x, dim)
-        before = _Split.make(verb, x.shape[d], axes, "contiguous" if to_zigzag else "zigzag", size)
+    def move(x: Any) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise must_be(f"{verb}: x", "a Tensor or a tree of Tensors", x)
+        d = dim_of(f"{verb}: x", x, dim)
+        before = _Split.make(verb, "x", x.shape[d], axes, "contiguous" if to_zigzag else "zigzag", size)
         after = replace(before, order="zigzag" if to_zigzag else "contiguous")
         sent, kept = before.numbers(before.me), after.numbers(after.me)
         chunks = {i: pad(x.narrow(d, p.at, p.length), d, before.half)
@@ -160,7 +168,7 @@ def _reorder(verb: str, x: Any, axis: Axis, dim: int, size: int | None) -> Any:
         parts = [chunks[-1 - i % 2].narrow(d, 0, p.length) for i, p in zip(kept, after.pieces(after.me), strict=True)]
         return torch.cat(parts, d)
 
-    return tree.map(move, x) if axes else x
+    return tree.map(move, x)
 
 
 @checked
@@ -177,7 +185,7 @@ def positions_of(verb: str, size: int, axis: Axis, order: Order) -> Tensor:
     """Return the global positions of this rank's tokens in this order."""
     current = region(verb)
     axes = known_axes(verb, current, axis)
-    split = _Split(size, tuple([current.sizes[a] for a in axes]), index_of(axes, current.sizes, current.coords), order)
+    split = _Split.of(verb, size, axes, order)
     out = _positions(split.pieces(split.me), current.device)
     if current.checker is not None:
         current.checker.set_integer_type(out, verb, varies=axes)
@@ -210,7 +218,7 @@ class _Block(NamedTuple):
 
 
 class _Rule:
-    """Which positions attend to which: all, or those up to itself; of these the last `window`; of the same document.
+    """A rule for the positions that one attends to: all, or those up to itself; the last `window`; of its document.
 
     `documents` [B, T] are numbers by position. Where they have no values, all documents may meet.
     """
@@ -338,7 +346,7 @@ def context_attention(
     check_groups(verb, q.shape[1], k.shape[1])
     inner = live_axes(current.comm, names[-1:] if len(methods) == 2 else names if methods == ("ulysses",) else ())
     outer = tuple([a for a in live_axes(current.comm, names) if a not in inner])
-    split = _Split.make(verb, q.shape[2], (*outer, *inner), order, size)
+    split = _Split.make(verb, "q", q.shape[2], (*outer, *inner), order, size)
     if (types := checker()) is not None:
         types.check_operands("attention", [q, k, v])
     if documents is not None:
@@ -401,7 +409,7 @@ def _gather(x: Tensor, axes: tuple[str, ...], longest: int, pieces: Sequence[Pie
 
 
 def _split_heads(x: Tensor, heads: int, n: int) -> Tensor:
-    """Repeat heads of keys or values, if they are too few, so that each of n ranks gets those of its queries."""
+    """Repeat heads of keys or values, if they are too few, so that each of n ranks has them for its queries."""
     groups = x.shape[1]
     needed = math.lcm(groups, n)
     return x if needed == groups else x.repeat_interleave((needed if heads % needed == 0 else heads) // groups, 1)
@@ -448,7 +456,7 @@ class _Schedule:
         self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor,
         _: None,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Return the gradients by q, k and v: those of keys and values go along with them, and at last home."""
+        """Return the gradients by q, k and v; keys and values travel with their gradients, which at last go home."""
         dq = torch.zeros_like(q, dtype=lse.dtype)
         arrived: Callable[[], Any] = list
         for i, blocks in enumerate(self.steps):

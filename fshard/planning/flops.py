@@ -120,7 +120,7 @@ def weight_arguments(op: Any) -> tuple[int, ...]:
 def flops_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
     """Return the FLOPs of an operation; None if nobody knows, and 0 where it only reads and writes.
 
-    Causal attention counts the pairs of a query and a position up to its own, which the kernels compute. With a mask
+    Causal attention counts the pairs of a query and a position up to it, which the kernels compute. With a mask
     all of [T, S] count, as in torch's counters.
     """
     formula = _formula(op)
@@ -134,7 +134,7 @@ def flops_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
 
 
 def _without_masked_pairs(op: Any, flops: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the FLOPs of an attention by those of all pairs of a query and a position."""
+    """Return the FLOPs of an attention; `flops` counts all pairs of a query and a position."""
     values = {**dict(zip([a.name for a in schema_of(op).arguments], args, strict=False)), **kwargs}
     if not values.get("is_causal"):
         return flops

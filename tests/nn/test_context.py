@@ -349,8 +349,8 @@ def test_errors_of_context_attention():
         return error_text(on, {"s": 2}, f, args, specs, P(None, None, "s"))
 
     assert text(lambda q, k, v: nn.context_attention(q, k, v, "s", size=10), q, k, v).startswith(
-        "context_attention: this rank has 4 positions, its part in zigzag order is 5\n  10 positions over s\n"
-        "  fix: pass the global size="
+        "context_attention: q has 4 positions here, and this rank's part in zigzag order is 5\n"
+        "  size  10    axis  ('s',)\n  fix: pass the global size="
     )
     assert "the heads of k and v must divide those of q\n  q  4    k  3\n  4 % 3 = 1" in text(
         lambda q, k, v: nn.context_attention(q, k, v, "s"), *inputs(8, groups=3)

@@ -45,7 +45,7 @@ class _Collective:
 
 
 class _Message(NamedTuple):
-    """A message between two ranks; its number is that of the transfers that they started with each other before."""
+    """A message between two ranks; `number` counts the transfers that they started with each other before."""
 
     source: int
     target: int
