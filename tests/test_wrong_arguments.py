@@ -201,6 +201,8 @@ CALLS = [
     inside(fs.psum_scatter, x=W, axis="data", dim=0),
     inside(fs.pslice, x=W, axis="data", dim=0),
     inside(fs.all_to_all, x=W, axis="data", split=0, concat=1, size=None),
+    inside(fs.all_to_all_rows, x=W, axis="data", send=[1, len(W) - 1], receive=None, most=None),
+    inside(fs.take_rows, x=W, axis="data", rows=torch.tensor([0, 1])),
     inside(fs.ppermute, x=W, axis="data", perm=[(0, 1)]),
     inside(fs.axis_index, axis="data"),
     inside(fs.axis_size, axis="data"),
