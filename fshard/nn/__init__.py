@@ -8,6 +8,7 @@ from fshard.errors import other_names
 
 from .batch_norm import batch_norm
 from .convolution import avg_pool2d, conv2d, max_pool2d
+from .experts import Balance, Routing, balance, grouped_linear, mixture, route
 from .layers import attention, causal_mask, dropout, embedding, gelu, layer_norm, linear, mlp, rms_norm
 from .loss import cross_entropy
 from .margins import arcface, cosface, cosine_logits, margin
@@ -16,10 +17,10 @@ from .replacement import Replacement, column_embedding, column_linear, row_embed
 from .sampled_classes import sample_classes
 
 __all__ = [
-    "Replacement", "accuracy", "arcface", "attention", "avg_pool2d", "batch_norm", "causal_mask", "column_embedding",
-    "column_linear", "conv2d", "cosface", "cosine_logits", "cross_entropy", "dropout", "embedding", "gelu",
-    "layer_norm", "linear", "margin", "max_pool2d", "mlp", "rms_norm", "row_embedding", "row_linear", "sample_classes",
-    "top_k",
+    "Balance", "Replacement", "Routing", "accuracy", "arcface", "attention", "avg_pool2d", "balance", "batch_norm",
+    "causal_mask", "column_embedding", "column_linear", "conv2d", "cosface", "cosine_logits", "cross_entropy",
+    "dropout", "embedding", "gelu", "grouped_linear", "layer_norm", "linear", "margin", "max_pool2d", "mixture", "mlp",
+    "rms_norm", "route", "row_embedding", "row_linear", "sample_classes", "top_k",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:

@@ -59,6 +59,14 @@ def row_counts(verb: str, axes: tuple[str, ...], send: Numbers, receive: Numbers
     return Counts(tuple(numbers[:n]), tuple(numbers[n:]), True)
 
 
+def host_numbers(xs: Sequence[Tensor]) -> list[list[int]]:
+    """Return integers [n] of a device as lists, by one copy."""
+    types, sizes = checker(), [len(x) for x in xs]
+    with contextlib.nullcontext() if types is None else types.paused(), without_functorch():
+        numbers = torch.cat([unwrapped(x) for x in xs]).tolist()
+    return [[numbers.pop(0) for _ in range(n)] for n in sizes]
+
+
 def check_counts(verb: str, counts: Counts, xs: Sequence[Tensor]) -> None:
     """Raise ShardingError for counts below 0, and for tensors that do not have the rows to send."""
     for x in xs:
