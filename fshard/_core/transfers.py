@@ -30,7 +30,7 @@ class Transfer:
     """One collective of one rank. `bytes` is the size of its argument on that rank; `where` the line that called it.
 
     `ranks` is the number of ranks over its axes, and `rank` the one that called it, in the mesh. `kept` are the bytes
-    of the argument that stay on this rank: its part of a sum that is scattered, its row of an exchange, and all
+    of the argument that stay on this rank: its part of a sum that is scattered, its rows of an exchange, and all
     that a rank without a target has in a permute. In the backward pass, `where` is the line of the forward collective
     whose transpose it is.
     """
@@ -51,6 +51,7 @@ class Transfer:
 
             all_reduce      2 (n-1)/n b     all_gather  (n-1) b
             reduce_scatter  b - kept        all_to_all  b - kept        permute  b - kept
+            all_to_all_rows  b - kept
 
         `b` is `bytes`, n is `ranks`. Where the axes divide the dim, `b - kept` is (n-1)/n b. Rounded up to full bytes.
         A sum of at most 16 KiB takes one round on gloo instead of two, in which a rank sends (n-1) b.
@@ -191,13 +192,16 @@ def stop_after_transfers(n: int, stop: type[BaseException]) -> Iterator[None]:
 def transfer(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> Transfer:
     """Return the record of a collective of these tensors, of one dtype, called at the current line.
 
-    `split`: the dim of each tensor that a reduce_scatter splits, or the (source, target) pairs of a permute.
+    `split`: the dim of each tensor that a reduce_scatter splits, the (source, target) pairs of a permute, or
+    the number of rows to each rank.
     """
     sizes, coords = [place.sizes[a] for a in axes], [place.coords[a] for a in axes]
     count, itemsize = sum(x.numel() for x in xs), xs[0].element_size()
     if op == "permute":
         me = index_of(axes, place.sizes, place.coords)
         kept = 0 if any(source == me != target for source, target in split) else count
+    elif op == "all_to_all_rows":
+        kept = count // max(1, sum(split)) * split[index_of(axes, place.sizes, place.coords)]
     elif op == "reduce_scatter" and split:
         kept = sum(math.prod(part_shape(x, dim, sizes, coords)) for x, dim in zip(xs, split, strict=True))
     else:  # rows, one for each rank

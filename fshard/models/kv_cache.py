@@ -58,7 +58,7 @@ class Tokens(NamedTuple):
     start: int  # the number of tokens before
     t: int
     positions: Tensor  # [T], or [B, T] with a mask
-    mask: Tensor | None  # [B, 1, T, S], True where a token attends to a position; None: all up to its own
+    mask: Tensor | None  # [B, 1, T, S], True where a token attends to a position; None: all up to it
     capacity: int  # of the cache; 0 without one
     documents: Tensor | None = None  # [B, T@context]: numbers, if a token attends only to its document
     size: int | None = None  # of the sequence, where an axis splits it

@@ -63,14 +63,14 @@ class _Split:
     @staticmethod
     def make(verb: str, name: str, n: int, axes: tuple[str, ...], order: Order, size: int | None) -> _Split:
         """Return the split of the positions of an argument with this `name`; this rank has `n` positions."""
-        split = _Split.of(verb, global_size(verb, n, axes) if size is None else size, axes, order)
+        split = _Split.from_size(verb, global_size(verb, n, axes) if size is None else size, axes, order)
         if n != (mine := sum(p.length for p in split.pieces(split.me))):
             raise fail(f"{verb}: {name} has {n} positions here, and this rank's part in {order} order is {mine}",
                        size=split.size, axis=axes, fix="pass the global size=")  # fmt: skip
         return split
 
     @staticmethod
-    def of(verb: str, size: int, axes: tuple[str, ...], order: Order) -> _Split:
+    def from_size(verb: str, size: int, axes: tuple[str, ...], order: Order) -> _Split:
         """Return the split of a sequence of this size."""
         current = region(verb)
         if size < 0:
@@ -155,6 +155,8 @@ def _reorder(verb: str, x: Any, axis: Axis, dim: int, size: int | None) -> Any:
             raise must_be(f"{verb}: x", "a Tensor or a tree of Tensors", x)
         d = dim_of(f"{verb}: x", x, dim)
         before = _Split.make(verb, "x", x.shape[d], axes, "contiguous" if to_zigzag else "zigzag", size)
+        if not axes:
+            return x
         after = replace(before, order="zigzag" if to_zigzag else "contiguous")
         sent, kept = before.numbers(before.me), after.numbers(after.me)
         chunks = {i: pad(x.narrow(d, p.at, p.length), d, before.half)
@@ -185,7 +187,7 @@ def positions_of(verb: str, size: int, axis: Axis, order: Order) -> Tensor:
     """Return the global positions of this rank's tokens in this order."""
     current = region(verb)
     axes = known_axes(verb, current, axis)
-    split = _Split.of(verb, size, axes, order)
+    split = _Split.from_size(verb, size, axes, order)
     out = _positions(split.pieces(split.me), current.device)
     if current.checker is not None:
         current.checker.set_integer_type(out, verb, varies=axes)

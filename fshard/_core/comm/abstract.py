@@ -18,7 +18,7 @@ from fshard._core.transfers import Split, Transfer, transfer
 
 from .description import Description
 from .functional import FunctionalGroup
-from .gloo import PendingMessages, Work
+from .gloo import Counts, PendingMessages, Work
 from .p2p import PeerGroup
 from .process import GroupComm
 
@@ -103,7 +103,7 @@ class _UnsentPeers(PeerGroup):
     def _exchange(
         self, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
         incoming: Mapping[int, Sequence[Tensor]], second_round_of: PendingMessages | None = None,
-        entered: Collection[int] | None = None,
+        counts: Counts | None = None, entered: Collection[int] | None = None,
     ) -> PendingMessages:  # fmt: skip
         return _UnsentMessages(self.ranks, self.me, outgoing, incoming)
 

@@ -15,6 +15,8 @@ from fshard._core.protocol import PendingTransfer, coords_of
 from fshard._core.torch import foreach_copy_, functional_collectives, group_named
 from fshard.errors import fail
 
+from .description import counts_differ
+
 _ops = functional_collectives
 
 
@@ -46,6 +48,30 @@ class FunctionalGroup:
         flat, sizes = self._by_group_rank(x).reshape(-1), [x[0].numel()] * self.n
         out = self._wait(self._start(_ops.all_to_all_single, flat, sizes, sizes, self.name)).view(x.shape)
         return self._by_position(out).reshape(x.shape)
+
+    def all_to_all_rows(self, x: Tensor, send: Sequence[int], receive: Sequence[int], exchanged: bool) -> Tensor:
+        if x.is_complex():
+            return torch.view_as_complex(self.all_to_all_rows(torch.view_as_real(x), send, receive, exchanged))
+        if not exchanged:
+            self._compare_counts(x.device, send, receive)
+        places = [self._group_rank(position) for position in range(self.n)]
+        order = sorted(range(self.n), key=places.__getitem__)  # positions over the axes, by rank of the group
+        in_order, width, parts = places == sorted(places), math.prod(x.shape[1:]), x.split_with_sizes(list(send))
+        flat = (x if in_order else torch.cat([parts[i] for i in order])).reshape(-1)
+        got, sent = [receive[i] for i in order], [send[i] for i in order]
+        out = self._wait(self._start(_ops.all_to_all_single, flat, [n * width for n in got],
+                                     [n * width for n in sent], self.name))  # fmt: skip
+        out = out.view(-1, *x.shape[1:]) if width else x.new_empty(sum(got), *x.shape[1:])
+        if in_order:
+            return out
+        parts = out.split_with_sizes(got)
+        return torch.cat([parts[rank] for rank in places])
+
+    def _compare_counts(self, device: torch.device, send: Sequence[int], receive: Sequence[int]) -> None:
+        """Raise ShardingError on every rank if one sends another number of rows than the other one receives."""
+        sent, received = self.all_gather(torch.tensor([list(send), list(receive)], device=device)).unbind(1)
+        for source, target in (sent != received.t()).nonzero().tolist():
+            raise counts_differ(source, target, int(sent[source, target]), int(received[target, source]))
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
         if x.is_complex():

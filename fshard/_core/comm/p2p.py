@@ -21,7 +21,7 @@ from fshard._core.transfers import reduction
 from fshard.spec import part_lengths
 
 from .description import Description, describe_transfer
-from .gloo import GlooConnections, PendingMessages, pack_messages, unpack_messages
+from .gloo import Counts, GlooConnections, PendingMessages, pack_messages, unpack_messages
 
 _WHOLE = 1 << 14  # bytes up to which every rank reduces everything: half the bytes are not worth a second round
 
@@ -43,12 +43,12 @@ class PeerGroup:
     def _exchange(
         self, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
         incoming: Mapping[int, Sequence[Tensor]], second_round_of: PendingMessages | None = None,
-        entered: Collection[int] | None = None,
+        counts: Counts | None = None, entered: Collection[int] | None = None,
     ) -> PendingMessages:  # fmt: skip
         """Start to send and receive: `PendingMessages` by position over the axes, which only `entered` ones enter."""
         ranks = self.ranks
         return PendingMessages(self.connections, ranks, description, {ranks[r]: xs for r, xs in outgoing.items()},
-                               {ranks[r]: xs for r, xs in incoming.items()}, second_round_of,
+                               {ranks[r]: xs for r, xs in incoming.items()}, second_round_of, counts,
                                None if entered is None else [ranks[r] for r in entered])  # fmt: skip
 
     def _describe(self, op: str, xs: Sequence[Tensor], details: Sequence[Any] = ()) -> Description:
@@ -137,6 +137,17 @@ class PeerGroup:
         messages = self._exchange(self._describe("all_to_all", [x]), {r: [x[r]] for r in self.others},
                                   {r: [out[r]] for r in self.others})  # fmt: skip
         out[self.me].copy_(x[self.me])
+        messages.wait()
+        return out
+
+    def all_to_all_rows(self, x: Tensor, send: Sequence[int], receive: Sequence[int], exchanged: bool) -> Tensor:
+        out = _empty(x, (sum(receive), *x.shape[1:]))
+        parts, places = x.split_with_sizes(list(send)), out.split_with_sizes(list(receive))
+        description = describe_transfer("all_to_all_rows", self.axes, x.dtype, (x.shape[1:],))
+        counts = {self.ranks[r]: (send[r], receive[r]) for r in self.others}
+        messages = self._exchange(description, {r: [parts[r]] for r in self.others},
+                                  {r: [places[r]] for r in self.others}, counts=counts)  # fmt: skip
+        places[self.me].copy_(parts[self.me])
         messages.wait()
         return out
 

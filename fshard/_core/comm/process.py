@@ -50,6 +50,12 @@ class GroupComm:
         self._note("all_to_all", [x], axes)
         return self._group(axes, x).all_to_all(x)
 
+    def all_to_all_rows(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int], axes: Axes, *, exchanged: bool
+    ) -> Tensor:  # fmt: skip
+        self._note("all_to_all_rows", [x], axes, send)
+        return self._group(axes, x).all_to_all_rows(x, send, receive, exchanged)
+
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
         self._note("permute", [x], axes, pairs)
         return self._group(axes, x).permute(x, pairs)

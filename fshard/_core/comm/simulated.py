@@ -25,6 +25,7 @@ from fshard._core.torch import foreach_copy_
 from fshard._core.transfers import call_site, note, reduction
 from fshard.errors import ShardingError, fail
 
+from .description import counts_differ
 from .rank_states import RankStates, torch_for_ranks
 from .rank_threads import Abandoned, RankThread, dismiss, give_back, take_threads
 
@@ -238,6 +239,21 @@ class SimulatedComm:
 
     def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
         return self._collective("all_to_all", x, axes, lambda xs: [torch.stack(r) for r in zip(*xs, strict=True)])
+
+    def all_to_all_rows(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int], axes: Axes, *, exchanged: bool
+    ) -> Tensor:  # fmt: skip
+        def combine(ranks: list[tuple[Tensor, Sequence[int], Sequence[int]]]) -> list[Tensor]:
+            parts = [x.split_with_sizes(list(send)) for x, send, _ in ranks]
+            for (i, (_, send, _)), (j, (_, _, receive)) in itertools.product(enumerate(ranks), enumerate(ranks)):
+                if send[j] != receive[i]:
+                    raise counts_differ(i, j, send[j], receive[i])
+            return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+        note(self, "all_to_all_rows", [x], axes, send)
+        out: Tensor = self._exchange(("all_to_all_rows", axes, ("rows", *x.shape[1:]), x.dtype), (x, send, receive),
+                                     combine)  # fmt: skip
+        return out
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
         def combine(xs: list[Tensor]) -> list[Tensor]:

@@ -79,7 +79,7 @@ class MemoryBackend:
             self._match(*channel)
 
         def wait() -> None:
-            message = receiver.get(timeout=600)
+            message = receiver.get(timeout=60)
             assert message.numel() == x.numel()
             x.view(-1).copy_(message.view(-1))
 
@@ -262,6 +262,13 @@ def test_values_of_blocking_collectives(kind):
         same(comm.reduce_scatter(mine, axes), every.sum(0)[me])
         same(comm.all_to_all(mine, axes), every[:, me])
         same(comm.all_to_all(mine[:, 0], axes), every[:, me, 0])
+        counts = [[(i + 2 * j) % 4 for j in range(n)] for i in range(n)]  # of rows from i to j
+        parts = [[10 * i + j + torch.arange(2.0 * k).view(k, 2) for j, k in enumerate(row)]
+                 for i, row in enumerate(counts)]  # fmt: skip
+        for exchanged in (True, False):
+            receive = [row[me] for row in counts]
+            got = comm.all_to_all_rows(torch.cat(parts[me]), counts[me], receive, axes, exchanged=exchanged)
+            same(got, torch.cat([row[me] for row in parts]))
         got = comm.permute(mine, [(0, 1), (1, 3), (2, 2)], axes)
         same(got, {1: every[0], 3: every[1], 2: every[2]}.get(me, torch.zeros(n, 3)))
         conj = torch.view_as_complex(torch.stack([every, every + 1], -1)).conj()  # a view: its memory is not conjugated
@@ -522,6 +529,33 @@ def test_ranks_in_different_collectives_all_raise_and_may_go_on(name, size):
         assert message.count(", at test_pending_transfers.py:") == len({rank} | agreeing)
         calls = {re.sub(r"  \w.*=\d  |, at .*", "", row) for row in rows}
         assert len(calls) == 2, message
+
+
+@pytest.mark.parametrize("size", [1, 50_001])
+@pytest.mark.parametrize("kind", RUNS)
+def test_counts_of_rows_that_do_not_fit_name_both_ranks_on_both(kind, size):
+    """Rank 1 sends rank 2 two rows and says three; rank 0 goes on."""
+
+    def f(comm: Any, rank: int) -> str | None:
+        send, receive = [[0, 1, 0], [0, 0, 2], [1, 0, 0]][rank], [[0, 0, 1], [1, 0, 0], [0, 3, 0]][rank]
+        try:
+            comm.all_to_all_rows(torch.ones(sum(send), size), send, receive, A, exchanged=False)
+        except fs.ShardingError as e:
+            if kind == "simulated":  # ends every rank
+                raise
+            text = str(e)
+        else:
+            text = None
+        assert comm.all_reduce(torch.ones(9), "sum", A)[0] == 3  # no message of the failed call is received by another
+        return text
+
+    want = "all_to_all_rows: rank 1 sends 2 rows to rank 2, which expects 3\n"
+    if kind == "simulated":
+        with pytest.raises(fs.ShardingError, match=want):
+            RUNS[kind]({"a": 3})(f)
+        return
+    texts = RUNS[kind]({"a": 3})(f)
+    assert [text is not None and text.startswith(want) for text in texts] == [kind == "functional", True, True]
 
 
 def test_error_text_of_ranks_in_different_collectives():
