@@ -379,6 +379,7 @@ def context_attention(
         if not is_fused and groups[me]:  # one block, since merges have no second derivatives
             steps = [[_Block(tuple(groups[me]), tuple(_compact(every)), "mask")]]
     schedule = _Schedule(steps, ring, rule, q.shape[-1] ** -0.5 if scale is None else scale)
+    out: Tensor
     out, _ = apply_fused(schedule, q, k, v, documents) if is_fused else schedule.forward(q, k, v, documents)
     # 3. Exchange back.
     if inner:
@@ -386,7 +387,7 @@ def context_attention(
         parts = [[p._replace(at=places[p[:2]]) for p in split.pieces(me * n_inner + i) if p.length]
                  for i in range(n_inner)]  # fmt: skip
         joined = torch.cat([pad(_take(out, pieces, 2), 2, split.longest) for pieces in parts], 2)
-        out: Tensor = all_to_all(joined, inner, split=2, concat=1, size=heads)
+        out = all_to_all(joined, inner, split=2, concat=1, size=heads)
         out = out.narrow(2, 0, sum(p.length for p in split.pieces(split.me)))
     return out
 

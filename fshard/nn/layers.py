@@ -293,7 +293,7 @@ def repeat_heads(heads: int, x: Tensor) -> Tensor:
 
 
 def check_groups(verb: str, heads: int, groups: int) -> None:
-    """Raise ShardingError unless the heads of keys and values divide those of queries."""
+    """Raise ShardingError unless the groups divide the heads of queries."""
     if groups != heads and (not groups or heads % groups):
         why = f"{heads} % {groups} = {heads % groups}" if groups else "there are none"
         raise fail(f"{verb}: the heads of k and v must divide those of q", why, q=heads, k=groups)

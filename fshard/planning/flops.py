@@ -138,7 +138,7 @@ def _without_masked_pairs(op: Any, flops: int, args: tuple[Any, ...], kwargs: di
     values = {**dict(zip([a.name for a in schema_of(op).arguments], args, strict=False)), **kwargs}
     if not values.get("is_causal"):
         return flops
-    t, s = values["query"].shape[-2], values["key"].shape[-2]
+    t, s = int(values["query"].shape[-2]), int(values["key"].shape[-2])
     return flops * sum(min(i + 1, s) for i in range(t)) // max(1, t * s)
 
 
