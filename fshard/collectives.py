@@ -30,18 +30,24 @@ from ._core.ops import (
     Sum,
     Vary,
     apply_map,
+    check_counts,
+    check_types,
     dim_of,
+    exchange_padded,
+    exchange_rows,
     gather_layout,
+    global_size,
     minmax,
+    row_counts,
     split_layout,
 )
 from ._core.ops import global_shape as checked_shape
 from ._core.ops import local_range as checked_range
 from ._core.protocol import Comm, index_of, size_of
-from ._core.region import known_axes, live_axes, region, user_line
+from ._core.region import has_values, known_axes, live_axes, region, user_line
 from ._core.transfers import refuse_tracing
-from .errors import ShardingError, checked, fail, must_be, raise_all
-from .spec import Axis, P
+from .errors import ShardingError, checked, fail, must_be, number_of, raise_all
+from .spec import Axis, P, part_lengths
 
 
 @checked
@@ -225,6 +231,88 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     if names and n == 1 and not pairs:
         x = tree.map(lambda t: torch.zeros_like(t) if isinstance(t, Tensor) else t, x)
     return _on_leaves("ppermute", x, axis, lambda comm, axes, xs: apply_map(Permute(comm, axes, pairs), xs))
+
+
+@checked
+def all_to_all_rows(
+    x: Any, axis: Axis, send: Tensor | Sequence[int], receive: Tensor | Sequence[int] | None = None, *,
+    most: int | None = None,
+) -> Any:  # fmt: skip
+    """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1; receive rows in the order of the ranks.
+
+        [N, ..]{V} -> [M, ..]{V}     transpose: send and receive swapped     cost: bytes of the rows for other ranks
+
+    N is the sum of `send` and M the sum of `receive`, [n] numbers over the axis. They are values: read by the host, and
+    any may be 0. Without `receive` the ranks exchange their counts first. On an abstract mesh counts that are tensors
+    are balanced.
+
+    With `most` no value is read, as a compiled program needs: buffers have `most` rows for each rank, x may have more
+    rows than the sum of `send`, and the result has n * `most` rows: the received ones, then zeros.
+
+    >>> all_to_all_rows(torch.arange(5.0), "model", [0, 1, 3, 1]).shape           # model=4: 4 ranks send rank 2 3 rows
+    torch.Size([0])
+
+    Raises ShardingError, on both ranks, where one sends another number of rows than the other one expects.
+    """
+    if axis is None or axis == ():
+        return x
+    current = region("all_to_all_rows")
+    names = known_axes("all_to_all_rows", current, axis)
+    axes, tensors = live_axes(current.comm, names), [t for t in tree.leaves(x) if isinstance(t, Tensor) and t.ndim]
+    if not tensors or len(tensors) < len(tree.leaves(x)):
+        raise_all(_leaf_errors("all_to_all_rows", x, False, {"dim": 0}))
+        return x
+    check_types("all_to_all_rows", send, tensors)
+    if most is not None:
+        return tree.map(lambda t: exchange_padded(axes, t, send, receive, most), x)
+    counts = row_counts("all_to_all_rows", axes, send, receive, len(tensors[0]))
+    check_counts("all_to_all_rows", counts, tensors)
+    return _on_leaves("all_to_all_rows", x, axis, lambda comm, axes, xs: exchange_rows(axes, counts, xs), dim=0)
+
+
+@checked
+def take_rows(x: Any, axis: Axis, rows: Tensor) -> Any:
+    """Return the rows with these global indices, of a tensor whose rows are split over an axis.
+
+        [N@axis, ..]{V} -> [M, ..]{V}, rows [M]{V}     transpose: gradients are summed where the rows came from
+        cost: bytes of the rows of other ranks
+
+    Each rank may ask for any number of rows, in any order, and for one row several times.
+
+    >>> take_rows(axis_index("model")[None], "model", torch.tensor([3, 0]))       # model=4
+    tensor([3, 0])
+
+    Raises ShardingError for indices outside of the global size.
+    """
+    sizes = {len(t) for t in tree.leaves(x) if isinstance(t, Tensor) and t.ndim}
+    if len(sizes) != 1 or rows.ndim != 1:
+        raise_all(_leaf_errors("take_rows", x, False, {"dim": 0}))
+        raise fail(f"take_rows: rows must be 1-d, and x have one number of rows: {sorted(sizes)}", *user_line(),
+                   fix="take rows of tensors of one length together", rows=list(rows.shape))  # fmt: skip
+    (length,) = sizes
+    current = region("take_rows")
+    names = known_axes("take_rows", current, axis)
+    axes = live_axes(current.comm, names)
+    size = global_size("take_rows", length, axis, word="x in equal parts")
+    if has_values() and len(rows) and not 0 <= (low := int(rows.min())) <= (high := int(rows.max())) < size:
+        raise fail(f"take_rows: indices are {low} to {high}, and x has {number_of(size, 'row')}", *user_line(),
+                   fix=f"global indices from 0 to {size - 1}")  # fmt: skip
+    if not axes:
+        return tree.map(lambda t: t[rows], x)
+    parts = part_lengths(size, [current.sizes[a] for a in axes])
+    owner = torch.searchsorted(torch.tensor(parts, device=rows.device).cumsum(0), rows, right=True)
+    order = owner.argsort(stable=True)
+    wanted = owner.new_zeros(len(parts)).scatter_add(0, owner, torch.ones_like(owner))
+    counts = row_counts("take_rows", axes, wanted, None, len(rows))
+    (asked,) = exchange_rows(axes, counts, [rows[order]])
+    first = sum(parts[: index_of(axes, current.sizes, current.coords)])
+    back = counts._replace(send=counts.receive, receive=counts.send)
+    place = order.argsort()
+
+    def answer(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [y[place] for y in exchange_rows(axes, back, [t[asked - first] for t in xs])]
+
+    return _on_leaves("take_rows", x, axis, answer, dim=0)
 
 
 @checked

@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fshard as fs
 from fshard import P, ShardingError
+from fshard._core.region import has_values
 from tests.lib.assertions import error_text
 from tests.lib.collective_cases import check_all, check_values, check_vmap_is_one_transfer
 
@@ -359,6 +360,7 @@ TAKES_TENSORS = {
     "all_gather": lambda x: fs.all_gather(x, "a"), "psum_scatter": lambda x: fs.psum_scatter(x, "a"),
     "pslice": lambda x: fs.pslice(x, "a"), "ppermute": lambda x: fs.ppermute(x, "a", []),
     "all_to_all": lambda x: fs.all_to_all(x, "a", split=0, concat=1),
+    "all_to_all_rows": lambda x: fs.all_to_all_rows(x, "a", [1] * fs.axis_size("a")),
 }  # fmt: skip
 
 
@@ -542,3 +544,103 @@ def test_a_global_shape_of_what_is_not_a_part_is_an_error():
     text = error_text(each_rank, fs.make_mesh(a=2), f, torch.ones(7), specs=(OVER_A,))  # of either rank
     assert text.startswith("global_shape: x is not this rank's part of an array with spec P('a')\n  shape  [")
     assert "\n  3 over ('a',) splits into [2, 1]; this rank has " in text
+
+
+# --- rows whose numbers are values ---------------------------------------------------------------------------
+
+
+def _counted(n):
+    return torch.tensor([[(i + 2 * j) % 4 for j in range(n)] for i in range(n)])  # of rows from i to j, some 0
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_rows_arrive_in_the_order_of_the_ranks_and_padded_ones_first(n):
+    counts = _counted(n)
+
+    def f(send):
+        me = int(fs.axis_index("a"))
+        x = 100.0 * me + torch.arange(float(send.sum()))[:, None].expand(-1, 2)
+        got = fs.all_to_all_rows({"x": x, "half": x[:, 0].half(), "flag": x[:, :1] > 100 * me}, "a", send[0])
+        padded = fs.all_to_all_rows(x, "a", send[0], counts[:, me], most=4)
+        back = fs.all_to_all_rows(padded, "a", counts[:, me], most=4)
+        assert torch.equal(back[: len(x)], x)
+        assert padded.shape == back.shape == (4 * n, 2)
+        assert not padded[len(got["x"]) :].any()
+        assert torch.equal(padded[: len(got["x"])], got["x"])
+        assert torch.equal(got["half"], got["x"][:, 0].half())
+        assert len(got["flag"]) == len(got["x"])
+        return torch.cat([got["x"][:, 0], got["x"].new_full((6 * n - len(got["x"]),), -1.0)])
+
+    got = each_rank(fs.make_mesh(a=n), f, counts, specs=(P("a"),)).view(n, -1)
+    starts = counts.cumsum(1) - counts
+    for j in range(n):
+        want = torch.cat([100.0 * i + starts[i, j] + torch.arange(float(counts[i, j])) for i in range(n)])
+        assert torch.equal(got[j, : len(want)], want)
+
+
+@pytest.mark.parametrize(("mesh", "axis"), [({"a": 1}, "a"), ({"a": 4}, "a"), ({"a": 2, "b": 3}, ("b", "a"))])
+def test_take_rows_equals_indexing_the_gathered_rows(mesh, axis):
+    x = torch.randn(7, 2, dtype=torch.float64)  # some ranks have fewer rows, or none
+
+    def f(x):
+        me, k = fs.axis_index(axis), int(fs.axis_index(axis))
+        rows = (torch.arange(3 * k) * (me + 2)) % 7  # none on the first rank, and some twice
+        full = fs.all_gather(x, axis, size=7)
+        total = lambda take: fs.grad(lambda x: fs.psum((take(x) ** 2 * (1 + me)).sum(), axis))(x)  # noqa: E731
+        assert torch.equal(fs.take_rows(x, axis, rows), full[rows])
+        want = total(lambda x: fs.all_gather(x, axis, size=7)[rows])
+        torch.testing.assert_close(total(lambda x: fs.take_rows(x, axis, rows)), want, rtol=1e-12, atol=1e-12)
+        return fs.psum(full.sum() * 0, axis)
+
+    fs.shard_map(f, mesh=fs.make_mesh(**mesh), in_specs=(P(axis),), out_specs=P())(x)
+
+
+ROW_ERRORS = [
+    (lambda x: fs.all_to_all_rows(x, "a", [1, 2]), "all_to_all_rows: x has 2 rows, and send has 3\n"),
+    (lambda x: fs.all_to_all_rows(x, "a", [3, -1]), "all_to_all_rows: x has 2 rows, and send has 2\n"),
+    (lambda x: fs.all_to_all_rows(x, "a", [1, 1], [2, 1]), "rank [01] sends 1 row to rank 0, which expects 2\n"),
+    (lambda x: fs.all_to_all_rows(x, "a", [2]), "all_to_all_rows: send must have a number of rows for each of 2 ranks"),
+    (lambda x: fs.all_to_all_rows(x, "a", torch.ones(2)), "all_to_all_rows: send must be integers"),
+    (lambda x: fs.all_to_all_rows(x, "a", [2, 0], most=1), "send = \\[2, 0\\], most = 1"),
+    (lambda x: fs.all_to_all_rows(x.sum(), "a", [1, 1]), "all_to_all_rows: x: a 0-d tensor has no dim 0"),
+    (lambda x: fs.all_to_all_rows(W_INVARIANT[:2], "a", x.long().flatten()[:2] * 0 + 1), "all_to_all_rows"),
+    (lambda x: fs.take_rows(x, "a", torch.tensor([4])), "take_rows: indices are 4 to 4, and x has 4 rows\n"),
+    (lambda x: fs.take_rows({"x": x, "y": x[:1]}, "a", torch.tensor([0])), "take_rows: rows must be 1-d, and x have"),
+]
+W_INVARIANT = torch.ones(3, 1)
+
+
+@pytest.mark.parametrize(("f", "text"), ROW_ERRORS)
+def test_wrong_counts_of_rows_are_errors(f, text):
+    with pytest.raises(ShardingError, match=text):
+        each_rank(fs.make_mesh(a=2), f, torch.ones(4, 2), specs=(P("a"),))
+
+
+def test_counts_that_vary_over_an_axis_over_which_the_rows_do_not():
+    def f(x):
+        return fs.all_to_all_rows(x, "a", 1 + 0 * fs.axis_index("b").expand(2))
+
+    want = "send varies over 'b', and x does not\\n.*\\n  fix: fs.pvary\\(x, 'b'\\)"
+    with pytest.raises(ShardingError, match=want):
+        each_rank(fs.make_mesh(a=2, b=2), f, torch.ones(4, 2), specs=(P("a"),))
+
+
+def test_rows_are_recorded_with_their_bytes_and_are_balanced_without_values():
+    counts = _counted(4)
+
+    def f(x, send):
+        rows = int(send.sum()) if has_values() else 6
+        loss = lambda x: fs.psum(fs.all_to_all_rows(x[:rows], "a", send[0]).square().sum(), "a")  # noqa: E731
+        return fs.grad(loss)(x)
+
+    args = torch.ones(4 * 8, 3), counts
+    mapped = fs.shard_map(f, mesh=fs.make_mesh(a=4), in_specs=(P("a"), P("a")), out_specs=P("a"))
+    with fs.recording() as log:
+        mapped(*args)
+    sent = {(t.rank, t.phase): t.sent for t in log if t.op == "all_to_all_rows"}
+    others = counts * (1 - torch.eye(4, dtype=torch.int64))
+    assert sent == {(r, phase): int(n) * 12 for phase, sums in (("forward", others.sum(1)), ("backward", others.sum(0)))
+                    for r, n in enumerate(sums)}  # fmt: skip
+    dry = fs.plan(mapped.on(fs.make_mesh(kind="abstract", a=4)), *args).transfers
+    assert [(t.sent, t.phase) for t in dry if t.op == "all_to_all_rows"] == [(48, "forward"), (48, "backward")]
+    fs.check(mapped.on(fs.make_mesh(kind="abstract", a=4)), *args)

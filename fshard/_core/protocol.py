@@ -3,9 +3,9 @@
 `ProcessComm`, in `process`, is one rank of `torch.distributed`; `SimulatedComm`, in `simulated`, a thread of this
 process; `AbstractComm`, in `abstract`, moves nothing and returns the right shapes.
 
-Five verbs move one tensor of equal shape on every rank, and block. Three start a transfer of several tensors of one
-dtype, whose parts may differ in size, and return a `PendingTransfer`. Dims, and trees of several dtypes, are handled
-in `collectives`.
+Five verbs move one tensor of equal shape on every rank, and block; `all_to_all_rows` moves any numbers of rows. Four
+start a transfer of several tensors of one dtype, whose parts may differ in size, and return a `PendingTransfer`. Dims,
+and trees of several dtypes, are handled in `collectives`.
 """
 
 from __future__ import annotations
@@ -66,6 +66,15 @@ class Comm(Place, Protocol):
     def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
         """Send row j to rank j, and receive row i from rank i: [n, *S] -> [n, *S]."""
 
+    def all_to_all_rows(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int], axes: Axes, *, exchanged: bool
+    ) -> Tensor:  # fmt: skip
+        """Send the first send[0] rows to rank 0, the next send[1] to rank 1; receive[i] rows from rank i, in order.
+
+        [N, *S] -> [M, *S], for contiguous x. `exchanged`: the ranks know that their counts fit; otherwise they compare
+        them. Raises ShardingError, on both ranks, for counts that do not fit.
+        """
+
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
         """Send to rank b for a pair (me, b), and receive from rank a for (a, me); without one, zeros: [*S] -> [*S]."""
 
@@ -83,6 +92,11 @@ class Comm(Place, Protocol):
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
         """Start to sum over the ranks: in place in contiguous xs, or with `fresh` in new tensors."""
+
+    # Only the ranks that a pair names need to start this one; two of them start their common transfers in one order.
+
+    def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes) -> PendingTransfer:
+        """Start to send xs to rank b for a pair (me, b). The result is received for (a, me); without one, zeros."""
 
 
 def size_of(axes: Sequence[str], sizes: Mapping[str, int]) -> int:

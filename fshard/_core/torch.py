@@ -176,6 +176,14 @@ functional_collectives = torch.ops._c10d_functional
 foreach_copy_ = torch._foreach_copy_
 
 
+# The kernels behind torch.nn.functional.scaled_dot_product_attention, which does not return the log-sum-exp. The
+# second one, for CUDA, pads it to a multiple of 32 queries.
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
+efficient_attention_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+
+
 def schema_of(op: Any) -> Any:
     """Return the schema of an operation (an OpOverload): its arguments and results, and which of them it writes."""
     return op._schema
@@ -235,6 +243,11 @@ def is_view(x: Tensor) -> bool:
     return x._is_view()
 
 
+def assert_async(condition: Tensor, message: str) -> None:
+    """Raise RuntimeError if a condition is false: on CUDA when the device gets there, without a wait of the host."""
+    torch._assert_async(condition, message)
+
+
 # --- torch.distributed ------------------------------------------------------------------------------------------------
 
 
@@ -248,17 +261,23 @@ def timeout_of(backend: Any) -> Any:
     return backend.options._timeout
 
 
+def group_named(name: str) -> Any:
+    """Return the process group of a name: functional collectives take the name, messages of two ranks the group."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+
+
 def default_store() -> Any:
     """Return the store of the group of all ranks, also if another program initialized torch.distributed."""
     return dist.distributed_c10d._get_default_store()
 
 
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of", "backward_number",
-    "default_store", "foreach_copy_", "functional_collectives", "has_tangent", "in_backward", "in_transform",
-    "innermost_transform", "is_batched", "is_grad_tracking", "is_legacy_batched", "is_traced", "is_view", "is_wrapped",
-    "level_of", "named_as", "never_traced", "next_number", "replace_dual_levels", "replace_reparametrize_module",
-    "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id", "timeout_of", "transform_level", "unwrapped",
-    "unwrapped_once", "version_of", "with_legacy_batch", "with_tangents", "without_functorch", "without_legacy_batch",
-    "without_modes", "without_torch_function",
+    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assert_async", "assume_constant_result", "backend_of",
+    "backward_number", "default_store", "efficient_attention", "efficient_attention_backward", "flash_attention",
+    "flash_attention_backward", "foreach_copy_", "functional_collectives", "group_named", "has_tangent", "in_backward",
+    "in_transform", "innermost_transform", "is_batched", "is_grad_tracking", "is_legacy_batched", "is_traced",
+    "is_view", "is_wrapped", "level_of", "named_as", "never_traced", "next_number", "replace_dual_levels",
+    "replace_reparametrize_module", "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id", "timeout_of",
+    "transform_level", "unwrapped", "unwrapped_once", "version_of", "with_legacy_batch", "with_tangents",
+    "without_functorch", "without_legacy_batch", "without_modes", "without_torch_function",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from .display import Html, bar, page, table
 from .packing import part_shape
 from .protocol import Axes, Place, index_of
 from .region import checker
-from .torch import is_traced
+from .torch import in_backward, is_traced
 
 Split = Sequence[Any]
 
@@ -30,7 +30,7 @@ class Transfer:
     """One collective of one rank. `bytes` is the size of its argument on that rank; `where` the line that called it.
 
     `ranks` is the number of ranks over its axes, and `rank` the one that called it, in the mesh. `kept` are the bytes
-    of the argument that stay on this rank: its part of a sum that is scattered, its row of an exchange, and all
+    of the argument that stay on this rank: its part of a sum that is scattered, its rows of an exchange, and all
     that a rank without a target has in a permute. In the backward pass, `where` is the line of the forward collective
     whose transpose it is.
     """
@@ -51,6 +51,7 @@ class Transfer:
 
             all_reduce      2 (n-1)/n b     all_gather  (n-1) b
             reduce_scatter  b - kept        all_to_all  b - kept        permute  b - kept
+            all_to_all_rows  b - kept
 
         `b` is `bytes`, n is `ranks`. Where the axes divide the dim, `b - kept` is (n-1)/n b. Rounded up to full bytes.
         A sum of at most 16 KiB takes one round on gloo instead of two, in which a rank sends (n-1) b.
@@ -191,19 +192,23 @@ def stop_after_transfers(n: int, stop: type[BaseException]) -> Iterator[None]:
 def transfer(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> Transfer:
     """Return the record of a collective of these tensors, of one dtype, called at the current line.
 
-    `split`: the dim of each tensor that a reduce_scatter splits, or the (source, target) pairs of a permute.
+    `split`: the dim of each tensor that a reduce_scatter splits, the (source, target) pairs of a permute, or
+    the number of rows to each rank.
     """
     sizes, coords = [place.sizes[a] for a in axes], [place.coords[a] for a in axes]
     count, itemsize = sum(x.numel() for x in xs), xs[0].element_size()
     if op == "permute":
         me = index_of(axes, place.sizes, place.coords)
         kept = 0 if any(source == me != target for source, target in split) else count
+    elif op == "all_to_all_rows":
+        kept = count // max(1, sum(split)) * split[index_of(axes, place.sizes, place.coords)]
     elif op == "reduce_scatter" and split:
         kept = sum(math.prod(part_shape(x, dim, sizes, coords)) for x, dim in zip(xs, split, strict=True))
     else:  # rows, one for each rank
         kept = count // math.prod(sizes) if op in ("reduce_scatter", "all_to_all") else 0
+    is_backward = getattr(_thread, "origin", None) or (in_backward() and not is_recomputing())
     return Transfer(op, axes, xs[0].dtype, count * itemsize, call_site(),
-                    "backward" if getattr(_thread, "origin", None) else "forward", ranks=math.prod(sizes),
+                    "backward" if is_backward else "forward", ranks=math.prod(sizes),
                     rank=index_of(tuple(place.sizes), place.sizes, place.coords), kept=kept * itemsize)  # fmt: skip
 
 

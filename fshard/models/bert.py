@@ -18,8 +18,10 @@ from torch import Tensor
 from fshard import init as initial
 from fshard import nn
 from fshard._core.files.io import StrPath
+from fshard._core.ops import global_size
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.interop.hf import FileTensor, WeightHeaders
+from fshard.nn.context import positions_of
 from fshard.nn.decoding import check_ids
 from fshard.spec import Axis, P
 
@@ -183,8 +185,9 @@ def _encode(
               fail(f"bert: {name} must have one entry for each token", got=list(x.shape), needed=list(ids.shape))
               for name, x in (("mask", mask), ("types", types))
               if x is not None and (not isinstance(x, Tensor) or x.shape != ids.shape)]  # fmt: skip
-    if t > cfg.max_position_embeddings:
-        errors.append(fail(f"bert: {t} tokens do not fit {cfg.max_position_embeddings} positions",
+    size = global_size("bert", t, layout.context) if layout.context else t
+    if size > cfg.max_position_embeddings:
+        errors.append(fail(f"bert: {size} tokens do not fit {cfg.max_position_embeddings} positions",
                            fix="a larger max_position_embeddings"))  # fmt: skip
     raise_all(errors)
     layout = layout.with_batch(ids, key, cfg.hidden_dropout_prob, cfg.attention_probs_dropout_prob)
@@ -193,9 +196,10 @@ def _encode(
         x = torch.where(layout.time_slice(ids != cfg.pad_token_id).unsqueeze(-1), x, x.detach())
     table = layout.replicated(top["type"])
     x = x + (table[0] if types is None else nn.embedding(layout.time_slice(types), table))
-    x = x + layout.time_slice(top["position"][:t], 0)
+    at = positions_of("bert", size, layout.context, "contiguous") if layout.context else slice(t)
+    x = x + layout.time_slice(top["position"][at], 0)
     x = layout.dropout(layout.layer_norm(x, top["ln"], cfg.layer_norm_eps), cfg.hidden_dropout_prob, key, "embd", t)
-    attended = None if mask is None else (mask != 0)[:, None, None, :]  # [B, 1, 1, T]
+    attended = None if mask is None else mask != 0
     out: Tensor
     out, _ = apply_blocks(lambda p, x, key, _: (_block(cfg, p, x, layout, key, t, attended), None), params, x,
                           layout=layout, described=shapes_of(init, cfg), specs=specs, key=key, remat=remat)  # fmt: skip
@@ -210,8 +214,12 @@ def _block(
     q, k, v = (project_heads(h, p[name]) for name in ("q", "k", "v"))  # each [B, H@model, T, K]
     drops = key is not None and cfg.attention_probs_dropout_prob
     weights = layout.global_shape((len(q), cfg.num_attention_heads, t, t)) if drops else None
-    a = nn.attention(q, k, v, mask=attended, rate=cfg.attention_probs_dropout_prob,
-                     key=fold_name(key, "attn"), spec=P(layout.data, layout.model), shape=weights)  # fmt: skip
+    if layout.context:  # padding attends to padding: its states have no meaning
+        a = nn.context_attention(q, k, v, layout.context, order="contiguous", causal=False, documents=attended)
+    else:
+        mask = None if attended is None else attended[:, None, None, :]  # [B, 1, 1, T]
+        a = nn.attention(q, k, v, mask=mask, rate=cfg.attention_probs_dropout_prob,
+                         key=fold_name(key, "attn"), spec=P(layout.data, layout.model), shape=weights)  # fmt: skip
     a = layout.row_linear(a.transpose(1, 2).flatten(2), p["proj"]["w"].flatten(0, 1), p["proj"]["b"])
     a = layout.dropout(a, cfg.hidden_dropout_prob, key, "proj", t)
     x = layout.layer_norm(x + a, p["ln_1"], cfg.layer_norm_eps)
@@ -251,7 +259,7 @@ def loss(
     tensor(3.47...)
     """
     out = logits(cfg, params, ids, layout=layout, **options)
-    return nn.cross_entropy(out, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data,
+    return nn.cross_entropy(out, targets, axis=layout.model, size=cfg.vocab_size, over=layout.examples or None,
                             donate=True)  # fmt: skip
 
 
@@ -264,6 +272,7 @@ def embed(cfg: Config, params: Any, ids: Tensor, *, mask: Tensor | None = None, 
     >>> embed(cfg, params, ids).shape
     torch.Size([2, 16])
     """
+    options.get("layout", ONE_DEVICE).refuse_context("bert.embed")
     return F.normalize(pool(apply(cfg, params, ids, mask=mask, **options), mask), dim=-1)
 
 
@@ -289,6 +298,7 @@ def pooled(cfg: Config, params: Any, x: Tensor, *, layout: Layout = ONE_DEVICE, 
     >>> pooled(cfg, params, apply(cfg, params, ids)).shape
     torch.Size([2, 16])
     """
+    layout.refuse_context("bert.pooled")
     p = _unshard(cfg, params, layout, specs, "pooler")["pooler"]
     return torch.tanh(flat_linear(x[:, 0], p))
 

@@ -138,7 +138,7 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
 
 def _forward(
     cfg: Config, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, key: Tensor | None,
-    remat: bool, mask: Tensor | None, cache: Cache | None = None,
+    remat: bool, mask: Tensor | Tokens | None, cache: Cache | None = None,
 ) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
     """Return the normalized stream after the last block, the unsharded parameters `names`, and what to cache."""
     tokens = Tokens.of(ids, mask, cache)

@@ -132,12 +132,12 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
 
 def _forward(
     cfg: Config, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, key: Tensor | None,
-    remat: bool, mask: Tensor | None, cache: Cache | None = None,
+    remat: bool, mask: Tensor | Tokens | None, cache: Cache | None = None,
 ) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
     """Return the normalized stream after the last block, the unsharded parameters `names`, and what to cache."""
     tokens = Tokens.of(ids, mask, cache)
-    if tokens.start + tokens.t > cfg.n_positions:
-        raise fail(f"gptj: {tokens.start + tokens.t} tokens do not fit {cfg.n_positions} positions",
+    if tokens.stop > cfg.n_positions:
+        raise fail(f"gptj: {tokens.stop} tokens do not fit {cfg.n_positions} positions",
                    fix="a larger n_positions")  # fmt: skip
     layout = layout.with_batch(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
     described = shapes_of(init, cfg)

@@ -149,6 +149,7 @@ def apply(
     >>> apply(cfg, params, ids).shape
     torch.Size([2, 2])
     """
+    layout.refuse_context("heads")
     x = _states(cfg.base, _part(params, "base"), ids, layout=layout, specs=_part_specs(specs, "base"), key=key,
                 remat=remat, mask=mask, **options)  # fmt: skip
     if cfg.task == "sequence" and isinstance(cfg.base, bert.Config):

@@ -10,11 +10,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import nn, tree
+from fshard._core.ops import global_size
+from fshard.collectives import all_gather
 from fshard.errors import fail
 from fshard.nn.decoding import check_ids
+from fshard.spec import Axis
 
 
 class KeyValues(NamedTuple):
@@ -54,12 +58,24 @@ class Tokens(NamedTuple):
     start: int  # the number of tokens before
     t: int
     positions: Tensor  # [T], or [B, T] with a mask
-    mask: Tensor | None  # [B, 1, T, S], True where a token attends to a position; None: all up to its own
+    mask: Tensor | None  # [B, 1, T, S], True where a token attends to a position; None: all up to it
     capacity: int  # of the cache; 0 without one
+    documents: Tensor | None = None  # [B, T@context]: numbers, if a token attends only to its document
+    size: int | None = None  # of the sequence, where an axis splits it
+
+    @property
+    def stop(self) -> int:
+        """The number of tokens so far, on all ranks."""
+        return self.start + self.t if self.size is None else self.size
 
     @staticmethod
-    def of(ids: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tokens:
-        """Locate ids [B, T]; mask [B, S] is nonzero for tokens and 0 for padding, which positions do not count."""
+    def of(ids: Tensor, mask: Tensor | Tokens | None = None, cache: Cache | None = None) -> Tokens:
+        """Locate ids [B, T]; mask [B, S] is nonzero for tokens and 0 for padding, which positions do not count.
+
+        Tokens that `located` has located are returned.
+        """
+        if isinstance(mask, Tokens):
+            return mask
         check_ids("model", ids)
         t, start = ids.shape[1], 0 if cache is None else cache.length
         s, capacity = start + t, 0 if cache is None else cache.capacity
@@ -74,6 +90,38 @@ class Tokens(NamedTuple):
         positions = (real.long().cumsum(1) - 1).clamp(min=0)[:, start:]
         attended = real[:, None, None, :] & nn.causal_mask(t, s, device=ids.device)
         return Tokens(start, t, positions, attended, capacity)
+
+
+def located(
+    ids: Tensor, mask: Tensor | None, cache: Cache | None, documents: Tensor | None, context: Axis
+) -> Tensor | Tokens | None:
+    """Locate ids [B, T@context] in zigzag order, or with packed `documents`; else return the mask.
+
+    Positions begin anew with each document.
+    """
+    if documents is None and not context:
+        return mask
+    if mask is not None or cache is not None:
+        raise fail("model: Layout(context=) and documents take neither a mask nor a cache",
+                   fix="targets of -100 for padding at the end; generate with a Layout without context")  # fmt: skip
+    check_ids("model", ids)
+    if documents is not None and documents.shape != ids.shape:
+        raise fail("model: documents must have one number for each token", documents=list(documents.shape),
+                   ids=list(ids.shape))  # fmt: skip
+    t, attended = ids.shape[1], None
+    size = global_size("model", t, context, word="an even T") if context else t
+    positions = nn.zigzag_positions(size, context) if context else torch.arange(t, device=ids.device)
+    if documents is not None:
+        in_order = nn.from_zigzag(documents, context, size=size) if context else documents
+        in_order = all_gather(in_order, context, 1, size=size)
+        begins = F.pad(in_order[:, 1:] != in_order[:, :-1], (1, 0), value=True)
+        every = torch.arange(size, device=ids.device)
+        positions = (every - torch.where(begins, every, 0).cummax(1).values)[:, positions]
+        if not context:
+            attended = (documents[:, None, :, None] == documents[:, None, None, :]) & nn.causal_mask(
+                t, t, device=ids.device
+            )
+    return Tokens(0, t, positions, attended, 0, documents, size)
 
 
 def append_to_cache(

@@ -214,8 +214,8 @@ def _forward(
 
 def forward(
     cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], described: Any, block: Callable[..., Any], *,
-    layout: Layout, specs: Any, key: Tensor | None, remat: bool, mask: Tensor | None, cache: Cache | None = None,
-    has_aux: bool = False, each: Sequence[tuple[Any, ...]] = (),
+    layout: Layout, specs: Any, key: Tensor | None, remat: bool, mask: Tensor | Tokens | None,
+    cache: Cache | None = None, has_aux: bool = False, each: Sequence[tuple[Any, ...]] = (),
 ) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
     """Embed ids and apply all blocks, `block(forward, params, x, key, cached, window)`; see `apply_blocks`.
 

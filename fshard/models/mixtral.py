@@ -179,8 +179,11 @@ def _forward(
     Experts that are split over the data axes are not unsharded: they go to the blocks as separate arguments.
     """
     data, axes = names_of(layout.data), names_of(layout.experts)
+    layout.refuse_context("mixtral")
     described, mask = shapes_of(init, cfg), options["mask"]
-    counted = None if mask is None else layout.time_slice(mask[:, -ids.shape[1] :] != 0)  # without cached tokens
+    counted = (
+        None if not isinstance(mask, Tensor) else layout.time_slice(mask[:, -ids.shape[1] :] != 0)
+    )  # without cached tokens
     block = functools.partial(_block, counted=counted)
     _check_layout(layout)
     if not set(axes) & set(data):

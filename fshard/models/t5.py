@@ -275,6 +275,7 @@ class _Call(NamedTuple):
     ) -> _Call:  # fmt: skip
         """Unshard the named parts of the parameters; ids [B, ...] have this rank's batch."""
         check_ids("t5", ids)
+        layout.refuse_context("t5")
         layout = layout.with_batch(ids, key, cfg.dropout_rate)
         described = shapes_of(init, cfg)
         top = layout.unshard(names, _without_blocks(params), _without_blocks(specs), _without_blocks(described))

@@ -32,7 +32,7 @@ from fshard.schedule.scan import scan
 from fshard.schedule.unshard import make_whole, unshard
 from fshard.spec import Axis, P, any_on_host, is_spec, names_of
 
-from .kv_cache import Cache, KeyValues, Tokens, append_to_cache
+from .kv_cache import Cache, KeyValues, Tokens, append_to_cache, located
 
 # A block: its unsharded parameters, x, its key, its cached keys and values[, its own argument] -> x and the
 # updated keys and values.
@@ -63,6 +63,9 @@ class Layout:
     `release`, `prefetch` and `backward_prefetch`: when the blocks' parameters are gathered and freed; see `scan`.
     `varied`: the parameters are whole over `data` and vary over it already, as `fs.pvary(params, "data")` before
     `value_and_grad`, so that each rank has the gradients of its own examples, which `optim.zero` takes.
+    `context`: the positions, of ids, targets and results in their order; between them decoders have the zigzag order
+    (`nn.context_attention`). With `zigzag` the ids, targets and results are in it, too. Without dropout, masks and
+    caches.
 
     >>> Layout("data", "model", sequence=True).stream
     P('data', 'model')
@@ -79,6 +82,13 @@ class Layout:
     prefetch: int = 1
     backward_prefetch: BackwardPrefetch = None
     varied: bool = False
+    context: Axis = None
+    zigzag: bool = False
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """The axes that split the tokens of a batch: over their ranks a loss is the mean of all targets."""
+        return (*names_of(self.data), *names_of(self.context))
 
     def unsharded(self, specs: Any) -> Axis:
         """Return the axes over which parameters of these specs are made whole, and their gradients summed."""
@@ -86,12 +96,12 @@ class Layout:
         if split:
             raise fail(f"Layout(varied=True): parameters are split over {', '.join(sorted(split))}", layout=self,
                        fix="varied=False: unshard gathers them, and sums their gradients")  # fmt: skip
-        return None if self.varied else self.data
+        return None if self.varied else self.examples or None
 
     @property
     def stream(self) -> P:
         """The spec of the residual stream, [B, T, D]."""
-        return P(self.data, self.model if self.sequence else None)
+        return P(self.data, (*names_of(self.context), *names_of(self.model if self.sequence else None)) or None)
 
     def unshard(self, names: Sequence[str], params: Any, specs: Any, described: Any) -> dict[str, Any]:
         """Make the named parameters ready for each rank's own batch: unshard them over `data`, by their specs.
@@ -176,7 +186,27 @@ class Layout:
 
     def with_batch(self, ids: Tensor, key: Tensor | None, *rates: float) -> Layout:
         """Return the layout with `batch` set, if dropout at one of the rates needs it; ids [B, T] are this rank's."""
-        return self if key is None or not any(rates) else replace(self, batch=self.global_shape(ids.shape)[0])
+        if key is None or not any(rates):
+            return self
+        self.refuse_context("dropout")
+        return replace(self, batch=self.global_shape(ids.shape)[0])
+
+    def to_zigzag(self, *xs: Any) -> tuple[Any, ...]:
+        """Move tokens [B, T@context] to the zigzag order, if they are not in it; some may be None."""
+        if not self.context or self.zigzag:
+            return xs
+        return tuple([None if x is None else nn.to_zigzag(x, self.context) for x in xs])
+
+    def from_zigzag(self, x: Tensor) -> Tensor:
+        """Move a result [B, T@context, ..] back to the order of the tokens."""
+        out: Tensor = nn.from_zigzag(x, self.context) if self.context and not self.zigzag else x
+        return out
+
+    def refuse_context(self, what: str) -> None:
+        """Raise ShardingError if an axis splits the positions, which a part of a model cannot have."""
+        if self.context:
+            raise fail(f"{what}: has no form for positions that an axis splits", layout=self,
+                       fix="a Layout without context")  # fmt: skip
 
     def global_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the global shape of a shape whose dim 0 is this rank's batch."""
@@ -297,7 +327,7 @@ def rope_angles(
     """
     length: int | Tensor | None = None
     if parameters.get("rope_type") in ("dynamic", "longrope"):
-        length = tokens.start + tokens.t
+        length = tokens.stop
         if tokens.mask is not None:
             ends = tokens.positions + 1
             length = pmax(ends.max() if ends.numel() else ends.new_zeros(()), layout.data)  # a rank may have no rows
@@ -315,6 +345,10 @@ def causal_attention(
     dropout of weights by `key` needs it. With a `window` a token attends to itself and the `window` - 1 before it,
     padding included, and no more are cached.
     """
+    if layout.context:
+        a = nn.context_attention(q, k, v, layout.context, documents=tokens.documents, window=window, scale=scale,
+                                 size=tokens.size)  # fmt: skip
+        return a.transpose(1, 2).flatten(2), None
     if window is None:
         k, v, cached = append_to_cache(k, v, tokens, cached)
         mask = tokens.mask
@@ -388,7 +422,7 @@ def loss_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor]:
     @checked
     def loss(
         cfg: Any, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
-        key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
+        key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, documents: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets of -100 are ignored.
 
@@ -396,8 +430,11 @@ def loss_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor]:
         tensor(3.19...)
         """
         check_config("loss", cfg, config)
-        logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
-        return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data,
+        ids, targets, documents = layout.to_zigzag(ids, targets, documents)
+        layout = replace(layout, zigzag=bool(layout.context))  # the logits need not move back
+        logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
+                       documents=documents)  # fmt: skip
+        return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.examples or None,
                             donate=True)  # fmt: skip
 
     return loss
@@ -429,6 +466,7 @@ def generate_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor
         torch.Size([2, 7])
         """
         check_config("generate", cfg, config)
+        layout.refuse_context("generate")
         layout = replace(layout, sequence=False)  # one token has no sequence to split
         chosen = Options.of(with_tokens(options, cfg.eos_token_id, cfg.pad_token_id, cfg.vocab_size))
 
@@ -466,12 +504,14 @@ def decoder_of(
     def apply(
         cfg: Any, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
         key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, cache: Cache | None = None,
+        documents: Tensor | None = None,
     ) -> Any:  # fmt: skip
         """Return logits of the next token: ids [B@data, T] -> [B@data, T, V@model]; with `cache`, (logits, new cache).
 
         `params` are as placed. Pass their `specs` if they vary over `layout.data` or are split over it (FSDP): each
         block is then unsharded just before it runs. `key` turns dropout on; `remat` recomputes blocks in backward.
-        `mask` [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too.
+        `mask` [B@data, T] is 0 for padding; with a cache it has entries for the cached tokens too. `documents`
+        [B@data, T] are numbers of packed texts: a token attends to its text, whose positions begin with 0.
 
         With the rope_type dynamic or longrope, angles depend on the longest sequence of the batch so far. Cached keys
         are not rotated again, as in transformers: the logits differ from one call with all the tokens.
@@ -481,15 +521,16 @@ def decoder_of(
         """
         check_config("apply", cfg, config)
         names = [name for name in shapes_of(init, cfg) if name != "h"]
-        x, top, blocks = forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
-                                 cache=cache)  # fmt: skip
-        out = logits(cfg, layout, top, x, ids.shape[1])
+        ids, documents = layout.to_zigzag(ids, documents)
+        x, top, blocks = forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat,
+                                 mask=located(ids, mask, cache, documents, layout.context), cache=cache)  # fmt: skip
+        out = layout.from_zigzag(logits(cfg, layout, top, x, ids.shape[1]))
         return out if cache is None else (out, cache.updated(blocks, ids.shape[1]))
 
     @checked
     def states(
         cfg: Any, params: Any, ids: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
-        key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
+        key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, documents: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the last hidden states: ids [B@data, T] -> [B@data, T, D]{I model}; arguments as of `apply`.
 
@@ -500,8 +541,10 @@ def decoder_of(
         """
         check_config("states", cfg, config)
         names = [name for name in shapes_of(init, cfg) if name not in ("h", "head")]
-        x, *_ = forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
-        return layout.whole(x, ids.shape[1])
+        ids, documents = layout.to_zigzag(ids, documents)
+        x, *_ = forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat,
+                        mask=located(ids, mask, None, documents, layout.context))  # fmt: skip
+        return layout.from_zigzag(layout.whole(x, ids.shape[1]))
 
     return apply, states
 

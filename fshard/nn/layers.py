@@ -267,7 +267,7 @@ def attention(
         if x.ndim < 3:
             raise fail(f"attention: {name} is {list(x.shape)}", fix="[B, heads, positions, K]; B may be left out")
     t, s, has_dropout = q.shape[-2], k.shape[-2], _has_dropout("attention", rate, key)
-    k, v = (_repeat_heads(q.shape[-3], x) for x in (k, v))
+    k, v = (repeat_heads(q.shape[-3], x) for x in (k, v))
     if causal and t > 1 and (has_dropout or t != s):
         mask = causal_mask(t, s, device=q.device)
     if not has_dropout:
@@ -285,15 +285,18 @@ def attention(
     return dropout(weights, rate, key=key, spec=spec, shape=shape) @ v
 
 
-def _repeat_heads(heads: int, x: Tensor) -> Tensor:
+def repeat_heads(heads: int, x: Tensor) -> Tensor:
     """Repeat each of G heads H/G times: [B, G, S, K] -> [B, H, S, K]."""
     groups = x.shape[-3]
-    if groups == heads:
-        return x
-    if not groups or heads % groups:
+    check_groups("attention", heads, groups)
+    return x if groups == heads else x.repeat_interleave(heads // groups, dim=-3)
+
+
+def check_groups(verb: str, heads: int, groups: int) -> None:
+    """Raise ShardingError unless the groups divide the heads of queries."""
+    if groups != heads and (not groups or heads % groups):
         why = f"{heads} % {groups} = {heads % groups}" if groups else "there are none"
-        raise fail("attention: the heads of k and v must divide those of q", why, q=heads, k=groups)
-    return x.repeat_interleave(heads // groups, dim=-3)
+        raise fail(f"{verb}: the heads of k and v must divide those of q", why, q=heads, k=groups)
 
 
 @checked

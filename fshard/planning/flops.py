@@ -120,14 +120,26 @@ def weight_arguments(op: Any) -> tuple[int, ...]:
 def flops_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
     """Return the FLOPs of an operation; None if nobody knows, and 0 where it only reads and writes.
 
-    Attention counts all of [T, S], as torch's counters do, also where half of it is masked.
+    Causal attention counts the pairs of a query and a position up to it, which the kernels compute. With a mask
+    all of [T, S] count, as in torch's counters.
     """
     formula = _formula(op)
     if formula is None:
         return None if _is_heavy(op, args, kwargs, out) else 0
     flops = int(formula(*args, **kwargs, out_val=out))
+    if name_of(op).startswith("_scaled_dot_product"):
+        flops = _without_masked_pairs(op, flops, args, kwargs)
     is_complex = kind_of(op) != "fft" and any(x.is_complex() for x in tensors_in(args))
     return 4 * flops if is_complex else flops
+
+
+def _without_masked_pairs(op: Any, flops: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the FLOPs of an attention; `flops` counts all pairs of a query and a position."""
+    values = {**dict(zip([a.name for a in schema_of(op).arguments], args, strict=False)), **kwargs}
+    if not values.get("is_causal"):
+        return flops
+    t, s = int(values["query"].shape[-2]), int(values["key"].shape[-2])
+    return flops * sum(min(i + 1, s) for i in range(t)) // max(1, t * s)
 
 
 def flops_fact(flops: int | None) -> dict[str, Any]:

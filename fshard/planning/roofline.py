@@ -12,7 +12,7 @@ k_l is at most the number of groups of level l that they touch. With `sent` byte
 `Transfer.sent`), a bandwidth of B_l and a latency of a_l,
 
     all_reduce, all_gather, reduce_scatter    rounds x sum_l (k_l-1 - k_l) a_l  +  max_l sent k_l-1 / n / B_l
-    all_to_all    a_l of the furthest level  +  max_l sent (peers at level l) / (n - 1) / B_l
+    all_to_all, all_to_all_rows    a_l of the furthest level  +  max_l sent (peers at level l) / (n - 1) / B_l
     permute       a_l  +  sent / B_l    of the furthest level
 
 An all_reduce makes two rounds, the others one. A ring enters and leaves each group once, and n / k_l-1 devices of the
@@ -190,7 +190,7 @@ def _transfer_seconds(transfer: Transfer, mesh: tuple[tuple[str, int], ...], dev
     furthest = crossed[-1][0]
     if transfer.op == "permute":
         seconds = furthest.latency + transfer.sent / furthest.bandwidth
-    elif transfer.op == "all_to_all":  # n / b - n / a of the n - 1 peers are at this level
+    elif transfer.op.startswith("all_to_all"):  # n / b - n / a of the n - 1 peers are at this level
         most = max(transfer.sent * (n / b - n / a) / (n - 1) / link.bandwidth for link, a, b in crossed)
         seconds = furthest.latency + most
     else:

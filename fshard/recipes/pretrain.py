@@ -4,6 +4,7 @@
     python -m fshard.recipes.pretrain --mesh data=2,model=2                   four simulated devices: the same losses
     torchrun --nproc-per-node 4 -m fshard.recipes.pretrain --mesh data=2,model=2 --fsdp --sequence-parallel
     python -m fshard.recipes.pretrain --mesh data=4 --zero                    full parameters, their AdamW state split
+    python -m fshard.recipes.pretrain --mesh data=2,seq=2 --context 4096      each sequence split over two devices
     python -m fshard.recipes.pretrain --resume out --mesh model=4 --steps 2000  resume on another mesh
     python -m fshard.recipes.pretrain --mesh data=2,model=2 --fsdp --verify   verify the step before training
 
@@ -71,7 +72,7 @@ class Options(command.Options):
     prompt: str = option("def ", "the beginning of that text")
 
     def axes(self) -> dict[str, str]:
-        return {"data": "batch", "model": "width"}
+        return {"data": "batch", **({"seq": "context"} if "seq=" in self.mesh else {}), "model": "width"}
 
     def problems(self) -> list[str]:
         problems = super().problems()
@@ -79,6 +80,8 @@ class Options(command.Options):
             divisor = max(n for n in range(1, min(self.heads, self.width) + 1) if self.width % n == 0)
             problems.append(f"--heads {self.heads}: must divide --width, and {self.width} % {self.heads} = "
                             f"{self.width % self.heads}: give --heads {divisor}")  # fmt: skip
+        if "seq=" in self.mesh and (self.zero or self.dropout):
+            problems.append(f"--mesh {self.mesh}: seq= takes neither --zero nor --dropout: give --fsdp, or nothing")
         if self.fsdp and self.zero:
             problems.append(
                 "--fsdp --zero: fully sharded parameters have a sharded optimizer state: give one of the two"
@@ -118,7 +121,7 @@ def batches(
     mesh: fs.Mesh,
     name: str = "text to train on",
 ) -> Any:
-    """Return a function from a step to its placed batch {"ids", "targets"}, [B@data, T]; a rank reads only its rows."""
+    """Return a function from a step to its placed batch {"ids", "targets"}, [B@data, T@seq]; a rank reads its rows."""
     size = (len(text) - 1) // length
     if size < batch:
         raise Refusal(f"the {name} has {len(text)} tokens, fewer than {batch} sequences of {length} + 1: "
@@ -130,9 +133,14 @@ def batches(
 
     def load(step: int) -> Any:
         rows = data.indices(key, step=step, size=size, batch=batch)
-        return data.load(fetch, rows, mesh=mesh, spec=P("data"))
+        return data.load(fetch, rows, mesh=mesh, spec=tokens_spec(mesh))
 
     return load
+
+
+def tokens_spec(mesh: fs.Mesh) -> P:
+    """Return the spec of a batch of tokens."""
+    return P("data", "seq") if "seq" in mesh.axes else P("data")
 
 
 # --- training -------------------------------------------------------------------------------------------------
@@ -153,7 +161,8 @@ def train(args: Options) -> float:
     cfg = gpt2.Config(vocab_size=VOCAB, n_positions=args.context, n_embd=args.width, n_layer=args.layers,
                       n_head=args.heads, embd_pdrop=args.dropout, attn_pdrop=args.dropout,
                       resid_pdrop=args.dropout)  # fmt: skip
-    layout = gpt2.Layout("data", "model", args.sequence_parallel, varied=args.zero)
+    layout = gpt2.Layout("data", "model", args.sequence_parallel, varied=args.zero,
+                         context="seq" if "seq" in mesh.axes else None)  # fmt: skip
     policy = fs.Policy(compute=DTYPES[args.dtype])
     described = gpt2.init(cfg)
     specs = gpt2.specs(cfg, model="model")
@@ -180,7 +189,7 @@ def train(args: Options) -> float:
         params = policy.to_compute(params)
         return gpt2.loss(cfg, params, ids, targets, layout=layout, specs=specs, key=key, remat=args.remat)
 
-    in_specs = (state_specs, P("data"))
+    in_specs = (state_specs, tokens_spec(mesh))
 
     @fs.shard_map(mesh=mesh, in_specs=in_specs, out_specs=(state_specs, P()), donate=0, compile=args.compile)
     def train_step(state: Any, batch: Any) -> Any:
@@ -191,7 +200,7 @@ def train(args: Options) -> float:
         state = {"params": params, "opt": opt, "key": state["key"], "step": state["step"] + 1}
         return state, {"loss": loss, "grad_norm": opt[0]["norm"]}
 
-    @fs.shard_map(mesh=mesh, in_specs=(specs, P("data")), out_specs=P())
+    @fs.shard_map(mesh=mesh, in_specs=(specs, tokens_spec(mesh)), out_specs=P())
     def eval_step(params: Any, batch: Any) -> Tensor:
         with torch.no_grad():
             return loss_fn(params, batch["ids"], batch["targets"], None)

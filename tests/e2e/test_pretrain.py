@@ -30,6 +30,7 @@ MESHES = {
     "data=2,model=2 zero sequence": "--mesh data=2,model=2 --zero --sequence-parallel",
     "data=2,model=2 fsdp sequence": "--mesh data=2,model=2 --fsdp --sequence-parallel",
     "model=4": "--mesh model=4",  # 257 tokens and 3 heads over 4
+    "data=2,seq=2 fsdp": "--mesh data=2,seq=2 --fsdp",
 }
 
 
@@ -66,6 +67,10 @@ def test_the_loss_falls(one):
     assert one[0]["loss"] == pytest.approx(5.55, abs=0.2)  # about ln 257
     assert one[-1]["loss"] < 5
     assert all(m["tokens_per_s"] > 0 for m in one)
+
+
+def test_split_positions_never_change_the_curve(text, one, tmp_path):
+    assert_same_curve(run(tmp_path, text, *MESHES["data=2,seq=2 fsdp"].split()), one)
 
 
 @pytest.mark.slow
@@ -217,6 +222,10 @@ def refusal(*flags):
     ("--steps -1 --batch 0", "--steps -1: give 1 or more; --batch 0: give 1 or more"),
     ("--layers 0 --heads -1 --width 0",
      "--layers 0: give 1 or more; --heads -1: give 1 or more; --width 0: give 1 or more"),
+    (
+        "--mesh seq=2 --dropout 0.1",
+        "--mesh seq=2: seq= takes neither --zero nor --dropout: give --fsdp, or nothing",
+    ),
     (
         "--fsdp --zero",
         "--fsdp --zero: fully sharded parameters have a sharded optimizer state: give one of the two",

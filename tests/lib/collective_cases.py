@@ -47,6 +47,32 @@ def _rotate(x: Any, axis: Any) -> Any:
     return fs.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
 
 
+def rows_between(source: int, target: int, n: int) -> int:
+    """Return the rows that a rank sends to another: 0 to 3, 6 in all for 4 ranks."""
+    return (source + 2 * target) % 4
+
+
+def _rows(x: Any, axis: Any) -> Any:
+    n, me = fs.axis_size(axis), int(fs.axis_index(axis))
+    return fs.all_to_all_rows(x, axis, [rows_between(me, j, n) for j in range(n)],
+                              torch.tensor([rows_between(i, me, n) for i in range(n)]))  # fmt: skip
+
+
+def _hot(x: Any, axis: Any) -> Any:  # all rows of rank i to rank i^2, and none to others
+    n, me = fs.axis_size(axis), int(fs.axis_index(axis))
+    return fs.all_to_all_rows(x, axis, torch.tensor([2 * (j == me * me % n) for j in range(n)]))
+
+
+def _padded(x: Any, axis: Any) -> Any:
+    n, me = fs.axis_size(axis), int(fs.axis_index(axis))
+    return fs.all_to_all_rows(x, axis, [min(1, (me + j) % 3) for j in range(n)], most=2)
+
+
+def _taken(x: Any, axis: Any) -> Any:
+    n, me = fs.axis_size(axis), fs.axis_index(axis)
+    return fs.take_rows(x, axis, torch.arange(3) * (me + 1) % (2 * n))
+
+
 CASES = [
     Case("psum", fs.psum, "V", "I", lambda n: (3, 2)),
     Case("pmean", fs.pmean, "V", "I", lambda n: (3, 2)),
@@ -67,6 +93,10 @@ CASES = [
     Case("all_to_all", lambda x, a: fs.all_to_all(x, a, split=0, concat=1), "V", "V", lambda n: (2 * n, 3 * n), 1),
     Case("all_to_all uneven", lambda x, a: fs.all_to_all(x, a, split=1, concat=0, size=5), "V", "V",
          lambda n: (5, 7), 0),
+    Case("all_to_all_rows", _rows, "V", "V", lambda n: (n, 3)),
+    Case("all_to_all_rows hot", _hot, "V", "V", lambda n: (2 * n, 3), 0),
+    Case("all_to_all_rows padded", _padded, "V", "V", lambda n: (n, 2)),
+    Case("take_rows", _taken, "V", "V", lambda n: (2 * n, 2), 0),
     Case("ppermute shift", _shift, "V", "V", lambda n: (3, 2)),
     Case("ppermute rotate", _rotate, "V", "V", lambda n: (4,)),
 ]  # fmt: skip
@@ -84,7 +114,11 @@ def _draw(case: Case, kind: str, shape: tuple[int, ...], axes: tuple[str, ...], 
 
 def _local_shape(case: Case, axes: tuple[str, ...]) -> tuple[int, ...]:
     sizes, coords = [region().sizes[a] for a in axes], [region().coords[a] for a in axes]
-    shape = list(case.shape(math.prod(sizes)))
+    n = math.prod(sizes)
+    shape = list(case.shape(n))
+    if case.f is _rows:
+        me = index_of(axes, region().sizes, region().coords)
+        shape[0] = sum(rows_between(me, j, n) for j in range(n))
     if case.dim is not None:
         shape[case.dim] = part_range(shape[case.dim], sizes, coords)[1]
     return tuple(shape)
@@ -363,6 +397,8 @@ def verbs_with_bytes(comm: Any, axes: tuple[str, ...]) -> list[tuple[Callable[[]
     """
     n = math.prod(comm.sizes[a] for a in axes)
     part = part_range(2 * n - 3, [comm.sizes[a] for a in axes], [comm.coords[a] for a in axes])[1]  # of 5: 2, 2, 1, 0
+    me = index_of(axes, comm.sizes, comm.coords)
+    send, receive = zip(*[(rows_between(me, r, n), rows_between(r, me, n)) for r in range(n)], strict=True)
     pairs = [(i, i + 1) for i in range(n - 1)] if n > 2 else [(0, 1), (1, 1)]
     return [
         (lambda: comm.all_reduce(torch.ones(4000 * n), "sum", axes), 2 * (n - 1) * 16_000 * n),
@@ -375,6 +411,8 @@ def verbs_with_bytes(comm: Any, axes: tuple[str, ...]) -> list[tuple[Callable[[]
         (lambda: [comm.scatter([torch.ones(2 * n - 3, 2), torch.ones(3, n)], [0, 1], axes)()],
          (n - 1) * (8 * (2 * n - 3) + 12 * n)),
         (lambda: comm.all_to_all(torch.ones(n, 5), axes), n * (n - 1) * 20),
+        (lambda: comm.all_to_all_rows(torch.ones(sum(send), 3), send, receive, axes, exchanged=False),
+         12 * sum(rows_between(i, j, n) for i in range(n) for j in range(n) if i != j)),
         (lambda: comm.permute(torch.ones(7), pairs, axes), 28 * sum(a != b for a, b in pairs)),
         (lambda: comm.permute(torch.ones(7), [(0, 0)], axes), 0),
     ]  # fmt: skip

@@ -95,7 +95,10 @@ def uneven(mesh: fs.Mesh, *, compile: bool) -> list[torch.Tensor]:
         columns = fs.all_to_all(x, "model", split=1, concat=0, size=5)
         part = fs.psum_scatter(rows.exp().T, ("model", "data"))
         passed = fs.ppermute(x[:1], "model", [(0, 1)])
+        taken = torch.tensor([min(1, len(x))] + [0] * (fs.axis_size("model") - 1))
+        first = fs.all_to_all_rows(x, "model", taken, most=2)  # each rank's first row, on rank 0
         outs = (sines + cosines, twice, thrice, rows.sum(0), largest, least, columns.sum(0), part, passed.sum(0))
+        outs += (first.exp().sum(0),)
         return tuple(fs.all_gather(out.flatten()[None], ("data", "model"), size=mesh.size) for out in outs)
 
     step = fs.shard_map(f, mesh=mesh, in_specs=(P("model"), P("model")), out_specs=P(), compile=compile, check="never")

@@ -130,6 +130,10 @@ def test_flops_of_attention_are_those_of_its_products() -> None:
     fused = forward_and_backward(F.scaled_dot_product_attention, *shapes)
     assert fused == (by_hand[0], by_hand[1] + by_hand[0] // 2)  # the scores again
     assert flops(F.scaled_dot_product_attention, *shapes, (16, 24)) == by_hand[0]  # with a mask
+    square = [(2, 4, 16, 8)] * 3
+    every = forward_and_backward(F.scaled_dot_product_attention, *square)
+    causal = forward_and_backward(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), *square)
+    assert causal == tuple(n * 17 // 32 for n in every)  # a query and the positions up to its own
     before = flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
     flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # else torch imports dynamo, for seconds
     try:

@@ -6,19 +6,19 @@ transfer, its buffers and their lifetimes need no second description.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fshard._core.protocol import Axes, index_of, size_of
+from fshard._core.protocol import Axes, PendingTransfer, index_of, size_of
 from fshard._core.torch import FakeTensorMode, functional_collectives, without_modes
 from fshard._core.transfers import Split, Transfer, transfer
 
 from .description import Description
 from .functional import FunctionalGroup
-from .gloo import PendingMessages, Work
+from .gloo import Counts, PendingMessages, Work
 from .p2p import PeerGroup
 from .process import GroupComm
 
@@ -103,6 +103,7 @@ class _UnsentPeers(PeerGroup):
     def _exchange(
         self, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
         incoming: Mapping[int, Sequence[Tensor]], second_round_of: PendingMessages | None = None,
+        counts: Counts | None = None, entered: Collection[int] | None = None,
     ) -> PendingMessages:  # fmt: skip
         return _UnsentMessages(self.ranks, self.me, outgoing, incoming)
 
@@ -125,6 +126,10 @@ class _UnsentCollectives(FunctionalGroup):
 
     def _wait(self, started: Tensor) -> Tensor:
         return started
+
+    def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> PendingTransfer:
+        out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs]
+        return lambda: out
 
 
 def fake_tensors() -> FakeTensorMode:

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from fshard._core.packing import column_counts, flatten, match_rows, pack, pad, part_shape, unpack
 from fshard._core.protocol import PendingTransfer, coords_of
-from fshard._core.torch import foreach_copy_, functional_collectives
+from fshard._core.torch import foreach_copy_, functional_collectives, group_named
 from fshard.errors import fail
+
+from .description import counts_differ
 
 _ops = functional_collectives
 
@@ -47,6 +49,30 @@ class FunctionalGroup:
         out = self._wait(self._start(_ops.all_to_all_single, flat, sizes, sizes, self.name)).view(x.shape)
         return self._by_position(out).reshape(x.shape)
 
+    def all_to_all_rows(self, x: Tensor, send: Sequence[int], receive: Sequence[int], exchanged: bool) -> Tensor:
+        if x.is_complex():
+            return torch.view_as_complex(self.all_to_all_rows(torch.view_as_real(x), send, receive, exchanged))
+        if not exchanged:
+            self._compare_counts(x.device, send, receive)
+        places = [self._group_rank(position) for position in range(self.n)]
+        order = sorted(range(self.n), key=places.__getitem__)  # positions over the axes, by rank of the group
+        in_order, width, parts = places == sorted(places), math.prod(x.shape[1:]), x.split_with_sizes(list(send))
+        flat = (x if in_order else torch.cat([parts[i] for i in order])).reshape(-1)
+        got, sent = [receive[i] for i in order], [send[i] for i in order]
+        out = self._wait(self._start(_ops.all_to_all_single, flat, [n * width for n in got],
+                                     [n * width for n in sent], self.name))  # fmt: skip
+        out = out.view(-1, *x.shape[1:]) if width else x.new_empty(sum(got), *x.shape[1:])
+        if in_order:
+            return out
+        parts = out.split_with_sizes(got)
+        return torch.cat([parts[rank] for rank in places])
+
+    def _compare_counts(self, device: torch.device, send: Sequence[int], receive: Sequence[int]) -> None:
+        """Raise ShardingError on every rank if one sends another number of rows than the other one receives."""
+        sent, received = self.all_gather(torch.tensor([list(send), list(receive)], device=device)).unbind(1)
+        for source, target in (sent != received.t()).nonzero().tolist():
+            raise counts_differ(source, target, int(sent[source, target]), int(received[target, source]))
+
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
         if x.is_complex():
             return torch.view_as_complex(self.permute(torch.view_as_real(x), pairs))
@@ -59,6 +85,31 @@ class FunctionalGroup:
         flat = x.reshape(-1)[: sum(sent)]
         out = self._wait(self._start(_ops.all_to_all_single, flat, received, sent, self.name))
         return out.view(x.shape) if sum(received) == x.numel() else torch.zeros_like(x)
+
+    def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> PendingTransfer:
+        """Start messages between pairs of ranks."""
+        out = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in xs]
+        operations = []
+        for source, target in pairs:
+            if source == target == self.me:
+                foreach_copy_(out, list(xs))
+            elif self.me in (source, target):
+                ys = [x.contiguous() for x in xs] if source == self.me else out
+                operations += self._messages(ys, target if source == self.me else source, source == self.me)
+        works = call_distributed(dist.batch_isend_irecv, operations) if operations else []
+
+        def wait() -> list[Tensor]:
+            for work in works:
+                call_distributed(work.wait)
+            return out
+
+        return wait
+
+    def _messages(self, xs: Sequence[Tensor], position: int, is_sent: bool) -> list[dist.P2POp]:
+        """Describe the messages of these tensors, to or from the rank at a position."""
+        group, op = group_named(self.name), dist.isend if is_sent else dist.irecv
+        parts = [torch.view_as_real(x) if x.is_complex() else x for x in xs]
+        return [dist.P2POp(op, x, group=group, group_peer=self._group_rank(position)) for x in parts]
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int]) -> PendingTransfer:
         widths = column_counts(into, dims, self.sizes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import datetime
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from fshard._core.packing import pack, unpack
 from fshard._core.torch import foreach_copy_
 
-from .description import Description, disagreement
+from .description import Description, counts_differ, counts_in, disagreement
 from .functional import call_distributed
 from .watchdog import SLOW, Wait
 
@@ -29,6 +29,8 @@ _LARGE = 1 << 16  # bytes from which a separate message costs less than two copi
 HEADER_TAG = 1 << 20
 _FIRST_TAG = 1 << 30
 _NUMBERS = 1 << 13  # more than there are pending transfers
+
+Counts = Mapping[int, tuple[int, int]]  # by rank: the numbers of rows that are sent to it, and received from it
 
 
 class Work(NamedTuple):
@@ -67,9 +69,9 @@ class GlooConnections:
 class PendingMessages:
     """The messages of one transfer: `outgoing[r]` is being sent to rank r, and `incoming[r]` received from it.
 
-    The sizes of `incoming[r]` are those that rank r sends. All `ranks` must start the same transfers with one another,
-    in the same order. A transfer may have a second round of messages, another `PendingMessages`:
-    `second_round_of` is the first.
+    The sizes of `incoming[r]` are those that rank r sends. All `ranks`, or only the `entered` ones of them, must start
+    the same transfers with one another, in the same order. A transfer may have a second round of messages, another
+    `PendingMessages`: `second_round_of` is the first. Ranks whose `counts` of rows do not fit find out.
 
     Attributes: `description`, and `works`: the messages that are not known to have ended.
     """
@@ -77,12 +79,14 @@ class PendingMessages:
     def __init__(
         self, connections: GlooConnections, ranks: Sequence[int], description: Description,
         outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]],
-        second_round_of: PendingMessages | None = None,
+        second_round_of: PendingMessages | None = None, counts: Counts | None = None,
+        entered: Collection[int] | None = None,
     ) -> None:  # fmt: skip
-        self.description = description
+        self.description, self._counts = description, counts
         self.works: list[Work] = []
-        self._connections, self._ranks = connections, ranks
+        self._connections, self._ranks, self._entered = connections, ranks, ranks if entered is None else entered
         self._headers: list[Work] = []
+        self._sent_headers: set[int] = set()  # ids of tensors of `works`
         self._received: dict[int, Tensor] = {}  # the header from each rank
         self._awaited = connections.rank  # the rank that is waited for
         self._packed: list[tuple[Tensor, list[Tensor]]] = []  # received buffers, and the tensors packed in each
@@ -106,14 +110,19 @@ class PendingMessages:
     def _exchange_headers(self) -> dict[int, int]:
         """Start to exchange headers, and return the tag of the other messages to and from each rank."""
         connections, message = self._connections, self.description.message
-        tags = {}
-        for r in self._ranks:
+        tags, number, counts = {}, self.description.number, self._counts
+        for r in self._entered:
             if r == connections.rank:
                 continue
+            if counts is not None:  # messages of other sizes must not match
+                message = self.description.message_with(counts[r])
+                both = counts[r] if connections.rank < r else counts[r][::-1]
+                number = hash((self.description.number, *both)) & 0xFFFF
             self._received[r] = torch.empty(message.shape, dtype=torch.uint8, device="cpu")
             self._headers.append(self._start(connections.backend.recv, self._received[r], r, HEADER_TAG))
             self.works.append(self._start(connections.backend.send, message, r, HEADER_TAG))
-            tags[r] = _FIRST_TAG + (self.description.number << 14) + connections.started[r] % _NUMBERS
+            self._sent_headers.add(id(message))
+            tags[r] = _FIRST_TAG + (number << 14) + connections.started[r] % _NUMBERS
             connections.started[r] += 1
         return tags
 
@@ -150,10 +159,18 @@ class PendingMessages:
             self._headers.pop()  # a message must not be waited for twice
         received, self._received = {r: x.numpy().tobytes() for r, x in self._received.items()}, {}
         different = {r for r, header in received.items() if self.description.differs(header)}
+        wrong = {r: counts_in(header) for r, header in received.items()
+                 if self._counts and r not in different and counts_in(header) != self._counts[r][::-1]}  # fmt: skip
+        if failed := {*different, *wrong}:  # the messages to and from these ranks will never match
+            sent = self._sent_headers
+            self.works = [work for work in self.works if id(work.tensor) in sent or work.rank not in failed]
         if different:
-            mine = self.description.message  # sent; the other messages to and from these ranks will never match
-            self.works = [work for work in self.works if work.tensor is mine or work.rank not in different]
-            raise disagreement(self.description, [received.get(r) for r in self._ranks])
+            headers = {i: received.get(r) for i, r in enumerate(self._ranks) if r in self._entered}
+            raise disagreement(self.description, headers)
+        for r, (sends, expects) in wrong.items():
+            assert self._counts is not None
+            (to, of), me, other = self._counts[r], self._ranks.index(self._connections.rank), self._ranks.index(r)
+            raise counts_differ(me, other, to, expects) if to != expects else counts_differ(other, me, sends, of)
 
     def _wait_for(self, work: Work) -> None:
         self._awaited = work.rank

@@ -6,7 +6,7 @@ reduces in the order of the ranks, so the results have the same bits on all of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from fshard._core.transfers import reduction
 from fshard.spec import part_lengths
 
 from .description import Description, describe_transfer
-from .gloo import GlooConnections, PendingMessages, pack_messages, unpack_messages
+from .gloo import Counts, GlooConnections, PendingMessages, pack_messages, unpack_messages
 
 _WHOLE = 1 << 14  # bytes up to which every rank reduces everything: half the bytes are not worth a second round
 
@@ -43,11 +43,13 @@ class PeerGroup:
     def _exchange(
         self, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
         incoming: Mapping[int, Sequence[Tensor]], second_round_of: PendingMessages | None = None,
+        counts: Counts | None = None, entered: Collection[int] | None = None,
     ) -> PendingMessages:  # fmt: skip
-        """Start to send and receive: `PendingMessages` by position over the axes."""
+        """Start to send and receive: `PendingMessages` by position over the axes, which only `entered` ones enter."""
         ranks = self.ranks
         return PendingMessages(self.connections, ranks, description, {ranks[r]: xs for r, xs in outgoing.items()},
-                               {ranks[r]: xs for r, xs in incoming.items()}, second_round_of)  # fmt: skip
+                               {ranks[r]: xs for r, xs in incoming.items()}, second_round_of, counts,
+                               None if entered is None else [ranks[r] for r in entered])  # fmt: skip
 
     def _describe(self, op: str, xs: Sequence[Tensor], details: Sequence[Any] = ()) -> Description:
         """Describe a transfer of tensors whose shapes, and other details, are equal on every rank."""
@@ -138,17 +140,40 @@ class PeerGroup:
         messages.wait()
         return out
 
-    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
-        targets = {target for source, target in pairs if source == self.me}
-        sources = {source for source, target in pairs if target == self.me}
-        out = _empty(x, x.shape) if sources else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-        description, message = self._describe("permute", [x], sorted(pairs)), [x]
-        messages = self._exchange(description, dict.fromkeys(targets - {self.me}, message),
-                                  {r: [out] for r in sources - {self.me}})  # fmt: skip
-        if self.me in sources:
-            out.copy_(x)
+    def all_to_all_rows(self, x: Tensor, send: Sequence[int], receive: Sequence[int], exchanged: bool) -> Tensor:
+        out = _empty(x, (sum(receive), *x.shape[1:]))
+        parts, places = x.split_with_sizes(list(send)), out.split_with_sizes(list(receive))
+        description = describe_transfer("all_to_all_rows", self.axes, x.dtype, (x.shape[1:],))
+        counts = {self.ranks[r]: (send[r], receive[r]) for r in self.others}
+        messages = self._exchange(description, {r: [parts[r]] for r in self.others},
+                                  {r: [places[r]] for r in self.others}, counts=counts)  # fmt: skip
+        places[self.me].copy_(parts[self.me])
         messages.wait()
         return out
+
+    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
+        return self.send([x], pairs, range(len(self.ranks)))()[0]
+
+    def send(
+        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], entered: Collection[int] | None = None
+    ) -> PendingTransfer:
+        """Exchange messages only with the ranks that a pair names with this one, or with all the `entered` ones."""
+        me = self.me
+        targets = {target for source, target in pairs if source == me}
+        sources = {source for source, target in pairs if target == me}
+        out = [_empty(x, x.shape) if sources else torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in xs]
+        if entered is None:
+            entered = sorted({me, *targets, *sources})
+        messages = self._exchange(self._describe("permute", xs, sorted(pairs)), dict.fromkeys(targets - {me}, xs),
+                                  dict.fromkeys(sources - {me}, out), entered=entered)  # fmt: skip
+        if me in sources:
+            foreach_copy_(out, list(xs))
+
+        def wait() -> list[Tensor]:
+            messages.wait()
+            return out
+
+        return wait
 
 
 class _Parts:

@@ -50,6 +50,12 @@ class GroupComm:
         self._note("all_to_all", [x], axes)
         return self._group(axes, x).all_to_all(x)
 
+    def all_to_all_rows(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int], axes: Axes, *, exchanged: bool
+    ) -> Tensor:  # fmt: skip
+        self._note("all_to_all_rows", [x], axes, send)
+        return self._group(axes, x).all_to_all_rows(x, send, receive, exchanged)
+
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
         self._note("permute", [x], axes, pairs)
         return self._group(axes, x).permute(x, pairs)
@@ -65,6 +71,10 @@ class GroupComm:
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
         self._note("all_reduce", xs, axes)
         return self._group(axes, xs[0]).reduce(xs, fresh=fresh)
+
+    def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes) -> PendingTransfer:
+        self._note("permute", xs, axes, pairs)
+        return self._group(axes, xs[0]).send(xs, pairs)
 
 
 class ProcessComm(GroupComm):
@@ -129,7 +139,7 @@ class ProcessComm(GroupComm):
         headers = [bytes(row) for row in group.all_gather(message).tolist()]
         if any(map(mine.differs, headers)):
             me = index_of(axes, self.sizes, self.coords)
-            raise disagreement(mine, [None if i == me else header for i, header in enumerate(headers)])
+            raise disagreement(mine, {i: None if i == me else header for i, header in enumerate(headers)})
 
     def with_all_texts(
         self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]

@@ -10,10 +10,10 @@ import math
 import os
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from fshard._core.torch import foreach_copy_
 from fshard._core.transfers import call_site, note, reduction
 from fshard.errors import ShardingError, fail
 
+from .description import counts_differ
 from .rank_states import RankStates, torch_for_ranks
 from .rank_threads import Abandoned, RankThread, dismiss, give_back, take_threads
 
@@ -42,6 +43,14 @@ class _Collective:
     where: Site | None  # the line of that rank
     arguments: dict[int, Any] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
+
+
+class _Message(NamedTuple):
+    """A message between two ranks; `number` counts the transfers that they started with each other before."""
+
+    source: int
+    target: int
+    number: int
 
 
 class _End:
@@ -77,6 +86,8 @@ class _Run:
         self.returned: list[int] = []
         self.over: list[int] = []  # ranks that have returned or raised
         self.interrupted = False
+        self.mail: dict[_Message, tuple[Any, tuple[Any, ...], Site | None]] = {}  # sent, and not received yet
+        self.awaited: dict[_Message, int] = {}  # by the rank that waits
         self.ended = _End()
         self.failure: BaseException | None = None
         self.states = RankStates(n)
@@ -91,26 +102,45 @@ class _Run:
         where = call_site()
         current = self.entered.setdefault(group, _Collective(signature, rank, where))
         if current.signature != signature:
-            raise fail("the ranks disagree on a collective",
-                       f"rank {current.first}  {_describe(current.signature, current.where)}",
-                       f"rank {rank}  {_describe(signature, where)}",
-                       fix="every rank must call the same collectives in the same order, on equal shapes; for a "
-                           "dim that the axis does not divide, pass its global size=")  # fmt: skip
+            raise _disagreement((current.first, current.signature, current.where), (rank, signature, where))
         current.arguments[rank] = x
         if len(current.arguments) < len(group):
-            self.waiting[rank] = signature, where
-            turn = threading.Lock()
-            turn.acquire()
-            self.wake[rank] = turn.release
-            self.end_turn(rank)
-            turn.acquire()
-            self.begin_turn(rank)
+            self.wait_for_turn(rank, signature)
         else:
             del self.entered[group]
             results = combine([current.arguments[r] for r in group])
             current.results = dict(zip(group, results, strict=True))
             self.ready.extend(r for r in group if self.waiting.pop(r, None))
         return current.results.pop(rank)
+
+    def post(self, message: _Message, x: Any, signature: tuple[Any, ...]) -> None:
+        """Send a message, and let the rank go on that waits for it."""
+        self.stop_if_failed()
+        self.mail[message] = x, signature, call_site()
+        if (rank := self.awaited.pop(message, None)) is not None:
+            del self.waiting[rank]
+            self.ready.append(rank)
+
+    def receive(self, rank: int, message: _Message, signature: tuple[Any, ...]) -> Any:
+        """Wait for a message."""
+        self.stop_if_failed()
+        if message not in self.mail:
+            self.awaited[message] = rank
+            self.wait_for_turn(rank, signature)
+        x, sent, where = self.mail.pop(message)
+        if sent != signature:
+            raise _disagreement((message.source, sent, where), (rank, signature, call_site()))
+        return x
+
+    def wait_for_turn(self, rank: int, signature: tuple[Any, ...]) -> None:
+        """Let other ranks run until one has put this one among the ready ones."""
+        self.waiting[rank] = signature, call_site()
+        turn = threading.Lock()
+        turn.acquire()
+        self.wake[rank] = turn.release
+        self.end_turn(rank)
+        turn.acquire()
+        self.begin_turn(rank)
 
     def begin_turn(self, rank: int) -> None:
         self.running = rank
@@ -140,6 +170,14 @@ class _Run:
             raise Abandoned
 
 
+def _disagreement(*ranks: tuple[int, tuple[Any, ...], Site | None]) -> ShardingError:
+    """Return the error of two ranks, each with its collective and its line."""
+    return fail("the ranks disagree on a collective",
+                *[f"rank {rank}  {_describe(signature, where)}" for rank, signature, where in ranks],
+                fix="every rank must call the same collectives in the same order, on equal shapes; for a "
+                    "dim that the axis does not divide, pass its global size=")  # fmt: skip
+
+
 def _describe(signature: tuple[Any, ...], where: Site | None = None) -> str:
     op, axes, shape, dtype, *_ = signature
     of = "" if shape is None else f" of {str(dtype).removeprefix('torch.')}{list(shape)}"
@@ -157,6 +195,7 @@ class SimulatedComm:
     def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int], run: _Run) -> None:
         self.sizes, self.coords, self._run = sizes, coords, run
         self._rank = index_of(tuple(sizes), sizes, coords)
+        self._started: Counter[int] = Counter()  # sends with each other rank
 
     def _collective(
         self, op: str, x: Tensor, axes: Axes, combine: Callable[[list[Tensor]], Any],
@@ -201,6 +240,21 @@ class SimulatedComm:
     def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
         return self._collective("all_to_all", x, axes, lambda xs: [torch.stack(r) for r in zip(*xs, strict=True)])
 
+    def all_to_all_rows(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int], axes: Axes, *, exchanged: bool
+    ) -> Tensor:  # fmt: skip
+        def combine(ranks: list[tuple[Tensor, Sequence[int], Sequence[int]]]) -> list[Tensor]:
+            parts = [x.split_with_sizes(list(send)) for x, send, _ in ranks]
+            for (i, (_, send, _)), (j, (_, _, receive)) in itertools.product(enumerate(ranks), enumerate(ranks)):
+                if send[j] != receive[i]:
+                    raise counts_differ(i, j, send[j], receive[i])
+            return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+        note(self, "all_to_all_rows", [x], axes, send)
+        out: Tensor = self._exchange(("all_to_all_rows", axes, ("rows", *x.shape[1:]), x.dtype), (x, send, receive),
+                                     combine)  # fmt: skip
+        return out
+
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
         def combine(xs: list[Tensor]) -> list[Tensor]:
             source = {target: xs[source] for source, target in pairs}
@@ -236,6 +290,28 @@ class SimulatedComm:
         if not fresh:
             foreach_copy_(list(xs), reduced)
         return lambda: reduced if fresh else list(xs)
+
+    def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes) -> PendingTransfer:
+        note(self, "permute", xs, axes, pairs)
+        ranks, me = ranks_over(axes, self.sizes, self.coords), index_of(axes, self.sizes, self.coords)
+        shapes = [list(x.shape) for x in xs]
+        signature = ("permute", axes, shapes[0] if len(xs) == 1 else shapes, xs[0].dtype, tuple(pairs))
+        numbers = {r: self._started[r] for r in {ranks[i] for pair in pairs if me in pair for i in pair}}
+        self._started.update(numbers.keys())
+        source = next((ranks[source] for source, target in pairs if target == me), None)
+        received: list[Tensor] | None = None
+        for target in [ranks[target] for source, target in pairs if source == me]:
+            copies = [x.clone(memory_format=torch.contiguous_format) for x in xs]
+            if target == self._rank:
+                received = copies
+            else:
+                self._run.post(_Message(self._rank, target, numbers[target]), copies, signature)
+        if source is None:
+            received = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in xs]
+        if received is not None or source is None:
+            return lambda: received or []
+        message = _Message(source, self._rank, numbers[source])
+        return lambda: self._run.receive(self._rank, message, signature)
 
 
 def _joined(xs: Sequence[Tensor], dims: Sequence[int]) -> list[tuple[Any, ...]]:
@@ -300,6 +376,10 @@ def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
             torch.set_num_threads(compute_threads)  # of threads to come: a rank has set that, too
     if run.failure is not None:
         raise run.failure
+    for message, (_, signature, where) in run.mail.items():
+        raise fail(f"rank {message.target} has not received what rank {message.source} sent it",
+                   f"rank {message.source}  {_describe(signature, where)}",
+                   fix="every rank that a pair names starts the transfer, and waits for it")  # fmt: skip
     return results
 
 

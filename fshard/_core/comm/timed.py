@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -92,6 +93,12 @@ class TimedComm:
     def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
         return self._block("all_to_all", x, axes, lambda: self._comm.all_to_all(x, axes))
 
+    def all_to_all_rows(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int], axes: Axes, *, exchanged: bool
+    ) -> Tensor:  # fmt: skip
+        run = functools.partial(self._comm.all_to_all_rows, x, send, receive, axes, exchanged=exchanged)
+        return self._block("all_to_all_rows", x, axes, run, send)
+
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
         return self._block("permute", x, axes, lambda: self._comm.permute(x, pairs, axes), pairs)
 
@@ -103,3 +110,6 @@ class TimedComm:
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
         return self._start("all_reduce", xs, axes, lambda: self._comm.reduce(xs, axes, fresh=fresh))
+
+    def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes) -> PendingTransfer:
+        return self._start("permute", xs, axes, lambda: self._comm.send(xs, pairs, axes), pairs)

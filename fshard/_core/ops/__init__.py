@@ -1,6 +1,6 @@
 """Differentiable collectives: linear maps with their transposes, and the autograd Function that applies them."""
 
-from .autograd import apply_function, apply_map, differentiable_dtype, make_functions, run_map
+from .autograd import apply_function, apply_map, differentiable_dtype, make_functions, run_map, start_map
 from .dim_sizes import (
     described_size,
     dim_of,
@@ -12,12 +12,27 @@ from .dim_sizes import (
     own_range,
     split_layout,
 )
-from .linear_maps import AllToAll, CastMap, Gather, GatherInvariant, Map, Permute, Precision, Scatter, Slice, Sum, Vary
+from .linear_maps import (
+    AllToAll,
+    AllToAllRows,
+    CastMap,
+    Gather,
+    GatherInvariant,
+    Map,
+    Permute,
+    Precision,
+    Scatter,
+    Slice,
+    Sum,
+    Vary,
+)
 from .minmax import minmax
+from .rows import Counts, check_counts, check_types, exchange_padded, exchange_rows, host_numbers, row_counts
 
 __all__ = [
-    "AllToAll", "CastMap", "Gather", "GatherInvariant", "Map", "Permute", "Precision", "Scatter", "Slice", "Sum",
-    "Vary", "apply_function", "apply_map", "described_size", "differentiable_dtype", "dim_of", "gather_layout",
-    "global_shape", "global_size", "global_sizes", "local_range", "make_functions", "minmax", "own_range",
-    "run_map", "split_layout",
+    "AllToAll", "AllToAllRows", "CastMap", "Counts", "Gather", "GatherInvariant", "Map", "Permute", "Precision",
+    "Scatter", "Slice", "Sum", "Vary", "apply_function", "apply_map", "check_counts", "check_types",
+    "described_size", "differentiable_dtype", "dim_of", "exchange_padded", "exchange_rows", "gather_layout",
+    "global_shape", "global_size", "global_sizes", "host_numbers", "local_range", "make_functions", "minmax",
+    "own_range", "row_counts", "run_map", "split_layout", "start_map",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -168,6 +168,17 @@ def run_map(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         elif types is not None:
             run = functools.partial(_run_if_agreed, m)
         return tuple(run(xs)) if types is None else types.run_collective(m, xs, run)
+
+
+def start_map(m: Map, xs: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+    """Start a map without autograd; the returned function waits for the results.
+
+    A compiler and a checker see it at the start, and an abstract mesh without a schedule does not wait.
+    """
+    if checker() is not None or not m.comm.direct or not m.comm.is_scheduled:
+        out = run_map(m, xs)
+        return lambda: out
+    return m.start(xs)
 
 
 def _run_if_agreed(m: Map, xs: Sequence[Tensor]) -> list[Tensor]:

@@ -8,6 +8,7 @@ tensor. The argument (`takes`) and the result (`gives`) of a map vary over its a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -271,6 +272,44 @@ class AllToAll(Map):
 
 
 @dataclass(frozen=True)
+class AllToAllRows(Map):
+    """all_to_all_rows: send[i] rows of each tensor to rank i, and receive[i] rows from it; `dims` has the dim of rows.
+
+    `exchanged`: the counts of the ranks are known to fit.
+    """
+
+    send: tuple[int, ...] = ()
+    receive: tuple[int, ...] = ()
+    dims: tuple[int, ...] = ()
+    exchanged: bool = False
+    verb = "all_to_all_rows"
+
+    def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        rows = [x.movedim(dim, 0) for x, dim in zip(xs, self.dims, strict=True)]
+        if len(rows) == 1:
+            x = rows[0].contiguous()
+        else:
+            x = torch.cat([r.reshape(len(r), math.prod(r.shape[1:])) for r in rows], 1)
+        out = self.comm.all_to_all_rows(x, self.send, self.receive, self.axes, exchanged=self.exchanged)
+        parts = [out] if len(rows) == 1 else out.split_with_sizes([math.prod(r.shape[1:]) for r in rows], 1)
+        return [part.reshape(len(out), *r.shape[1:]).movedim(0, dim)
+                for part, r, dim in zip(parts, rows, self.dims, strict=True)]  # fmt: skip
+
+    def extent(self, xs: Sequence[Tensor]) -> Any:
+        return [[n for d, n in enumerate(x.shape) if d != dim] for x, dim in zip(xs, self.dims, strict=True)]
+
+    @property
+    def transpose(self) -> Map:
+        return replace(self, origin=None, send=self.receive, receive=self.send)
+
+    def only(self, which: Sequence[int]) -> Map:
+        return replace(self, dims=tuple(self.dims[i] for i in which))
+
+    def batched(self, which: Sequence[bool]) -> Map:
+        return replace(self, dims=tuple(dim + batched for dim, batched in zip(self.dims, which, strict=True)))
+
+
+@dataclass(frozen=True)
 class Permute(Map):
     """ppermute: send along (source, target) pairs of positions."""
 
@@ -279,6 +318,10 @@ class Permute(Map):
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         return unpack(self.comm.permute(pack(xs), self.pairs, self.axes), xs)
+
+    def start(self, xs: Sequence[Tensor]) -> PendingTransfer:
+        """Start to send: of the other ranks, only those that a pair names with this one must do so, too."""
+        return self.comm.send(xs, self.pairs, self.axes)
 
     @property
     def transpose(self) -> Map:

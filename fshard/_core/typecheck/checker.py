@@ -302,6 +302,11 @@ class Checker(OperationMode):
                 raise messages.collective_of_wrong_type(self, m, Operand(unwrapped(x), info), sorted(wrong))
         self.pvaried.add(callsite.site())
 
+    @_without_torch_function
+    def check_operands(self, name: str, xs: Sequence[Tensor]) -> None:
+        """Raise where the operands of a Function, which hides its operations from autograd, must not be mixed."""
+        self._result_type(Operation(None, name), [Operand(unwrapped(x), self.info(x)) for x in xs], (), {})
+
     # --- operations ---
 
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

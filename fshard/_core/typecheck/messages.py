@@ -46,6 +46,7 @@ _WRONG_COLLECTIVE = {
     "psum_scatter": _EQUAL + "the sum would count it {n} times",
     "all_gather": _EQUAL + "the result would be {n} copies of it",
     "all_to_all": _EQUAL + "they would exchange pieces of one value",
+    "all_to_all_rows": _EQUAL + "they would exchange rows of one value",
     "ppermute": _EQUAL + "they would send each other what they have",
     "pmax": _EQUAL + "the maximum is that value",
     "pmin": _EQUAL + "the minimum is that value",

@@ -20,12 +20,15 @@ import torch
 from torch import Tensor
 
 import fshard as fs
+from fshard import P
 from fshard._core.comm import functional
 from fshard._core.comm.gloo import HEADER_TAG, GlooConnections
 from fshard._core.comm.process import ProcessComm
 from fshard._core.ops.linear_maps import Gather, Scatter, Sum
 from fshard._core.protocol import ranks_over
+from fshard._core.transfers import recording
 from fshard.spec import part_lengths
+from tests.lib.assertions import error_text
 from tests.lib.collective_cases import EVERY_DTYPE, check_pending_transfers, check_transfer_records
 from tests.lib.tiers import slow_unless
 
@@ -79,7 +82,7 @@ class MemoryBackend:
             self._match(*channel)
 
         def wait() -> None:
-            message = receiver.get(timeout=600)
+            message = receiver.get(timeout=60)
             assert message.numel() == x.numel()
             x.view(-1).copy_(message.view(-1))
 
@@ -262,6 +265,13 @@ def test_values_of_blocking_collectives(kind):
         same(comm.reduce_scatter(mine, axes), every.sum(0)[me])
         same(comm.all_to_all(mine, axes), every[:, me])
         same(comm.all_to_all(mine[:, 0], axes), every[:, me, 0])
+        counts = [[(i + 2 * j) % 4 for j in range(n)] for i in range(n)]  # of rows from i to j
+        parts = [[10 * i + j + torch.arange(2.0 * k).view(k, 2) for j, k in enumerate(row)]
+                 for i, row in enumerate(counts)]  # fmt: skip
+        for exchanged in (True, False):
+            receive = [row[me] for row in counts]
+            got = comm.all_to_all_rows(torch.cat(parts[me]), counts[me], receive, axes, exchanged=exchanged)
+            same(got, torch.cat([row[me] for row in parts]))
         got = comm.permute(mine, [(0, 1), (1, 3), (2, 2)], axes)
         same(got, {1: every[0], 3: every[1], 2: every[2]}.get(me, torch.zeros(n, 3)))
         conj = torch.view_as_complex(torch.stack([every, every + 1], -1)).conj()  # a view: its memory is not conjugated
@@ -316,6 +326,84 @@ def test_rank_may_start_transfers_before_it_waits_for_one_that_others_have_waite
         assert (c == torch.arange(3)[:, None]).all()
 
     RUNS[kind]({"a": 3})(f)
+
+
+# --- messages between the ranks that pairs name ------------------------------------------------------------------
+
+
+class FunctionalMessages:
+    """Does as the point-to-point operations of torch.distributed, between ranks that are threads."""
+
+    isend, irecv = "isend", "irecv"
+
+    @staticmethod
+    def P2POp(op: str, x: Tensor, *, group: MemoryGroup, group_peer: int) -> Any:  # noqa: N802
+        return op, x, group.backend, group.ranks[group_peer]
+
+    @staticmethod
+    def batch_isend_irecv(operations: Any) -> list[Any]:
+        for op, x, backend, rank in operations:
+            if op == "isend":
+                backend.send([x], rank, 0)
+        works = [backend.recv([x], rank, 0) for op, x, backend, rank in operations if op == "irecv"]
+        return [unittest.mock.Mock(wait=functools.partial(work.wait, TIMEOUT)) for work in works]
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_only_the_ranks_that_pairs_name_take_part_in_a_send(kind):
+    """Rank 3 never enters; rank 1 waits in another order than it starts, and all compute meanwhile."""
+
+    def f(comm: Any, rank: int) -> Any:
+        if rank == 3:
+            return None
+        x = [torch.full((20_000,), float(rank)), torch.arange(6.0).view(2, 3).t() + rank]
+        if rank == 2:
+            return comm.send(x, [(2, 2)], ("a",))(), comm.send(x, [(1, 2)], ("a",))()
+        pending = [comm.send([y + i for y in x], [(0, 1), (1, 0)], ("a",)) for i in range(2)]
+        back = comm.send(x, [(1, 2)], ("a",)) if rank == 1 else list
+        return [wait() for wait in pending[:: -1 if rank else 1]], back()
+
+    patch = unittest.mock.patch.object
+    with patch(functional, "dist", FunctionalMessages), patch(functional, "group_named", lambda name: name):
+        out = RUNS[kind]({"a": 4})(f)
+    numbers = lambda xs: [(x[0][-1].item(), *x[1].shape, x[1][2, 1].item()) for x in xs]  # noqa: E731
+    assert numbers(out[0][0]) == [(1, 3, 2, 6), (2, 3, 2, 7)]
+    assert numbers(out[1][0]) == [(1, 3, 2, 6), (0, 3, 2, 5)]
+    assert numbers(out[2]) == [(2, 3, 2, 7), (1, 3, 2, 6)]
+    assert numbers([out[1][1]]) == [(0, 3, 2, 0)]  # a rank that receives nothing has zeros
+
+
+def test_ranks_that_disagree_on_a_send_and_messages_that_nobody_receives_are_errors():
+    def differ(comm: Any, rank: int) -> None:
+        comm.send([torch.ones(3 + rank)], [(0, 1)], ("a",))()
+
+    for run in IN_RANK_ORDER.values():
+        text = error_text(run({"a": 2}), differ)
+        assert "the ranks disagree on a collective" in text
+        assert "[3]" in text
+        assert "[4]" in text
+    sent = lambda comm, rank: rank or comm.send([torch.ones(3)], [(0, 1)], ("a",))()  # noqa: E731
+    text = error_text(fs.make_mesh(a=2).run, sent)
+    assert text.startswith("rank 1 has not received what rank 0 sent it\n  rank 0  permute over 'a' of float32[3]")
+    waits = lambda comm, rank: rank and comm.send([torch.ones(3)], [(0, 1)], ("a",))()  # noqa: E731
+    assert "deadlock: every rank that has not returned waits" in error_text(fs.make_mesh(a=2).run, waits)
+
+
+def test_transfers_in_the_backward_pass_of_a_function_are_recorded_as_backward():
+    class Summed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return fs.psum(x, "a")
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return fs.psum(grad, "a")
+
+    step = fs.shard_map(fs.grad(lambda x: Summed.apply(x).sum()), mesh=fs.make_mesh(a=2),
+                        in_specs=P("a"), out_specs=P("a"), check="never")  # fmt: skip
+    with recording() as log:
+        step(torch.ones(2))
+    assert [x.phase for x in log if x.rank == 0] == ["forward", "backward"]
 
 
 # --- maps ------------------------------------------------------------------------------------------------------
@@ -522,6 +610,33 @@ def test_ranks_in_different_collectives_all_raise_and_may_go_on(name, size):
         assert message.count(", at test_pending_transfers.py:") == len({rank} | agreeing)
         calls = {re.sub(r"  \w.*=\d  |, at .*", "", row) for row in rows}
         assert len(calls) == 2, message
+
+
+@pytest.mark.parametrize("size", [1, 50_001])
+@pytest.mark.parametrize("kind", RUNS)
+def test_counts_of_rows_that_do_not_fit_name_both_ranks_on_both(kind, size):
+    """Rank 1 sends rank 2 two rows and says three; rank 0 goes on."""
+
+    def f(comm: Any, rank: int) -> str | None:
+        send, receive = [[0, 1, 0], [0, 0, 2], [1, 0, 0]][rank], [[0, 0, 1], [1, 0, 0], [0, 3, 0]][rank]
+        try:
+            comm.all_to_all_rows(torch.ones(sum(send), size), send, receive, A, exchanged=False)
+        except fs.ShardingError as e:
+            if kind == "simulated":  # ends every rank
+                raise
+            text = str(e)
+        else:
+            text = None
+        assert comm.all_reduce(torch.ones(9), "sum", A)[0] == 3  # no message of the failed call is received by another
+        return text
+
+    want = "all_to_all_rows: rank 1 sends 2 rows to rank 2, which expects 3\n"
+    if kind == "simulated":
+        with pytest.raises(fs.ShardingError, match=want):
+            RUNS[kind]({"a": 3})(f)
+        return
+    texts = RUNS[kind]({"a": 3})(f)
+    assert [text is not None and text.startswith(want) for text in texts] == [kind == "functional", True, True]
 
 
 def test_error_text_of_ranks_in_different_collectives():

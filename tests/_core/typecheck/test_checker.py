@@ -66,6 +66,8 @@ RESULT_TYPES = {
     "psum_scatter": (lambda x, w: fs.psum_scatter(x, "data"), V_DATA),
     "pslice": (lambda x, w: fs.pslice(x, "model"), V_BOTH),
     "all_to_all": (lambda x, w: fs.all_to_all(x, "data", split=1, concat=0), V_DATA),
+    "all_to_all_rows": (lambda x, w: fs.all_to_all_rows(x, "data", (x[0, :2] > 9).long() + 1), V_DATA),
+    "take_rows": (lambda x, w: fs.take_rows(x, "data", (x[0] > 9).long()), V_DATA),
     "ppermute": (lambda x, w: fs.ppermute(x, "data", [(0, 1)]), V_DATA),
     "axis_index": (lambda x, w: fs.axis_index("model"), ({"model"}, set())),
     "made from nothing": (lambda x, w: torch.arange(3.0), (set(), set())),

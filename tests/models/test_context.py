@@ -1,0 +1,172 @@
+"""Models with their positions split over an axis equal one device in loss, gradients and logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P
+from fshard.models import bert, gpt2, gpt_neox, gptj, heads, llama, mistral, mixtral, qwen3, t5
+from tests.lib.assertions import assert_same, error_text
+from tests.lib.model_cases import DECODERS, LLAMA_SIZES
+from tests.nn.test_context import packed
+from tests.nn.test_nn import ints
+
+T = 16
+MESHES = {
+    "seq": ({"seq": 2}, False, False),
+    "seq=4": ({"seq": 4}, False, False),
+    "everything": ({"data": 2, "seq": 2, "model": 2}, True, True),
+}
+
+
+def placed(module, cfg, axes, fully_sharded, dtype=torch.float64, **options):
+    """Return the parameters of a model on a mesh, their specs, the layout and the spec of tokens."""
+    has = lambda axis: axis if axis in axes else None  # noqa: E731
+    specs, described = module.specs(cfg, model=has("model")), module.init(cfg)
+    if fully_sharded:
+        specs = fs.fully_shard(specs, described, axis="data")
+    params = fs.materialize(described, specs, fs.make_mesh(**axes), key=fs.key(1), dtype=dtype)
+    layout = module.Layout(has("data"), has("model"), context=has("seq"), **options)
+    return params, specs, layout, P(has("data"), has("seq"))
+
+
+def losses(module, cfg, axes, fully_sharded=False, sequence=False, t=T, logits="apply", **tokens):
+    """Return the loss of one batch, its gradients and the logits."""
+    params, specs, layout, spec = placed(module, cfg, axes, fully_sharded, sequence=sequence)
+    ids, targets = ints(31, 4, t), ints(31, 4, t, seed=1)
+    targets[0, :3] = -100
+
+    def step(params, ids, targets, tokens):
+        of = lambda p: module.loss(cfg, p, ids, targets, layout=layout, specs=specs, **tokens)  # noqa: E731
+        return fs.value_and_grad(of)(params), getattr(module, logits)(
+            cfg, params, ids, layout=layout, specs=specs, **tokens
+        )
+
+    out_specs = (P(), specs), P(*spec.parts(2), layout.model)
+    run = fs.shard_map(step, mesh=fs.make_mesh(**axes), in_specs=(specs, spec, spec, spec), out_specs=out_specs,
+                       check="first" if len(axes) > 1 else "never")  # fmt: skip
+    return fs.device_get(run(params, ids, targets, tokens))
+
+
+CASES = [
+    (gpt2, DECODERS["gpt2"].config()), (gptj, DECODERS["gptj"].config()), (gpt_neox, DECODERS["gpt_neox"].config()),
+    (llama, llama.Config(**LLAMA_SIZES)), (qwen3, qwen3.Config(**LLAMA_SIZES, head_dim=8)),
+    (mistral, mistral.Config(**LLAMA_SIZES, sliding_window=5)),
+    (llama, llama.Config(**LLAMA_SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.5, "rope_theta": 1e4})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "cfg"), CASES, ids=["gpt2", "gptj", "gpt_neox", "llama", "qwen3", "mistral", "llama, dynamic"]
+)
+def test_decoder_with_split_positions_equals_one_device(module, cfg):
+    """torchtitan#2559: positions must begin anew with each packed document."""
+    t = min(T, getattr(cfg, "n_positions", T))
+    for documents in (None, packed(t, 3).repeat(2, 1)):
+        want = losses(module, cfg, {"data": 1}, t=t, documents=documents)
+        for name, mesh in MESHES.items():
+            got = losses(module, cfg, *mesh, t=t, documents=documents)
+            assert_same(got, want, name, rtol=1e-12, atol=1e-12)
+
+
+def test_decoder_with_split_positions_that_no_axis_divides_equals_one_device():
+    cfg = llama.Config(**LLAMA_SIZES)
+    for t in (11, 22):
+        want = losses(llama, cfg, {"data": 1}, t=t)
+        assert_same(losses(llama, cfg, {"data": 2, "seq": 2}, True, t=t), want, rtol=1e-12, atol=1e-12)
+
+
+def test_packed_documents_have_the_logits_of_each_document():
+    """Also on one device: each document by itself, with positions from 0."""
+    cfg, documents = llama.Config(**LLAMA_SIZES), packed(T, 3)[:1]
+    params = fs.device_get(placed(llama, cfg, {"data": 1}, False)[0])
+    ids = ints(31, 1, T)
+    got = llama.apply(cfg, params, ids, documents=documents)
+    apart = [llama.apply(cfg, params, ids[documents == i][None]) for i in range(3)]
+    assert_same(got, torch.cat(apart, 1), rtol=1e-12, atol=1e-12)
+
+
+def test_bert_with_split_positions_and_padding_equals_one_device():
+    cfg = bert.Config(61, 24, 2, 3, 34, mlm=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    mask = torch.ones(4, T, dtype=torch.int64)
+    mask[:, 13:] = 0
+    for tokens in ({}, {"mask": mask}):
+        want = losses(bert, cfg, {"data": 1}, logits="logits", **tokens)
+        for mesh in MESHES.values():
+            got = losses(bert, cfg, *mesh, logits="logits", **tokens)
+            if not tokens:  # states of padding have no meaning
+                assert_same(got, want, rtol=1e-12, atol=1e-12)
+            assert_same(got[1][:, :13], want[1][:, :13], rtol=1e-12, atol=1e-12)
+
+
+def test_llama_with_split_positions_trains_with_the_loss_curve_of_one_device():
+    cfg = llama.Config(**LLAMA_SIZES)
+
+    def curve(axes):
+        params, specs, layout, spec = placed(llama, cfg, axes, False, dtype=torch.float32)
+        optimizer = fs.optim.adamw(3e-3)
+
+        @fs.shard_map(mesh=fs.make_mesh(**axes), in_specs=(specs, optimizer.specs(specs), spec, spec),
+                      out_specs=(specs, optimizer.specs(specs), P()), check="never")  # fmt: skip
+        def step(params, state, ids, targets):
+            loss, grads = fs.value_and_grad(lambda p: llama.loss(cfg, p, ids, targets, layout=layout, specs=specs))(
+                params
+            )
+            return *optimizer.update(grads, state, params), loss
+
+        state = fs.materialize(optimizer.init(llama.init(cfg)), optimizer.specs(specs), fs.make_mesh(**axes),
+                               key=fs.key(0))  # fmt: skip
+        text = torch.frombuffer(bytearray(Path("README.md").read_bytes()), dtype=torch.uint8).long() % 37
+        out = []
+        for i in range(20):
+            batch = text[i * 4 * 65 :][: 4 * 65].view(4, 65)
+            params, state, loss = step(params, state, batch[:, :-1], batch[:, 1:])
+            out.append(float(loss))
+        return torch.tensor(out)
+
+    one, four = curve({"data": 1}), curve({"seq": 4})
+    assert one[-1] < 0.9 * one[0]
+    torch.testing.assert_close(four, one, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rank_of_four_holds_a_quarter_of_the_activations_of_a_long_sequence():
+    cfg = llama.Config(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+                       num_attention_heads=4, max_position_embeddings=1 << 14)  # fmt: skip
+
+    def peak(n):
+        specs, described, layout = llama.specs(cfg), llama.init(cfg), llama.Layout(context="seq")
+
+        def step(params, ids):
+            return fs.value_and_grad(lambda p: llama.loss(cfg, p, ids, ids, layout=layout, specs=specs))(params)
+
+        mesh = fs.make_mesh(kind="abstract", seq=n)
+        run = fs.shard_map(step, mesh=mesh, in_specs=(specs, P(None, "seq")), out_specs=(P(), specs), check="never")
+        memory = fs.plan(run, described, fs.init.zeros((1, 1 << 14), dtype=torch.int64)).memory
+        return memory.peak - memory.parts.get("parameters", 0) - memory.parts.get("gradients", 0)
+
+    assert peak(4) <= 0.27 * peak(1)
+
+
+def test_parts_of_models_without_a_form_for_split_positions_refuse_them():
+    cfg = gpt2.Config(37, 16, 8, 1, 2, embd_pdrop=0.1)
+    params = fs.device_get(placed(gpt2, cfg, {"data": 1}, False)[0])
+    layout, ids = gpt2.Layout(context="seq"), ints(31, 2, 8)
+
+    def text(f):
+        return error_text(fs.shard_map(f, mesh=fs.make_mesh(seq=2), in_specs=P(), out_specs=P()), params)
+
+    for what, f in {
+        "generate": lambda p: gpt2.generate(cfg, p, ids, new=1, layout=layout),
+        "dropout": lambda p: gpt2.apply(cfg, p, ids, layout=layout, key=fs.key(0)),
+        "heads": lambda p: heads.apply(heads.Config(cfg, "tokens"), p, ids, layout=layout),
+        "bert.embed": lambda p: bert.embed(bert.Config(), p, ids, layout=layout),
+        "t5": lambda p: t5.encode(t5.Config(), p, ids, layout=layout),
+        "mixtral": lambda p: mixtral.apply(mixtral.Config(), p, ids, layout=layout),
+    }.items():
+        assert f"{what}: has no form for positions that an axis splits" in text(f), what
+    assert "neither a mask nor a cache" in text(lambda p: gpt2.apply(cfg, p, ids, layout=layout, mask=ids))
+    assert "one number for each token" in text(lambda p: gpt2.apply(cfg, p, ids, documents=ids[:, :3]))
