@@ -36,7 +36,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "interop": 4_448,
     "law": 1_242,
     "lora": 1_743,
-    "models": 4_506,
+    "models": 4_745,
     "nn": 2_995,
     "optim": 2_782,
     "planning": 4_330,
