@@ -134,17 +134,6 @@ def test_among_equal_experts_a_token_goes_to_the_first():
         assert used.tolist() == [True, True, False, False, False]
 
 
-def test_a_compiled_program_computes_the_same_mixture(monkeypatch):
-    """A compiler that traces is imitated: the whole program compiles in minutes."""
-    ref = reference("mixtral", "base")
-    p = fs.device_get(fs.materialize(ref.params, P(), fs.make_mesh(data=1), key=fs.key(0)))["h"][0]["experts"]
-    x = torch.randn(7, 24, generator=torch.Generator().manual_seed(0))
-    weights = torch.zeros(7, 5).index_put((torch.arange(7), torch.arange(7) % 4), torch.rand(7))
-    want = mixtral._of_experts(ref.cfg, p, x, weights, torch.tanh)
-    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
-    torch.testing.assert_close(mixtral._of_experts(ref.cfg, p, x, weights, torch.tanh), want)
-
-
 @pytest.mark.parametrize("split", [("data", "data", True), pytest.param(("data", "model", False),
                                                                          marks=pytest.mark.slow)])  # fmt: skip
 def test_the_step_verifies_on_smaller_meshes_with_an_uneven_batch(split):
