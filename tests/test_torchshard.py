@@ -68,7 +68,7 @@ IN = (SPECS, P("data"), P("data"))
 # The other bugs, and the tests that find them in any form.
 ELSEWHERE = {
     "2: ZeRO overwrote every shard with one rank's": "optim/test_zero.py::test_no_mesh_changes_a_step",
-    "3: no mesh of data x model": "optim/test_optim.py::test_no_mesh_changes_a_step",
+    "3: no mesh of data x model": "optim/test_formulas.py::test_no_mesh_changes_a_step",
     "5, 9: names of nested modules, and tables made parallel":
         "defer/test_replace.py::test_module_with_split_submodules_trains_as_the_dense_one",
     "6: found_inf was that of one rank": "optim/test_precision.py::test_one_element_on_one_rank_decides_for_all_ranks",
