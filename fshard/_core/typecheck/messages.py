@@ -246,6 +246,15 @@ def captured_written(checker: Facts, op: str, x: Operand, operands: Sequence[Ope
                       "apply.with_buffers), or make it inside")  # fmt: skip
 
 
+def captured_rows(checker: Facts, op: str, x: Operand, row: Operand, operands: Sequence[Operand]) -> ShardingError:
+    """Word the error of a captured batch that meets the one row of a rank."""
+    scene = Scene(checker, operands, op)
+    what = f"{op} of all {len(x.tensor)} rows of {scene.name(x)} with the one row that each rank has"
+    why = "one device uses row i with row i, and a rank its row with all rows"
+    fix = "pass it as an argument, which in_specs splits"
+    return _error(scene.site, what, [scene.row(x), scene.row(row)], why, fix=fix)
+
+
 def placed_written(checker: Facts, op: str, x: Operand, operands: Sequence[Operand]) -> ShardingError:
     """Word the error of an operation that writes to a placed leaf of the caller, which is not donated."""
     scene = Scene(checker, [x, *operands], op)
@@ -352,6 +361,11 @@ def number_differs(
                           Fix("pick the same part on every rank", "the result is to be one value"),
                       ]))  # fmt: skip
     rows = [(rank, ", ".join(map(repr, values))) for rank, values in numbers]
+    if op == "pmean of a mean":
+        return _error(site, f"{op} over {axis!r}, of different counts of values", rows,
+                      "a mean of means is the mean only of equal counts",
+                      fix=f'total, n = fs.psum((x.sum(), x.numel()), "{axis}") in its place; or give each rank as many'
+                      )  # fmt: skip
     if isinstance(numbers[0][1][0], GlobalShape):
         what = "shape" if op.startswith("random.") else "size"
         return _error(site, f"{op} with a global {what} that differs between ranks of {axis!r}", rows,
@@ -455,6 +469,19 @@ def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[
     return _error(scene.site, what, [scene.row(x, name)], *made, why, fix=fix_lines(choices))
 
 
+def parts_of_gradient_reduced(
+    checker: Facts, verb: str, x: Operand, dim: int, axes: Sequence[str]
+) -> ShardingError:  # fmt: skip
+    """Word the error of a psum or pmean of a gradient that the axes split."""
+    scene, over = Scene(checker), axes_text(axes)
+    called = scene.expression.called() if scene.expression else None
+    line = scene.expression.without_call(lambda sources: sources[0]) if scene.expression and called == verb else None
+    return _error(scene.site, f"{verb} over {over} of a gradient whose dim {dim} is split over {over}", [scene.row(x)],
+                  f"each rank has other elements of it, and the {verb} would mix them: the gradient of a split leaf is "
+                  "complete", f"of a mean over the ranks the loss is fs.pmean(loss, {axes_source(axes)})",
+                  fix=_or_delete(line) if line else f"leave the {verb} out")  # fmt: skip
+
+
 def _fix_of_superfluous(scene: Scene, m: Any, x: Operand, axes: Sequence[str]) -> tuple[str, str | None]:
     """Return the fix of a collective that is one too many over `axes`, and its operand as the line has it."""
     verb, over = m.verb, axes_text(axes)
@@ -482,7 +509,11 @@ def _fix_of_superfluous(scene: Scene, m: Any, x: Operand, axes: Sequence[str]) -
         return "leave the pslice out, if this is the rank's part already", operand
     if not line or verb == "ppermute" or len(arguments) > 2:  # the call has more effects than its collective
         return f"leave the {verb} over {over} out", operand
-    return "delete this line" if re.fullmatch(r"(.+?)\s*=\s*\1", line) else line, operand
+    return _or_delete(line), operand
+
+
+def _or_delete(line: str) -> str:
+    return "delete this line" if re.fullmatch(r"(.+?)\s*=\s*\1", line) else line
 
 
 def _index_notes(checker: Facts, axes: Sequence[str]) -> list[str]:
