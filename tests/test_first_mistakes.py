@@ -248,6 +248,41 @@ torch.save(fs.device_get(tree), path), of full tensors
           of a mean over the ranks the loss is fs.pmean(loss, "data")
           fix: leave the pmean out
         """),
+    "a target that is out of range on a split head": ("""
+        @fs.shard_map(mesh=mesh, in_specs=(P(None, "data"), P(), P()), out_specs=P())
+        def loss(w, x, y):
+            return fs.nn.cross_entropy(x @ w, y)
+        loss(x.T, x[:, :4], torch.arange(8))
+        """, """
+        cross_entropy: target 4 is out of range, of 4 classes
+          so are 4 of 8
+          at program.py:4 in loss
+          fix: cross_entropy(..., axis="data"), which splits the classes
+        """),
+    "a target that is out of range in the loss of torch": ("""
+        @fs.shard_map(mesh=mesh, in_specs=(P(None, "data"), P(), P()), out_specs=P())
+        def loss(w, x, y):
+            return nn.functional.cross_entropy(x @ w, y)
+        loss(x.T, x[:, :4], torch.arange(8))
+        """, """
+        program.py:4 in loss: target 4 is out of bounds, of the classes that this rank has
+          fix: if an axis splits the classes: fs.nn.cross_entropy(logits, targets, axis=...)
+        """),
+    "a loss that a package computes": ("""
+        line = "def lm_loss(logits, y):\\n    return nn.functional.mse_loss(logits, y)"
+        exec(compile(line, "/lib/site-packages/acme/losses.py", "exec"))
+        @fs.shard_map(mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
+        def step(p, x, y):
+            return fs.value_and_grad(lambda p: lm_loss(x @ fs.pvary(p["w"], "data"), y))(p)
+        step(params, x, y)
+        """, """
+        program.py:6 in step: the loss that is differentiated varies over 'data'
+          loss    f32[]{V: data}
+          p['w']  f32[4, 4]{I: data}
+          the loss was made at losses.py:2 in lm_loss
+          each of the 2 ranks would differentiate its own loss, and p['w'] has one gradient
+          fix: fs.pmean(..., "data") of what acme returns to your code
+        """),
     "a placed leaf that is written to": ("""
         @fs.shard_map(mesh=mesh, in_specs=P(), out_specs=P())
         def decay(p):

@@ -538,9 +538,11 @@ def loss_varies(checker: Facts, x: Tensor, loss: Operand, leaf: Operand, axes: S
         fix = fix_before_vmap(checker, leaf, axes_source(axes))
     else:
         why = f"each of the {n} ranks would differentiate its own loss, and {parameter} has one gradient"
-        fix = fix_of_partial(loss, axes)
-    what = f"the loss that is differentiated varies over {axes_text(axes)}"
-    return _error(loss.info.site or callsite.site(), what, rows, why, fix=fix)
+        fix = fix_of_partial(checker, loss, axes)
+    what, site = f"the loss that is differentiated varies over {axes_text(axes)}", loss.info.site
+    if callsite.package_of(site):
+        return _error(callsite.site(), what, rows, f"the loss was made at {site}", why, fix=fix)
+    return _error(site or callsite.site(), what, rows, why, fix=fix)
 
 
 def gradient_has_wrong_type(checker: Facts, leaf: Operand, grad: Operand, axes: Sequence[str]) -> ShardingError:
@@ -586,10 +588,12 @@ def results_have_wrong_type(
         notes = [f"{path} varies since {m.site}: {m.op} of {m.text.rows[0][0]} with {m.text.rows[1][0]}"
                  for m in x.info.history.mixtures if m.axis in extra]  # fmt: skip
         differ = f"the {n} ranks would return different values, and the out spec declares one value"
-        why, fix = _GATHERED if fix_of_gather(x.info, axes, 0) else differ, fix_of_partial(x, axes)
+        why, fix = _GATHERED if fix_of_gather(x.info, axes, 0) else differ, fix_of_partial(checker, x, axes)
         without = [Fix(m.text.without_pvary, "both operands are the same on every rank", m.site)
                    for m in x.info.history.mixtures if m.axis in extra and m.text.without_pvary]  # fmt: skip
         fix = "\n  or, ".join(filter(None, (fix, fix_lines(without))))
+        if callsite.package_of(x.info.site):
+            return _error(name, what, table, f"{path} was made at {x.info.site}", why, *notes, fix=fix)
         return _error(x.info.site or name, what, table, why, *notes, fix=fix)
     named = "their out specs name" if many else "its out spec names"
     what = f"{subject} {are} invariant over {over}, which {named}"
