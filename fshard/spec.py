@@ -358,7 +358,9 @@ def fully_shard(
     for glob in [stacked] if isinstance(stacked, str) else stacked:
         found = {i: 1 for i, path in enumerate(paths) if matches(path, glob.split("."))}
         if not found:
-            raise fail(f"fully_shard: stacked={glob!r} matches no leaf", fix='a glob of paths: "blocks.**"')
+            raise fail(
+                f"fully_shard: stacked={glob!r} matches no leaf", fix=f'a glob of paths: "{glob}.**", "*.{glob}"'
+            )
         first.update(found)
     added = [_add_axes(s, tuple(x.shape), names_of(axis), min_size, first[i])
              for i, (s, x) in enumerate(zip(leaf_specs, leaves, strict=True))]  # fmt: skip

@@ -338,7 +338,8 @@ def broadcast(
         values, structure = optree.tree_flatten(prefix, leaf)
         if structure == optree.tree_structure(tree, is_leaf) and builtins.all(map(leaf, values)):
             return values
-        if kind == "P" and not leaf(prefix) and [type(x).__name__ for x in leaves(tree, leaf)[:1]] == ["P"]:
+        is_described = kind == "P" and not [x for x in values if leaf(x)]
+        if is_described and [type(x).__name__ for x in leaves(tree, leaf)[:1]] == ["P"]:
             raise fail(f"{name} and the tree are swapped: the tree has leaves that are a P",
                        fix="device_put(tree, specs, mesh), materialize(tree, specs, mesh, key=), "
                            "fully_shard(specs, tree, axis=)")  # fmt: skip

@@ -230,7 +230,7 @@ torch.save(fs.device_get(tree), path), of full tensors
           data=0  8
           data=1  4
           a mean of means is the mean only of equal counts
-          fix: total, n = fs.psum((x.sum(), x.numel()), "data") in its place; or give each rank as many
+          fix: total / n, of total, n = fs.psum((x.sum(), torch.ones_like(x).sum()), "data"); or give each rank as many
         """),
     "a pmean of the gradients of split leaves": ("""
         split = fs.device_put({"w": torch.ones(4, 4)}, P("data"), mesh)
@@ -247,6 +247,17 @@ torch.save(fs.device_get(tree), path), of full tensors
           each rank has other elements of it, and the pmean would mix them: the gradient of a split leaf is complete
           of a mean over the ranks the loss is fs.pmean(loss, "data")
           fix: leave the pmean out
+        """),
+    "a local sum of a loss": ("""
+        @fs.shard_map(mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P())
+        def loss(x, y):
+            return nn.functional.mse_loss(x, y, reduction="sum")
+        loss(x, y)
+        """, """
+        program.py:4 in loss: result varies over 'data', which its out spec does not name
+          result  f32[]{V: data}    out spec P()
+          the 2 ranks would return different values, and the out spec declares one value
+          fix: if each rank has a part of a sum:  fs.psum(..., "data")
         """),
     "a target that is out of range on a split head": ("""
         @fs.shard_map(mesh=mesh, in_specs=(P(None, "data"), P(), P()), out_specs=P())
@@ -332,6 +343,14 @@ torch.save(fs.device_get(tree), path), of full tensors
         fs.shard_map(f, mesh=mesh, out_specs=P())(stacked, x)
         """, """
         scan: the block returned (x, None)
+          fix: return x; for an output of each block, has_aux=True
+        """),
+    "scan of a block that returns a pair": ("""
+        stacked = fs.device_put({"w": torch.ones(3, 4, 4)}, P(), mesh)
+        f = lambda p, x: fs.scan(lambda p, x: (x @ p["w"], x.mean()), p, x, specs=P(), axis=None)
+        fs.shard_map(f, mesh=mesh, out_specs=P())(stacked, x)
+        """, """
+        scan: the block returned a pair, and x is not one
           fix: return x; for an output of each block, has_aux=True
         """),
     "scan over a pair": ("""

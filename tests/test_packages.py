@@ -30,7 +30,7 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_491,
     "cli": 1_563,
-    "core": 16_203,
+    "core": 16_211,
     "data": 1_054,
     "defer": 5_333,
     "interop": 4_448,
@@ -41,7 +41,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "optim": 2_782,
     "planning": 4_330,
     "recipes": 2_085,
-    "schedule": 2_352,
+    "schedule": 2_353,
     "fshard": 91,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

@@ -91,7 +91,7 @@ def scan(
         return (x, []) if has_aux else x
     live = axis is not None and live_axes(region("scan").comm, known_axes("scan", region(), axis))
     host = not live and any_on_host(specs)
-    split = _check_pair if has_aux else _check_single
+    split = _check_pair if has_aux else _check_single if not isinstance(x, tuple) else lambda x: (x, None)
     plans = None
     # Neither a compiler nor a transform of torch.func can trace a schedule; its buffers have no tangents.
     plain = (
@@ -215,9 +215,10 @@ def _check_pair(result: Any) -> tuple[Any, Any]:
 
 
 def _check_single(result: Any) -> tuple[Any, Any]:
-    """Return (x, None) for the x of a block. Raises ShardingError if it is a pair as of lax.scan, (x, None)."""
-    if isinstance(result, tuple) and len(result) == 2 and result[1] is None:
-        raise fail("scan: the block returned (x, None)", fix="return x; for an output of each block, has_aux=True")
+    """Return (x, None) for the x of a block. Raises ShardingError if it is a pair as in lax.scan, and x is not."""
+    if isinstance(result, tuple) and len(result) == 2:
+        pair = "(x, None)" if result[1] is None else "a pair, and x is not one"
+        raise fail(f"scan: the block returned {pair}", fix="return x; for an output of each block, has_aux=True")
     return result, None
 
 

@@ -456,7 +456,7 @@ class Checker(OperationMode):
             to_scalar = ndim > 0 and (dim is None or ndim == 1) and op.name != "matmul"
             reduced = operands[-2:] if op.name == "matmul" else operands[:1]  # before them, a matrix to add
             axes = frozenset[str].intersection(*(o.info.type.varying - o.info.history.copies for o in reduced))
-            return Partial(op.name, op.completed_by, callsite.site(), axes, dim, to_scalar), *known[:1]
+            return Partial(op.name, op.completing(args, kwargs), callsite.site(), axes, dim, to_scalar), *known[:1]
         return known
 
     def _joined_partials(self, op: Operation, operands: Sequence[Operand]) -> tuple[Partial, ...]:

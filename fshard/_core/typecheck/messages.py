@@ -364,8 +364,8 @@ def number_differs(
     if op == "pmean of a mean":
         return _error(site, f"{op} over {axis!r}, of different counts of values", rows,
                       "a mean of means is the mean only of equal counts",
-                      fix=f'total, n = fs.psum((x.sum(), x.numel()), "{axis}") in its place; or give each rank as many'
-                      )  # fmt: skip
+                      fix=f'total / n, of total, n = fs.psum((x.sum(), torch.ones_like(x).sum()), "{axis}"); or give '
+                          "each rank as many")  # fmt: skip
     if isinstance(numbers[0][1][0], GlobalShape):
         what = "shape" if op.startswith("random.") else "size"
         return _error(site, f"{op} with a global {what} that differs between ranks of {axis!r}", rows,
