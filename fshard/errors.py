@@ -362,7 +362,10 @@ def _checked(f: F, verb: str, names: dict[str, Any]) -> F:
             kind = kinds.get(name if name in known else others)
             if kind is not None and not isinstance(x, kind.types):
                 if not _fits(x, kind):
-                    raise _same_name_error(verb, name, kind, x) or must_be(f"{verb}: {name.rstrip('_')}", kind.words, x)
+                    swapped = kind.words == "a Mesh" and any(_fits(y, kind) for y in args)
+                    fix = _form_of_call(verb, parameters) if swapped else ""
+                    what = f"{verb}: {name.rstrip('_')}"
+                    raise _same_name_error(verb, name, kind, x) or must_be(what, kind.words, x, fix)
                 by_type &= type(x) is int  # which is in no `types`, since a bool is an int
         return by_type
 

@@ -329,38 +329,53 @@ def matches(path: Sequence[str], glob: Sequence[str]) -> bool:
 
 
 @checked
-def fully_shard(specs: Any, tree: Any, *, axis: str | tuple[str, ...], min_size: int = 0) -> Any:
+def fully_shard(
+    specs: Any, tree: Any, *, axis: str | tuple[str, ...], min_size: int = 0, stacked: str | Sequence[str] = ()
+) -> Any:  # fmt: skip
     """Add `axis`, or several, to the best free dim of each leaf of a spec tree: ZeRO-3 / FSDP by spec.
 
     The best dim is the one that splits evenly on most axis sizes (the largest power of two up to 256 in it), the
     first of several, since its parts are contiguous. Where no dim is free `axis` becomes the minor axis of the largest
-    split dim. Leaves with fewer than `min_size` elements and 0-d leaves stay unchanged.
+    split dim. Leaves with fewer than `min_size` elements and 0-d leaves stay unchanged. `stacked` are globs, as of
+    `rules`, of leaves `[blocks, ...]` for `scan`: their dim 0 is not split.
 
     >>> fully_shard({"w": P(None, "model"), "b": P()}, {"w": torch.empty(64, 8), "b": torch.empty(8)}, axis="data")
     {'w': P('data', 'model'), 'b': P('data')}
+    >>> fully_shard(P(), {"blocks": torch.empty(12, 6, 6)}, axis="data", stacked="blocks.**")
+    {'blocks': P(None, 'data')}
 
     `specs` may be a prefix of `tree`, whose leaves need a `.shape`. Leaves that already name one of the axes stay
     unchanged.
 
-    Raises ShardingError listing every leaf without a shape.
+    Raises ShardingError listing every leaf without a shape, and for a glob that matches no leaf.
     """
     leaves, treedef = _tree.flatten(tree)
     leaf_specs = _tree.broadcast(specs, tree, name="specs", leaf=is_spec)
     raise_all([must_be(f"fully_shard: {_tree.show('tree', path)}", "a leaf with a shape", x)
                for path, x in _tree.leaves_with_path(tree) if not hasattr(x, "shape")])  # fmt: skip
-    added = [_add_axes(s, tuple(x.shape), names_of(axis), min_size) for s, x in zip(leaf_specs, leaves, strict=True)]
+    paths = [_tree.dotted(path).split(".") if path else [] for path, _ in _tree.leaves_with_path(tree)]
+    first = dict.fromkeys(range(len(leaves)), 0)  # dim that may be split
+    for glob in [stacked] if isinstance(stacked, str) else stacked:
+        found = {i: 1 for i, path in enumerate(paths) if matches(path, glob.split("."))}
+        if not found:
+            raise fail(
+                f"fully_shard: stacked={glob!r} matches no leaf", fix=f'a glob of paths: "{glob}.**", "*.{glob}"'
+            )
+        first.update(found)
+    added = [_add_axes(s, tuple(x.shape), names_of(axis), min_size, first[i])
+             for i, (s, x) in enumerate(zip(leaf_specs, leaves, strict=True))]  # fmt: skip
     return _tree.unflatten(treedef, added)
 
 
-def _add_axes(spec: P, shape: tuple[int, ...], axes: tuple[str, ...], min_size: int) -> P:
-    if not shape or math.prod(shape) < min_size or any(a in spec.axes for a in axes):
+def _add_axes(spec: P, shape: tuple[int, ...], axes: tuple[str, ...], min_size: int, first: int) -> P:
+    if len(shape) <= first or math.prod(shape) < min_size or any(a in spec.axes for a in axes):
         return spec
     parts = list(spec.parts(len(shape)))
-    free = [d for d, split in enumerate(parts) if not split and shape[d] > 1]
+    free = [d for d, split in enumerate(parts) if not split and shape[d] > 1 and d >= first]
     if free:
         dim = max(free, key=lambda d: (math.gcd(shape[d], 256), -d))
     else:
-        dim = max(range(len(shape)), key=lambda d: (shape[d], -d))
+        dim = max(range(first, len(shape)), key=lambda d: (shape[d], -d))
     parts[dim] = (*parts[dim], *axes)
     return P(*parts, memory=spec.memory)
 

@@ -18,7 +18,7 @@ import torch
 from optree import PyTreeSpec
 from optree import tree_structure as structure
 
-from .errors import ShardingError, a_type, call_of, checked, fail, join_limited, must_be, raise_all
+from .errors import ShardingError, a_type, call_of, checked, fail, join_limited, must_be, raise_all, shown
 
 __all__ = ["all", "broadcast", "dotted", "flatten", "leaves", "leaves_with_path", "map", "map_with_path", "reduce",
            "register", "show", "structure", "transpose", "unflatten"]  # fmt: skip
@@ -51,7 +51,8 @@ def register(cls: C) -> C:
     """Make a dataclass a container of every tree, with a subtree in each field: a decorator above `@dataclass`.
 
     Without it an object is one leaf. A field with `metadata={"static": True}`, as in JAX, is not a subtree: a name, a
-    size, an option. Two objects have one structure if these are equal. The class is made by its fields, by name.
+    size, an option. Two objects have one structure if these are equal. The class is made by its fields, by name. It
+    gets a method `replace(**changes)`, as of flax.struct, unless it has one.
 
     >>> @register
     ... @dataclasses.dataclass
@@ -60,6 +61,8 @@ def register(cls: C) -> C:
     ...     name: str = dataclasses.field(metadata={"static": True})
     >>> map(lambda x: 10 * x, Batch(tokens=1, name="a"))
     Batch(tokens=10, name='a')
+    >>> Batch(tokens=1, name="a").replace(tokens=2)
+    Batch(tokens=2, name='a')
 
     Raises ShardingError for a class that is not a dataclass, or that optree knows already.
     """
@@ -72,6 +75,8 @@ def register(cls: C) -> C:
         optree.register_pytree_node(kind, _flatten_node, functools.partial(_make_node, kind), namespace=_EVERYWHERE)
     except ValueError as e:
         raise fail(f"register: {cls.__name__} is a container already, by optree or as a Node") from e
+    if not hasattr(cls, "replace"):
+        kind.replace = dataclasses.replace
     _registered[cls] = tuple([f.name for f in dataclasses.fields(kind) if f.init and not f.metadata.get("static")])
     return cls
 
@@ -333,6 +338,11 @@ def broadcast(
         values, structure = optree.tree_flatten(prefix, leaf)
         if structure == optree.tree_structure(tree, is_leaf) and builtins.all(map(leaf, values)):
             return values
+        is_described = kind == "P" and not [x for x in values if leaf(x)]
+        if is_described and [type(x).__name__ for x in leaves(tree, leaf)[:1]] == ["P"]:
+            raise fail(f"{name} and the tree are swapped: the tree has leaves that are a P",
+                       fix="device_put(tree, specs, mesh), materialize(tree, specs, mesh, key=), "
+                           "fully_shard(specs, tree, axis=)")  # fmt: skip
     out: list[Any] = []
     _broadcast(prefix, tree, (), name, leaf, kind, is_leaf, out)
     return out
@@ -349,8 +359,9 @@ def _broadcast(
     expected = None if is_leaf is not None and is_leaf(tree) else _children(tree)
     if children is None:
         spec = f": P({prefix!r})" if kind == "P" and isinstance(prefix, str) else ""
-        what = f"{show(name, path)}: {prefix!r} is a {type(prefix).__name__}, not a {kind}"
-        raise fail(what, fix=f"use a {kind}{spec}")
+        text, of_type = shown(prefix), a_type(type(prefix))
+        text = text if text == of_type else f"{text} is {of_type}"
+        raise fail(f"{show(name, path)}: {text}, not a {kind}", fix=f"use a {kind}{spec}")
     # Users write a tuple of specs for a list of arguments, and the reverse: lists and tuples match.
     matching = type(prefix) is type(tree) or (isinstance(prefix, (list, tuple)) and isinstance(tree, (list, tuple)))
     if expected is None or not matching or list(children) != list(expected):

@@ -207,6 +207,160 @@ torch.save(fs.device_get(tree), path), of full tensors
           RuntimeError: The size of tensor a (4) must match the size of tensor b (8) at non-singleton dimension 0
           fix: pass it as an argument, which in_specs splits
         """),
+    "a captured batch, with one row for each rank": ("""
+        y2 = torch.tensor([0, 1])
+        @fs.shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        def accuracy(p, x):
+            return fs.pmean(((x @ p["w"]).argmax(-1) == y2).float().mean(), "data")
+        accuracy(params, x[:2])
+        """, """
+        program.py:5 in accuracy: eq of all 2 rows of a captured tensor with the one row that each rank has
+          a captured tensor   i64[2]
+          a result of argmax  i64[1]{V: data}
+          one device uses row i with row i, and a rank its row with all rows
+          fix: pass it as an argument, which in_specs splits
+        """),
+    "a mean of means of unequal counts": ("""
+        @fs.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P())
+        def mean(x):
+            return fs.pmean(x.square().mean(), "data")
+        mean(x[:3])
+        """, """
+        program.py:4 in mean: pmean of a mean over 'data', of different counts of values
+          data=0  8
+          data=1  4
+          a mean of means is the mean only of equal counts
+          fix: total / n, of total, n = fs.psum((x.sum(), torch.ones_like(x).sum()), "data"); or give each rank as many
+        """),
+    "a pmean of the gradients of split leaves": ("""
+        split = fs.device_put({"w": torch.ones(4, 4)}, P("data"), mesh)
+        @fs.shard_map(mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"))
+        def step(p, x):
+            def loss(p):
+                return fs.pmean((x @ fs.unshard(p, P("data"), "data")["w"]).square().mean(), "data")
+            grads = fs.pmean(fs.grad(loss)(p), "data")
+            return fs.tree.map(lambda w, g: w - 0.1 * g, p, grads)
+        step(split, x)
+        """, """
+        program.py:7 in step: pmean over 'data' of a gradient whose dim 0 is split over 'data'
+          a result of psum_scatter, the transpose of the all_gather  f32[2, 4]{V: data}
+          each rank has other elements of it, and the pmean would mix them: the gradient of a split leaf is complete
+          of a mean over the ranks the loss is fs.pmean(loss, "data")
+          fix: leave the pmean out
+        """),
+    "a local sum of a loss": ("""
+        @fs.shard_map(mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P())
+        def loss(x, y):
+            return nn.functional.mse_loss(x, y, reduction="sum")
+        loss(x, y)
+        """, """
+        program.py:4 in loss: result varies over 'data', which its out spec does not name
+          result  f32[]{V: data}    out spec P()
+          the 2 ranks would return different values, and the out spec declares one value
+          fix: if each rank has a part of a sum:  fs.psum(..., "data")
+        """),
+    "a target that is out of range on a split head": ("""
+        @fs.shard_map(mesh=mesh, in_specs=(P(None, "data"), P(), P()), out_specs=P())
+        def loss(w, x, y):
+            return fs.nn.cross_entropy(x @ w, y)
+        loss(x.T, x[:, :4], torch.arange(8))
+        """, """
+        cross_entropy: target 4 is out of range, of 4 classes
+          so are 4 of 8
+          at program.py:4 in loss
+          fix: cross_entropy(..., axis="data"), which splits the classes
+        """),
+    "a target that is out of range in the loss of torch": ("""
+        @fs.shard_map(mesh=mesh, in_specs=(P(None, "data"), P(), P()), out_specs=P())
+        def loss(w, x, y):
+            return nn.functional.cross_entropy(x @ w, y)
+        loss(x.T, x[:, :4], torch.arange(8))
+        """, """
+        program.py:4 in loss: target 4 is out of bounds, of the classes that this rank has
+          fix: if an axis splits the classes: fs.nn.cross_entropy(logits, targets, axis=...)
+        """),
+    "a loss that a package computes": ("""
+        line = "def lm_loss(logits, y):\\n    return nn.functional.mse_loss(logits, y)"
+        exec(compile(line, "/lib/site-packages/acme/losses.py", "exec"))
+        @fs.shard_map(mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
+        def step(p, x, y):
+            return fs.value_and_grad(lambda p: lm_loss(x @ fs.pvary(p["w"], "data"), y))(p)
+        step(params, x, y)
+        """, """
+        program.py:6 in step: the loss that is differentiated varies over 'data'
+          loss    f32[]{V: data}
+          p['w']  f32[4, 4]{I: data}
+          the loss was made at losses.py:2 in lm_loss
+          each of the 2 ranks would differentiate its own loss, and p['w'] has one gradient
+          fix: fs.pmean(..., "data") of what acme returns to your code
+        """),
+    "a placed leaf that is written to": ("""
+        @fs.shard_map(mesh=mesh, in_specs=P(), out_specs=P())
+        def decay(p):
+            p["w"].mul_(0.9)
+            return p
+        decay(params)
+        """, """
+        program.py:4 in decay: mul in place writes to p['w'], a placed leaf that the caller keeps
+          p['w']  f32[4, 4]{I: data}
+          an argument is not written to unless it is donated
+          fix: p['w'] = p['w'].clone() before this line
+          or, if the caller needs p['w'] no more:  fs.shard_map(..., donate=the argument's position)
+        """),
+    "the mesh before the specs": ("fs.device_put({'w': x}, mesh, P())", """
+        device_put: mesh must be a Mesh, got P()
+          fix: device_put(tree, specs, mesh)
+        """),
+    "the specs before the tree": ("fs.device_put({'w': P()}, {'w': x}, mesh)", """
+        specs and the tree are swapped: the tree has leaves that are a P
+          fix: device_put(tree, specs, mesh), materialize(tree, specs, mesh, key=), fully_shard(specs, tree, axis=)
+        """),
+    "the tree before the specs": ("fs.fully_shard({'w': x}, P(), axis='data')", """
+        specs and the tree are swapped: the tree has leaves that are a P
+          fix: device_put(tree, specs, mesh), materialize(tree, specs, mesh, key=), fully_shard(specs, tree, axis=)
+        """),
+    "scan with the arguments of lax.scan": ("""
+        stacked = fs.device_put({"w": torch.ones(3, 4, 4)}, P(), mesh)
+        f = lambda p, x: fs.scan(lambda p, x: x @ p["w"], x, p, specs=P(), axis=None)
+        fs.shard_map(f, mesh=mesh, out_specs=P())(stacked, x)
+        """, """
+        scan: the arguments seem to be in the order of lax.scan
+          TypeError: new(): invalid data type 'str'
+          fix: fs.scan(block, params, x, specs=, axis=, each=), with block(params, x), which returns x
+        """),
+    "scan with the body of lax.scan": ("""
+        stacked = fs.device_put({"w": torch.ones(3, 4, 4)}, P(), mesh)
+        f = lambda p, x: fs.scan(lambda carry, p: carry @ p["w"], p, x, specs=P(), axis=None)
+        fs.shard_map(f, mesh=mesh, out_specs=P())(stacked, x)
+        """, """
+        scan: the arguments seem to be in the order of lax.scan
+          TypeError: new(): invalid data type 'str'
+          fix: fs.scan(block, params, x, specs=, axis=, each=), with block(params, x), which returns x
+        """),
+    "scan of a block that returns (x, None)": ("""
+        stacked = fs.device_put({"w": torch.ones(3, 4, 4)}, P(), mesh)
+        f = lambda p, x: fs.scan(lambda p, x: (x @ p["w"], None), p, x, specs=P(), axis=None)
+        fs.shard_map(f, mesh=mesh, out_specs=P())(stacked, x)
+        """, """
+        scan: the block returned (x, None)
+          fix: return x; for an output of each block, has_aux=True
+        """),
+    "scan of a block that returns a pair": ("""
+        stacked = fs.device_put({"w": torch.ones(3, 4, 4)}, P(), mesh)
+        f = lambda p, x: fs.scan(lambda p, x: (x @ p["w"], x.mean()), p, x, specs=P(), axis=None)
+        fs.shard_map(f, mesh=mesh, out_specs=P())(stacked, x)
+        """, """
+        scan: the block returned a pair, and x is not one
+          fix: return x; for an output of each block, has_aux=True
+        """),
+    "scan over a pair": ("""
+        stacked = fs.device_put({"w": torch.ones(3, 4, 4)}, P(), mesh)
+        f = lambda p, x: fs.scan(lambda p, x: x @ p[0]["w"] * p[1], (p, torch.ones(3)), x, specs=P(), axis=None)
+        fs.shard_map(f, mesh=mesh, out_specs=P())(stacked, x)
+        """, """
+        scan: params is a pair of a tree and a tensor
+          fix: fs.scan(block, params[0], x, each=params[1], ...), with block(params, x, one of each)
+        """),
     "a product with a split matrix, not summed": ("""
         split = fs.device_put({"w": torch.ones(4, 4)}, P("data"), mesh)
         @fs.shard_map(mesh=mesh, in_specs=(P("data"), P(None, "data")), out_specs=P())

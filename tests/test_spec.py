@@ -391,6 +391,15 @@ def test_fully_shard_does_not_split_small_leaves():
     assert fully_sharded(P("m"), (10, 10), min_size=100) == P("m", "z")
 
 
+def test_fully_shard_keeps_the_dim_of_stacked_blocks():
+    tree = {"blocks": {"w": torch.empty(64, 6, 6), "b": torch.empty(64)}, "head": torch.empty(64, 6)}
+    kept = fs.fully_shard({"blocks": P(), "head": P()}, tree, axis="z", stacked="blocks.**")
+    assert kept == {"blocks": {"w": P(None, "z"), "b": P()}, "head": P("z")}
+    assert kept == fs.strategy("FULL_SHARD", axis="z").param_specs(tree, stacked=["blocks.w", "blocks.*"])
+    with pytest.raises(fs.ShardingError, match=r"stacked='layers\.\*\*' matches no leaf"):
+        fs.fully_shard(P(), tree, axis="z", stacked="layers.**")
+
+
 def test_fully_shard_takes_prefix_specs_and_described_trees():
     tree = {"h": [fs.init.zeros((4, 8)), fs.init.zeros(4)], "n": None}
     assert fs.fully_shard(P(), tree, axis="z") == {"h": [P(None, "z"), P("z")], "n": None}

@@ -64,6 +64,7 @@ def test_a_registered_dataclass_has_leaves_with_paths_and_static_fields():
     treedef = tree._flatten_traced(t, out)
     assert (out, tree._unflatten_traced(treedef, iter(out))) == ([2, 1], t)
     assert tree.register(Registered) is Registered
+    assert t.replace(x=3) == Registered(3, "b")
 
     @dataclasses.dataclass
     class Known(tree.Node):
@@ -266,7 +267,7 @@ def test_error_text_of_a_leaf_that_is_not_a_spec():
     assert error_text(prefix, {"w": [P(), "model"]}, {"w": [1, 2]}) == (
         "specs['w'][1]: 'model' is a str, not a P\n  fix: use a P: P('model')"
     )
-    assert error_text(prefix, 3, 1, kind="policy") == "specs: 3 is a int, not a policy\n  fix: use a policy"
+    assert error_text(prefix, 3, 1, kind="policy") == "specs: 3 is an int, not a policy\n  fix: use a policy"
 
 
 def test_missing_spec_of_a_leaf_is_an_error():

@@ -80,6 +80,12 @@ def is_own_file(file: str) -> bool:
     return not (file.startswith((HERE, TORCH, *STANDARD_LIBRARY, *GENERATED)) or INSTALLED.search(file))
 
 
+def package_of(site: Site | None) -> str:
+    """Return the installed package of a line, which the user does not edit: `transformers`; "" for other lines."""
+    found = INSTALLED.search(site.file) if site else None
+    return found[1] if found and found[1] != PACKAGE else ""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Site:
     """One instruction of a code object. Its `str` is `train.py:14 in loss_fn`.

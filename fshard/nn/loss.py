@@ -76,7 +76,7 @@ def cross_entropy(
         weight = weight.detach().to(wide)
     plain = torch.compiler.is_dynamo_compiling() or logits.numel() <= _PLAIN_UP_TO
     if plain and classes is None and not (axis or over or label_smoothing):  # torch cannot vmap its label smoothing
-        check_range("cross_entropy", "target", targets, v, ignore_index, kind="classes")
+        check_range("cross_entropy", "target", targets, v, ignore_index, kind="classes", unsplit=logits)
         rows, classes = logits.reshape(targets.numel(), v).to(wide), targets.reshape(-1)
         losses = F.cross_entropy(rows, classes, weight, ignore_index=ignore_index, reduction=reduction)
         return losses.view(targets.shape) if reduction == "none" else losses
@@ -88,7 +88,8 @@ def cross_entropy(
         column, is_local = targets.where(counted, 0), counted
         _, n_classes = local_range("cross_entropy", v, axis, size)
     if classes is None:
-        check_range("cross_entropy", "target", targets, n_classes, ignore_index, kind="classes")
+        check_range("cross_entropy", "target", targets, n_classes, ignore_index, kind="classes",
+                    unsplit=None if axis else logits)  # fmt: skip
     is_local = is_local & counted
     column = column.unsqueeze(-1)[..., :v]
     # Subtract the largest logit of all ranks, a constant to the derivative, so that no exponential overflows. A part

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fshard._core.ops import local_range, own_range
-from fshard._core.region import checker, has_values, user_line
+from fshard._core.region import axes_of_own_values, checker, has_values, user_line
 from fshard._core.torch import is_wrapped
 from fshard.collectives import all_gather
 from fshard.errors import checked, fail
@@ -120,8 +120,12 @@ def target_columns(
     return column.where(is_local, 0), is_local, v
 
 
-def check_range(verb: str, word: str, xs: Tensor, size: int, ignored: int | None = None, *, kind: str) -> None:
+def check_range(
+    verb: str, word: str, xs: Tensor, size: int, ignored: int | None = None, *, kind: str, unsplit: Tensor | None = None
+) -> None:  # fmt: skip
     """Raise ShardingError for integers that are not 0 to size - 1, nor `ignored`. `kind` names them.
+
+    `unsplit` are logits without an `axis`: the fix is to pass it, if they vary over one and `xs` do not.
 
     Only on a CPU, where no device is waited for; not in a compiled program, under vmap or without values.
     """
@@ -139,6 +143,9 @@ def check_range(verb: str, word: str, xs: Tensor, size: int, ignored: int | None
             wrong = wrong[wrong != ignored]
         if len(wrong):
             fix = f"0 to {size - 1}" + (f", or ignore_index={ignored}" if ignored is not None else "")
+            axes = axes_of_own_values(unsplit) - types.info(xs).type.varying if types and unsplit is not None else ()
+            for axis in sorted(axes)[:1]:
+                fix = f'{verb}(..., axis="{axis}"), which splits the {kind}'
             raise fail(f"{verb}: {word} {int(wrong[0])} is out of range, of {size} {kind}",
                        f"so are {len(wrong)} of {xs.numel()}", *user_line(), fix=fix)  # fmt: skip
 

@@ -475,6 +475,11 @@ def gumbel(
     return _draw_local("gumbel", key, shape, spec, _gumbel(dtype), device)
 
 
+def _gather_logits(axes: Sequence[str], dim: int) -> str:
+    axis = repr(axes[0] if len(axes) == 1 else tuple(axes)).replace("'", '"')
+    return f'logits = fs.all_gather(logits, {axis}, {dim}, to="invariant")'
+
+
 @checked
 def categorical(
     key: Tensor, logits: Tensor, *, dim: int = -1, spec: P = _REPLICATED, shape: Sequence[int] | None = None
@@ -501,14 +506,19 @@ def categorical(
                    fix="an entry for each dim, at most")  # fmt: skip
     if axes := spec.parts(logits.ndim)[dim]:
         raise fail(f"random.categorical: spec={spec} splits dim {dim}, whose indices are drawn",
-                   fix=f"fs.all_gather(logits, {axes[0]!r}, {dim}) before")  # fmt: skip
+                   fix=_gather_logits(axes, dim))  # fmt: skip
     if spec.axes and shape is None:
         raise fail(f"random.categorical: spec={spec} without the global shape",
                    fix="shape=fs.global_shape(logits, spec)")  # fmt: skip
     types = checker()
     if types is not None and (others := sorted(types.info(logits).type.varying - set(spec.axes))):
+        parts = spec.parts(logits.ndim)
+        rows = P((*parts[0], *others), *[names or None for names in parts[1:]]) if parts else spec
+        of_rows = f"spec={rows}, shape=fs.global_shape(logits, spec), if {others[-1]!r} splits the rows"
+        fix = f"{of_rows}; or {_gather_logits(others[-1:], dim)}, if it splits dim {dim}, which is drawn"
+        if {g.axis for g in types.info(logits).history.gathers}.issuperset(others):
+            fix = 'to="invariant" in the all_gather of the logits'
         raise fail(f"random.categorical: the logits vary over {', '.join(map(repr, others))}, which spec={spec} does "
-                   "not name", "all ranks would draw the same numbers for different rows",
-                   fix=f"spec=P({others[0]!r}), shape=fs.global_shape(logits, spec)")  # fmt: skip
+                   "not name", "all ranks would draw the same numbers for different rows", fix=fix)  # fmt: skip
     noise = gumbel(key, logits.shape if shape is None else shape, spec=spec, device=logits.device)
     return (logits.detach().to(noise.dtype) + noise).argmax(dim)

@@ -5,6 +5,7 @@ Source: Zhao et al., 2023, "PyTorch FSDP", for the schedule; `jax.lax.scan` for 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -90,7 +91,7 @@ def scan(
         return (x, []) if has_aux else x
     live = axis is not None and live_axes(region("scan").comm, known_axes("scan", region(), axis))
     host = not live and any_on_host(specs)
-    split = _check_pair if has_aux else lambda x: (x, None)
+    split = _check_pair if has_aux else _check_single if not isinstance(x, tuple) else lambda x: (x, None)
     plans = None
     # Neither a compiler nor a transform of torch.func can trace a schedule; its buffers have no tangents.
     plain = (
@@ -102,7 +103,7 @@ def scan(
         plans = blocks.plans(axis, dtype, reduce_dtype)
     if plans is not None:
         check_captured("scan", block)
-        step = lambda p, x, extra: split(block(p, x, *extra))  # noqa: E731
+        step = lambda p, x, extra: split(_run(block, p, x, extra))  # noqa: E731
         flat_params, flat_each = ([FlatTree.from_tree(t) for t in trees] for trees in (blocks.params, blocks.each))
         executor = Executor(region("scan"), step, FlatTree.from_tree(x), flat_params, flat_each, plans, options)
         x, outs = run_blocks(executor, x, blocks.params, blocks.each)
@@ -166,6 +167,10 @@ class _Blocks:
 def _as_lists(params: Sequence[Any], specs: Any, shapes: Any) -> tuple[Any, Any, Any]:
     """Return params, specs and shapes as one tree for each block."""
     n = len(params)
+    if n == 2 and isinstance(params[1], Tensor) and not isinstance(params[0], Tensor):  # the xs of lax.scan
+        raise fail("scan: params is a pair of a tree and a tensor",
+                   fix="fs.scan(block, params[0], x, each=params[1], ...), with block(params, x, one of each)"
+                   )  # fmt: skip
     for name, rows in {"specs": specs, "shapes": shapes}.items():
         if rows is None or (name == "specs" and is_spec(rows)):
             continue
@@ -187,7 +192,8 @@ def _unstack(params: Any, specs: Any, shapes: Any) -> tuple[Any, Any, Any]:
     parts = [spec.parts(x.ndim) if isinstance(x, Tensor) else () for spec, x in zip(flat, leaves, strict=True)]
     if split := [f"{name}  {spec}" for name, spec, dims in zip(named, flat, parts, strict=True) if dims and dims[0]]:
         raise fail("scan: the dim of the blocks, dim 0 of stacked leaves, is split", *split,
-                   fix="None first in these specs, or lists of one tree for each block")  # fmt: skip
+                   fix='fs.fully_shard(..., stacked="blocks.**"), or None first in these specs; or a list of one tree '
+                       "for each block")  # fmt: skip
     counts = {len(x) if isinstance(x, Tensor) and x.ndim else None for x in leaves}
     if len(counts) != 1 or None in counts:
         shown = [f"{name} {list(x.shape) if isinstance(x, Tensor) else type(x).__name__}"
@@ -208,6 +214,30 @@ def _check_pair(result: Any) -> tuple[Any, Any]:
     return result
 
 
+def _check_single(result: Any) -> tuple[Any, Any]:
+    """Return (x, None) for the x of a block. Raises ShardingError if it is a pair as in lax.scan, and x is not."""
+    if isinstance(result, tuple) and len(result) == 2:
+        pair = "(x, None)" if result[1] is None else "a pair, and x is not one"
+        raise fail(f"scan: the block returned {pair}", fix="return x; for an output of each block, has_aux=True")
+    return result, None
+
+
+_FIRST, _SECOND = {"x", "h", "c", "carry"}, {"p", "params", "w", "weights", "layer", "xs"}  # names in lax.scan's order
+
+
+def _run(block: Block, p: Any, x: Any, extra: tuple[Any, ...]) -> Any:
+    """Run a block. An error is explained if the arguments seem to be in the order of lax.scan."""
+    try:
+        return block(p, x, *extra)
+    except Exception as e:
+        names = [*inspect.signature(block).parameters, "", ""]
+        if not (isinstance(p, Tensor) > isinstance(x, Tensor) or (names[0] in _FIRST and names[1] in _SECOND)):
+            raise
+        fix = "fs.scan(block, params, x, specs=, axis=, each=), with block(params, x), which returns x"
+        what = "scan: the arguments seem to be in the order of lax.scan"
+        raise fail(what, f"{type(e).__name__}: {e}", fix=fix) from e
+
+
 def _plain_loop(
     block: Block, blocks: _Blocks, x: Any, unsharded: Callable[[Any, Any, Any], Any],
     split: Callable[[Any], tuple[Any, Any]], remat: bool,
@@ -217,7 +247,7 @@ def _plain_loop(
     for p, specs, shapes, extra in zip(blocks.params, blocks.specs, blocks.shapes, blocks.each, strict=True):
 
         def run(p: Any, x: Any, extra: Any, specs: Any = specs, shapes: Any = shapes) -> Any:
-            return block(unsharded(p, specs, shapes), x, *extra)
+            return _run(block, unsharded(p, specs, shapes), x, extra)
 
         x, out = split((rematerialize(run) if remat else run)(p, x, extra))
         outs.append(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,13 +55,13 @@ class Strategy:
         return {"release": self.release, "prefetch": self.prefetch, "backward_prefetch": self.backward_prefetch}
 
     @checked
-    def param_specs(self, tree: Any, specs: Any = P()) -> Any:  # noqa: B008 - a P is immutable
+    def param_specs(self, tree: Any, specs: Any = P(), *, stacked: str | Sequence[str] = ()) -> Any:  # noqa: B008
         """Return the specs of parameters and of their gradients.
 
         The leaves of `tree` have a `.shape`; `specs`, or a prefix of it, splits them over other axes, as a model's
-        `specs(cfg, model=...)` does.
+        `specs(cfg, model=...)` does. `stacked` as for `fully_shard`.
         """
-        sharded = fully_shard(specs, tree, axis=self.shard)
+        sharded = fully_shard(specs, tree, axis=self.shard, stacked=stacked)
         return on_host(sharded) if self.offload_params else sharded
 
     @checked

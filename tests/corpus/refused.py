@@ -283,7 +283,28 @@ def leaf_of_zeros(x):
 WEIGHT, MODULE, MEAN = torch.ones(8, requires_grad=True), torch.nn.Linear(8, 1), torch.zeros(8)
 TABLE = torch.arange(4.0)
 LOGITS, IDS = torch.sin(torch.arange(32.0)).view(4, 8), torch.arange(4) * 2
+
+
 # name: (program, in_specs, out_specs, arguments)
+def loss_without_over(w, x, ids):
+    def loss(w):
+        logits = x @ fs.pvary(w, "data")
+        return fs.nn.cross_entropy(logits, ids)
+
+    return fs.value_and_grad(loss)(w)
+
+
+def split_head_without_axis(w, x, ids):
+    logits = x @ w
+    return fs.nn.cross_entropy(logits, ids)
+
+
+def split_head_in_the_loss_of_torch(w, x, ids):
+    logits = x @ w
+    loss = torch.nn.functional.cross_entropy(logits, ids)
+    return 2 * loss
+
+
 PLACED = fs.device_put({"gain": B}, P(), MESH)
 
 
@@ -351,6 +372,11 @@ CASES = {
     "prompt_of_zeros": (prompt_of_zeros, (ROWS,), P(), (X,)),
     "leaf_of_zeros": (leaf_of_zeros, (ROWS,), P(), (X,)),
     "gathered_weights": (gathered_weights, (P(), P("model")), P(), (LOGITS, LOGITS[:, 0])),
+    "loss_without_over": (loss_without_over, (P(), ROWS, P("data")), (P(), P()), (W, X, torch.arange(4))),
+    "split_head_without_axis": (split_head_without_axis, (COLUMNS, P(), P()), P(), (W, X, torch.arange(4) % 2)),
+    "split_head_in_the_loss_of_torch": (
+        split_head_in_the_loss_of_torch, (COLUMNS, P(), P()), P(), (W, X, torch.arange(4) % 2),
+    ),
     "placed_leaf_written": (placed_leaf_written, (P(),), P(), (PLACED,)),
     "gradient_of_a_placed_leaf": (gradient_of_a_placed_leaf, (P(),), P(), (PLACED,)),
 }  # fmt: skip

@@ -339,7 +339,7 @@ def test_rtol_and_atol_may_be_prefixes_of_the_results(mesh):
     assert "result['b'][0] of f changes" in error_text(fs.verify, f, rtol={"a": 0.1, "b": None})
     fs.verify(f, rtol={"a": 0.1, "b": [0.1, None]})
     fs.verify(f, atol={"a": 0.1, "b": 0.1})
-    assert "verify: rtol['b']: -1 is a int, not a number of 0 or more" in error_text(
+    assert "verify: rtol['b']: -1 is an int, not a number of 0 or more" in error_text(
         fs.verify, f, rtol={"a": 1, "b": -1}
     )
     assert "verify: atol: not a prefix of the tree" in error_text(fs.verify, f, atol={"a": 0.1})

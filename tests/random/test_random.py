@@ -423,12 +423,16 @@ def test_error_texts_of_categorical():
     assert error_text(draw, torch.zeros(4, 3)) == (
         "random.categorical: the logits vary over 'a', which spec=P() does not name\n"
         "  all ranks would draw the same numbers for different rows\n"
-        "  fix: spec=P('a'), shape=fs.global_shape(logits, spec)"
+        "  fix: spec=P('a'), shape=fs.global_shape(logits, spec), if 'a' splits the rows; or logits = "
+        'fs.all_gather(logits, "a", -1, to="invariant"), if it splits dim -1, which is drawn'
     )
     assert error_text(fs.random.categorical, KEY, torch.zeros(4, 3), spec=P(None, "a")) == (
         "random.categorical: spec=P(None, 'a') splits dim -1, whose indices are drawn\n"
-        "  fix: fs.all_gather(logits, 'a', -1) before"
+        '  fix: logits = fs.all_gather(logits, "a", -1, to="invariant")'
     )
+    gathered = fs.shard_map(lambda x: fs.random.categorical(KEY, fs.all_gather(x, "a", 1)), mesh=fs.make_mesh(a=2),
+                            in_specs=P(None, "a"), out_specs=P())  # fmt: skip
+    assert error_text(gathered, torch.zeros(4, 4)).endswith('fix: to="invariant" in the all_gather of the logits')
     assert "without the global shape" in error_text(fs.random.categorical, KEY, torch.zeros(4, 3), spec=P("a"))
     assert "one of their dims" in error_text(fs.random.categorical, KEY, torch.zeros(4), dim=1)
     assert "x=-1" in error_text(fs.random.permutation, KEY, -1)

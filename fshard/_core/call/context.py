@@ -96,6 +96,11 @@ def explain_shapes(plan: CallPlan, e: Exception) -> None:
         raise fail(f"{_user_site(e)}: backward() of a result of tensors that require no gradient",
                    f"the arguments of {plan.name} are parts of leaves, without one",
                    fix="loss, grads = fs.value_and_grad(loss_fn)(params, x), then opt.update") from e  # fmt: skip
+    if isinstance(e, IndexError) and re.fullmatch(r"Target -?\d+ is out of bounds.", str(e)):
+        raise fail(
+            f"{_user_site(e)}: {str(e).rstrip('.').lower()}, of the classes that this rank has",
+            fix="if an axis splits the classes: fs.nn.cross_entropy(logits, targets, axis=...)",
+        ) from e
     rows = [] if isinstance(e, ShardingError) or not _ABOUT_SHAPES.search(str(e)) else _arguments(plan)
     if any(row.is_split for row in rows):
         if captured := _captured(e, {n for row in rows if row.is_split for n in row.shape}):

@@ -57,8 +57,8 @@ class Comparison:
             wrong = [(k, terms) for k in operands if not self.agrees(k)]
             # An index or a mask of local rows differs in right programs too.
             wrong = [(k, t) for k, t in wrong if self._any_record(k).is_float] or wrong
-            # The sum over ranks that the transpose of a pvary takes is right for terms: if its operand is not that,
-            # the mistake is where the operand comes from, in the backward pass.
+            # The sum over ranks that the transpose of a pvary, or of an all_gather, takes is right for terms: if its
+            # operand is not that, the mistake is where the operand comes from, in the backward pass.
             terms = terms.union(*(r.records[key].terms for r in self.here if key in r.records))
             if not wrong and terms and not any(self.agrees(k, terms) for k in operands):
                 wrong = [(k, terms) for k in operands if k[0].is_backward]

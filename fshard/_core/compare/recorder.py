@@ -64,7 +64,7 @@ class Record(NamedTuple):
     is_index: bool  # integers computed from the rank's position, which differ in right programs
     moved: Key | None = None  # the operand of a collective: its result where no axis has more than one rank
     is_view: bool = False
-    terms: frozenset[str] = frozenset()  # axes that the transpose of a pvary sums over
+    terms: frozenset[str] = frozenset()  # axes that the transpose of a pvary or of an all_gather sums over
 
 
 class Recorder(Checker):  # type: ignore[no-untyped-call]
@@ -106,7 +106,8 @@ class Recorder(Checker):  # type: ignore[no-untyped-call]
     ) -> tuple[Tensor, ...]:
         operands = [self.makers([x]) for x in xs]
         out = super().run_collective(m, xs, run)
-        terms = frozenset(m.axes) if m.verb == "psum" and m.origin is not None else frozenset[str]()
+        is_sum = m.verb in ("psum", "psum_scatter") and m.origin is not None
+        terms = frozenset(m.axes) if is_sum else frozenset[str]()
         self._add(m.verb, out, operands, moves=m.verb != "ppermute", terms=terms)
         return out
 

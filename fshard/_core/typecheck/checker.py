@@ -37,6 +37,7 @@ from torch import Tensor, UntypedStorage
 from fshard._core import callsite
 from fshard._core.operations import OperationMode
 from fshard._core.ops import differentiable_dtype
+from fshard._core.protocol import size_of
 from fshard._core.torch import in_backward, storage_id, unwrapped, without_torch_function
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
@@ -118,6 +119,7 @@ class Checker(OperationMode):
         # (collective, (dim, size) of each tensor, axes, line) that splits a dim into parts of different sizes
         self.uneven_splits: dict[tuple[str, tuple[tuple[int, int], ...], tuple[str, ...], Any], None] = {}
         self._argument_storages: set[int] = set()
+        self._single_rows: dict[int, set[str]] = {}  # axes by whose ranks an argument has one row each, by their size
         self._placed: dict[int, Tensor] = {}  # arguments that the caller keeps as placed leaves, by storage
         self._table = TypeTable()
         self._coords, self._ranks = coords or {}, Ranks() if ranks is None else ranks
@@ -195,6 +197,9 @@ class Checker(OperationMode):
         self._set_info(x, type_, name=name, spec=spec)
         self.arguments.append(self.info(x))
         self._argument_storages.add(storage_id(x))
+        split = spec.parts(x.ndim)[0] if x.ndim and x.shape[0] == 1 else ()
+        if split:
+            self._single_rows.setdefault(size_of(split, self.sizes), set()).update(split)
         if placed:
             self._placed[storage_id(x)] = x
 
@@ -260,6 +265,8 @@ class Checker(OperationMode):
             wrong = info.type.invariant & axes if m.takes == "V" else info.type.varying & axes
             if wrong and (m.verb != "pvary" or m.origin is not None):
                 raise messages.collective_of_wrong_type(self, m, Operand(x, info), sorted(wrong))
+            if m.verb in ("psum", "pmean") and m.origin is None:
+                self._check_elements(m.verb, x, info, axes)
             if m.takes == "I" and info.type.differentiable:  # the ranks may have picked different parts by a number
                 self._record_numbers(m.verb, (x.storage_offset() - info.start,), info.type.invariant)
         with self.paused():
@@ -272,6 +279,18 @@ class Checker(OperationMode):
             new, history = known[key]
             self._set_info(y, new, op=op, site=site, alias=not m.moves, history=history)
         return out
+
+    def _check_elements(self, verb: str, x: Tensor, info: TensorInfo, axes: frozenset[str]) -> None:
+        """Raise for a gradient that the axes split. Record the count of a mean, which must be the same on each rank."""
+        for p in info.history.partials[:1]:
+            if verb == p.verb == "pmean" and p.op == info.op and p.axes & axes:
+                self._record_numbers("pmean of a mean", (p.averaged,), axes)
+        parts = () if info.spec is None or info.name else info.spec.parts(x.ndim)
+        for dim, names in enumerate(parts):
+            if axes.intersection(names) and x.shape[dim] > 1:  # each rank may have one row, of a copy of a model
+                raise messages.parts_of_gradient_reduced(
+                    self, verb, Operand(x, info), dim, sorted(axes.intersection(names))
+                )
 
     def _collective_type(self, m: Any, t: Type, before: History, site: callsite.Site | None) -> tuple[Type, History]:
         """Return the type and the history of a linear map's result, by the operand's."""
@@ -330,6 +349,11 @@ class Checker(OperationMode):
             written = [Operand(x, self._info_of_plain(x)) for x in op.written(args, kwargs)]
             self._check_written(op, new, history, written, operands)
         out = op.func(*args, **kwargs)
+        if op.completed_by == "pmean" and history.partials:
+            result = out[0] if isinstance(out, tuple) else out
+            values = args[1] if op.name == "nll_loss_forward" else operands[0].tensor
+            mean = history.partials[0]._replace(averaged=values.numel() // max(1, result.numel()))
+            history = history._replace(partials=(mean, *history.partials[1:]))
         known = join([new, *(o.info.type for o in written)]) if written else new
         if known.invariant and known.differentiable:
             self._record_numbers(op.name, op.numbers(args, kwargs), known.invariant)
@@ -389,6 +413,8 @@ class Checker(OperationMode):
             else:
                 if op.completed_by is None or not (type.varying or history.partials):
                     return type if type.varying or type.invariant else _FREE_TYPE, history
+        if self._single_rows and op.pointwise:
+            self._check_rows(op, operands)
         infos = list({(o.info.type, id(o.info.history)): o.info for o in operands}.values())  # operands are often alike
         new = join([info.type for info in infos])
         mixtures = {m.axis: m for info in reversed(infos) for m in info.history.mixtures}
@@ -418,6 +444,15 @@ class Checker(OperationMode):
         # The same object where it can be: the next operation compares histories by identity.
         return new, next((info.history for info in infos if info.history == history), history)
 
+    def _check_rows(self, op: Operation, operands: Sequence[Operand]) -> None:
+        """Raise where a rank's row of an argument is broadcast to the rows of a captured tensor, one for each rank."""
+        for o in operands:
+            axes = self._single_rows.get(len(o.tensor), set()) if o.info.is_captured and o.tensor.ndim else ()
+            for row in operands if axes else ():
+                x, same_ndim = row.tensor, row.tensor.ndim == o.tensor.ndim
+                if same_ndim and len(x) == 1 < len(o.tensor) and row.info.type.varying.intersection(axes):
+                    raise messages.captured_rows(self, op.name, o, row, operands)
+
     def _partials(
         self, op: Operation, operands: Sequence[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Partial, ...]:
@@ -436,7 +471,7 @@ class Checker(OperationMode):
             to_scalar = ndim > 0 and (dim is None or ndim == 1) and op.name != "matmul"
             reduced = operands[-2:] if op.name == "matmul" else operands[:1]  # before them, a matrix to add
             axes = frozenset[str].intersection(*(o.info.type.varying - o.info.history.copies for o in reduced))
-            return Partial(op.name, op.completed_by, callsite.site(), axes, dim, to_scalar), *known[:1]
+            return Partial(op.name, op.completing(args, kwargs), callsite.site(), axes, dim, to_scalar), *known[:1]
         return known
 
     def _joined_partials(self, op: Operation, operands: Sequence[Operand]) -> tuple[Partial, ...]:
@@ -541,12 +576,13 @@ class Checker(OperationMode):
         same = differentiable == new.differentiable and drawn == new.drawn  # the usual case, made fast
         type = new if same else Type(new.varying, new.invariant, differentiable, drawn)
         if op.view and operands:
-            _, root, name, made_by, site, start, views, _, origin = operands[0].info
+            _, root, name, made_by, site, start, views, spec, origin = operands[0].info
             if op.copies:
                 start, origin = int(out.storage_offset()), ""
             elif origin == "captured":
                 origin = "view of captured"
-            info = TensorInfo(type, root, name, made_by, site, start, views, None, origin)
+            spec = spec if op.name in ("detach", "alias") else None
+            info = TensorInfo(type, root, name, made_by, site, start, views, spec, origin)
             self._table.set(out, info, alias=not op.copies)
         else:
             self._roots += 1
@@ -614,7 +650,8 @@ class Checker(OperationMode):
             if wrong:
                 raise messages.gradient_has_wrong_type(self, parameter, gradient, sorted(wrong))
             history = gradient.info.history._replace(reductions=reductions)
-            self._table.set(gradient.tensor, gradient.info._replace(type=want, history=history), alias=True)
+            info = gradient.info._replace(type=want, history=history, spec=parameter.info.spec)
+            self._table.set(gradient.tensor, info, alias=True)
 
     def check_accumulated(self, leaves: Sequence[Tensor]) -> None:
         """Raise for leaves of the caller among those into whose `.grad` a backward pass, or an assignment, writes."""

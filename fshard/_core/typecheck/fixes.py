@@ -165,11 +165,14 @@ def reduced_over_another_axis(r: Reduction, axes: Sequence[str]) -> Fix:
 # --- fixes of a value that varies -----------------------------------------------------------------------------
 
 
-def fix_of_partial(x: Operand, axes: Sequence[str]) -> str:
+def fix_of_partial(checker: Facts, x: Operand, axes: Sequence[str]) -> str:
     """Return the fixes of a value that varies over `axes` and must not."""
     here = x.info.site
-    if gather := fix_of_gather(x.info, axes, here.line if here else 0):
-        return fix_lines([gather])
+    if package := callsite.package_of(here):
+        name = qualified_name(callsite.user_frame(), "pmean")
+        return fix_lines([Fix(f"{name}(..., {axes_source(axes)}) of what {package} returns to your code")])
+    if fix := fix_of_gather(x.info, axes, here.line if here else 0) or _fix_of_cross_entropy(checker, x, axes):
+        return fix_lines([fix])
     fixes = fixes_of_partials(x.info, axes, here.line if here else 0)
     if not fixes:
         fixes = [Fix(call_at(here, verb, axes), _WHOLE[verb]) for verb in ("pmean", "psum")]
@@ -177,6 +180,31 @@ def fix_of_partial(x: Operand, axes: Sequence[str]) -> str:
         fixes += [Fix(f"name {axes_text(axes)} in its out spec", "each rank is to return its part"),
                   Fix(call_at(here, "all_gather", axes, 'to="invariant"'), "each rank has some rows")]  # fmt: skip
     return fix_lines(fixes)
+
+
+def _fix_of_cross_entropy(checker: Facts, x: Operand, axes: Sequence[str]) -> Fix | None:
+    """Return the fix of a cross-entropy that lacks `axis=`, or `over=`; None for another value.
+
+    An axis that splits the targets splits the examples. Where the targets are the same on its ranks, it splits classes.
+    """
+    sites = [x.info.site, *(p.site for p in x.info.history.partials)]
+    site, called = next(((s, c) for s in sites if (c := called_at(s)) and c.endswith("cross_entropy")), (None, ""))
+    mixed = {a for (s, a), m in checker.mixtures.items() if s == site and m.op in ("gather", "nll_loss_forward")}
+    is_ours = called.rpartition(".")[0].endswith("nn")  # and not torch.nn.functional, or F
+    name = "axis" if mixed.issuperset(axes) else "over" if is_ours else ""
+    if not (called and name) or (mixed.intersection(axes) and name != "axis"):
+        return None
+
+    def rebuild(source: str) -> str | None:
+        if f"{name}=" in source:
+            return None
+        ours = qualified_name(callsite.user_frame(), "nn") + ".cross_entropy"
+        text = source if is_ours else source.replace(called, ours, 1)
+        return f"{text.removesuffix(')')}, {name}={axes_source(axes)})"
+
+    here = x.info.site.line if x.info.site else 0
+    line = rewritten(site, rebuild)
+    return Fix(line, "", site if site and site.line != here else None) if line else None
 
 
 def fix_of_gather(x: TensorInfo, axes: Sequence[str], line: int) -> Fix | None:

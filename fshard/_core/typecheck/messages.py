@@ -247,6 +247,15 @@ def captured_written(checker: Facts, op: str, x: Operand, operands: Sequence[Ope
                       "apply.with_buffers), or make it inside")  # fmt: skip
 
 
+def captured_rows(checker: Facts, op: str, x: Operand, row: Operand, operands: Sequence[Operand]) -> ShardingError:
+    """Word the error of a captured batch that meets the one row of a rank."""
+    scene = Scene(checker, operands, op)
+    what = f"{op} of all {len(x.tensor)} rows of {scene.name(x)} with the one row that each rank has"
+    why = "one device uses row i with row i, and a rank its row with all rows"
+    fix = "pass it as an argument, which in_specs splits"
+    return _error(scene.site, what, [scene.row(x), scene.row(row)], why, fix=fix)
+
+
 def placed_written(checker: Facts, op: str, x: Operand, operands: Sequence[Operand]) -> ShardingError:
     """Word the error of an operation that writes to a placed leaf of the caller, which is not donated."""
     scene = Scene(checker, [x, *operands], op)
@@ -353,6 +362,11 @@ def number_differs(
                           Fix("pick the same part on every rank", "the result is to be one value"),
                       ]))  # fmt: skip
     rows = [(rank, ", ".join(map(repr, values))) for rank, values in numbers]
+    if op == "pmean of a mean":
+        return _error(site, f"{op} over {axis!r}, of different counts of values", rows,
+                      "a mean of means is the mean only of equal counts",
+                      fix=f'total / n, of total, n = fs.psum((x.sum(), torch.ones_like(x).sum()), "{axis}"); or give '
+                          "each rank as many")  # fmt: skip
     if isinstance(numbers[0][1][0], GlobalShape):
         what = "shape" if op.startswith("random.") else "size"
         return _error(site, f"{op} with a global {what} that differs between ranks of {axis!r}", rows,
@@ -456,6 +470,19 @@ def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[
     return _error(scene.site, what, [scene.row(x, name)], *made, why, fix=fix_lines(choices))
 
 
+def parts_of_gradient_reduced(
+    checker: Facts, verb: str, x: Operand, dim: int, axes: Sequence[str]
+) -> ShardingError:  # fmt: skip
+    """Word the error of a psum or pmean of a gradient that the axes split."""
+    scene, over = Scene(checker), axes_text(axes)
+    called = scene.expression.called() if scene.expression else None
+    line = scene.expression.without_call(lambda sources: sources[0]) if scene.expression and called == verb else None
+    return _error(scene.site, f"{verb} over {over} of a gradient whose dim {dim} is split over {over}", [scene.row(x)],
+                  f"each rank has other elements of it, and the {verb} would mix them: the gradient of a split leaf is "
+                  "complete", f"of a mean over the ranks the loss is fs.pmean(loss, {axes_source(axes)})",
+                  fix=_or_delete(line) if line else f"leave the {verb} out")  # fmt: skip
+
+
 def _fix_of_superfluous(scene: Scene, m: Any, x: Operand, axes: Sequence[str]) -> tuple[str, str | None]:
     """Return the fix of a collective that is one too many over `axes`, and its operand as the line has it."""
     verb, over = m.verb, axes_text(axes)
@@ -483,7 +510,11 @@ def _fix_of_superfluous(scene: Scene, m: Any, x: Operand, axes: Sequence[str]) -
         return "leave the pslice out, if this is the rank's part already", operand
     if not line or verb == "ppermute" or len(arguments) > 2:  # the call has more effects than its collective
         return f"leave the {verb} over {over} out", operand
-    return "delete this line" if re.fullmatch(r"(.+?)\s*=\s*\1", line) else line, operand
+    return _or_delete(line), operand
+
+
+def _or_delete(line: str) -> str:
+    return "delete this line" if re.fullmatch(r"(.+?)\s*=\s*\1", line) else line
 
 
 def _index_notes(checker: Facts, axes: Sequence[str]) -> list[str]:
@@ -508,9 +539,11 @@ def loss_varies(checker: Facts, x: Tensor, loss: Operand, leaf: Operand, axes: S
         fix = fix_before_vmap(checker, leaf, axes_source(axes))
     else:
         why = f"each of the {n} ranks would differentiate its own loss, and {parameter} has one gradient"
-        fix = fix_of_partial(loss, axes)
-    what = f"the loss that is differentiated varies over {axes_text(axes)}"
-    return _error(loss.info.site or callsite.site(), what, rows, why, fix=fix)
+        fix = fix_of_partial(checker, loss, axes)
+    what, site = f"the loss that is differentiated varies over {axes_text(axes)}", loss.info.site
+    if callsite.package_of(site):
+        return _error(callsite.site(), what, rows, f"the loss was made at {site}", why, fix=fix)
+    return _error(site or callsite.site(), what, rows, why, fix=fix)
 
 
 def gradient_has_wrong_type(checker: Facts, leaf: Operand, grad: Operand, axes: Sequence[str]) -> ShardingError:
@@ -556,10 +589,12 @@ def results_have_wrong_type(
         notes = [f"{path} varies since {m.site}: {m.op} of {m.text.rows[0][0]} with {m.text.rows[1][0]}"
                  for m in x.info.history.mixtures if m.axis in extra]  # fmt: skip
         differ = f"the {n} ranks would return different values, and the out spec declares one value"
-        why, fix = _GATHERED if fix_of_gather(x.info, axes, 0) else differ, fix_of_partial(x, axes)
+        why, fix = _GATHERED if fix_of_gather(x.info, axes, 0) else differ, fix_of_partial(checker, x, axes)
         without = [Fix(m.text.without_pvary, "both operands are the same on every rank", m.site)
                    for m in x.info.history.mixtures if m.axis in extra and m.text.without_pvary]  # fmt: skip
         fix = "\n  or, ".join(filter(None, (fix, fix_lines(without))))
+        if callsite.package_of(x.info.site):
+            return _error(name, what, table, f"{path} was made at {x.info.site}", why, *notes, fix=fix)
         return _error(x.info.site or name, what, table, why, *notes, fix=fix)
     named = "their out specs name" if many else "its out spec names"
     what = f"{subject} {are} invariant over {over}, which {named}"

@@ -83,6 +83,11 @@ class Operation:
         dims = [dim] if isinstance(dim, int) else dim
         return not dims or any(args[0].shape[d] == 0 for d in dims)
 
+    def completing(self, args: Args, kwargs: Kwargs) -> str:
+        """Return the collective that completes the result of a call; of a loss it depends on the reduction."""
+        of_sum = self.completed_by == "pmean" and self._values(args, kwargs).get("reduction") == 2
+        return "psum" if of_sum else self.completed_by or ""
+
     def reduced_dim(self, args: Args, kwargs: Kwargs) -> int | None:
         """Return the dim that a call reduces; `None` for all or several."""
         dim = self._values(args, kwargs).get("dim")

@@ -71,6 +71,7 @@ class Partial(NamedTuple):
     axes: frozenset[str]  # those that may split the dims
     dim: int | None  # that is reduced; None for all
     to_scalar: bool
+    averaged: int = 0  # number of values of a mean
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class TensorInfo(NamedTuple):
     site: Site | None = None  # the user's line that made it
     start: int = 0  # storage offset of the root
     history: History = NO_HISTORY
-    spec: P | None = None  # of an argument of the region
+    spec: P | None = None  # of an argument of the region, or of a gradient by one
     origin: Literal["", "captured", "view of captured", "made"] = ""  # "made": from nothing, and then differentiated
 
     @property

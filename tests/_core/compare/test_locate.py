@@ -62,6 +62,21 @@ def test_line_of_a_wrong_gradient_is_that_of_the_operation_that_is_differentiate
     )
 
 
+def test_gradient_of_a_split_leaf_is_wrong_from_the_loss_and_not_from_its_gather():
+    """Partial gradients that are too large by the size of the axis could be copies, but the all_gather sums them."""
+
+    def f(w, x):
+        def loss(w):
+            full = fs.unshard(w, P("data"), "data")
+            return fs.psum((x @ full).square().mean(), "data")
+
+        return fs.grad(loss)(w)
+
+    text = located(f, torch.ones(2, 2), X, in_specs=(P("data"), P("data")), out_specs=P("data"))
+    line = f.__code__.co_firstlineno + 3
+    assert text.startswith(f"  first different line, in its backward pass: test_locate.py:{line} in loss\n")
+
+
 def test_first_nan_is_named():
     def f(x):
         total = fs.psum(x.sum(), "data")

@@ -238,7 +238,7 @@ PROGRAMS = [
         "verify", "model", leaf="result['norm']", report="NeMo-RL #3788",
     ),
     WrongProgram(
-        "reduced_twice", reduced_twice, AXES, (DATA, DATA), DATA, ({"w": normal(8, 8)}, normal(8, 8)), "verify",
+        "reduced_twice", reduced_twice, AXES, (DATA, DATA), DATA, ({"w": normal(8, 8)}, normal(8, 8)), "types",
         "data", leaf="result['w']", report="Megatron-LM #6500",
     ),
     WrongProgram(
