@@ -415,7 +415,7 @@ def _fill(leaf: Deferred, spec: P, mesh: Mesh, key: Tensor, dtype: torch.dtype |
     kind = dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
     if mesh.kind == "abstract":
         return abstract_sharded(leaf.shape, kind, spec, mesh)
-    return _from_callback(leaf.shape, spec, mesh, lambda box: leaf.init.fill(key, leaf.shape, box, kind, mesh.device))
+    return leaf_from_parts(leaf.shape, spec, mesh, lambda box: leaf.init.fill(key, leaf.shape, box, kind, mesh.device))
 
 
 def abstract_sharded(shape: Sequence[int], dtype: torch.dtype, spec: P, mesh: Mesh) -> Sharded:
@@ -452,7 +452,7 @@ def _put(x: Any, spec: P, mesh: Mesh) -> Sharded:
         local = array_part(full, box) if array else full[box]
         return local.to(device, copy=True, memory_format=torch.contiguous_format)
 
-    return _from_callback(tuple(full.shape), spec, mesh, part)
+    return leaf_from_parts(tuple(full.shape), spec, mesh, part)
 
 
 @checked
@@ -469,10 +469,11 @@ def from_callback(shape: Sequence[int], spec: P, mesh: Mesh, fn: Callable[[Box],
     Raises ShardingError if `fn` returns anything but a tensor of the shape of its slices.
     """
     raise_all(spec_errors("from_callback", tuple(shape), spec, mesh.axes))
-    return _from_callback(tuple(shape), spec, mesh, fn)
+    return leaf_from_parts(tuple(shape), spec, mesh, fn)
 
 
-def _from_callback(shape: tuple[int, ...], spec: P, mesh: Mesh, fn: Callable[[Box], Tensor]) -> Sharded:
+def leaf_from_parts(shape: tuple[int, ...], spec: P, mesh: Mesh, fn: Callable[[Box], Tensor]) -> Sharded:
+    """Return `from_callback`, of arguments that are right."""
     parts: dict[tuple[tuple[int, int], ...], Tensor] = {}
     shards = []
     for rank in mesh.ranks:

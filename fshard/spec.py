@@ -39,8 +39,9 @@ class P:
     Raises ShardingError for an axis named twice and for an entry that is not an axis.
     """
 
-    __slots__ = ("entries", "memory")
+    __slots__ = ("axes", "entries", "memory")
     entries: tuple[Axis | EllipsisType, ...]
+    axes: tuple[str, ...]  # all axes that the spec names, in order
     memory: str
 
     def __init__(self, *entries: Axis | EllipsisType, memory: str = "device") -> None:
@@ -63,6 +64,7 @@ class P:
         while trimmed and ((trimmed[-1] is None and ... not in trimmed) or trimmed[-1] is ...):
             trimmed.pop()
         object.__setattr__(self, "entries", tuple(trimmed))
+        object.__setattr__(self, "axes", tuple(names))
         object.__setattr__(self, "memory", memory)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -75,11 +77,6 @@ class P:
     def __getitem__(self, i: slice) -> tuple[Axis | EllipsisType, ...]:
         """Return some of the entries: `P(*spec[1:])` is the spec of one of the stacked leaves."""
         return self.entries[i]
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """All axes that the spec names, in order."""
-        return tuple(a for e in self.entries if isinstance(e, (str, tuple)) for a in names_of(e))
 
     def parts(self, ndim: int) -> tuple[tuple[str, ...], ...]:
         """Return the axes that split each of `ndim` dims. Raises ShardingError if the spec has more dims."""
@@ -266,12 +263,13 @@ def box_of(bounds: Sequence[tuple[int, int]]) -> Box:
 
 def spec_errors(label: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> list[ShardingError]:
     """Return the errors of placing a leaf of `shape` by `spec` on a mesh with these axis sizes."""
-    facts: dict[str, object] = {"shape": list(shape), "spec": spec, "mesh": format_axes(sizes)}
-    errors = []
-    for axis in spec.axes:
-        if axis not in sizes:
-            errors.append(fail(f"{label}: the mesh has no axis {axis!r}", fix=f"use one of {list(sizes)}", **facts))
+    unknown = [axis for axis in spec.axes if axis not in sizes]
     listed = len([e for e in spec.entries if e is not ...])
+    if not unknown and listed <= len(shape):
+        return []
+    facts: dict[str, object] = {"shape": list(shape), "spec": spec, "mesh": format_axes(sizes)}
+    errors = [fail(f"{label}: the mesh has no axis {axis!r}", fix=f"use one of {list(sizes)}", **facts)
+              for axis in unknown]  # fmt: skip
     if listed > len(shape):
         errors.append(fail(f"{label}: the spec is longer than the shape", f"{listed} > {len(shape)} dims",
                            fix=f"drop {listed - len(shape)} of its entries", **facts))  # fmt: skip

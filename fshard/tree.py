@@ -335,7 +335,7 @@ def broadcast(
     Raises ShardingError where the prefix has other keys, another length or another container than the tree.
     """
     if not torch.compiler.is_dynamo_compiling():  # most often the structures are equal, which optree finds fast
-        values, structure = optree.tree_flatten(prefix, leaf)
+        values, structure = optree.tree_flatten(prefix, None if kind == "P" else leaf)  # a P is not a container
         if structure == optree.tree_structure(tree, is_leaf) and builtins.all(map(leaf, values)):
             return values
         is_described = kind == "P" and not [x for x in values if leaf(x)]

@@ -17,7 +17,7 @@ from fshard._core.host_memory import HOST, empty_part
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.init import Deferred
 from fshard.mesh import Mesh
-from fshard.sharded import Sharded, from_callback
+from fshard.sharded import Sharded, leaf_from_parts
 from fshard.spec import (
     Box,
     P,
@@ -135,7 +135,7 @@ class Target:
             return self.value
         if self.mesh is None:
             return self.parts[box_bounds(full_box(self.shape))]
-        return from_callback(self.shape, self.spec, self.mesh, lambda box: self.parts[box_bounds(box)])
+        return leaf_from_parts(self.shape, self.spec, self.mesh, lambda box: self.parts[box_bounds(box)])
 
 
 def _targets(like: Any, specs: Any, mesh: Mesh | None, at: str) -> tuple[dict[str, Target], list[ShardingError]]:

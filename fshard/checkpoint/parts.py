@@ -182,7 +182,8 @@ def read_chunk(f: Any, leaf: str, chunk: Chunk, wanted: Sequence[tuple[Box, Tens
             continue
         common, box, out = overlaps[0]
         values = out[relative_box(common, box)]
-        if common != block or not values.is_cpu or not values.is_contiguous():
+        in_place = common == block and values.is_cpu and values.is_contiguous()
+        if not in_place:
             values = torch.empty(box_shape(block), dtype=dtype)
         data = bytes_of(values)
         f.seek(start)
@@ -190,10 +191,8 @@ def read_chunk(f: Any, leaf: str, chunk: Chunk, wanted: Sequence[tuple[Box, Tens
         if count != size or got != expected:
             raise fail(f"{leaf}: the data is damaged", f"in {f.name}, bytes {start} to {stop}",
                        fix=RESTORE_ANOTHER, expected=f"crc32 {expected:08x}", got=f"{got:08x}")  # fmt: skip
-        for common, box, out in overlaps:
-            target = out[relative_box(common, box)]
-            if target.data_ptr() != values.data_ptr():
-                target.copy_(values[relative_box(common, block)])
+        for common, box, out in overlaps[in_place:]:
+            out[relative_box(common, box)].copy_(values[relative_box(common, block)])
 
 
 def stream(directory: AnyPath, leaf: str, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[Chunk],

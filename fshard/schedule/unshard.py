@@ -118,7 +118,7 @@ def routes(
     """
     names = known_axes(verb, region, axis)
     live = live_axes(region.comm, names)
-    host_is_other_memory = region.device != region.host
+    host_is_other_memory, sizes = region.device != region.host, region.sizes
     out: list[Route] = []
     errors: list[ShardingError] = []
 
@@ -137,10 +137,10 @@ def routes(
             errors.append(fail(f"{label(i)} has {x.ndim} dims, and {len(shape)} in shapes", leaf=list(x.shape),
                                shapes=list(shape), fix="pass the tree that params were materialized from"))  # fmt: skip
             continue
-        if spec_errors(verb, tuple(x.shape), spec, region.sizes):
-            errors += spec_errors(label(i), tuple(x.shape), spec, region.sizes)
+        if spec_errors(verb, x.shape, spec, sizes):
+            errors += spec_errors(label(i), tuple(x.shape), spec, sizes)
             continue
-        for dim, split in enumerate(spec.parts(x.ndim)):
+        for dim, split in enumerate(spec.parts(x.ndim) if spec.axes else ()):
             joined = tuple(a for a in split if a in names)
             major = split[: len(split) - len(joined)]
             if joined and split[len(major) :] != joined:
@@ -148,10 +148,10 @@ def routes(
                 errors.append(fail(f"{label(i)} has dim {dim} split by {split}; {joined} cannot be joined first",
                                    fix=f"make {joined} the minor axes: {(*first, *joined)}"))  # fmt: skip
             elif any(a in live for a in joined):
-                sizes, coords = [region.sizes[a] for a in major], [region.coords[a] for a in major]
-                n = None if shape is None else part_range(shape[dim], sizes, coords)[1]
+                position = [sizes[a] for a in major], [region.coords[a] for a in major]
+                n = None if shape is None else part_range(shape[dim], *position)[1]
                 gathers.append(Joined(tuple(a for a in joined if a in live), dim, n))
-        varied = tuple(a for a in live if a not in spec.axes)
+        varied = tuple([a for a in live if a not in spec.axes])
         out.append(Route(varied, tuple(gathers), spec.memory == "host"))
     raise_all(errors)
     return out

@@ -46,19 +46,18 @@ class OutputPlan:
         for result, (classes, facts) in zip(results, self.types, strict=True):
             if result.treedef != self.treedef or list(map(type, result.leaves)) != classes:
                 return False
-            tensors = [result.leaves[i] for i in self.tensors]  # no list of facts, which the garbage collector visits
-            if not all(all(map(operator.eq, map(read, tensors), known)) for read, known in zip(_FACTS, facts)):  # noqa: B905
+            # One by one: the garbage collector would visit a list of all.
+            if not all(map(operator.eq, map(_FACTS, [result.leaves[i] for i in self.tensors]), facts)):
                 return False
         return True
 
 
-_FACTS = [operator.attrgetter(name) for name in ("dtype", "shape", "requires_grad")]
+_FACTS = operator.attrgetter("dtype", "shape", "requires_grad")
 
 
-def leaf_types(leaves: list[Any]) -> tuple[list[type], list[list[Any]]]:
-    """Return the class of each leaf; the dtypes, the shapes and requires_grad of all tensors."""
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    return list(map(type, leaves)), [list(map(read, tensors)) for read in _FACTS]
+def leaf_types(leaves: list[Any]) -> tuple[list[type], list[Any]]:
+    """Return the class of each leaf, and the dtype, the shape and requires_grad of each tensor."""
+    return list(map(type, leaves)), [_FACTS(x) for x in leaves if isinstance(x, Tensor)]
 
 
 @dataclass
