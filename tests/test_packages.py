@@ -30,18 +30,18 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_491,
     "cli": 1_563,
-    "core": 16_540,
+    "core": 16_620,
     "data": 1_054,
     "defer": 5_333,
     "interop": 4_448,
     "law": 1_242,
     "lora": 1_743,
-    "models": 4_620,
+    "models": 4_890,
     "nn": 3_755,
     "optim": 2_782,
     "planning": 4_345,
-    "recipes": 2_095,
-    "schedule": 2_322,
+    "recipes": 2_130,
+    "schedule": 2_323,
     "fshard": 93,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

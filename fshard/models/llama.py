@@ -296,7 +296,7 @@ ATTENTION = {
     "k_norm.w": FileTensor("self_attn.k_norm.weight"),
     "norm_2.w": FileTensor("post_attention_layernorm.weight"),
 }
-_BLOCK = {
+BLOCK = {
     **ATTENTION,
     **weight_and_bias("gate", "mlp.gate_proj", "f d -> d f"),
     **weight_and_bias("up", "mlp.up_proj", "f d -> d f"),
@@ -318,7 +318,7 @@ def _sizes(cfg: BaseConfig) -> dict[str, Any]:
 
 
 FILE = ModelFile(
-    Config, init, functools.partial(file_tensor, top=TOP, block=_BLOCK, blocks=BLOCKS),
+    Config, init, functools.partial(file_tensor, top=TOP, block=BLOCK, blocks=BLOCKS),
     kind="Llama", prefix="model.", fixed={"model_type": "llama"}, ignored=("rotary_emb.inv_freq",),
     absent={"bos_token_id": 1, "eos_token_id": 2}, tied={"lm_head.weight": "model.embed_tokens.weight"},
     other_fields=rotary, sizes=_sizes,

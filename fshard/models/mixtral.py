@@ -1,7 +1,7 @@
 """Mixtral as pure functions: Llama with experts in each block; a router chooses some of them for each token.
 
 No token is dropped: an expert computes however many tokens choose it. Experts may be split in width over `model`, or by
-expert over any axis, with `Layout(experts=)`: every rank computes its own experts for the tokens of all.
+expert over any axis, with `Layout(experts=)`: over a data axis, tokens go to the ranks of their experts and back.
 
 Where two experts are about equally likely, rounding decides which a token goes to, which may differ between meshes. A
 compiled program, whose shapes may not depend on values, computes every expert for every token.
@@ -20,24 +20,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import init as initial
-from fshard import nn
-from fshard._core.ops import local_range
-from fshard._core.region import has_values
-from fshard.collectives import all_gather, psum, psum_scatter, pvary
+from fshard import nn, tree
+from fshard.collectives import all_gather, axis_size, pslice, psum, pvary
 from fshard.errors import checked, fail, must_be
 from fshard.interop.hf import FileTensor, FileTensors
 from fshard.nn import rope
+from fshard.nn.experts import RouterSums, balance_of_sums, router_sums
 from fshard.schedule.unshard import unshard
 from fshard.spec import Axis, P, names_of
 
 from . import llama
 from .activations import ACTIVATIONS
 from .hf_files import file_functions, file_tensor
-from .kv_cache import Cache, KeyValues
+from .kv_cache import Cache, KeyValues, located
 from .llama import Forward
 from .transformer import (
     ONE_DEVICE,
@@ -51,16 +49,63 @@ from .transformer import (
 )
 
 _THETA = 1e6  # of rotary positions
+_MIXTURE = ("router", "experts", "shared")  # of a block; others have an MLP
+
+
+@dataclass(frozen=True)
+class BaseConfig(llama.BaseConfig):
+    """The options that Mixtral and its relatives share.
+
+    Each token goes to `num_experts_per_tok` experts, the likeliest, the first among equals. `loss` adds the load
+    balancing loss of the router times `router_aux_loss_coef` if `output_router_logits`, as transformers does, and its
+    z-loss times `router_z_loss_coef`, which transformers does not have.
+    """
+
+    num_experts_per_tok: int = 2
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
+    router_z_loss_coef: float = 0.0
+
+    @property
+    def experts(self) -> int:
+        """E, the number of experts of a layer."""
+        raise NotImplementedError
+
+    @property
+    def expert_width(self) -> int:
+        """F, the hidden width of an expert."""
+        return self.intermediate_size
+
+    @property
+    def shared_width(self) -> int:
+        """The hidden width of the experts that every token goes to, together."""
+        return 0
+
+    @property
+    def dense_layers(self) -> frozenset[int]:
+        """The layers that have an MLP in the place of experts."""
+        return frozenset()
+
+    @property
+    def biased_router(self) -> bool:
+        """True if a bias of each expert takes part in the choice."""
+        return False
+
+    def route(self, logits: Tensor, bias: Tensor | None) -> nn.Routing:
+        """Choose experts by the logits [N, E]."""
+        return nn.route(logits, self.num_experts_per_tok)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_experts_per_tok > self.experts:
+            raise fail(f"{type(self).__module__.rpartition('.')[2]}.Config: {self.num_experts_per_tok} experts per "
+                       f"token, of {self.experts}", fix=f"num_experts_per_tok of 1 to {self.experts}")  # fmt: skip
 
 
 @checked
 @dataclass(frozen=True)
-class Config(llama.BaseConfig):
-    """Sizes, rates and coefficients, named as in Hugging Face's `MixtralConfig`.
-
-    Each token goes to `num_experts_per_tok` of `num_local_experts` experts, the likeliest, the first among equals.
-    `loss` adds the load balancing loss of the router times `router_aux_loss_coef` if `output_router_logits`, as
-    transformers does, and its z-loss times `router_z_loss_coef`, which transformers does not have.
+class Config(BaseConfig):
+    """Sizes, rates and coefficients, named as in Hugging Face's `MixtralConfig`; see `BaseConfig` for the router's.
 
     >>> mixtral.Config(num_hidden_layers=2).num_local_experts
     8
@@ -72,43 +117,44 @@ class Config(llama.BaseConfig):
     rms_norm_eps: float = 1e-5
     rope_parameters: Mapping[str, Any] = field(default_factory=lambda: rope.parameters({}, theta=_THETA), hash=False)
     sliding_window: int | None = None
-    num_experts_per_tok: int = 2
     num_local_experts: int = 8
-    output_router_logits: bool = False
-    router_aux_loss_coef: float = 0.001
-    router_z_loss_coef: float = 0.0
+
+    @property
+    def experts(self) -> int:
+        """E, the number of experts of a layer."""
+        return self.num_local_experts
 
     @property
     def windows(self) -> list[int | None]:
         """The sliding window of each layer, in tokens; None attends to all before."""
         return [self.sliding_window] * self.num_hidden_layers
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_experts_per_tok > self.num_local_experts:
-            raise fail(f"mixtral.Config: {self.num_experts_per_tok} experts per token, of {self.num_local_experts}",
-                       fix=f"num_experts_per_tok of 1 to {self.num_local_experts}")  # fmt: skip
-
 
 @checked
-def init(cfg: Config) -> Any:
+def init(cfg: BaseConfig) -> Any:
     """Return the described parameters: matrices are drawn from N(0, initializer_range^2), norms are 1.
 
     >>> init(Config())["h"][0]["experts"]["down"]
     f32[8, 14336, 4096] = normal(std=0.02)
     """
-    e, d, f, std = cfg.num_local_experts, cfg.hidden_size, cfg.intermediate_size, cfg.initializer_range
+    e, d, std = cfg.experts, cfg.hidden_size, cfg.initializer_range
 
-    def mlp() -> Any:
+    def mlp(f: int) -> Any:
+        return {name: linear_params(*io, std, bias=False) for name, io in
+                {"gate": ((d,), (f,)), "up": ((d,), (f,)), "down": ((f,), (d,))}.items()}  # fmt: skip
+
+    def mixture() -> Any:
+        f = cfg.expert_width
         shapes = {"gate": (e, d, f), "up": (e, d, f), "down": (e, f, d)}
-        return {"router": linear_params((d,), (e,), std, bias=False),
-                "experts": {name: initial.normal(shape, std=std) for name, shape in shapes.items()}}  # fmt: skip
+        return {"router": linear_params((d,), (e,), std, bias=cfg.biased_router),
+                "experts": {name: initial.normal(shape, std=std) for name, shape in shapes.items()},
+                **({"shared": mlp(cfg.shared_width)} if cfg.shared_width else {})}  # fmt: skip
 
-    return llama.init_with(cfg, mlp)
+    return _with_dense_layers(cfg, llama.init_with(cfg, mixture), mlp(cfg.intermediate_size))
 
 
 @checked
-def specs(cfg: Config, *, model: Axis = None, experts: Axis = None) -> Any:
+def specs(cfg: BaseConfig, *, model: Axis = None, experts: Axis = None) -> Any:
     """Split heads, hidden units and the vocabulary over `model`, and experts over `experts`; replicate the rest.
 
     With `experts`, pass it to `Layout` too. `fs.fully_shard` adds a data axis.
@@ -118,15 +164,23 @@ def specs(cfg: Config, *, model: Axis = None, experts: Axis = None) -> Any:
     """
     width = tuple(name for name in names_of(model) if name not in names_of(experts)) or None
     hidden = P(experts, None, width)
-    return llama.specs_with(cfg, model, {
-        "router": P(), "experts": {"gate": hidden, "up": hidden, "down": P(experts, width)},
-    })  # fmt: skip
+    dense = {"gate": {"w": P(None, model)}, "up": {"w": P(None, model)}, "down": {"w": P(model)}}
+    mixture = {"router": P(), "experts": {"gate": hidden, "up": hidden, "down": P(experts, width)},
+               **({"shared": dense} if cfg.shared_width else {})}  # fmt: skip
+    return _with_dense_layers(cfg, llama.specs_with(cfg, model, mixture), dense)
+
+
+def _with_dense_layers(cfg: BaseConfig, params: Any, mlp: Any) -> Any:
+    """Return a tree of all leaves, with `mlp` in the place of the experts of `cfg.dense_layers`."""
+    blocks = [{**{name: x for name, x in block.items() if name not in _MIXTURE}, **mlp} if i in cfg.dense_layers
+              else block for i, block in enumerate(params["h"])]  # fmt: skip
+    return {**params, "h": blocks}
 
 
 @checked
 def losses(
-    cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
-    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
+    cfg: BaseConfig, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
+    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, documents: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the parts of the loss, each [] {I}: "cross_entropy", and of the router "balance" and "z".
 
@@ -139,22 +193,22 @@ def losses(
     {'cross_entropy': tensor(3.5229), 'balance': tensor(2.2363), 'z': tensor(4.3002)}
     """
     names = [name for name in shapes_of(init, cfg) if name != "h"]
-    x, top, outs = _forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
+    ids, targets, documents = layout.to_zigzag(ids, targets, documents)
+    attended = located(ids, mask, None, documents, layout.context)
+    x, top, outs = _forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat, mask=attended)
     logits = head_logits(cfg, layout, top, x, ids.shape[1])
-    ce = nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data, donate=True)
-    counted = torch.ones_like(ids) if mask is None else mask != 0
-    sums = torch.stack([s for _, s in outs]).sum(0) if outs else x.new_zeros(2 * cfg.num_local_experts + 1)
-    rows = counted.sum() * cfg.num_hidden_layers
+    ce = nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.examples or None,
+                          donate=True)  # fmt: skip
+    sums = tree.map(lambda *of_blocks: torch.stack(of_blocks).sum(0), _no_sums(cfg, x), *[s for _, s in outs])
     sums = psum(sums, layout.model) if layout.sequence else sums  # each rank has its part of time
-    sums, rows = psum((sums, rows), layout.data)
-    chosen, probability, squares = (sums / rows.clamp(min=1)).split([cfg.num_local_experts, cfg.num_local_experts, 1])
-    return {"cross_entropy": ce, "balance": cfg.num_local_experts * (chosen * probability).sum(), "z": squares.sum()}
+    balance = balance_of_sums(psum(sums, layout.examples))
+    return {"cross_entropy": ce, "balance": balance.loss, "z": balance.z}
 
 
 @checked
 def loss(
-    cfg: Config, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
-    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
+    cfg: BaseConfig, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
+    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, documents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the mean cross-entropy in nats of all ranks, and the router's losses as `cfg` weighs them: [] {I}.
 
@@ -163,7 +217,8 @@ def loss(
     >>> loss(cfg, params, ids, ids)
     tensor(3.52...)
     """
-    parts = losses(cfg, params, ids, targets, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
+    parts = losses(cfg, params, ids, targets, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
+                   documents=documents)  # fmt: skip
     out = parts["cross_entropy"] + cfg.router_z_loss_coef * parts["z"]
     return out + cfg.router_aux_loss_coef * parts["balance"] if cfg.output_router_logits else out
 
@@ -172,18 +227,17 @@ def loss(
 
 
 def _forward(
-    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, **options: Any
+    cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, **options: Any
 ) -> tuple[Tensor, dict[str, Any], list[Any]]:
     """`llama.forward`, whose blocks return (cached keys and values, sums of the router).
 
     Experts that are split over the data axes are not unsharded: they go to the blocks as separate arguments.
     """
-    data, axes = names_of(layout.data), names_of(layout.experts)
-    layout.refuse_context("mixtral")
+    data, axes = layout.examples, names_of(layout.experts)
     described, mask = shapes_of(init, cfg), options["mask"]
-    counted = (
-        None if not isinstance(mask, Tensor) else layout.time_slice(mask[:, -ids.shape[1] :] != 0)
-    )  # without cached tokens
+    counted = None
+    if isinstance(mask, Tensor):
+        counted = layout.time_slice(mask[:, -ids.shape[1] :] != 0)  # without cached tokens
     block = functools.partial(_block, counted=counted)
     _check_layout(layout)
     if not set(axes) & set(data):
@@ -194,8 +248,8 @@ def _forward(
                       fix="those the parameters were placed with: experts are split over a data axis")  # fmt: skip
     check_params({"h": params.get("h")} if isinstance(params, Mapping) else params, {"h": described["h"]})
     rest = tuple(name for name in data if name not in axes) or None
-    own = [(functools.partial(unshard, specs=s["experts"], axis=rest, shapes=d["experts"], dtype=layout.dtype,
-                              reduce_dtype=layout.reduce_dtype), p["experts"])
+    own = [(functools.partial(unshard, specs=s.get("experts", {}), axis=rest, shapes=d.get("experts", {}),
+                              dtype=layout.dtype, reduce_dtype=layout.reduce_dtype), p.get("experts", {}))
            for p, s, d in zip(params["h"], specs["h"], described["h"], strict=True)]  # fmt: skip
     params, specs, described = (
         {**x, "h": [{**block, "experts": {}} for block in x["h"]]} for x in (params, specs, described)
@@ -205,102 +259,90 @@ def _forward(
 
 
 def _check_layout(layout: Layout) -> None:
-    """Raise ShardingError if experts are split over axes of two kinds."""
-    axes = set(names_of(layout.experts))
-    for kind in (layout.data, layout.model):
-        if axes & set(names_of(kind)) and not axes <= set(names_of(kind)):
-            raise fail(f"mixtral: experts={layout.experts!r} has axes of {kind!r} and others", layout=layout,
-                       fix="split experts over axes of data, over axes of model, or over other axes")  # fmt: skip
+    """Raise ShardingError if experts are split over some of model's axes and others, or over others and data's."""
+    axes, data, model = (set(names_of(kind)) for kind in (layout.experts, layout.examples, layout.model))
+    if not (axes <= data or axes <= model or model <= axes <= data | model or not axes & (data | model)):
+        kind = layout.examples if axes & data else layout.model
+        raise fail(f"mixtral: experts={layout.experts!r} has axes of {kind!r} and others", layout=layout,
+                   fix="split experts over axes of data, with all axes of model or without them; over axes of model; "
+                       "or over other axes")  # fmt: skip
 
 
 def _block(
     run: Forward, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None,
     unshard_experts: Callable[[Any], Any] | None = None, experts: Any = None, *, counted: Tensor | None,
-) -> tuple[Tensor, tuple[KeyValues | None, Tensor]]:  # fmt: skip
+) -> tuple[Tensor, tuple[KeyValues | None, RouterSums]]:  # fmt: skip
     """Compute x + attention(norm(x)), then x + mixture(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
     cfg, layout, t = run.cfg, run.layout, run.tokens.t
-    assert isinstance(cfg, Config)
+    assert isinstance(cfg, BaseConfig)
     x, cached = run.attention(p, x, key, cached, window)
     h = run.norm(x, p["norm_2"])
-    weights, sums = _route(cfg, h, layout.replicated(p["router"]["w"]), counted)
-    both: Any = (h, weights)
-    h, weights = layout.enter(both, t)  # [B, T, D] and [B, T, E]
+    if "router" not in p:
+        return x + layout.leave(_mlp(cfg, p, layout.enter(h, t))), (cached, _no_sums(cfg, x))
+    w, b = p["router"]["w"], p["router"].get("b")
+    routing = cfg.route(nn.linear(h, layout.replicated(w)).flatten(0, 1), None if b is None else layout.replicated(b))
+    sums = router_sums(routing, None if counted is None else counted.flatten())
     experts = p["experts"] if unshard_experts is None else unshard_experts(experts)
-    out = _mixture(cfg, experts, h, weights, layout)
+    over, model = set(names_of(layout.experts)), set(names_of(layout.model))
+    if over & model and over - model:
+        out = _mixture_over_all(cfg, experts, h, routing, layout)
+        out = out + layout.leave(_mlp(cfg, p["shared"], layout.enter(h, t))) if "shared" in p else out
+        return x + out, (cached, sums)
+    both: Any = (h, [chosen.view(*h.shape[:2], -1) for chosen in routing[:2]])
+    h, chosen = layout.enter(both, t)  # [B, T, D], and [B, T, K] twice
+    routing = routing._replace(experts=chosen[0].flatten(0, 1), weights=chosen[1].flatten(0, 1))
+    out = _mixture(cfg, experts, h.flatten(0, 1), routing, layout).view(h.shape)
+    out = out + _mlp(cfg, p["shared"], h) if "shared" in p else out
     return x + layout.leave(out), (cached, sums)
 
 
-def _route(cfg: Config, h: Tensor, w: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Choose experts for the stream: h [B, T, D], w [D, E] -> their weights [B, T, E], 0 where not chosen, and sums.
-
-    The sums [2E + 1], over the tokens of this rank that are `counted` [B, T]: how many chose each expert, its
-    probabilities, and the squares of the log-sum-exp of the logits.
-    """
-    e, k = cfg.num_local_experts, cfg.num_experts_per_tok
-    logits = nn.linear(h, w)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    p = logits.softmax(-1)
-    # A stable sort, unlike topk, has one order of equal probabilities whatever the number of rows.
-    chosen = F.one_hot(p.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k], e).sum(-2)  # [B, T, E]
-    weights = p * chosen
-    weights = weights / weights.sum(-1, keepdim=True)
-    rows = torch.cat([chosen.to(p.dtype), p, logits.logsumexp(-1, keepdim=True).square()], -1)
-    rows = rows if counted is None else rows * counted.unsqueeze(-1)
-    return weights, rows.flatten(0, 1).sum(0)
+def _no_sums(cfg: BaseConfig, x: Tensor) -> RouterSums:
+    """Return the sums of no tokens."""
+    zeros = x.new_zeros(cfg.experts, dtype=torch.promote_types(x.dtype, torch.float32))
+    return RouterSums(zeros.long(), zeros.sum().long(), zeros, zeros.sum())
 
 
-def _mixture(cfg: Config, p: Any, h: Tensor, weights: Tensor, layout: Layout) -> Tensor:
-    """Compute this rank's part of the mixture: h [B, T, D]{V model}, weights [B, T, E] -> [B, T, D], to be summed."""
-    axis = layout.experts
+def _mlp(cfg: BaseConfig, p: Any, h: Tensor) -> Tensor:
+    """Compute this rank's part of an MLP, to be summed."""
+    return nn.linear(ACTIVATIONS[cfg.hidden_act](nn.linear(h, p["gate"]["w"])) * nn.linear(h, p["up"]["w"]),
+                     p["down"]["w"])  # fmt: skip
+
+
+def _mixture(cfg: BaseConfig, p: Any, h: Tensor, routing: nn.Routing, layout: Layout) -> Tensor:
+    """Compute this rank's part of the mixture: h [N, D]{V model} -> [N, D], to be summed."""
+    axis, run = layout.experts, functools.partial(_experts, cfg)
     axes = set(names_of(axis))
-    over_data = bool(axes) and axes <= set(names_of(layout.data))
-    over_others = bool(axes) and not axes & {*names_of(layout.data), *names_of(layout.model)}
-    n = len(p["gate"])
-    if not axis and n != cfg.num_local_experts:
-        raise fail(f"mixtral: this rank has {n} of {cfg.num_local_experts} experts", layout=layout,
+    if not axes and len(p["gate"]) != cfg.experts:
+        raise fail(f"mixtral: this rank has {len(p['gate'])} of {cfg.experts} experts", layout=layout,
                    fix="Layout(experts=), the axis that specs(experts=) splits them over")  # fmt: skip
-    if over_data:  # the tokens of all ranks
-        h, weights = all_gather((h, weights), axis)
-    elif over_others:
-        h, weights = pvary((h, weights), axis)
-    if axis:
-        start, _ = local_range("mixtral: experts", n, axis, cfg.num_local_experts)
-        weights = weights[..., start : start + n]
-    act = ACTIVATIONS[cfg.hidden_act]
-    out = _of_experts(cfg, p, h.flatten(0, 1), weights.flatten(0, 1), act).view(h.shape)
-    return psum_scatter(out, axis) if over_data else psum(out, axis) if over_others else out
+    if not axes or axes <= set(layout.examples):  # ranks have different tokens
+        method: Any = "gather" if 1 < axis_size(axis) < cfg.num_experts_per_tok else "rows"
+        return nn.mixture(h, routing, p, run, axis=axis, method=method)
+    if axes & set(names_of(layout.model)):
+        return nn.mixture(h, routing, p, run, axis=axis, method="partial")
+    h, routing = pvary((h, routing), axis)
+    out: Tensor = psum(nn.mixture(h, routing, p, run, axis=axis, method="partial"), axis)
+    return out
 
 
-def _of_experts(cfg: Config, p: Any, x: Tensor, weights: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
-    """Sum the experts' results: x [N, D], weights [N, E] -> [N, D]; gate, up [E, D, F] and down [E, F, D]."""
+def _mixture_over_all(cfg: BaseConfig, p: Any, h: Tensor, routing: nn.Routing, layout: Layout) -> Tensor:
+    """Compute the mixture of experts over axes of data and model: the stream -> the stream.
 
-    def expert(i: int, x: Tensor) -> Tensor:
-        return nn.linear(act(nn.linear(x, p["gate"][i])) * nn.linear(x, p["up"][i]), p["down"][i])
-
-    n = len(p["gate"])
-    if torch.compiler.is_dynamo_compiling():
-        out = torch.zeros_like(x)
-        for i in range(n):
-            out = out + (expert(i, x) * weights[:, i : i + 1]).to(x.dtype)
-        return out
-    which, token, counts = _assignments(cfg, weights.detach())
-    rows = torch.split(x[token], counts)  # the tokens of each expert; an expert without any computes an empty matrix
-    y = torch.cat([x[:0], *(expert(i, row) for i, row in enumerate(rows))]) * weights[token, which].unsqueeze(-1)
-    return torch.zeros_like(x).index_add(0, token, y.to(x.dtype))
-
-
-def _assignments(cfg: Config, weights: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-    """Return the pairs of (expert, token) with a weight [N, E], by expert, and their number for each expert.
-
-    On an abstract mesh, without values, experts are assumed to have equally many tokens.
+    Ranks of `model` take different tokens.
     """
-    n, e = weights.shape
-    if not has_values():
-        each = n * cfg.num_experts_per_tok // cfg.num_local_experts
-        pairs = torch.arange(each * e, device=weights.device)
-        return pairs // max(1, each), pairs % max(1, n), [each] * e
-    which, token = weights.t().nonzero(as_tuple=True)
-    return which, token, (weights != 0).sum(0).tolist()
+    x, run = h.flatten(0, 1), functools.partial(_experts, cfg)
+    if layout.sequence:
+        return nn.mixture(x, routing, p, run, axis=layout.experts).view(h.shape)
+    part, routing = pslice((x, routing), layout.model)
+    out = nn.mixture(part, routing, p, run, axis=layout.experts)
+    full: Tensor = all_gather(out, layout.model, size=len(x), to="invariant").view(h.shape)
+    return full
+
+
+def _experts(cfg: BaseConfig, p: Any, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """Compute each expert for its rows."""
+    gate, up = (nn.grouped_linear(rows, p[name], counts) for name in ("gate", "up"))
+    return nn.grouped_linear(ACTIVATIONS[cfg.hidden_act](gate) * up, p["down"], counts)
 
 
 def _with_cache(*args: Any, **options: Any) -> tuple[Tensor, dict[str, Any], list[Any]]:
@@ -308,23 +350,28 @@ def _with_cache(*args: Any, **options: Any) -> tuple[Tensor, dict[str, Any], lis
     return x, top, [cached for cached, _ in outs]
 
 
-apply, states = decoder_of(Config, init, _with_cache)
+apply, states = decoder_of(BaseConfig, init, _with_cache)
 generate = generate_of(apply, Config)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
-_EXPERTS = "block_sparse_moe.experts.*"  # every matrix of an expert is a tensor of its own
-_BLOCK = {
-    **llama.ATTENTION,
-    "router.w": FileTensor("block_sparse_moe.gate.weight", "e d -> d e"),
-    "experts.gate": FileTensors(f"{_EXPERTS}.w1.weight", "f d -> d f"),
-    "experts.up": FileTensors(f"{_EXPERTS}.w3.weight", "f d -> d f"),
-    "experts.down": FileTensors(f"{_EXPERTS}.w2.weight", "d f -> f d"),
-}
+
+def block_tensors(experts: str, router: str, gate: str, up: str, down: str) -> dict[str, FileTensor]:
+    """Return the tensors of a block: every matrix of an expert is a tensor of its own, by these names."""
+    return {
+        **llama.ATTENTION,
+        "router.w": FileTensor(router, "e d -> d e"),
+        "experts.gate": FileTensors(f"{experts}.{gate}.weight", "f d -> d f"),
+        "experts.up": FileTensors(f"{experts}.{up}.weight", "f d -> d f"),
+        "experts.down": FileTensors(f"{experts}.{down}.weight", "d f -> f d"),
+    }
+
+
 FILE = replace(
     llama.FILE, config_class=Config, init=init,
-    tensor=functools.partial(file_tensor, top=llama.TOP, block=_BLOCK, blocks=llama.BLOCKS),
+    tensor=functools.partial(file_tensor, top=llama.TOP, block=block_tensors(
+        "block_sparse_moe.experts.*", "block_sparse_moe.gate.weight", "w1", "w3", "w2"), blocks=llama.BLOCKS),
     kind="Mixtral", fixed={"model_type": "mixtral", "layer_types": None, "router_jitter_noise": 0.0},
     other_fields=functools.partial(llama.rotary, theta=_THETA),
 )  # fmt: skip

@@ -235,7 +235,7 @@ def check_numbers(verb: str, cfg: Any, *, own: Sequence[str] = ()) -> None:
     errors = []
     for name, kind, n in [(f.name, str(f.type), getattr(cfg, f.name)) for f in fields(cfg) if f.name not in own]:
         is_size, is_rate = kind.startswith("int"), "drop" in name
-        least = 1 if is_size and "layer" not in name and not name.endswith("_token_id") else 0
+        least = 1 if is_size and not any(word in name for word in ("layer", "dense", "_token_id")) else 0
         most = 1 if is_rate else 2**31 if is_size else math.inf
         numbers = [x for x in (n if isinstance(n, tuple) else (n,)) if isinstance(x, (int, float))]
         if not isinstance(n, bool) and not all(least <= x < most for x in numbers):

@@ -20,6 +20,7 @@ DIMS = {"vocab_size": 33, "hidden_size": 16, "num_hidden_layers": 2, "num_attent
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**DIMS, "intermediate_size": 24, "num_key_value_heads": 2},
     "mixtral": {**DIMS, "intermediate_size": 24, "num_key_value_heads": 2},
+    "qwen3_moe": {**DIMS, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2},
     "qwen2": {**DIMS, "intermediate_size": 24, "num_key_value_heads": 2},
     "bert": {**DIMS, "intermediate_size": 24, "architectures": ["BertForSequenceClassification"]},
     "t5": {"vocab_size": 33, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4,

@@ -19,7 +19,7 @@ import torch
 
 import fshard as fs
 from fshard import P
-from fshard.models import gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3
+from fshard.models import dots1, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from tests.nn.test_rope import LLAMA3, LONG, SHORT
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -175,6 +175,29 @@ DECODERS = {
             },
         },
     ),
+    "qwen3_moe": Decoder(
+        qwen3_moe, "Qwen3Moe", {**LLAMA_SIZES, "head_dim": 8, "num_experts": 5, "num_experts_per_tok": 3,
+                                "moe_intermediate_size": 11, "norm_topk_prob": True},
+        only_theirs={"experts_implementation": "eager"},
+        variants={
+            "base": {"mlp_only_layers": [0]},  # one layer without experts, one with
+            "router losses, window, biased": {
+                "output_router_logits": True, "router_aux_loss_coef": 0.3, "use_sliding_window": True,
+                "sliding_window": 4, "attention_bias": True, "norm_topk_prob": False,
+            },
+        },
+    ),
+    "dots1": Decoder(
+        dots1, "Dots1", {**LLAMA_SIZES, "head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3,
+                         "moe_intermediate_size": 11, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
+                         "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+        only_theirs={"experts_implementation": "eager"},
+        variants={
+            "base": {"first_k_dense_replace": 1},
+            "one group, window": {"n_group": 1, "topk_group": 1, "sliding_window": 4, "max_window_layers": 1,
+                                  "norm_topk_prob": False},
+        },
+    ),
     "qwen2": Decoder(
         qwen2, "Qwen2", {**LLAMA_SIZES, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
         variants={
@@ -231,10 +254,15 @@ def randomize_vectors(theirs, seed=0):
     """A transformers model in eval mode whose biases and norms are moved from their defaults, so that each matters."""
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for p in theirs.parameters():
+        for p in [*theirs.parameters(), *_router_biases(theirs)]:
             if p.ndim == 1:
                 p.add_(torch.randn(p.shape, generator=g) * 0.1)
     return theirs.eval()
+
+
+def _router_biases(theirs):
+    """The buffers of transformers that are leaves of ours: they have no gradient."""
+    return [x for name, x in theirs.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 def tokens(size, b=6, t=9, seed=0):
@@ -292,6 +320,8 @@ def their_grads(module, theirs, destination):
     with torch.no_grad():
         for p, q in zip(as_weights.parameters(), theirs.parameters(), strict=True):
             p.copy_(q.grad)
+        for bias in _router_biases(as_weights):
+            bias.zero_()
     _, described = module.load(saved(as_weights, destination))
     return fs.device_get(fs.materialize(described, P(), fs.make_mesh(**ONE), key=fs.key(0)))
 

@@ -61,6 +61,10 @@ PARITY = {
     ("mixtral", "router losses, window"): [ONE, "uneven"],
     ("mixtral", "all experts, tied"): ["model, sequence"],
     ("mixtral", "one of many experts"): [ONE],
+    ("qwen3_moe", "base"): [EVERYTHING],
+    ("qwen3_moe", "router losses, window, biased"): [ONE],
+    ("dots1", "base"): [EVERYTHING, "uneven"],
+    ("dots1", "one group, window"): [ONE],
 }  # fmt: skip
 
 

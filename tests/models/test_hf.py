@@ -8,7 +8,7 @@ import pytest
 
 import fshard as fs
 from fshard import P, ShardingError, hf
-from fshard.models import bert, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3, t5
+from fshard.models import bert, dots1, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, t5
 from tests.lib import model_cases
 from tests.lib.assertions import error_text
 
@@ -22,6 +22,8 @@ CONFIGS = {
     qwen2: qwen2.Config(31, 16, 24, 1, 4, 2, use_sliding_window=True, layer_types=("sliding_attention",)),
     qwen3: qwen3.Config(31, 16, 24, 1, 4, 2),
     mixtral: mixtral.Config(31, 16, 24, 1, 4, 2, num_local_experts=3),
+    qwen3_moe: qwen3_moe.Config(31, 16, 24, 2, 4, 2, num_experts=3, num_experts_per_tok=2, mlp_only_layers=(1,)),
+    dots1: dots1.Config(31, 16, 24, 2, 4, 2, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1),
     t5: t5.Config("mt5", 31, 16, 5, 24, 1, 2, 3, tie_word_embeddings=False),
 }
 
@@ -68,7 +70,7 @@ def test_type_without_a_model_file_is_refused_with_an_alternative(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     assert error_text(hf.load, tmp_path) == (
         f"{tmp_path}/config.json: there is no model file for 'mamba'\n"
-        "  models  bert, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3, resnet, t5\n"
+        "  models  bert, dots1, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, resnet, t5\n"
         "  fix: apply, module = fs.defer(lambda: AutoModel.from_config(config)); hf.weights(path, module, of=apply)"
     )
     with pytest.raises(ShardingError, match=r"save: int is not a Config of fs\.models"):

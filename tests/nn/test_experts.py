@@ -171,6 +171,18 @@ def test_bytes_are_those_of_rows_that_leave_their_rank_and_of_the_formula_where_
     assert sum(of_x) == 4 * (n - 1) * (tokens // n) * (D + k / 2) * 8  # of tokens; weights are gathered, too
 
 
+def test_a_compiled_program_computes_the_same_mixture(monkeypatch):
+    """A compiler that traces is imitated: a compiled model takes minutes."""
+    p, x = weights(5), numbers(7, D, salt=4)
+    for method in ("rows", "gather", "partial"):
+        mixture = lambda: nn.mixture(x, nn.route(x @ p["router"], 3), {k: p[k] for k in ("up", "down")}, run,  # noqa: E731
+                                     axis=None, method=method)  # fmt: skip  # noqa: B023
+        want = mixture()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+            torch.testing.assert_close(mixture(), want, rtol=1e-12, atol=1e-12)
+
+
 def test_balance_is_the_same_on_every_mesh_and_leaves_tokens_out():
     logits, counted = numbers(12, 4), torch.arange(12) % 3 > 0
 

@@ -158,9 +158,9 @@ def _defaults(config: Any) -> dict[str, Any]:
     return {name: plain(x) for name, x in out.items() if x is not dataclasses.MISSING}
 
 
-def _differ(ours: Any, theirs: Any) -> bool:
-    if ours in (None, [], {}) and theirs in (None, [], {}):
+def _differ(ours: Any, other: Any) -> bool:
+    if ours in (None, [], {}) and other in (None, [], {}):
         return False
-    if isinstance(ours, list) and isinstance(theirs, list):
-        return sorted(map(str, ours)) != sorted(map(str, theirs))
-    return bool(ours != theirs)
+    if isinstance(ours, list) and isinstance(other, list):
+        return sorted(map(str, ours)) != sorted(map(str, other))
+    return bool(ours != other)

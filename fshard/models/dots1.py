@@ -1,0 +1,97 @@
+"""dots.llm1 as pure functions: Qwen 3's attention, and DeepSeek-V3's experts.
+
+Sigmoids choose the experts, with a bias that balances them, from the best groups; every token also goes to shared
+experts. Source: Huo et al., 2025, "dots.llm1 technical report"; DeepSeek-AI, 2024, "DeepSeek-V3"; weights as in Hugging
+Face `Dots1ForCausalLM`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from fshard import nn
+from fshard.errors import checked
+from fshard.interop.hf import FileTensor
+
+from . import llama, qwen3_moe
+from .hf_files import file_functions, file_tensor
+from .kv_cache import Cache
+from .mixtral import apply, init, loss, losses, specs, states
+from .transformer import Layout, generate_of
+
+
+@checked
+@dataclass(frozen=True)
+class Config(qwen3_moe.BaseConfig):
+    """Sizes and rates, named as in Hugging Face's `Dots1Config`; the first layers have an MLP in the place of experts.
+
+    >>> dots1.Config(n_shared_experts=2).shared_width
+    2816
+    """
+
+    vocab_size: int = 152064
+    hidden_size: int = 4608
+    intermediate_size: int = 10944
+    num_hidden_layers: int = 62
+    num_experts_per_tok: int = 6
+    moe_intermediate_size: int = 1408
+    n_shared_experts: int = 2
+    n_routed_experts: int = 128
+    n_group: int = 1
+    topk_group: int = 1
+    first_k_dense_replace: int = 0
+    routed_scaling_factor: float = 1.0
+    max_window_layers: int = 62
+    layer_types: tuple[str, ...] | None = None
+
+    @property
+    def experts(self) -> int:
+        """E, the number of experts of a layer."""
+        return self.n_routed_experts
+
+    @property
+    def shared_width(self) -> int:
+        """The hidden width of the experts that every token goes to, together."""
+        return self.n_shared_experts * self.moe_intermediate_size
+
+    @property
+    def dense_layers(self) -> frozenset[int]:
+        """The layers that have an MLP in the place of experts."""
+        return frozenset(range(self.first_k_dense_replace))
+
+    @property
+    def biased_router(self) -> bool:
+        """True: a bias of each expert takes part in the choice."""
+        return True
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The sliding window of each layer, in tokens; None attends to all before."""
+        late = [i >= self.max_window_layers for i in range(self.num_hidden_layers)]
+        slides = late if self.layer_types is None else [kind == "sliding_attention" for kind in self.layer_types]
+        return [self.sliding_window if slide else None for slide in slides]
+
+    def route(self, logits: Tensor, bias: Tensor | None) -> nn.Routing:
+        """Choose experts by the logits [N, E]."""
+        routing = nn.route(logits, self.num_experts_per_tok, score="sigmoid", bias=bias,
+                           groups=(self.n_group, self.topk_group), renormalize=self.norm_topk_prob)  # fmt: skip
+        return routing._replace(weights=routing.weights * self.routed_scaling_factor)
+
+
+generate = generate_of(apply, Config)
+
+_SHARED = {f"shared.{name}.w": FileTensor(f"mlp.shared_experts.{name}_proj.weight", dims)
+           for name, dims in (("gate", "f d -> d f"), ("up", "f d -> d f"), ("down", "d f -> f d"))}  # fmt: skip
+_BLOCK = {**qwen3_moe.TENSORS, "router.b": FileTensor("mlp.gate.e_score_correction_bias"), **_SHARED}
+FILE = replace(
+    llama.FILE, config_class=Config, init=init, absent={}, kind="Dots1", fixed={"model_type": "dots1"},
+    tensor=functools.partial(file_tensor, top=llama.TOP, block=_BLOCK, blocks=llama.BLOCKS),
+)  # fmt: skip
+theirs, config, load, save = file_functions(FILE)
+
+
+__all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "losses", "save",
+           "specs", "states", "theirs"]  # fmt: skip

@@ -1,0 +1,116 @@
+"""Qwen 3 with experts as pure functions: Qwen 3's attention, Mixtral's experts.
+
+Source: Yang et al., 2025, "Qwen3 technical report"; weights as in Hugging Face `Qwen3MoeForCausalLM`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from fshard import nn
+from fshard.errors import checked
+
+from . import llama, mixtral
+from .hf_files import file_functions, file_tensor
+from .kv_cache import Cache
+from .mixtral import apply, init, loss, losses, specs, states
+from .transformer import Layout, generate_of
+
+
+@dataclass(frozen=True)
+class BaseConfig(mixtral.BaseConfig):
+    """The options that Qwen 3 and its relatives with experts share."""
+
+    moe_intermediate_size: int = 768
+    norm_topk_prob: bool = False
+    attention_bias: bool = False
+    sliding_window: int | None = 4096
+
+    @property
+    def expert_width(self) -> int:
+        """F, the hidden width of an expert."""
+        return self.moe_intermediate_size
+
+    @property
+    def biased(self) -> tuple[str, ...]:
+        """The linear layers of a block that have a bias."""
+        return ("q", "k", "v", "proj") * self.attention_bias
+
+    @property
+    def qk_norm(self) -> bool:
+        """True: each head of queries and keys is normalized before its rotation."""
+        return True
+
+
+@checked
+@dataclass(frozen=True)
+class Config(BaseConfig):
+    """Sizes and rates, named as in Hugging Face's `Qwen3MoeConfig`.
+
+    The layers in `mlp_only_layers`, and all but each `decoder_sparse_step`-th, have an MLP in the place of experts.
+
+    >>> qwen3_moe.Config(num_hidden_layers=3, decoder_sparse_step=2).dense_layers
+    frozenset({0, 2})
+    """
+
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    intermediate_size: int = 6144
+    num_hidden_layers: int = 24
+    num_key_value_heads: int | None = 4
+    max_position_embeddings: int = 32768
+    num_experts_per_tok: int = 8
+    num_experts: int = 128
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    use_sliding_window: bool = False
+
+    @property
+    def experts(self) -> int:
+        """E, the number of experts of a layer."""
+        return self.num_experts
+
+    @property
+    def dense_layers(self) -> frozenset[int]:
+        """The layers that have an MLP in the place of experts."""
+        step, layers = self.decoder_sparse_step, range(self.num_hidden_layers)
+        return frozenset(i for i in layers if i in self.mlp_only_layers or (i + 1) % step)
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The sliding window of each layer, in tokens; None attends to all before."""
+        return [self.sliding_window if self.use_sliding_window else None] * self.num_hidden_layers
+
+    def route(self, logits: Tensor, bias: Tensor | None) -> nn.Routing:
+        """Choose experts by the logits [N, E]."""
+        return nn.route(logits, self.num_experts_per_tok, renormalize=self.norm_topk_prob)
+
+
+generate = generate_of(apply, Config)
+
+TENSORS = {
+    **llama.BLOCK,
+    **mixtral.block_tensors("mlp.experts.*", "mlp.gate.weight", "gate_proj", "up_proj", "down_proj"),
+}
+
+
+def _other_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that have other names in config.json: transformers writes `num_experts` as Mixtral's name."""
+    experts = {"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}
+    return {**llama.rotary(config), **experts}
+
+
+FILE = replace(
+    llama.FILE, config_class=Config, init=init, absent={}, kind="Qwen3Moe", fixed={"model_type": "qwen3_moe"},
+    other_fields=_other_fields,
+    tensor=functools.partial(file_tensor, top=llama.TOP, block=TENSORS, blocks=llama.BLOCKS),
+)  # fmt: skip
+theirs, config, load, save = file_functions(FILE)
+
+
+__all__ = ["Cache", "Config", "Layout", "apply", "config", "generate", "init", "load", "loss", "losses", "save",
+           "specs", "states", "theirs"]  # fmt: skip
