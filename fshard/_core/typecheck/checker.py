@@ -282,7 +282,7 @@ class Checker(OperationMode):
         return out
 
     def _sent(self, m: Any, types: list[Type]) -> dict[int, list[Type]]:
-        """Note the types that this rank passes to a permute, and return those of all ranks that have entered it.
+        """Note the types that this rank passes to a permute; return the types from all ranks that have entered it.
 
         A rank receives values of its senders' types; it may itself send nothing, and pass zeros of no type.
         """
