@@ -358,7 +358,18 @@ def unit() -> Drawing:
     return d
 
 
-WORDS = (leaf, spec, region, varies, invariant, pvary, unit, tie)
+def zigzag() -> Drawing:
+    """Draw the positions of a sequence on each rank, in order and in the zigzag order."""
+    d, x = Drawing("16 positions over four ranks, in order and in the zigzag order"), torch.arange(16.0)
+    parts = x.view(RANKS, 1, 4)
+    y = draw_value(d, 4, "x", parts, "V", homes(parts))
+    y = draw_call(d, y, code := 'fs.nn.to_zigzag(x, "model")')
+    draw_value(d, y, "result", run(code, parts, "V->V"), "V", homes(parts))
+    d.grow(WIDTH, 0)
+    return d
+
+
+WORDS = (leaf, spec, region, varies, invariant, pvary, unit, tie, zigzag)
 PICTURES: dict[str, Callable[[], Drawing]] = {
     "blocks": blocks,
     **{name: lambda e=e: collective(e) for name, e in COLLECTIVES.items() if name != "pvary"},

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import tree
 from ._core.microbatch import in_microbatch, microbatches
-from ._core.ops import differentiable_dtype
+from ._core.ops import differentiable_dtype, keep_placed
 from ._core.torch import has_tangent, in_transform, is_wrapped, named_as
 from .errors import ShardingError, api_boundary, checked, fail, number_of, shown
 
@@ -132,6 +132,7 @@ def _grad_by_autograd(
     """Return (grads, (loss, aux)), as `torch.func.grad_and_value` of all arguments does."""
     recorded = torch.is_grad_enabled()
     inputs = [x.detach().requires_grad_() for x in leaves]  # a tensor that is two leaves has two gradients
+    keep_placed(inputs, leaves)
     _state.differentiating = True
     try:
         with torch.enable_grad():

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fshard import init as initial
 from fshard import nn, tree
-from fshard.collectives import axis_size, psum, pvary
+from fshard.collectives import all_gather, axis_size, pslice, psum, pvary
 from fshard.errors import checked, fail, must_be
 from fshard.interop.hf import FileTensor, FileTensors
 from fshard.nn import rope
@@ -35,7 +35,7 @@ from fshard.spec import Axis, P, names_of
 from . import llama
 from .activations import ACTIVATIONS
 from .hf_files import file_functions, file_tensor
-from .kv_cache import Cache, KeyValues
+from .kv_cache import Cache, KeyValues, located
 from .llama import Forward
 from .transformer import (
     ONE_DEVICE,
@@ -180,7 +180,7 @@ def _with_dense_layers(cfg: BaseConfig, params: Any, mlp: Any) -> Any:
 @checked
 def losses(
     cfg: BaseConfig, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
-    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
+    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, documents: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the parts of the loss, each [] {I}: "cross_entropy", and of the router "balance" and "z".
 
@@ -193,19 +193,22 @@ def losses(
     {'cross_entropy': tensor(3.5229), 'balance': tensor(2.2363), 'z': tensor(4.3002)}
     """
     names = [name for name in shapes_of(init, cfg) if name != "h"]
-    x, top, outs = _forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
+    ids, targets, documents = layout.to_zigzag(ids, targets, documents)
+    attended = located(ids, mask, None, documents, layout.context)
+    x, top, outs = _forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat, mask=attended)
     logits = head_logits(cfg, layout, top, x, ids.shape[1])
-    ce = nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.data, donate=True)
+    ce = nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.examples or None,
+                          donate=True)  # fmt: skip
     sums = tree.map(lambda *of_blocks: torch.stack(of_blocks).sum(0), _no_sums(cfg, x), *[s for _, s in outs])
     sums = psum(sums, layout.model) if layout.sequence else sums  # each rank has its part of time
-    balance = balance_of_sums(psum(sums, layout.data))
+    balance = balance_of_sums(psum(sums, layout.examples))
     return {"cross_entropy": ce, "balance": balance.loss, "z": balance.z}
 
 
 @checked
 def loss(
     cfg: BaseConfig, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
-    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None,
+    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, documents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the mean cross-entropy in nats of all ranks, and the router's losses as `cfg` weighs them: [] {I}.
 
@@ -214,7 +217,8 @@ def loss(
     >>> loss(cfg, params, ids, ids)
     tensor(3.52...)
     """
-    parts = losses(cfg, params, ids, targets, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
+    parts = losses(cfg, params, ids, targets, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
+                   documents=documents)  # fmt: skip
     out = parts["cross_entropy"] + cfg.router_z_loss_coef * parts["z"]
     return out + cfg.router_aux_loss_coef * parts["balance"] if cfg.output_router_logits else out
 
@@ -229,12 +233,11 @@ def _forward(
 
     Experts that are split over the data axes are not unsharded: they go to the blocks as separate arguments.
     """
-    data, axes = names_of(layout.data), names_of(layout.experts)
-    layout.refuse_context("mixtral")
+    data, axes = layout.examples, names_of(layout.experts)
     described, mask = shapes_of(init, cfg), options["mask"]
-    counted = (
-        None if not isinstance(mask, Tensor) else layout.time_slice(mask[:, -ids.shape[1] :] != 0)
-    )  # without cached tokens
+    counted = None
+    if isinstance(mask, Tensor):
+        counted = layout.time_slice(mask[:, -ids.shape[1] :] != 0)  # without cached tokens
     block = functools.partial(_block, counted=counted)
     _check_layout(layout)
     if not set(axes) & set(data):
@@ -256,12 +259,13 @@ def _forward(
 
 
 def _check_layout(layout: Layout) -> None:
-    """Raise ShardingError if experts are split over axes of two kinds."""
-    axes = set(names_of(layout.experts))
-    for kind in (layout.data, layout.model):
-        if axes & set(names_of(kind)) and not axes <= set(names_of(kind)):
-            raise fail(f"mixtral: experts={layout.experts!r} has axes of {kind!r} and others", layout=layout,
-                       fix="split experts over axes of data, over axes of model, or over other axes")  # fmt: skip
+    """Raise ShardingError if experts are split over some of model's axes and others, or over others and data's."""
+    axes, data, model = (set(names_of(kind)) for kind in (layout.experts, layout.examples, layout.model))
+    if not (axes <= data or axes <= model or model <= axes <= data | model or not axes & (data | model)):
+        kind = layout.examples if axes & data else layout.model
+        raise fail(f"mixtral: experts={layout.experts!r} has axes of {kind!r} and others", layout=layout,
+                   fix="split experts over axes of data, with all axes of model or without them; over axes of model; "
+                       "or over other axes")  # fmt: skip
 
 
 def _block(
@@ -278,10 +282,15 @@ def _block(
     w, b = p["router"]["w"], p["router"].get("b")
     routing = cfg.route(nn.linear(h, layout.replicated(w)).flatten(0, 1), None if b is None else layout.replicated(b))
     sums = router_sums(routing, None if counted is None else counted.flatten())
+    experts = p["experts"] if unshard_experts is None else unshard_experts(experts)
+    over, model = set(names_of(layout.experts)), set(names_of(layout.model))
+    if over & model and over - model:
+        out = _mixture_over_all(cfg, experts, h, routing, layout)
+        out = out + layout.leave(_mlp(cfg, p["shared"], layout.enter(h, t))) if "shared" in p else out
+        return x + out, (cached, sums)
     both: Any = (h, [chosen.view(*h.shape[:2], -1) for chosen in routing[:2]])
     h, chosen = layout.enter(both, t)  # [B, T, D], and [B, T, K] twice
     routing = routing._replace(experts=chosen[0].flatten(0, 1), weights=chosen[1].flatten(0, 1))
-    experts = p["experts"] if unshard_experts is None else unshard_experts(experts)
     out = _mixture(cfg, experts, h.flatten(0, 1), routing, layout).view(h.shape)
     out = out + _mlp(cfg, p["shared"], h) if "shared" in p else out
     return x + layout.leave(out), (cached, sums)
@@ -301,17 +310,12 @@ def _mlp(cfg: BaseConfig, p: Any, h: Tensor) -> Tensor:
 
 def _mixture(cfg: BaseConfig, p: Any, h: Tensor, routing: nn.Routing, layout: Layout) -> Tensor:
     """Compute this rank's part of the mixture: h [N, D]{V model} -> [N, D], to be summed."""
-    axis, act = layout.experts, ACTIVATIONS[cfg.hidden_act]
+    axis, run = layout.experts, functools.partial(_experts, cfg)
     axes = set(names_of(axis))
     if not axes and len(p["gate"]) != cfg.experts:
         raise fail(f"mixtral: this rank has {len(p['gate'])} of {cfg.experts} experts", layout=layout,
                    fix="Layout(experts=), the axis that specs(experts=) splits them over")  # fmt: skip
-
-    def run(p: Any, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        gate, up = (nn.grouped_linear(rows, p[name], counts) for name in ("gate", "up"))
-        return nn.grouped_linear(act(gate) * up, p["down"], counts)
-
-    if not axes or axes <= set(names_of(layout.data)):  # ranks have different tokens
+    if not axes or axes <= set(layout.examples):  # ranks have different tokens
         method: Any = "gather" if 1 < axis_size(axis) < cfg.num_experts_per_tok else "rows"
         return nn.mixture(h, routing, p, run, axis=axis, method=method)
     if axes & set(names_of(layout.model)):
@@ -319,6 +323,26 @@ def _mixture(cfg: BaseConfig, p: Any, h: Tensor, routing: nn.Routing, layout: La
     h, routing = pvary((h, routing), axis)
     out: Tensor = psum(nn.mixture(h, routing, p, run, axis=axis, method="partial"), axis)
     return out
+
+
+def _mixture_over_all(cfg: BaseConfig, p: Any, h: Tensor, routing: nn.Routing, layout: Layout) -> Tensor:
+    """Compute the mixture of experts over axes of data and model: the stream -> the stream.
+
+    Ranks of `model` take different tokens.
+    """
+    x, run = h.flatten(0, 1), functools.partial(_experts, cfg)
+    if layout.sequence:
+        return nn.mixture(x, routing, p, run, axis=layout.experts).view(h.shape)
+    part, routing = pslice((x, routing), layout.model)
+    out = nn.mixture(part, routing, p, run, axis=layout.experts)
+    full: Tensor = all_gather(out, layout.model, size=len(x), to="invariant").view(h.shape)
+    return full
+
+
+def _experts(cfg: BaseConfig, p: Any, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """Compute each expert for its rows."""
+    gate, up = (nn.grouped_linear(rows, p[name], counts) for name in ("gate", "up"))
+    return nn.grouped_linear(ACTIVATIONS[cfg.hidden_act](gate) * up, p["down"], counts)
 
 
 def _with_cache(*args: Any, **options: Any) -> tuple[Tensor, dict[str, Any], list[Any]]:

@@ -129,7 +129,7 @@ def to_zigzag(x: Any, axis: Axis, dim: int = 1, *, size: int | None = None) -> A
 
     `size` is the global T, needed only if the axis does not divide it. x may be a tree.
 
-    >>> ids = nn.to_zigzag(ids, "seq")                               # seq=2, T=8: ranks have 0 1 6 7 and 2 3 4 5
+    >>> moved = to_zigzag(ids, "seq")                                # seq=2, T=8: ranks get 0 1 6 7 and 2 3 4 5
 
     Raises ShardingError if this rank does not have its part of `size`.
     """
@@ -140,7 +140,7 @@ def to_zigzag(x: Any, axis: Axis, dim: int = 1, *, size: int | None = None) -> A
 def from_zigzag(x: Any, axis: Axis, dim: int = 1, *, size: int | None = None) -> Any:
     """Move positions from the zigzag order back to their order; see `to_zigzag`, its transpose.
 
-    >>> torch.equal(nn.from_zigzag(nn.to_zigzag(ids, "seq"), "seq"), ids)
+    >>> torch.equal(from_zigzag(to_zigzag(ids, "seq"), "seq"), ids)
     True
     """
     return _reorder("from_zigzag", x, axis, dim, size)
@@ -177,7 +177,7 @@ def _reorder(verb: str, x: Any, axis: Axis, dim: int, size: int | None) -> Any:
 def zigzag_positions(size: int, axis: Axis) -> Tensor:
     """Return the global positions of this rank's tokens in the zigzag order, of a sequence of `size`: [T@axis] int64.
 
-    >>> nn.zigzag_positions(8, "seq")                                # seq=2: the first rank
+    >>> zigzag_positions(8, "seq")                                # seq=2: the first rank
     tensor([0, 1, 6, 7])
     """
     return positions_of("zigzag_positions", size, axis, "zigzag")

@@ -7,6 +7,7 @@
     python -m fshard.recipes.pretrain --mesh data=2,seq=2 --context 4096      each sequence split over two devices
     python -m fshard.recipes.pretrain --resume out --mesh model=4 --steps 2000  resume on another mesh
     python -m fshard.recipes.pretrain --mesh data=2,model=2 --fsdp --verify   verify the step before training
+    python -m fshard.recipes.pretrain --mesh data=4 --experts 8               a Mixtral, whose experts all ranks split
 
 One tree, the train state, has everything a run needs: parameters, optimizer moments, the step and the key. The batch of
 a step is a function of the key and the step. So the state is the checkpoint, and a run can resume from it on any mesh.
@@ -20,7 +21,7 @@ import sysconfig
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import P, checkpoint, data, optim
 from fshard._core.files.io import open_file
-from fshard.models import gpt2
+from fshard.models import gpt2, mixtral
 
 from . import command
 from .command import DTYPES, POSITIVE, Refusal, at_least, option
@@ -63,6 +64,9 @@ class Options(command.Options):
     layers: int = option(4, rule=at_least(1))
     heads: int = option(4, rule=at_least(1))
     width: int = option(128, rule=at_least(1))
+    experts: int = option(
+        0, "train a Mixtral with this many experts in each layer, split over all ranks", rule=at_least(0)
+    )
     dropout: float = option(0.0, rule=command.RATE)
     dtype: str = option("float32", "to compute with; parameters stay float32", choices=DTYPES)
     compile: bool = option(False, "compile the step as one graph")
@@ -82,6 +86,8 @@ class Options(command.Options):
                             f"{self.width % self.heads}: give --heads {divisor}")  # fmt: skip
         if "seq=" in self.mesh and (self.zero or self.dropout):
             problems.append(f"--mesh {self.mesh}: seq= takes neither --zero nor --dropout: give --fsdp, or nothing")
+        if self.experts and self.zero:
+            problems.append("--experts --zero: experts are split with their state: give --fsdp for the rest")
         if self.fsdp and self.zero:
             problems.append(
                 "--fsdp --zero: fully sharded parameters have a sharded optimizer state: give one of the two"
@@ -158,14 +164,12 @@ def train(args: Options) -> float:
     start = time.time()
 
     # The train state as a description, and its specs.
-    cfg = gpt2.Config(vocab_size=VOCAB, n_positions=args.context, n_embd=args.width, n_layer=args.layers,
-                      n_head=args.heads, embd_pdrop=args.dropout, attn_pdrop=args.dropout,
-                      resid_pdrop=args.dropout)  # fmt: skip
-    layout = gpt2.Layout("data", "model", args.sequence_parallel, varied=args.zero,
+    model, cfg, split = architecture(args)
+    layout = gpt2.Layout("data", "model", args.sequence_parallel, varied=args.zero, experts=split.get("experts"),
                          context="seq" if "seq" in mesh.axes else None)  # fmt: skip
     policy = fs.Policy(compute=DTYPES[args.dtype])
-    described = gpt2.init(cfg)
-    specs = gpt2.specs(cfg, model="model")
+    described = model.init(cfg)
+    specs = model.specs(cfg, model="model", **split)
     if args.fsdp:
         specs = fs.fully_shard(specs, described, axis="data")
     optimizer = make_optimizer(args, described, specs, zero=args.zero, weight_decay=0.1)
@@ -187,7 +191,8 @@ def train(args: Options) -> float:
 
     def loss_fn(params: Any, ids: Tensor, targets: Tensor, key: Tensor | None) -> Tensor:
         params = policy.to_compute(params)
-        return gpt2.loss(cfg, params, ids, targets, layout=layout, specs=specs, key=key, remat=args.remat)
+        loss: Tensor = model.loss(cfg, params, ids, targets, layout=layout, specs=specs, key=key, remat=args.remat)
+        return loss
 
     in_specs = (state_specs, tokens_spec(mesh))
 
@@ -233,7 +238,7 @@ def train(args: Options) -> float:
     say(f"validation loss {val:.3f} nats per byte ({val / np.log(2):.2f} bits) after {took}")
     if args.sample:
         say(f"--- {args.sample} bytes, written by the model")
-        write = sampler(cfg, state["params"], specs, layout, mesh)
+        write = sampler(model, cfg, state["params"], specs, layout, args.context, mesh)
         say(write(args.prompt, args.until_told(mesh, range(args.sample)), fs.fold_in(key, "sample")), markup=False)
     return val
 
@@ -279,16 +284,31 @@ def make_optimizer(
     return optim.zero(optimizer, specs, split, axis="data", summed=summed) if zero else optimizer
 
 
-def sampler(cfg: gpt2.Config, params: Any, specs: Any, layout: gpt2.Layout, mesh: fs.Mesh) -> Callable[..., str]:
+def architecture(args: Options) -> tuple[Any, Any, dict[str, Any]]:
+    """Return the model, its config, and the arguments of its specs but `model`: a GPT-2, or with experts a Mixtral."""
+    if not args.experts:
+        return gpt2, gpt2.Config(vocab_size=VOCAB, n_positions=args.context, n_embd=args.width, n_layer=args.layers,
+                                 n_head=args.heads, embd_pdrop=args.dropout, attn_pdrop=args.dropout,
+                                 resid_pdrop=args.dropout), {}  # fmt: skip
+    cfg = mixtral.Config(
+        VOCAB, args.width, 2 * args.width, args.layers, args.heads, None, num_local_experts=args.experts,
+        num_experts_per_tok=min(2, args.experts), output_router_logits=True, router_aux_loss_coef=0.01,
+        max_position_embeddings=args.context, attention_dropout=args.dropout,
+    )  # fmt: skip
+    return mixtral, cfg, {"experts": ("data", "model")}
+
+
+def sampler(
+    model: Any, cfg: Any, params: Any, specs: Any, layout: gpt2.Layout, t: int, mesh: fs.Mesh
+) -> Callable[..., str]:  # fmt: skip
     """Return a function (prompt, range, key) -> text: the prompt and bytes drawn at temperature 0.8, on any mesh."""
-    t = cfg.n_positions
-    layout = gpt2.Layout(layout.data, layout.model)  # one token has no sequence to split
+    layout = replace(layout, sequence=False, varied=False)  # one token has no sequence to split
     rows = mesh.axes["data"]  # every data rank generates the same text
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P()), out_specs=P("data"))
     def next_logits(params: Any, ids: Tensor, position: Tensor) -> Tensor:
         with torch.no_grad():
-            logits = gpt2.apply(cfg, params, ids, layout=layout, specs=specs)[:, int(position)]  # [B@data, V@model]
+            logits = model.apply(cfg, params, ids, layout=layout, specs=specs)[:, int(position)]  # [B@data, V@model]
             full: Tensor = fs.all_gather(logits, layout.model, 1, size=cfg.vocab_size, to="invariant")
             return full
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._core.host_memory import copy_to_device
-from fshard._core.ops import CastMap, Gather, Map, Precision, Vary, apply_map, gather_layout
+from fshard._core.ops import CastMap, Gather, Map, Precision, Vary, apply_map, argument_shape, gather_layout
 from fshard._core.region import Region, known_axes, live_axes, region
 from fshard._core.weight import Part, Weight, is_weight
 from fshard.collectives import by_dtype
@@ -37,7 +37,7 @@ def unshard(
     Args:
         specs: of the params, or a prefix.
         shapes: a tree of objects with a global `.shape` (such as the Deferred tree), needed only for leaves that the
-            axis does not divide.
+            axis does not divide and that are not arguments of the call.
         dtype: floating leaves are cast to it before the transfer.
         reduce_dtype: gradients are summed over the ranks in it, by default in `dtype`, and then cast to the dtype of
             the leaf.
@@ -130,6 +130,7 @@ def routes(
         if spec is None:
             out.append(Route((), ()))
             continue
+        shape = argument_shape(x, spec) if shape is None else shape
         if host_is_other_memory and x.device == region.host and spec.memory != "host":
             errors.append(fail(f"{label(i)} is in host memory, its spec is {spec}",
                                fix="pass fs.on_host(specs), or fs.to_device(params)"))  # fmt: skip

@@ -495,7 +495,13 @@ SETUP |= {
     "fshard.models.kv_cache.Cache": model("gpt2"),
     "fshard.models.resnet.config": RESNET_PLACED + 'resnet.save("my-resnet", cfg, weights)',
 }
+SETUP |= {f"fshard.nn.context.{key}_zigzag": "ids = torch.arange(4)[None]" for key in ("to", "from")}
+SETUP["fshard.nn.context.context_attention"] = "q = k = v = torch.ones(2, 4, 6, 8)"
 MESHES = {
+    **{
+        f"fshard.nn.context.{key}": fs.make_mesh(seq=2)
+        for key in ("context_attention", "to_zigzag", "from_zigzag", "zigzag_positions")
+    },
     "fshard.collectives.ppermute": fs.make_mesh(stage=4),
     "fshard.law.verify.verify": fs.make_mesh(data=2, model=2),
 }

@@ -73,6 +73,17 @@ def test_split_positions_never_change_the_curve(text, one, tmp_path):
     assert_same_curve(run(tmp_path, text, *MESHES["data=2,seq=2 fsdp"].split()), one)
 
 
+def test_a_mixture_of_eight_experts_has_one_curve_and_norm_on_every_mesh_and_resumes_on_another(text, tmp_path):
+    """The norm counts each expert once (Automodel#3816, Megatron-LM#5916)."""
+    flags, out = ["--experts", "8", "--steps", "6"], tmp_path / "out"
+    one = run(tmp_path / "one", text, *flags)
+    assert one[-1]["loss"] < one[0]["loss"]
+    with pytest.raises(StopError):
+        stop_after(3, out, text, *flags, *MESHES["data=2,model=2 fsdp sequence"].split())
+    run(out, text, *flags, "--resume", str(out), "--mesh", "data=4")
+    assert_same_curve(metrics(out), one)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["data=2,model=2 zero sequence", "data=2,model=2 fsdp sequence", "model=4"])
 def test_the_mesh_never_changes_the_curve_with_dropout(name, text, one, one_with_dropout, tmp_path):

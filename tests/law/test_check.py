@@ -12,7 +12,7 @@ import torch
 
 import fshard as fs
 from fshard import P, ShardingError
-from tests.lib.assertions import error_text
+from tests.lib.assertions import assert_same, error_text
 
 SPECS = {"up": fs.column("model"), "down": fs.row("model")}
 
@@ -597,3 +597,24 @@ def test_every_process_raises_the_same_error(ranks):
     lines = inspect.getsource(on_ranks).splitlines()
     line = inspect.getsourcelines(on_ranks)[1] + next(i for i, x in enumerate(lines) if "# of a captured layer" in x)
     assert first["captured layer"].startswith(f"test_check.py:{line} in train: writes to the .grad of 2 tensors made")
+
+
+def test_uneven_leaves_that_are_arguments_need_no_shapes_and_no_exchange_of_sizes():
+    specs = {"w": P("data"), "b": P()}
+
+    def step(p, x):
+        def loss(p):
+            q = fs.unshard(p, specs, "data")
+            return fs.psum(((x @ q["w"] + q["b"]) ** 2).sum(), "data")
+
+        return fs.value_and_grad(loss)(p)
+
+    f = fs.shard_map(step, mesh=fs.make_mesh(data=4), in_specs=(specs, P("data")), out_specs=(P(), specs))
+    args = {"w": torch.arange(15.0).view(5, 3), "b": torch.ones(3)}, torch.eye(8)[:, :5]
+    with fs.recording() as log:
+        got = fs.device_get(f(*args))
+    assert {t.dtype for t in log} == {torch.float32}  # no sizes
+    assert_same(got, fs.device_get(f.on(fs.make_mesh(data=1))(*args)))
+    abstract = f.on(fs.make_mesh(kind="abstract", data=4))
+    assert [t.op for t in fs.check(abstract, *args).transfers] == [t.op for t in log if t.rank == 0]
+    assert len(fs.plan(abstract, *args).transfers) == 4

@@ -50,4 +50,4 @@ def test_the_encoder_has_the_positional_arguments_of_decoders(f):
 def test_the_encoder_decoder_has_the_arguments_of_decoders_and_the_masks_of_its_target(f):
     other, gpt2 = (inspect.signature(getattr(model, f)).parameters for model in (models.t5, models.gpt2))
     assert {name: x.kind for name, x in other.items() if not name.startswith("decoder_")} == {
-        name: x.kind for name, x in gpt2.items()}  # fmt: skip
+        name: x.kind for name, x in gpt2.items() if name != "documents"}  # fmt: skip

@@ -23,6 +23,8 @@ SPLITS = {
     "data, all": ({"data": 2, "model": 2}, "data", "data", True, True, True),
     "more ranks than experts": ({"data": 6, "model": 1}, "data", "data", False, False, False),
     "an axis of their own": ({"data": 2, "model": 1, "expert": 2}, "data", "expert", True, False, False),
+    "data and model": ({"data": 2, "model": 2}, "data", ("data", "model"), True, False, False),
+    "data and model, sequence": ({"data": 2, "model": 2}, "data", ("model", "data"), False, True, True),
     "one of two data axes": ({"replica": 2, "data": 3, "model": 1}, ("replica", "data"), "data", False, False, True),
 }
 
@@ -37,7 +39,7 @@ def placed(ref, name):
     return mesh, specs, layout, remat, fs.materialize(ref.params, specs, mesh, key=fs.key(0))
 
 
-FAST = ("model", "data, all", "more ranks than experts")
+FAST = ("model", "data, all", "more ranks than experts", "data and model, sequence")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in SPLITS])
@@ -193,8 +195,10 @@ def test_wrong_trees_and_layouts_are_refused(tmp_path):
     text = logits(mixtral.Layout("data", "model"), specs)
     assert "mixtral: this rank has 3 of 5 experts" in text
     assert "fix: Layout(experts=), the axis that specs(experts=) splits them over" in text
-    assert "experts=('data', 'model') has axes of 'data' and others" in logits(
-        mixtral.Layout("data", "model", experts=("data", "model")), specs)  # fmt: skip
+    assert "experts=('data', 'other') has axes of 'data' and others" in logits(
+        mixtral.Layout("data", "model", experts=("data", "other")), specs)  # fmt: skip
+    assert "experts=('data', 'a') has axes of 'data' and others" in logits(
+        mixtral.Layout("data", ("a", "b"), experts=("data", "a")), specs)  # fmt: skip
     text = logits(mixtral.Layout("data", "model", experts="data"), specs)
     assert "mixtral: specs must be the specs of all leaves, got None" in text
     assert "experts are split over a data axis" in text

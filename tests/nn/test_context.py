@@ -221,11 +221,16 @@ def test_types_of_context_attention_and_its_law(method):
     want = torch.func.grad(lambda w: dense(args[0] @ w, *args[1:], causal=True)[0].square().mean())(w)
     close(fs.device_get(step(w, *args))[1], want)
 
-    @fs.shard_map(mesh=fs.make_mesh(s=2), in_specs=(P(), *[P(None, None, "s")] * 3), out_specs=P())
-    def without_pvary(w, q, k, v):
-        return fs.grad(lambda w: fs.psum(nn.context_attention(q * w, k, v[..., :1] * 0 + w, "s").sum(), "s"))(w)
+    @fs.shard_map(mesh=fs.make_mesh(data=2, s=2), in_specs=(P(None, None, "s"), spec, spec), out_specs=P())
+    def without_pvary(q, k, v):
+        def loss(q):
+            return fs.psum(nn.context_attention(q, k, v, "s", method=method).sum(), ("data", "s"))
 
-    assert "pvary" in error_text(without_pvary, w[0], *args)
+        return fs.grad(loss)(q)
+
+    text = error_text(without_pvary, args[0][:1], *args[1:])
+    assert "attention of an operand that is invariant (I) over 'data'" in text
+    assert 'nn.context_attention(fs.pvary(q, "data"), k, v, "s", method=method)' in text
 
 
 # --- bytes and work --------------------------------------------------------------------------------------------

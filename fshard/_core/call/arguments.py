@@ -79,19 +79,21 @@ def make_plan(
     tensors = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, Sharded, Deferred))]
     uneven: dict[str, UnevenSize] = {}
     split_sizes: dict[tuple[str, ...], set[int]] = {}
+    shapes: dict[int, tuple[int, ...]] = {}
     for i in tensors:
         for dim, axes in enumerate(specs[i].parts(leaves[i].ndim)):
             if axes:
                 n, live = leaves[i].shape[dim], tuple(a for a in axes if mesh.axes[a] > 1)
                 split_sizes.setdefault(live, set()).add(n)
                 for a in axes if n % math.prod(mesh.axes[a] for a in axes) else ():
+                    shapes[i] = tuple(leaves[i].shape)
                     uneven.setdefault(a, UnevenSize(f"dim {dim} of {names[i]}", n, axes))
     donated = [i for i in _donated_positions(name, donate, args) if isinstance(leaves[i], (Sharded, Deferred))]
     kept = [i for i in tensors if i not in set(donated)]
     ties = {id(leaves[i]) for i in donated}
     placed = {i for i in kept if isinstance(leaves[i], (Sharded, Deferred)) and id(leaves[i]) not in ties}
     return CallPlan(name, mesh, out_specs, treedef, call_signature(passed), specs, names, slices, uneven, split_sizes,
-                    donated, kept, placed)  # fmt: skip
+                    list(shapes.items()), donated, kept, placed)  # fmt: skip
 
 
 def _described(x: Any) -> Any:
@@ -201,6 +203,8 @@ def slice_inputs(plan: CallPlan, local: list[Any], at: int) -> None:
         elif box is not None:
             part = x.detach() if box_shape(box) == x.shape else x.detach()[box]
             local[i] = part.to(device, copy=copy)
+    for i, shape in plan.global_shapes:
+        local[i].placed = shape, plan.specs[i]  # for `dim_sizes.argument_shape`
 
 
 def note_written(plan: CallPlan, kept: Sequence[Tensor], versions: Sequence[int], *, refuse: bool) -> None:

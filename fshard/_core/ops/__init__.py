@@ -2,12 +2,14 @@
 
 from .autograd import apply_function, apply_map, differentiable_dtype, make_functions, run_map, start_map
 from .dim_sizes import (
+    argument_shape,
     described_size,
     dim_of,
     gather_layout,
     global_shape,
     global_size,
     global_sizes,
+    keep_placed,
     local_range,
     own_range,
     split_layout,
@@ -31,8 +33,8 @@ from .rows import Counts, check_counts, check_types, exchange_padded, exchange_r
 
 __all__ = [
     "AllToAll", "AllToAllRows", "CastMap", "Counts", "Gather", "GatherInvariant", "Map", "Permute", "Precision",
-    "Scatter", "Slice", "Sum", "Vary", "apply_function", "apply_map", "check_counts", "check_types",
-    "described_size", "differentiable_dtype", "dim_of", "exchange_padded", "exchange_rows", "gather_layout",
-    "global_shape", "global_size", "global_sizes", "host_numbers", "local_range", "make_functions", "minmax",
-    "own_range", "row_counts", "run_map", "split_layout", "start_map",
+    "Scatter", "Slice", "Sum", "Vary", "apply_function", "apply_map", "argument_shape", "check_counts",
+    "check_types", "described_size", "differentiable_dtype", "dim_of", "exchange_padded", "exchange_rows",
+    "gather_layout", "global_shape", "global_size", "global_sizes", "host_numbers", "keep_placed", "local_range",
+    "make_functions", "minmax", "own_range", "row_counts", "run_map", "split_layout", "start_map",
 ]  # fmt: skip

@@ -137,6 +137,22 @@ def global_shape(verb: str, x: Tensor, spec: P, *, word: str) -> tuple[int, ...]
     return tuple(shape)
 
 
+def argument_shape(x: Tensor, spec: P) -> tuple[int, ...] | None:
+    """Return the global shape of an uneven argument of the call that was placed by this spec, else None."""
+    shape, placed = (
+        getattr(unwrapped(x), "placed", ((), None)) if not torch.compiler.is_dynamo_compiling() else ((), None)
+    )
+    same = placed is not None and len(shape) == x.ndim and placed.parts(x.ndim) == spec.parts(x.ndim)
+    return shape if same else None
+
+
+def keep_placed(xs: Sequence[Tensor], like: Sequence[Tensor]) -> None:
+    """Let `argument_shape` know copies of arguments."""
+    for x, y in zip(xs, like, strict=True):
+        if hasattr(y, "placed"):
+            x.placed = y.placed  # type: ignore[attr-defined]
+
+
 def own_range(verb: str, size: int, axis: Axis) -> tuple[int, int]:
     """Return (start, length) of this rank's part of a dim of this global size: all of it without an axis."""
     if not names_of(axis):

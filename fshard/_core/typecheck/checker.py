@@ -26,7 +26,7 @@ import contextlib
 import functools
 import hashlib
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -37,7 +37,7 @@ from torch import Tensor, UntypedStorage
 from fshard._core import callsite
 from fshard._core.operations import OperationMode
 from fshard._core.ops import differentiable_dtype
-from fshard._core.protocol import size_of
+from fshard._core.protocol import index_of, size_of
 from fshard._core.torch import in_backward, storage_id, unwrapped, without_torch_function
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
@@ -73,11 +73,15 @@ class Rank(NamedTuple):
 
 
 class Ranks(list[Rank]):
-    """The ranks of a call, in this process, and the texts of mixtures, which are alike on each of them."""
+    """The ranks of a call, in this process, and the texts of mixtures, which are alike on each of them.
+
+    `sent` has the types that each rank passed to a permute, by the permute and the position.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.texts: dict[Any, MixtureText] = {}
+        self.sent: defaultdict[Any, dict[int, list[Type]]] = defaultdict(dict)
 
 
 _M = TypeVar("_M", bound=Callable[..., Any])
@@ -125,6 +129,7 @@ class Checker(OperationMode):
         self._coords, self._ranks = coords or {}, Ranks() if ranks is None else ranks
         self._ranks.append(Rank(self._coords, self._table))  # and not the checker: a cycle
         self._roots = 0
+        self._permutes: Counter[tuple[str, ...]] = Counter()  # run so far, by their axes
         self._paused = False
         # Python numbers that invariant results were computed from: (operation, line, axes of the result, numbers).
         self.numbers: list[tuple[str, callsite.Site | None, frozenset[str], tuple[Any, ...]]] = []
@@ -269,13 +274,18 @@ class Checker(OperationMode):
                 self._check_elements(m.verb, x, info, axes)
             if m.takes == "I" and info.type.differentiable:  # the ranks may have picked different parts by a number
                 self._record_numbers(m.verb, (x.storage_offset() - info.start,), info.type.invariant)
+        types = [info.type for info in infos]
+        if m.verb == "ppermute":
+            sent = self._sent(m, types)
         with self.paused():
             out = tuple(run(xs))
+        if m.verb == "ppermute" and (senders := {source for source, _ in m.pairs}) and senders <= sent.keys():
+            types = [join([sent[r][i] for r in sorted(senders)]) for i in range(len(xs))]
         op = m.verb if m.origin is None else f"{m.verb}, the transpose of the {m.transpose.verb}"
         known: dict[tuple[Type, int], tuple[Type, History]] = {}  # most tensors of a tree have one type
-        for y, info in zip(out, infos, strict=True):
-            if (key := (info.type, id(info.history))) not in known:
-                known[key] = self._collective_type(m, info.type, info.history, site)
+        for y, info, type in zip(out, infos, types, strict=True):
+            if (key := (type, id(info.history))) not in known:
+                known[key] = self._collective_type(m, type, info.history, site)
             new, history = known[key]
             self._set_info(y, new, op=op, site=site, alias=not m.moves, history=history)
         return out
@@ -291,6 +301,17 @@ class Checker(OperationMode):
                 raise messages.parts_of_gradient_reduced(
                     self, verb, Operand(x, info), dim, sorted(axes.intersection(names))
                 )
+
+    def _sent(self, m: Any, types: list[Type]) -> dict[int, list[Type]]:
+        """Note the types that this rank passes to a permute; return the types from all ranks that have entered it.
+
+        A rank receives values of its senders' types; it may itself send nothing, and pass zeros of no type.
+        """
+        others = tuple([self._coords[a] for a in self.sizes if a not in m.axes]) if self._coords else ()
+        sent = self._ranks.sent[m.axes, others, self._permutes[m.axes]]
+        self._permutes[m.axes] += 1
+        sent[index_of(m.axes, self.sizes, self._coords) if self._coords else 0] = types
+        return sent
 
     def _collective_type(self, m: Any, t: Type, before: History, site: callsite.Site | None) -> tuple[Type, History]:
         """Return the type and the history of a linear map's result, by the operand's."""

@@ -69,6 +69,8 @@ RESULT_TYPES = {
     "all_to_all_rows": (lambda x, w: fs.all_to_all_rows(x, "data", (x[0, :2] > 9).long() + 1), V_DATA),
     "take_rows": (lambda x, w: fs.take_rows(x, "data", (x[0] > 9).long()), V_DATA),
     "ppermute": (lambda x, w: fs.ppermute(x, "data", [(0, 1)]), V_DATA),
+    "ppermute, to a rank that passes zeros": (lambda x, w: fs.ppermute(
+        torch.zeros(2, 8) if of_call.region().coords["model"] else fs.pvary(x, "model"), "model", [(0, 1)]), V_BOTH),
     "axis_index": (lambda x, w: fs.axis_index("model"), ({"model"}, set())),
     "made from nothing": (lambda x, w: torch.arange(3.0), (set(), set())),
     "zeros like": (lambda x, w: torch.zeros_like(x), (set(), set())),
