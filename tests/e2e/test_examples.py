@@ -19,6 +19,7 @@ EXAMPLES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "mlp
 ONE_MODEL = ["accumulation", "data", "fsdp", "hybrid", "remat_offload", "sequence", "tensor", "zero"]
 MESHES = {
     "hybrid": [{"replica": 2, "shard": 2}, {"replica": 1, "shard": 4}],
+    "experts": [{"expert": 4}, {"expert": 3}],  # the second has 3, 3 and 2 experts
     "elastic": [{"data": 4}, {"data": 3}],  # the second splits the batch of 8 unevenly
     **{name: [{"data": 2, "model": 2}, {"data": 1, "model": 3}] for name in ("tensor", "sequence", "vocabulary")},
 }
@@ -56,7 +57,7 @@ def test_example_has_the_losses_of_one_device(name: str) -> None:
 
 
 def test_every_parallelism_has_an_example() -> None:
-    assert set(EXAMPLES) == {*ONE_MODEL, "elastic", "lora", "vocabulary"}
+    assert set(EXAMPLES) == {*ONE_MODEL, "elastic", "experts", "lora", "vocabulary"}
 
 
 def test_elastic_example_goes_on_from_the_step_at_which_it_was_told_on_another_mesh(tmp_path, monkeypatch) -> None:
