@@ -37,10 +37,10 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "law": 1_242,
     "lora": 1_743,
     "models": 4_764,
-    "nn": 2_995,
+    "nn": 3_008,
     "optim": 2_782,
     "planning": 4_330,
-    "recipes": 2_082,
+    "recipes": 2_102,
     "schedule": 2_323,
     "fshard": 93,
 }

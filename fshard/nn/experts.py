@@ -29,6 +29,9 @@ class Routing(NamedTuple):
 
     `experts` [N, K], the likeliest first; `weights` [N, K]; `probabilities` [N, E]; `z` [N], the square of the log of
     the sum of exponentials of the logits.
+
+    >>> route(torch.tensor([[0.0, 2.0]]), 1).weights
+    tensor([[1.]])
     """
 
     experts: Tensor
@@ -38,7 +41,11 @@ class Routing(NamedTuple):
 
 
 class Balance(NamedTuple):
-    """The balance of experts over all ranks: `counts` [E] of tokens, `loss` [], K if they are even, and `z` []."""
+    """The balance of experts over all ranks: `counts` [E] of tokens, `loss` [], K if they are even, and `z` [].
+
+    >>> balance(route(torch.zeros(2, 4), 2), None).loss
+    tensor(2.)
+    """
 
     counts: Tensor
     loss: Tensor
@@ -163,6 +170,8 @@ def mixture(
     ...     return grouped_linear(rows, w, counts)
     >>> mixture(torch.ones(6, 3), route(logits, 2), w, run, axis="model").shape
     torch.Size([6, 5])
+
+    Raises ShardingError for a routing of other tokens, and for leaves without this rank's experts.
     """
     e = routing.probabilities.shape[-1]
     leaves = tree.leaves(params)
