@@ -37,7 +37,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "law": 1_242,
     "lora": 1_743,
     "models": 4_764,
-    "nn": 3_008,
+    "nn": 3_016,
     "optim": 2_782,
     "planning": 4_330,
     "recipes": 2_102,
