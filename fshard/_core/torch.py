@@ -231,11 +231,6 @@ def is_view(x: Tensor) -> bool:
     return x._is_view()
 
 
-def assert_async(condition: Tensor, message: str) -> None:
-    """Raise RuntimeError if a condition is false: on CUDA when the device gets there, without a wait of the host."""
-    torch._assert_async(condition, message)
-
-
 # --- torch.distributed ------------------------------------------------------------------------------------------------
 
 
@@ -255,10 +250,9 @@ def default_store() -> Any:
 
 
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assert_async", "assume_constant_result", "backend_of",
-    "backward_number", "default_store", "foreach_copy_", "functional_collectives", "has_tangent", "in_backward",
-    "in_transform", "is_batched", "is_grad_tracking", "is_legacy_batched", "is_traced", "is_view", "is_wrapped",
-    "level_of",
+    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of", "backward_number",
+    "default_store", "foreach_copy_", "functional_collectives", "has_tangent", "in_backward", "in_transform",
+    "is_batched", "is_grad_tracking", "is_legacy_batched", "is_traced", "is_view", "is_wrapped", "level_of",
     "named_as", "never_traced", "next_number", "replace_dual_levels", "replace_reparametrize_module",
     "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id", "timeout_of", "transform_level",
     "unwrapped", "unwrapped_once", "version_of", "with_legacy_batch", "with_tangents", "without_functorch",
