@@ -243,11 +243,6 @@ def is_view(x: Tensor) -> bool:
     return x._is_view()
 
 
-def assert_async(condition: Tensor, message: str) -> None:
-    """Raise RuntimeError if a condition is false: on CUDA when the device gets there, without a wait of the host."""
-    torch._assert_async(condition, message)
-
-
 # --- torch.distributed ------------------------------------------------------------------------------------------------
 
 
