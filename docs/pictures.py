@@ -170,6 +170,8 @@ COLLECTIVES = {
     "psum_scatter": example('fs.psum_scatter(x, "model", dim=0)', (4, 2), "V->V"),
     "pslice": example('fs.pslice(x, "model", dim=0)', (4, 2), "I->V"),
     "all_to_all": example('fs.all_to_all(x, "model", split=0, concat=1)', (4, 1), "V->V"),
+    "all_to_all_rows": example('fs.all_to_all_rows(x, "model", send)', (4, 1), "V->V"),
+    "take_rows": example('fs.take_rows(x, "model", torch.tensor([6, 1]))', (2, 1), "V->V"),
     "ppermute": example('fs.ppermute(x, "model", [(0, 1), (1, 2), (2, 3)])', (1, 2), "V->V"),
     "axis_index": Example('fs.axis_index("model")', None, "V->V"),
 }
@@ -179,7 +181,8 @@ def run(code: str, x: torch.Tensor, kinds: str) -> torch.Tensor:
     """Run a collective on a simulated mesh. Where `x` or the result varies, dim 0 is that of the ranks."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        y = eval(code, {"fs": fs, "x": x[0] if kinds[0] == "V" else x})
+        send = torch.tensor([2, 1, 1, 0]).roll(int(fs.axis_index("model")))
+        y = eval(code, {"fs": fs, "torch": torch, "send": send, "x": x[0] if kinds[0] == "V" else x})
         return y.reshape(1, *(y.shape or (1, 1))) if kinds[-1] == "V" else y
 
     in_specs, out_specs = (P("model") if kind == "V" else P() for kind in (kinds[0], kinds[-1]))
@@ -369,7 +372,32 @@ def zigzag() -> Drawing:
     return d
 
 
-WORDS = (leaf, spec, region, varies, invariant, pvary, unit, tie, zigzag)
+CHOICES = [[0, 1, 5], [5, 5, 2], [5, 7, 5], [0, 5, 3]]  # the expert of each token, by rank
+
+
+def experts() -> Drawing:
+    """Draw the tokens of each rank, and then the tokens of each expert, on the rank that has it."""
+    d = Drawing("Eight experts on four ranks: each token goes to its expert, most of them to expert 5, none to 4 and 6")
+    for r, chosen in enumerate(CHOICES):
+        middle = LEFT + COLUMN * (r + 0.5)
+        d.text(middle, 10, f"rank {r}", size=12)
+        d.numbers(middle - WIDE * 1.5, 22, [[str(e) for e in chosen]], [[pastel(r)] * 3])
+        for i, expert in enumerate((2 * r, 2 * r + 1)):
+            sources = [source for source, others in enumerate(CHOICES) for e in others if e == expert]
+            x, y = middle - 36, 108 + 34 * i
+            d.text(x - 6, y + HIGH / 2, f"{expert}:", anchor="end", size=12)
+            for k, source in enumerate(sources):
+                d.rect(x + 15 * k, y, 15, HIGH, pastel(source), rx=0)
+            if not sources:
+                d.text(x, y + HIGH / 2, "no tokens", anchor="start", size=12)
+    d.text(0, 22 + HIGH / 2, "choices", anchor="start", size=12)
+    draw_call(d, 50, 'nn.mixture(x, routing, params, run, axis="expert")')
+    d.text(0, 108 + HIGH / 2, "experts", anchor="start", size=12)
+    d.grow(WIDTH, 170)
+    return d
+
+
+WORDS = (leaf, spec, region, varies, invariant, pvary, unit, tie, zigzag, experts)
 PICTURES: dict[str, Callable[[], Drawing]] = {
     "blocks": blocks,
     **{name: lambda e=e: collective(e) for name, e in COLLECTIVES.items() if name != "pvary"},

@@ -616,6 +616,13 @@ def test_wrong_counts_of_rows_are_errors(f, text):
         each_rank(fs.make_mesh(a=2), f, torch.ones(4, 2), specs=(P("a"),))
 
 
+def test_more_rows_than_most_are_an_error_of_the_device_where_the_host_reads_nothing(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    f = lambda x: fs.all_to_all_rows(x, "a", torch.tensor([2, 0]), most=1)  # noqa: E731
+    with pytest.raises(IndexError, match="out of bounds"):
+        each_rank(fs.make_mesh(a=2), f, torch.ones(4, 2), specs=(P("a"),))
+
+
 def test_counts_that_vary_over_an_axis_over_which_the_rows_do_not():
     def f(x):
         return fs.all_to_all_rows(x, "a", 1 + 0 * fs.axis_index("b").expand(2))

@@ -37,7 +37,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "law": 1_242,
     "lora": 1_743,
     "models": 4_890,
-    "nn": 3_755,
+    "nn": 3_770,
     "optim": 2_782,
     "planning": 4_345,
     "recipes": 2_130,

@@ -16,7 +16,7 @@ from fshard import nn
 from fshard.errors import checked
 from fshard.interop.hf import FileTensor
 
-from . import llama, qwen3_moe
+from . import llama, mixtral, qwen3_moe
 from .hf_files import file_functions, file_tensor
 from .kv_cache import Cache
 from .mixtral import apply, init, loss, losses, specs, states
@@ -28,7 +28,7 @@ from .transformer import Layout, generate_of
 class Config(qwen3_moe.BaseConfig):
     """Sizes and rates, named as in Hugging Face's `Dots1Config`; the first layers have an MLP in the place of experts.
 
-    >>> dots1.Config(n_shared_experts=2).shared_width
+    >>> dots1.Config(n_shared_experts=2).experts.shared
     2816
     """
 
@@ -48,24 +48,11 @@ class Config(qwen3_moe.BaseConfig):
     layer_types: tuple[str, ...] | None = None
 
     @property
-    def experts(self) -> int:
-        """E, the number of experts of a layer."""
-        return self.n_routed_experts
-
-    @property
-    def shared_width(self) -> int:
-        """The hidden width of the experts that every token goes to, together."""
-        return self.n_shared_experts * self.moe_intermediate_size
-
-    @property
-    def dense_layers(self) -> frozenset[int]:
-        """The layers that have an MLP in the place of experts."""
-        return frozenset(range(self.first_k_dense_replace))
-
-    @property
-    def biased_router(self) -> bool:
-        """True: a bias of each expert takes part in the choice."""
-        return True
+    def experts(self) -> mixtral.Experts:
+        """Sizes of the experts, whose biases balance them."""
+        shared = self.n_shared_experts * self.moe_intermediate_size
+        return mixtral.Experts(self.n_routed_experts, self.moe_intermediate_size, shared,
+                               frozenset(range(self.first_k_dense_replace)), biased=True)  # fmt: skip
 
     @property
     def windows(self) -> list[int | None]:

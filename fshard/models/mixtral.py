@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,16 @@ _THETA = 1e6  # of rotary positions
 _MIXTURE = ("router", "experts", "shared")  # of a block; others have an MLP
 
 
+class Experts(NamedTuple):
+    """Sizes of the experts of a model."""
+
+    number: int  # E, of a layer
+    width: int  # F
+    shared: int = 0  # hidden width of the experts that every token goes to, together
+    dense_layers: frozenset[int] = frozenset()  # layers that have an MLP in the place of experts
+    biased: bool = False  # True if a bias of each expert takes part in the choice
+
+
 @dataclass(frozen=True)
 class BaseConfig(llama.BaseConfig):
     """The options that Mixtral and its relatives share.
@@ -67,29 +77,9 @@ class BaseConfig(llama.BaseConfig):
     router_z_loss_coef: float = 0.0
 
     @property
-    def experts(self) -> int:
-        """E, the number of experts of a layer."""
+    def experts(self) -> Experts:
+        """Sizes of the experts."""
         raise NotImplementedError
-
-    @property
-    def expert_width(self) -> int:
-        """F, the hidden width of an expert."""
-        return self.intermediate_size
-
-    @property
-    def shared_width(self) -> int:
-        """The hidden width of the experts that every token goes to, together."""
-        return 0
-
-    @property
-    def dense_layers(self) -> frozenset[int]:
-        """The layers that have an MLP in the place of experts."""
-        return frozenset()
-
-    @property
-    def biased_router(self) -> bool:
-        """True if a bias of each expert takes part in the choice."""
-        return False
 
     def route(self, logits: Tensor, bias: Tensor | None) -> nn.Routing:
         """Choose experts by the logits [N, E]."""
@@ -97,9 +87,10 @@ class BaseConfig(llama.BaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_experts_per_tok > self.experts:
-            raise fail(f"{type(self).__module__.rpartition('.')[2]}.Config: {self.num_experts_per_tok} experts per "
-                       f"token, of {self.experts}", fix=f"num_experts_per_tok of 1 to {self.experts}")  # fmt: skip
+        k, e = self.num_experts_per_tok, self.experts.number
+        if k > e:
+            raise fail(f"{type(self).__module__.rpartition('.')[2]}.Config: {k} experts per token, of {e}",
+                       fix=f"num_experts_per_tok of 1 to {e}")  # fmt: skip
 
 
 @checked
@@ -120,9 +111,9 @@ class Config(BaseConfig):
     num_local_experts: int = 8
 
     @property
-    def experts(self) -> int:
-        """E, the number of experts of a layer."""
-        return self.num_local_experts
+    def experts(self) -> Experts:
+        """Sizes of the experts."""
+        return Experts(self.num_local_experts, self.intermediate_size)
 
     @property
     def windows(self) -> list[int | None]:
@@ -137,18 +128,18 @@ def init(cfg: BaseConfig) -> Any:
     >>> init(Config())["h"][0]["experts"]["down"]
     f32[8, 14336, 4096] = normal(std=0.02)
     """
-    e, d, std = cfg.experts, cfg.hidden_size, cfg.initializer_range
+    e, d, std = cfg.experts.number, cfg.hidden_size, cfg.initializer_range
 
     def mlp(f: int) -> Any:
         return {name: linear_params(*io, std, bias=False) for name, io in
                 {"gate": ((d,), (f,)), "up": ((d,), (f,)), "down": ((f,), (d,))}.items()}  # fmt: skip
 
     def mixture() -> Any:
-        f = cfg.expert_width
+        f = cfg.experts.width
         shapes = {"gate": (e, d, f), "up": (e, d, f), "down": (e, f, d)}
-        return {"router": linear_params((d,), (e,), std, bias=cfg.biased_router),
+        return {"router": linear_params((d,), (e,), std, bias=cfg.experts.biased),
                 "experts": {name: initial.normal(shape, std=std) for name, shape in shapes.items()},
-                **({"shared": mlp(cfg.shared_width)} if cfg.shared_width else {})}  # fmt: skip
+                **({"shared": mlp(cfg.experts.shared)} if cfg.experts.shared else {})}  # fmt: skip
 
     return _with_dense_layers(cfg, llama.init_with(cfg, mixture), mlp(cfg.intermediate_size))
 
@@ -166,13 +157,13 @@ def specs(cfg: BaseConfig, *, model: Axis = None, experts: Axis = None) -> Any:
     hidden = P(experts, None, width)
     dense = {"gate": {"w": P(None, model)}, "up": {"w": P(None, model)}, "down": {"w": P(model)}}
     mixture = {"router": P(), "experts": {"gate": hidden, "up": hidden, "down": P(experts, width)},
-               **({"shared": dense} if cfg.shared_width else {})}  # fmt: skip
+               **({"shared": dense} if cfg.experts.shared else {})}  # fmt: skip
     return _with_dense_layers(cfg, llama.specs_with(cfg, model, mixture), dense)
 
 
 def _with_dense_layers(cfg: BaseConfig, params: Any, mlp: Any) -> Any:
-    """Return a tree of all leaves, with `mlp` in the place of the experts of `cfg.dense_layers`."""
-    blocks = [{**{name: x for name, x in block.items() if name not in _MIXTURE}, **mlp} if i in cfg.dense_layers
+    """Return a tree of all leaves, with `mlp` in the place of the experts of `cfg.experts.dense_layers`."""
+    blocks = [{**{name: x for name, x in block.items() if name not in _MIXTURE}, **mlp} if i in cfg.experts.dense_layers
               else block for i, block in enumerate(params["h"])]  # fmt: skip
     return {**params, "h": blocks}
 
@@ -298,7 +289,7 @@ def _block(
 
 def _no_sums(cfg: BaseConfig, x: Tensor) -> RouterSums:
     """Return the sums of no tokens."""
-    zeros = x.new_zeros(cfg.experts, dtype=torch.promote_types(x.dtype, torch.float32))
+    zeros = x.new_zeros(cfg.experts.number, dtype=torch.promote_types(x.dtype, torch.float32))
     return RouterSums(zeros.long(), zeros.sum().long(), zeros, zeros.sum())
 
 
@@ -312,8 +303,8 @@ def _mixture(cfg: BaseConfig, p: Any, h: Tensor, routing: nn.Routing, layout: La
     """Compute this rank's part of the mixture: h [N, D]{V model} -> [N, D], to be summed."""
     axis, run = layout.experts, functools.partial(_experts, cfg)
     axes = set(names_of(axis))
-    if not axes and len(p["gate"]) != cfg.experts:
-        raise fail(f"mixtral: this rank has {len(p['gate'])} of {cfg.experts} experts", layout=layout,
+    if not axes and len(p["gate"]) != cfg.experts.number:
+        raise fail(f"mixtral: this rank has {len(p['gate'])} of {cfg.experts.number} experts", layout=layout,
                    fix="Layout(experts=), the axis that specs(experts=) splits them over")  # fmt: skip
     if not axes or axes <= set(layout.examples):  # ranks have different tokens
         method: Any = "gather" if 1 < axis_size(axis) < cfg.num_experts_per_tok else "rows"

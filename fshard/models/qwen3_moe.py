@@ -31,11 +31,6 @@ class BaseConfig(mixtral.BaseConfig):
     sliding_window: int | None = 4096
 
     @property
-    def expert_width(self) -> int:
-        """F, the hidden width of an expert."""
-        return self.moe_intermediate_size
-
-    @property
     def biased(self) -> tuple[str, ...]:
         """The linear layers of a block that have a bias."""
         return ("q", "k", "v", "proj") * self.attention_bias
@@ -53,7 +48,7 @@ class Config(BaseConfig):
 
     The layers in `mlp_only_layers`, and all but each `decoder_sparse_step`-th, have an MLP in the place of experts.
 
-    >>> qwen3_moe.Config(num_hidden_layers=3, decoder_sparse_step=2).dense_layers
+    >>> qwen3_moe.Config(num_hidden_layers=3, decoder_sparse_step=2).experts.dense_layers
     frozenset({0, 2})
     """
 
@@ -70,15 +65,11 @@ class Config(BaseConfig):
     use_sliding_window: bool = False
 
     @property
-    def experts(self) -> int:
-        """E, the number of experts of a layer."""
-        return self.num_experts
-
-    @property
-    def dense_layers(self) -> frozenset[int]:
-        """The layers that have an MLP in the place of experts."""
+    def experts(self) -> mixtral.Experts:
+        """Sizes of the experts."""
         step, layers = self.decoder_sparse_step, range(self.num_hidden_layers)
-        return frozenset(i for i in layers if i in self.mlp_only_layers or (i + 1) % step)
+        dense = frozenset(i for i in layers if i in self.mlp_only_layers or (i + 1) % step)
+        return mixtral.Experts(self.num_experts, self.moe_intermediate_size, dense_layers=dense)
 
     @property
     def windows(self) -> list[int | None]:

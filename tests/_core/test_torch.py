@@ -196,12 +196,6 @@ def test_assume_constant_result():
     assert compiled(torch.tensor(0)).item() == digest("a")
 
 
-def test_assert_async():
-    compat.assert_async(torch.tensor(True), "not raised")
-    with pytest.raises(RuntimeError, match="more rows"):
-        compat.assert_async(torch.tensor(False), "more rows")
-
-
 def test_functional_collectives():
     schemas = {
         "all_reduce": ("input", "reduce_op", "group_name"),

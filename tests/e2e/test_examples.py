@@ -20,6 +20,7 @@ ONE_MODEL = ["accumulation", "data", "fsdp", "hybrid", "remat_offload", "sequenc
 MESHES = {
     "hybrid": [{"replica": 2, "shard": 2}, {"replica": 1, "shard": 4}],
     "context": [{"data": 1, "seq": 4}, {"data": 2, "seq": 3}],
+    "experts": [{"expert": 4}, {"expert": 2}],
     "elastic": [{"data": 4}, {"data": 3}],  # the second splits the batch of 8 unevenly
     **{name: [{"data": 2, "model": 2}, {"data": 1, "model": 3}] for name in ("tensor", "sequence", "vocabulary")},
 }
@@ -57,7 +58,7 @@ def test_example_has_the_losses_of_one_device(name: str) -> None:
 
 
 def test_every_parallelism_has_an_example() -> None:
-    assert set(EXAMPLES) == {*ONE_MODEL, "context", "elastic", "lora", "vocabulary"}
+    assert set(EXAMPLES) == {*ONE_MODEL, "context", "elastic", "experts", "lora", "vocabulary"}
 
 
 def test_elastic_example_goes_on_from_the_step_at_which_it_was_told_on_another_mesh(tmp_path, monkeypatch) -> None:

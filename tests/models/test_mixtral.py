@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import fshard as fs
 from fshard import P
-from fshard.models import mixtral
+from fshard.models import mixtral, qwen3_moe
 from tests.lib import model_cases as cases
 from tests.lib.assertions import error_text
 from tests.lib.model_cases import DECODERS, reference
@@ -152,10 +152,11 @@ def test_the_step_verifies_on_smaller_meshes_with_an_uneven_batch(split):
     fs.verify(step, fs.materialize(described, specs, mesh, key=fs.key(0)), cases.tokens(37, b=5))
 
 
-def test_shapes_are_checked_without_values():
+@pytest.mark.parametrize("experts", ["model", "data", ("data", "model")])
+def test_shapes_are_checked_without_values(experts):
     cfg = DECODERS["mixtral"].config(num_hidden_layers=1)
-    specs, ids = mixtral.specs(cfg, model="model", experts="model"), torch.zeros(4, 6, dtype=torch.int64)
-    layout = mixtral.Layout("data", "model", experts="model")
+    specs, ids = mixtral.specs(cfg, model="model", experts=experts), torch.zeros(4, 6, dtype=torch.int64)
+    layout = mixtral.Layout("data", "model", experts=experts)
 
     def run(p, ids):
         return fs.value_and_grad(lambda p: mixtral.loss(cfg, p, ids, ids, layout=layout, specs=specs))(p)
@@ -163,6 +164,19 @@ def test_shapes_are_checked_without_values():
     mapped = fs.shard_map(run, mesh=fs.make_mesh(kind="abstract", data=2, model=3),
                           in_specs=(specs, P("data")), out_specs=(P(), specs))  # fmt: skip
     fs.check(mapped, mixtral.init(cfg), ids)
+
+
+def test_layers_without_experts_have_no_balance_and_nothing_waits_for_them():
+    """A stage without a mixture hangs elsewhere (Megatron-LM#3401)."""
+    cfg = DECODERS["qwen3_moe"].config(mlp_only_layers=(0, 1), output_router_logits=True)
+    specs = qwen3_moe.specs(cfg, model="model", experts="data")
+    mesh, ids = fs.make_mesh(data=2, model=2), cases.tokens(37)
+    layout = mixtral.Layout("data", "model", experts="data")
+    run = fs.shard_map(lambda p, ids: qwen3_moe.losses(cfg, p, ids, ids, layout=layout, specs=specs), mesh=mesh,
+                       in_specs=(specs, P("data")), out_specs=P())  # fmt: skip
+    got = fs.device_get(run(fs.materialize(qwen3_moe.init(cfg), specs, mesh, key=fs.key(0)), ids))
+    assert (got["balance"], got["z"]) == (0, 0)
+    assert got["cross_entropy"] > 0
 
 
 @pytest.mark.parametrize("name", ["model", pytest.param("data, all", marks=pytest.mark.slow), "one of two data axes"])

@@ -183,6 +183,22 @@ def test_a_compiled_program_computes_the_same_mixture(monkeypatch):
             torch.testing.assert_close(mixture(), want, rtol=1e-12, atol=1e-12)
 
 
+def test_grouped_products_have_the_values_and_gradients_of_single_ones(monkeypatch):
+    """CUDA's kernel, which torch also has for CPUs, with empty groups."""
+    x, w = (numbers(*shape).bfloat16() for shape in ((24, 16), (4, 16, 32)))
+
+    def f(x, w):
+        loss = lambda x, w: nn.grouped_linear(x, w, [5, 0, 19, 0]).float().square().sum()  # noqa: E731
+        return fs.value_and_grad(loss, argnums=(0, 1))(x, w)
+
+    want = f(x, w)
+    monkeypatch.setattr(nn.experts, "device_type", lambda x: "cuda")
+    with torch.profiler.profile() as profile:
+        got = fs.shard_map(f, mesh=fs.make_mesh(one=1), out_specs=P())(x, w)
+    assert "aten::_grouped_mm" in {e.key for e in profile.key_averages()}
+    assert_same(fs.device_get(got), want)
+
+
 def test_balance_is_the_same_on_every_mesh_and_leaves_tokens_out():
     logits, counted = numbers(12, 4), torch.arange(12) % 3 > 0
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fshard._core.protocol import size_of
 from fshard._core.region import checker, has_values, region, user_line
-from fshard._core.torch import assert_async, is_batched, unwrapped, without_functorch
+from fshard._core.torch import is_batched, unwrapped, without_functorch
 from fshard.errors import fail, number_of
 
 from .autograd import apply_map
@@ -105,8 +105,6 @@ def exchange_padded(axes: tuple[str, ...], x: Tensor, send: Numbers, receive: Nu
     if has_values() and not torch.compiler.is_compiling() and x.device.type == "cpu" and not unwrapped(fits):
         raise fail(f"all_to_all_rows: send = {unwrapped(to).tolist()}, most = {most}, and x has "
                    f"{number_of(len(x), 'row')}", *user_line(), fix="most= of at least every count")  # fmt: skip
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        assert_async(fits, "all_to_all_rows: a rank sends more rows than most=, or than x has")
 
     def exchange(y: Tensor) -> Tensor:
         """[n, m, *S], row j for rank j -> [n, m, *S], row i from rank i."""
@@ -117,6 +115,7 @@ def exchange_padded(axes: tuple[str, ...], x: Tensor, send: Numbers, receive: Nu
     slot = torch.arange(most, device=x.device)
     first = (to.cumsum(0) - to).unsqueeze(1)
     index = torch.where(slot < to.unsqueeze(1), first + slot, len(x))  # [n, most]; the last row is of zeros
+    index = torch.where(fits, index, len(x) + 1)  # out of range: an error of the device, which the host did not see
     received = exchange(_with_zeros(x)[index]).flatten(0, 1)
     row, ends = torch.arange(n * most, device=x.device), of.cumsum(0)
     source = torch.searchsorted(ends, row, right=True).clamp(max=n - 1)

@@ -378,14 +378,18 @@ def test_collectives_over_every_set_of_axes_in_every_order(ranks: Pool) -> None:
 
 
 def uneven_training(mesh: fs.Mesh) -> Any:
-    """Train on 5 rows and 7 columns over 4 ranks, with uneven results and a gather that exchanges sizes."""
+    """Train on 5 rows, 7 columns and 3 experts over 4 ranks, with uneven results and a gather that exchanges sizes."""
     specs = {"w": P(None, "data"), "b": P("data"), "scale": P()}
     described = {"w": fs.init.normal((3, 7)), "b": fs.init.zeros(7), "scale": fs.init.ones(())}
+    specs, described = {"experts": P("data"), **specs}, {"experts": fs.init.normal((3, 7, 7)), **described}
     params = fs.materialize(described, specs, mesh, key=fs.key(1))
 
     def loss_fn(p: Any, x: Tensor) -> Any:
-        p = fs.unshard(p, specs, "data", shapes=described)
+        experts, rest = p["experts"], {name: w for name, w in p.items() if name != "experts"}
+        p = fs.unshard(rest, {name: specs[name] for name in rest}, "data")
         y = torch.tanh(x @ p["w"] + p["b"]) * p["scale"]
+        run = lambda w, rows, counts: fs.nn.grouped_linear(rows, w, counts)  # noqa: E731
+        y = y + fs.nn.mixture(y, fs.nn.route(y[:, :3], 2), experts, run, axis="data")
         count = fs.psum(torch.tensor(float(len(x))), "data")
         return fs.psum(y.square().sum(), "data") / count, y
 
