@@ -267,8 +267,8 @@ def default_store() -> Any:
 
 
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assert_async", "assume_constant_result", "backend_of",
-    "backward_number", "default_store", "efficient_attention", "efficient_attention_backward", "flash_attention",
+    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of", "backward_number",
+    "default_store", "efficient_attention", "efficient_attention_backward", "flash_attention",
     "flash_attention_backward", "foreach_copy_", "functional_collectives", "group_named", "has_tangent", "in_backward",
     "in_transform", "innermost_transform", "is_batched", "is_grad_tracking", "is_legacy_batched", "is_traced",
     "is_view", "is_wrapped", "level_of", "named_as", "never_traced", "next_number", "replace_dual_levels",
