@@ -28,21 +28,21 @@ COMMS = ("AbstractComm", "ProcessComm", "SimulatedComm")
 EXTRAS = ("transformers", "peft", "accelerate", "datasets", "nbformat", "nbclient")
 MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
-    "checkpoint": 1_491,
+    "checkpoint": 1_490,
     "cli": 1_559,
-    "core": 15_976,
+    "core": 16_798,
     "data": 1_053,
     "defer": 5_260,
     "interop": 4_440,
-    "law": 1_242,
+    "law": 1_280,
     "lora": 1_740,
-    "models": 4_506,
-    "nn": 2_723,
+    "models": 4_842,
+    "nn": 3_778,
     "optim": 2_771,
-    "planning": 4_286,
-    "recipes": 2_078,
-    "schedule": 2_322,
-    "fshard": 91,
+    "planning": 4_298,
+    "recipes": 2_110,
+    "schedule": 2_354,
+    "fshard": 93,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library
 

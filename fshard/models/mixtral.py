@@ -253,7 +253,7 @@ def _check_layout(layout: Layout) -> None:
     """Raise ShardingError if experts are split over some of model's axes and others, or over others and data's."""
     axes, data, model = (set(names_of(kind)) for kind in (layout.experts, layout.examples, layout.model))
     if not (axes <= data or axes <= model or model <= axes <= data | model or not axes & (data | model)):
-        kind = layout.examples if axes & data else layout.model
+        kind = layout.data if axes & data else layout.model
         raise fail(f"mixtral: experts={layout.experts!r} has axes of {kind!r} and others", layout=layout,
                    fix="split experts over axes of data, with all axes of model or without them; over axes of model; "
                        "or over other axes")  # fmt: skip

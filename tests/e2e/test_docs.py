@@ -496,7 +496,10 @@ SETUP |= {
     "fshard.models.resnet.config": RESNET_PLACED + 'resnet.save("my-resnet", cfg, weights)',
 }
 SETUP |= {f"fshard.nn.context.{key}_zigzag": "ids = torch.arange(4)[None]" for key in ("to", "from")}
-SETUP["fshard.nn.context.context_attention"] = "q = k = v = torch.ones(2, 4, 6, 8)"
+SETUP |= {
+    f"fshard.nn.{key}": "q = k = v = torch.ones(2, 4, 6, 8)"
+    for key in ("context.context_attention", "flash.attention_lse")
+}
 MESHES = {
     **{
         f"fshard.nn.context.{key}": fs.make_mesh(seq=2)

@@ -91,7 +91,7 @@ def _models() -> list[Call]:
         fs.models.gpt2: gpt, fs.models.gptj: gpt | {"rotary_dim": 2}, fs.models.gpt_neox: hidden,
         fs.models.llama: hidden, fs.models.bert: hidden | {"pooler": True, "nsp": True},
         **{getattr(fs.models, name): hidden | {"num_key_value_heads": 1}
-           for name in ("mistral", "mixtral", "qwen2", "qwen3")},
+           for name in ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "dots1")},
         fs.models.t5: {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2},
     }  # fmt: skip
     calls = []

@@ -105,7 +105,7 @@ class _Run:
             raise _disagreement((current.first, current.signature, current.where), (rank, signature, where))
         current.arguments[rank] = x
         if len(current.arguments) < len(group):
-            self.wait_for_turn(rank, signature)
+            self.wait_for_turn(rank, signature, where)
         else:
             del self.entered[group]
             results = combine([current.arguments[r] for r in group])
@@ -126,15 +126,15 @@ class _Run:
         self.stop_if_failed()
         if message not in self.mail:
             self.awaited[message] = rank
-            self.wait_for_turn(rank, signature)
+            self.wait_for_turn(rank, signature, call_site())
         x, sent, where = self.mail.pop(message)
         if sent != signature:
             raise _disagreement((message.source, sent, where), (rank, signature, call_site()))
         return x
 
-    def wait_for_turn(self, rank: int, signature: tuple[Any, ...]) -> None:
+    def wait_for_turn(self, rank: int, signature: tuple[Any, ...], where: Site | None) -> None:
         """Let other ranks run until one has put this one among the ready ones."""
-        self.waiting[rank] = signature, call_site()
+        self.waiting[rank] = signature, where
         turn = threading.Lock()
         turn.acquire()
         self.wake[rank] = turn.release
