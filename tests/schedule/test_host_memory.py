@@ -326,7 +326,7 @@ def test_dry_run_for_cuda_needs_no_cuda() -> None:
 
 
 def test_sizes_are_exchanged_by_tensors_of_the_device(monkeypatch: Any) -> None:
-    """Gather uneven host leaves: CUDA cannot transfer tensors of host memory."""
+    """Gather uneven host leaves other than arguments: CUDA cannot transfer tensors of host memory."""
     mesh, used_devices = fs.make_mesh(data=2), []
 
     class Torch:  # as the module of the exchange sees it
@@ -343,7 +343,7 @@ def test_sizes_are_exchanged_by_tensors_of_the_device(monkeypatch: Any) -> None:
 
     def f(p: Any, x: Tensor) -> Tensor:
         monkeypatch.setattr(region(), "device", torch.device("cpu", 0))
-        return fs.scan(lambda w, x: x + w.sum(), p, x, specs=specs, axis="data")
+        return fs.scan(lambda w, x: x + w.sum(), [w.clone() for w in p], x, specs=specs, axis="data")
 
     fs.shard_map(f, mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"), check="never")(p, torch.ones(4))
     assert used_devices == [torch.device("cpu", 0)] * 2
