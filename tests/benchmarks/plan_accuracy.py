@@ -21,7 +21,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from fshard.models import gpt2, llama, resnet, t5
+from fshard.models import gpt2, llama, mixtral, resnet, t5
 
 from .init import MIB
 from .peers import run_on_ranks
@@ -36,6 +36,8 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "t5": (t5, t5.Config(vocab_size=VOCAB, d_model=256, d_kv=64, d_ff=512, num_layers=3, num_heads=4,
                          dropout_rate=0.0)),
     "resnet": (resnet, resnet.Config.of(18, num_labels=VOCAB)),
+    "mixtral": (mixtral, mixtral.Config(vocab_size=VOCAB, hidden_size=256, intermediate_size=256, num_hidden_layers=4,
+                                        num_attention_heads=4, num_key_value_heads=2, num_local_experts=8)),
 }  # fmt: skip
 BF16 = {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
@@ -46,6 +48,8 @@ class Way:
 
     data: bool = True
     model: bool = False
+    context: bool = False
+    experts: bool = False
     sharded: bool = False
     layout: dict[str, Any] = field(default_factory=dict)
     remat: bool = False
@@ -63,18 +67,24 @@ WAYS = {
     "tp+sp": Way(data=False, model=True, layout={"sequence": True}),
     "accumulate": Way(sharded=True, steps=2),
     "bf16": Way(sharded=True, layout=BF16),
+    "context": Way(data=False, context=True, layout={"context": "seq"}),
+    "experts": Way(experts=True, layout={"experts": "data"}),
 }
 # Images have no dim of time that sequence parallelism could split; "tp" of ResNet splits the classes of the head.
-SKIPPED = {("resnet", "tp+sp")}
+SKIPPED = {
+    ("resnet", "tp+sp"), ("resnet", "context"), ("t5", "context"),
+    *((name, "experts") for name in MODELS if name != "mixtral"),
+    *(("mixtral", way) for way in WAYS if way not in ("context", "experts")),
+}  # fmt: skip
 
 
 def build(name: str, way: Way, kind: str) -> tuple[Any, tuple[Any, ...]]:
     """The step, (state, *batch) -> (state, loss), and described arguments."""
     module, cfg = MODELS[name]
-    mesh = fs.make_mesh(kind=kind, **({"model": 2} if way.model else {"data": 2}))
+    mesh = fs.make_mesh(kind=kind, **{"model" if way.model else "seq" if way.context else "data": 2})
     data, model = "data" if way.data else None, "model" if way.model else None
     layout = module.Layout(data, model, **way.layout)
-    described, specs = module.init(cfg), module.specs(cfg, model=model)
+    described, specs = module.init(cfg), module.specs(cfg, model=model, **({"experts": "data"} if way.experts else {}))
     if way.sharded:
         specs = fs.fully_shard(specs, described, axis="data")
     if way.offload:
@@ -91,7 +101,9 @@ def build(name: str, way: Way, kind: str) -> tuple[Any, tuple[Any, ...]]:
     state["opt"] = opt.init(described)
     placed = {"params": specs, "opt": opt.specs(specs), **({"stats": P()} if images else {})}
 
-    @fs.shard_map(mesh=mesh, in_specs=(placed, P(data), P(data)), out_specs=(placed, P()), donate=0)
+    tokens = P(None, "seq") if way.context else P(data)
+
+    @fs.shard_map(mesh=mesh, in_specs=(placed, tokens, tokens), out_specs=(placed, P()), donate=0)
     def step(state: Any, x: Tensor, y: Tensor) -> Any:
         def loss_fn(params: Any, x: Tensor, y: Tensor) -> Any:
             more = {"layout": layout, "specs": specs, "remat": way.remat}
@@ -110,7 +122,7 @@ def build(name: str, way: Way, kind: str) -> tuple[Any, tuple[Any, ...]]:
         params, new = opt.update(grads, state["opt"], state["params"])
         return {"params": params, "opt": new, **({"stats": stats} if images else {})}, loss
 
-    return step, ({**state}, *batch), placed, P(data)
+    return step, ({**state}, *batch), placed, tokens
 
 
 def measured(name: str, which: str) -> dict[str, Any]:
