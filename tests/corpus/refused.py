@@ -319,6 +319,10 @@ def gradient_of_a_placed_leaf(p):
     return gain - 0.1 * gain.grad
 
 
+def mean_of_each_rank_by_a_gathered_weight(w, x):
+    return fs.value_and_grad(lambda w: (x @ fs.all_gather(w, "data")).square().mean())(w)[1]
+
+
 CASES = {
     "missing_pvary_of_data": (missing_pvary_of_data, (P(), ROWS), P(), ({"gain": B}, X)),
     "missing_pvary": (missing_pvary, (P(), {"up": COLUMNS}), P(), (X, {"up": W})),
@@ -379,6 +383,9 @@ CASES = {
     ),
     "placed_leaf_written": (placed_leaf_written, (P(),), P(), (PLACED,)),
     "gradient_of_a_placed_leaf": (gradient_of_a_placed_leaf, (P(),), P(), (PLACED,)),
+    "mean_of_each_rank_by_a_gathered_weight": (
+        mean_of_each_rank_by_a_gathered_weight, (P("data"), P("data")), P("data"), (W, X),
+    ),
 }  # fmt: skip
 
 

@@ -129,6 +129,7 @@ class Checker(OperationMode):
         self._coords, self._ranks = coords or {}, Ranks() if ranks is None else ranks
         self._ranks.append(Rank(self._coords, self._table))  # and not the checker: a cycle
         self._roots = 0
+        self._gathered: set[tuple[int, str]] = set()  # roots, and the axes over which they were gathered
         self._permutes: Counter[tuple[str, ...]] = Counter()  # run so far, by their axes
         self._paused = False
         # Python numbers that invariant results were computed from: (operation, line, axes of the result, numbers).
@@ -272,6 +273,8 @@ class Checker(OperationMode):
                 raise messages.collective_of_wrong_type(self, m, Operand(x, info), sorted(wrong))
             if m.verb in ("psum", "pmean") and m.origin is None:
                 self._check_elements(m.verb, x, info, axes)
+            if m.verb == "all_gather":
+                self._gathered.update((info.root, axis) for axis in axes)
             if m.takes == "I" and info.type.differentiable:  # the ranks may have picked different parts by a number
                 self._record_numbers(m.verb, (x.storage_offset() - info.start,), info.type.invariant)
         types = [info.type for info in infos]
@@ -643,7 +646,10 @@ class Checker(OperationMode):
     # --- losses, gradients, results ---
 
     def check_loss(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor] | None) -> None:
-        """Raise if a loss varies over an axis over which a tensor that it is differentiated by is invariant."""
+        """Raise if a loss varies over an axis over which a tensor that it is differentiated by is invariant.
+
+        The gradient of a tensor that was gathered is a sum over the ranks: of means, it is too large.
+        """
         if in_backward():  # a recomputation there differentiates a product with its gradient, and no loss
             return
         for x in outputs:
@@ -653,6 +659,10 @@ class Checker(OperationMode):
                 axes = loss.info.type.varying & parameter.info.type.invariant
                 if axes:
                     raise messages.loss_varies(self, x, loss, parameter, sorted(axes))
+                for p in loss.info.history.partials[:1]:
+                    means = loss.info.type.varying & p.axes if p.verb == "pmean" and p.op == loss.info.op else ()
+                    if gathered := [a for a in sorted(means) if (parameter.info.root, a) in self._gathered]:
+                        raise messages.loss_of_gathered_varies(self, loss, parameter, gathered)
 
     @_without_torch_function
     def check_gradients(

@@ -546,6 +546,17 @@ def loss_varies(checker: Facts, x: Tensor, loss: Operand, leaf: Operand, axes: S
     return _error(site or callsite.site(), what, rows, why, fix=fix)
 
 
+def loss_of_gathered_varies(checker: Facts, loss: Operand, leaf: Operand, axes: Sequence[str]) -> ShardingError:
+    """Word the error of a mean of each rank that is differentiated by a gathered tensor."""
+    parameter, n = _parameter(leaf.info), size_of(axes, checker.sizes)
+    rows = [("loss", show_type(loss)), (parameter, show_type(leaf))]
+    why = f"{parameter} was gathered: its gradient is the sum of the {n} ranks' gradients, {n} times the mean's"
+    what, site = f"the loss that is differentiated is a mean of each rank of {axes_text(axes)}", loss.info.site
+    if callsite.package_of(site):
+        return _error(callsite.site(), what, rows, why, fix=fix_of_partial(checker, loss, axes))
+    return _error(site, what, rows, why, fix=fix_lines([Fix(call_at(site, "pmean", axes), IS_MEAN)]))
+
+
 def gradient_has_wrong_type(checker: Facts, leaf: Operand, grad: Operand, axes: Sequence[str]) -> ShardingError:
     """Word the error of a gradient that has another type than its parameter."""
     mixtures = {m.site: m for m in _index_mixtures(checker, axes)}
