@@ -143,6 +143,11 @@ wanted
         adamw: update without params
           fix: {UPDATE}
         """),
+    "an update of a chain without parameters": (
+        "fs.optim.chain(fs.optim.clip_by_global_norm(1.0, P()), opt).update(params, ())", f"""
+        chain(clip_by_global_norm, adamw): update without params
+          fix: {UPDATE}
+        """),
     "options of peft": ("fs.lora.Config(['q_proj'], lora_alpha=16)", """
         Config: no argument is called 'lora_alpha'
           near  alpha

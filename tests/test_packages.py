@@ -30,7 +30,7 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
     "cli": 1_559,
-    "core": 16_819,
+    "core": 16_821,
     "data": 1_053,
     "defer": 5_260,
     "interop": 4_440,
@@ -38,7 +38,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "lora": 1_740,
     "models": 4_842,
     "nn": 3_778,
-    "optim": 2_771,
+    "optim": 2_773,
     "planning": 4_298,
     "recipes": 2_110,
     "schedule": 2_354,

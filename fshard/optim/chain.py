@@ -44,7 +44,9 @@ def chain(*steps: Transform | Optimizer) -> Optimizer:
     factors_of = getattr(steps[-2], "factors", None) if len(steps) > 1 else None
     scaled = getattr(steps[-1], "scaled", None) if factors_of is not None else None
 
-    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        if params is None:
+            raise fail(f"chain({names}): update without params", fix="params, state = opt.update(grads, state, params)")
         if not isinstance(state, (tuple, list)) or len(state) != len(steps):
             raise fail(f"chain({names}): the state is not its state", fix="state = opt.init(params)")
         value, new = grads, []

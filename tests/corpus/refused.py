@@ -319,6 +319,10 @@ def gradient_of_a_placed_leaf(p):
     return gain - 0.1 * gain.grad
 
 
+def dropout_without_a_spec(x):
+    return fs.nn.dropout(x, 0.5, key=fs.key(0))
+
+
 def mean_of_each_rank_by_a_gathered_weight(w, x):
     return fs.value_and_grad(lambda w: (x @ fs.all_gather(w, "data")).square().mean())(w)[1]
 
@@ -383,6 +387,7 @@ CASES = {
     ),
     "placed_leaf_written": (placed_leaf_written, (P(),), P(), (PLACED,)),
     "gradient_of_a_placed_leaf": (gradient_of_a_placed_leaf, (P(),), P(), (PLACED,)),
+    "dropout_without_a_spec": (dropout_without_a_spec, (ROWS,), ROWS, (X,)),
     "mean_of_each_rank_by_a_gathered_weight": (
         mean_of_each_rank_by_a_gathered_weight, (P("data"), P("data")), P("data"), (W, X),
     ),

@@ -95,6 +95,7 @@ ADVICE = {  # messages with one fix that is right, and that is no line of code
     "refused training_of_a_captured_module": "fix: pass what is trained as an argument, and take its gradient by",
     "refused running_mean_in_a_captured_tensor": "fix: pass it as an argument, and return its new value",
     "refused gradient_of_a_placed_leaf": "fix: take its gradient by fs.value_and_grad or torch.autograd.grad",
+    "refused dropout_without_a_spec": "fix: give dropout the spec of its argument: spec=P(...), with 'data'",
     "wrong sampled_by_local_draws": "name 'data' in the spec of the draw, and pass its global shape",
     "wrong cross_entropy_over_the_wrong_axis": "fix: leave 'model' out of the axes of cross_entropy",
     "wrong norm_by_specs_of_whole_leaves": "pass fs.optim.global_norm the axes, or the specs, that split its arguments",

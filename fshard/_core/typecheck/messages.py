@@ -32,7 +32,7 @@ from .fixes import (
     mixed_axes,
     reduced_over_another_axis,
 )
-from .suggestion import qualified_name, rewritten, sliced_operand, with_picked_operand
+from .suggestion import called_at, qualified_name, rewritten, sliced_operand, with_picked_operand
 from .types import Facts, GlobalShape, History, Mixture, MixtureText, Operand, TensorInfo, show_type
 
 _SHOWN_RESULTS = 4
@@ -158,6 +158,8 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
                 "each rank is to have numbers of its own"),
             Fix(scene.line_with("pvary", (draw, source)), "all ranks are to use the same numbers"),
         ]  # fmt: skip
+        if (called_at(scene.site) or "").endswith("dropout"):
+            fixes = [Fix(f"give dropout the spec of its argument: spec={other.info.spec or f'P(...), with {over}'}")]
     else:
         what = f"{op} of a random draw that differs between the ranks of {over} with an invariant operand"
         why = f"the {n} ranks hold the same value, and each would change it by its own random numbers"
