@@ -208,8 +208,8 @@ def _unchanged(
 ) -> list[int]:
     """Return the results that were computed as new values of arguments, and equal them bit for bit.
 
-    Raises if that is so of all leaves of an argument. A copy of an argument, such as a buffer in evaluation, is not
-    computed.
+    Raises if that is so of all leaves of an argument that has more than numbers, such as a scale of the loss. A copy of
+    an argument, such as a buffer in evaluation, is not computed.
     """
     rows = list(enumerate(zip(tree.leaves_with_path(got), earlier, strict=False)))
     same = [i for i, ((_, x), old) in rows if old is not None and x.numel() and torch.equal(x, old[1])]
@@ -218,8 +218,8 @@ def _unchanged(
             recorder, *_ = _record(f, args, full_args, f.mesh.axes, {})
             same = [i for i in same if not recorder.is_argument(i)]
     groups: dict[str, list[bool]] = {}
-    for i, ((path, _), old) in rows:
-        if old is not None and path:  # a result by itself may be gathered and split again
+    for i, ((path, x), old) in rows:
+        if old is not None and path and (x.ndim or i not in same):  # a result by itself may be gathered and split again
             groups.setdefault(old[0][: old[0].index("]") + 1], []).append(i in same)
     if unchanged := [argument for argument, which in groups.items() if all(which)]:
         raise fail(f"verify: {name} returns {' and '.join(unchanged)} unchanged, bit for bit",

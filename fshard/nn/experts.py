@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fshard import tree
-from fshard._core.ops import Counts, exchange_rows, host_numbers, local_range
+from fshard._core.ops import Counts, exchange_rows, host_numbers, own_range
 from fshard._core.region import device_type, has_values, known_axes, live_axes, region
 from fshard.collectives import all_gather, all_to_all, psum, psum_scatter
 from fshard.errors import checked, fail, shown
@@ -81,7 +81,7 @@ def route(
     count, best = groups or (1, 1)
     if logits.ndim != 2 or count < 1 or e % count or not 1 <= best <= count or not 1 <= k <= best * (e // count):
         raise fail(
-            f"nn.route: cannot choose {k} experts by groups of {groups}",
+            f"nn.route: k={k} experts cannot be chosen by groups={groups}",
             logits=list(logits.shape),
             fix="logits [N, E], groups that divide E, and at most as many experts as the chosen groups have",
         )
@@ -118,6 +118,8 @@ def balance(routing: Routing, over: Axis, *, counted: Tensor | None = None) -> B
     >>> balance(route(torch.eye(4), 1), None).counts
     tensor([1, 1, 1, 1])
     """
+    if names_of(over):
+        known_axes("nn.balance: over", region("nn.balance"), over)
     return balance_of_sums(psum(router_sums(routing, counted), over))
 
 
@@ -177,11 +179,14 @@ def mixture(
     e = routing.probabilities.shape[-1]
     leaves = tree.leaves(params)
     here, *others = {len(leaf) if isinstance(leaf, Tensor) and leaf.ndim else -1 for leaf in leaves} or {-1}
-    if here < 0 or others or len(x) != len(routing.experts):
+    if here < 0 or others or not x.ndim or len(x) != len(routing.experts):
         raise fail("nn.mixture: x, routing and params do not fit",
-                   f"{len(x)} tokens, {len(routing.experts)} of routing, params {shown(params)}",
+                   f"x {list(x.shape)}, {len(routing.experts)} tokens of routing, params {shown(params)}",
                    fix="the routing of these tokens, and leaves that all have the experts as dim 0")  # fmt: skip
-    start, _ = local_range("nn.mixture", here, axis, e, word="the experts")
+    start, length = own_range("nn.mixture", e, axis)
+    if here != length:
+        raise fail(f"nn.mixture: params have {here} experts, and this rank's part of {e} over axis={axis!r}: {length}",
+                   fix="the axis over which the specs of params split their dim 0")  # fmt: skip
     compiling = torch.compiler.is_dynamo_compiling()
     if method == "rows" and not compiling:
         return _by_rows(x, routing, params, run, axis, here)
@@ -202,6 +207,9 @@ def grouped_linear(x: Tensor, w: Tensor, counts: Sequence[int]) -> Tensor:
     >>> grouped_linear(torch.ones(3, 2), torch.stack([torch.eye(2), 2 * torch.eye(2)]), [1, 2])[:, 0]
     tensor([1., 2., 2.])
     """
+    if x.ndim != 2 or w.ndim != 3 or len(counts) != len(w) or (len(w) and sum(counts) != len(x)):
+        raise fail("nn.grouped_linear: x, w and counts do not fit", x=list(x.shape), w=list(w.shape),
+                   counts=list(counts), fix="x [M, D], w [E, D, F], and E counts whose sum is M")  # fmt: skip
     if not len(w):
         return x @ w.sum(0)  # no rows, with a gradient
     if device_type(x) == "cuda" and x.dtype == torch.bfloat16 and len(x) and not w.shape[1] % 8 and not w.shape[2] % 8:

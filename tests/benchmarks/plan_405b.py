@@ -35,8 +35,8 @@ def formula(cfg: llama.Config, tokens: int, length: int) -> dict[str, int]:
 
     6 N for a token, of forward and backward; recomputed 2 N but for each block's last product, that of `down`. N: the
     weights of matrix products, all but the table of embeddings and the norms. Attention: 2 S D for each product of
-    queries and keys or of scores and values, of S positions, masked ones too: 2 in forward and again in the
-    recomputation, 5 in backward.
+    queries and keys or of scores and values, of (S + 1) / 2 positions, those up to a token's, on the average: 2 in
+    forward and again in the recomputation, 5 in backward.
     """
     d, k = cfg.hidden_size, cfg.hidden_size // cfg.num_attention_heads
     attention = 2 * d * d + 2 * d * cfg.num_key_value_heads * k
@@ -44,7 +44,7 @@ def formula(cfg: llama.Config, tokens: int, length: int) -> dict[str, int]:
     n = cfg.num_hidden_layers * (attention + 3 * down) + d * cfg.vocab_size
     recomputed = cfg.num_hidden_layers * (attention + 2 * down)
     return {"matmul": (6 * n + 2 * recomputed) * tokens,
-            "attention": cfg.num_hidden_layers * 9 * 2 * length * d * tokens}  # fmt: skip
+            "attention": cfg.num_hidden_layers * 9 * (length + 1) * d * tokens}  # fmt: skip
 
 
 def main() -> int:

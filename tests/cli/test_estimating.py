@@ -146,6 +146,7 @@ def test_axes_of_the_config_file(capsys):
     assert error(capsys, "w", "--config_file", "r.json", "--ranks", "0").startswith("estimate: 0 ranks")
 
 
+@pytest.mark.slow
 def test_class_of_transformers_needs_no_file(monkeypatch, capsys):
     transformers = pytest.importorskip("transformers")
     config = functools.partial(transformers.GPT2Config, n_embd=8, n_layer=1, n_head=2, n_positions=4, vocab_size=10)

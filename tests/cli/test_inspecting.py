@@ -325,6 +325,7 @@ def test_adapter_is_shown_with_its_base_model(capsys):
     assert error(capsys, "adapter").startswith("adapter/adapter_model.bin: pickles are refused\n")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_adapter_that_peft_saved_is_shown():
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")

@@ -173,6 +173,7 @@ def test_errors_name_the_option(capsys: pytest.CaptureFixture[str]):
     assert "there is no model file for 'clip'" in error(capsys)
 
 
+@pytest.mark.slow
 def test_a_layout_that_does_not_fit_the_model_has_its_error_in_the_table(capsys: pytest.CaptureFixture[str]):
     out = run(capsys, "--layout", "data=2,accumulate=3", "data=2")
     assert "error: accumulate: args[1] cannot be split into 3 equal microbatches" in out

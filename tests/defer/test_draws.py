@@ -225,7 +225,7 @@ def test_every_operation_draws_the_same_on_every_mesh():
         assert not torch.equal(c, b), name
 
 
-@pytest.mark.parametrize("kind", slow_unless([k for k in KINDS if k not in ("gru", "encoder layer")], KINDS))
+@pytest.mark.parametrize("kind", slow_unless(list(KINDS)[::2], KINDS))
 def test_module_draws_the_same_on_every_mesh(kind):
     module, x = KINDS[kind](), input_of(5)
     expected = alone(module, x)

@@ -141,6 +141,7 @@ def test_compile_does_not_change_the_curve(text, tmp_path):
     assert_same_curve(run(tmp_path / "compiled", text, "--compile", *flags), run(tmp_path / "eager", text, *flags))
 
 
+@pytest.mark.slow
 def test_a_sample_is_the_same_on_every_mesh(text, tmp_path, capsys):
     texts = []
     for mesh in ("data=1", "data=2,model=2"):
@@ -183,6 +184,7 @@ def test_verify_on_one_rank_compares_nothing(text, capsys):
     assert "\nverified: nothing, as data=1, model=1 has no axis to collapse\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_verify_compares_in_float32_with_training_in_bfloat16(text, tmp_path, capsys):
     flags = [*FEW, "--steps", "1", "--mesh", "data=2", "--dtype", "bfloat16"]
     assert run(tmp_path / "a", text, *flags, "--verify")[-1]["loss"] == run(tmp_path / "b", text, *flags)[-1]["loss"]
@@ -347,6 +349,7 @@ def test_metrics_cut_short_are_resumed_and_damage_is_named(text, saved, tmp_path
     assert path.read_text() == damage + "\n" + second  # a refused run changes nothing
 
 
+@pytest.mark.slow
 def test_run_resumed_into_another_folder_keeps_no_lines_of_that_folder(text, saved, tmp_path):
     out, link = tmp_path / "out", tmp_path / "link"
     out.mkdir()
@@ -445,6 +448,7 @@ def test_interrupt_names_the_command_that_resumes(when, rank, text, tmp_path, mo
     assert sorted(p.name for p in tmp_path.iterdir()) == ["arguments.json", "metrics.jsonl", "step_000001"]
 
 
+@pytest.mark.slow
 def test_interrupt_before_the_first_checkpoint_elsewhere_names_both_folders(text, saved, tmp_path, monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt

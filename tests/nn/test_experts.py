@@ -233,11 +233,14 @@ def test_equal_scores_choose_the_first_experts_and_groups_the_best_two_scores():
 
 
 WRONG = [
-    (lambda x, w: nn.route(x, 5), r"nn.route: cannot choose 5 experts by groups of None\n"),
-    (lambda x, w: nn.route(x, 3, groups=(2, 1)), r"nn.route: cannot choose 3 experts by groups of \(2, 1\)"),
+    (lambda x, w: nn.route(x, 5), r"nn.route: k=5 experts cannot be chosen by groups=None\n"),
+    (lambda x, w: nn.route(x, 3, groups=(2, 1)), r"nn.route: k=3 experts cannot be chosen by groups=\(2, 1\)"),
     (lambda x, w: nn.route(x, 1, groups=(3, 1)), "fix: logits .* groups that divide E"),
-    (lambda x, w: nn.mixture(x[:1], nn.route(x, 1), w, run, axis=None), "1 tokens, 2 of routing, params "),
-    (lambda x, w: nn.mixture(x, nn.route(x, 1), w[:3], run, axis=None), "nn.mixture: this rank holds 3 of the experts"),
+    (lambda x, w: nn.mixture(x[:1], nn.route(x, 1), w, run, axis=None), r"x \[1, 4\], 2 tokens of routing, params "),
+    (
+        lambda x, w: nn.mixture(x, nn.route(x, 1), w[:3], run, axis=None),
+        "nn.mixture: params have 3 experts, and this rank",
+    ),
 ]
 
 

@@ -369,6 +369,7 @@ def test_results_of_work_during_a_transfer_are_no_buffers_of_it() -> None:
     assert parts["buffers"] < 64 * 512 * 4 <= parts["gradients"]
 
 
+@pytest.mark.slow
 def test_host_memory_is_counted_apart_on_an_accelerator() -> None:
     mesh = fs.make_mesh(kind="abstract", data=4)
     step, args, _ = train(mesh, host=True)

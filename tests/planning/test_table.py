@@ -205,7 +205,7 @@ def sines(count: Callable[[int], int], blocks: int = 9, rows: int = 16) -> Any:
 
 
 @pytest.mark.parametrize(("make", "n"), [
-    (functools.partial(step_of, data=4, remat=True, batch=512), 7),
+    pytest.param(functools.partial(step_of, data=4, remat=True, batch=512), 7, marks=pytest.mark.slow),
     (functools.partial(sines, lambda n: n, rows=15), 40),  # uneven
 ])  # fmt: skip
 def test_a_plan_of_many_blocks_from_two_plans_of_few_is_that_of_a_direct_one(make: functools.partial[Any], n: int):

@@ -65,7 +65,7 @@ RELEASES: list[Any] = ["local", "node", AXES, True, False]
 PREFETCHES = [(1, None), (0, "post"), (2, 0), (0, 9)]
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_release_and_prefetch_has_the_numbers_of_the_default(remat: bool) -> None:
     mesh = fs.make_mesh(node=2, local=2)
     params, x = place(mesh)

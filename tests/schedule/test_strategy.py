@@ -105,7 +105,7 @@ MODELS = {
 
 
 @pytest.mark.filterwarnings("ignore:apply.unshard. no units")
-@pytest.mark.parametrize("model", [pytest.param(m, marks=[pytest.mark.slow] * (m in ("wrap by size", "wrap none")))
+@pytest.mark.parametrize("model", [pytest.param(m, marks=[pytest.mark.slow] * (m != "blocks of scan"))
                                    for m in MODELS])  # fmt: skip
 def test_full_shard_grad_op_no_shard_hybrid_offload_and_wrap_policy_have_one_curve_of_losses(model: str) -> None:
     build = MODELS[model]

@@ -36,7 +36,7 @@ def row_counts(verb: str, axes: tuple[str, ...], send: Numbers, receive: Numbers
     current = region(verb)
     n = size_of(axes, current.sizes)
     for name, counts in (("send", send), ("receive", receive)):
-        if counts is not None and (len(counts) != n or (isinstance(counts, Tensor) and counts.ndim != 1)):
+        if counts is not None and ((isinstance(counts, Tensor) and counts.ndim != 1) or len(counts) != n):
             raise fail(f"{verb}: {name} must have a number of rows for each of {number_of(n, 'rank')}",
                        f"it has {list(counts.shape) if isinstance(counts, Tensor) else len(counts)}", *user_line(),
                        fix=f"[{n}] numbers, in the order of the ranks over the axis")  # fmt: skip

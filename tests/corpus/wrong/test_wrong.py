@@ -14,6 +14,7 @@ from tests.corpus import wrong
 from tests.corpus.located import marked_lines, names_the_line
 from tests.corpus.wrong.program import WrongProgram
 from tests.lib.assertions import error_text
+from tests.lib.tiers import slow_unless
 
 MODULES = [m.name for m in pkgutil.iter_modules(wrong.__path__) if m.name not in ("program", "test_wrong")]
 PROGRAMS: list[WrongProgram] = [
@@ -55,7 +56,7 @@ def test_types_name_the_line_and_the_axis(program: WrongProgram):
     assert f"'{program.axis}'" in text
 
 
-@pytest.mark.parametrize("program", OTHERS, ids=str)
+@pytest.mark.parametrize("program", slow_unless(OTHERS[::3], OTHERS), ids=str)
 def test_verify_names_the_line_and_the_axis(program: WrongProgram):
     if program.caught_by == "verify":
         verify_names_the_axis_and_the_line(program)

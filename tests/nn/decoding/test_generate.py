@@ -169,7 +169,7 @@ def best_of_all(row, new, eos, penalty):
 @pytest.mark.parametrize("options", [
     pytest.param({"beams": 3, "eos": [1, 5, 9], "length_penalty": 2.0}, marks=pytest.mark.slow),
     pytest.param({"beams": 2, "eos": [2, 7], "early_stopping": True, "length_penalty": 3.0}, marks=pytest.mark.slow),
-    {"beams": 4, "eos": 2, "early_stopping": "never", "length_penalty": -1.0},
+    pytest.param({"beams": 4, "eos": 2, "early_stopping": "never", "length_penalty": -1.0}, marks=pytest.mark.slow),
     {"beams": 2, "stop": [[3], [1, 4]], "pad": 0, "repetition_penalty": 1.4, "no_repeat_ngram": 2, "forced_eos": 2},
 ])  # fmt: skip
 def test_beams_do_not_depend_on_the_batch_or_the_mesh(options):
