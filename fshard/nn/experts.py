@@ -206,6 +206,8 @@ def grouped_linear(x: Tensor, w: Tensor, counts: Sequence[int]) -> Tensor:
 
     >>> grouped_linear(torch.ones(3, 2), torch.stack([torch.eye(2), 2 * torch.eye(2)]), [1, 2])[:, 0]
     tensor([1., 2., 2.])
+
+    Raises ShardingError for shapes and counts that do not fit.
     """
     if x.ndim != 2 or w.ndim != 3 or len(counts) != len(w) or (len(w) and sum(counts) != len(x)):
         raise fail("nn.grouped_linear: x, w and counts do not fit", x=list(x.shape), w=list(w.shape),
