@@ -69,6 +69,7 @@ def test_the_loss_falls(one):
     assert all(m["tokens_per_s"] > 0 for m in one)
 
 
+@pytest.mark.slow
 def test_split_positions_never_change_the_curve(text, one, tmp_path):
     assert_same_curve(run(tmp_path, text, *MESHES["data=2,seq=2 fsdp"].split()), one)
 

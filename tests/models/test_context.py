@@ -65,8 +65,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("module", "cfg"), CASES, ids=["gpt2", "gptj", "gpt_neox", "llama", "qwen3", "mistral", "mixtral", "llama, dynamic"]
-)
+    ("module", "cfg"),
+    [pytest.param(*case, marks=[] if case[0] in (llama, mixtral) and case != CASES[-1] else pytest.mark.slow)
+     for case in CASES],
+    ids=["gpt2", "gptj", "gpt_neox", "llama", "qwen3", "mistral", "mixtral", "llama, dynamic"],
+)  # fmt: skip
 def test_decoder_with_split_positions_equals_one_device(module, cfg):
     """torchtitan#2559: positions must begin anew with each packed document."""
     t = min(T, getattr(cfg, "n_positions", T))
@@ -105,6 +108,7 @@ def test_bert_with_split_positions_and_padding_equals_one_device():
         assert_same(got[1][:, :13], want[1][:, :13], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_llama_with_split_positions_trains_with_the_loss_curve_of_one_device():
     cfg = llama.Config(**LLAMA_SIZES)
 
