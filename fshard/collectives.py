@@ -40,6 +40,7 @@ from ._core.ops import (
     minmax,
     row_counts,
     split_layout,
+    tally,
 )
 from ._core.ops import global_shape as checked_shape
 from ._core.ops import local_range as checked_range
@@ -302,15 +303,13 @@ def take_rows(x: Any, axis: Axis, rows: Tensor) -> Any:
     parts = part_lengths(size, [current.sizes[a] for a in axes])
     owner = torch.searchsorted(torch.tensor(parts, device=rows.device).cumsum(0), rows, right=True)
     order = owner.argsort(stable=True)
-    wanted = owner.new_zeros(len(parts)).scatter_add(0, owner, torch.ones_like(owner))
-    counts = row_counts("take_rows", axes, wanted, None, len(rows))
+    counts = row_counts("take_rows", axes, tally(owner, len(parts)), None, len(rows))
     (asked,) = exchange_rows(axes, counts, [rows[order]])
     first = sum(parts[: index_of(axes, current.sizes, current.coords)])
-    back = counts._replace(send=counts.receive, receive=counts.send)
     place = order.argsort()
 
     def answer(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [y[place] for y in exchange_rows(axes, back, [t[asked - first] for t in xs])]
+        return [y[place] for y in exchange_rows(axes, counts.transpose, [t[asked - first] for t in xs])]
 
     return _on_leaves("take_rows", x, axis, answer, dim=0)
 

@@ -122,6 +122,12 @@ def checker() -> Any:
     return None if current is None else current.checker
 
 
+def unchecked() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the checker, if this call has one, ignores operations: the caller types the results."""
+    types = checker()
+    return contextlib.nullcontext() if types is None else types.paused()
+
+
 def axes_of_own_values(x: Tensor) -> frozenset[str]:
     """Return the axes over which ranks have different values, not copies of one; none in calls without checks."""
     types = checker()

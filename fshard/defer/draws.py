@@ -9,7 +9,6 @@ Inside a region a module sees a part of the batch. `probe` finds which dim of ea
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fshard._core.callsite import place_and_source, site
 from fshard._core.operations import tensors_in
-from fshard._core.region import checker
+from fshard._core.region import checker, unchecked
 from fshard._core.torch import TorchDispatchMode, schema_of
 from fshard.errors import ShardingError, fail
 from fshard.random import bernoulli_box, fold_in
@@ -220,7 +219,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = fold_in(self.key, self.number)
         self.number += 1
         types = checker()
-        with contextlib.nullcontext() if types is None else types.paused():
+        with unchecked():
             if distribution == "bernoulli":
                 out = bernoulli_box(key, full, box, p=args[0], device=device).to(dtype)
             else:

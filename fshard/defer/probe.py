@@ -7,7 +7,6 @@ also follows how they lie in it. A view of [B, T] as [B*T] keeps the entries of 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 import sys
@@ -23,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fshard._core.callsite import place_and_source, site, user_frame
 from fshard._core.operations import tensors_in
-from fshard._core.region import checker
+from fshard._core.region import unchecked
 from fshard._core.torch import FakeTensorMode, schema_of, without_functorch, without_modes
 from fshard.errors import ShardingError, fail
 from fshard.random import fold_in
@@ -167,7 +166,6 @@ def probe(name: str, key: Tensor, prime: int, run: Callable[[Fake], Any]) -> Pro
 
 
 def _probe_once(name: str, key: Tensor, prime: int, run: Callable[[Fake], Any], of_numpy: bool = False) -> Probe:
-    types = checker()
     fakes: Any = FakeTensorMode(allow_non_fake_inputs=True)
     mode = _ProbingDraws(name, key, prime)
     foreign: list[ShardingError] = []
@@ -184,7 +182,7 @@ def _probe_once(name: str, key: Tensor, prime: int, run: Callable[[Fake], Any], 
             foreign.append(_foreign_draw(name, "numpy.random", frame))
 
     former = sys.getprofile()
-    with (contextlib.nullcontext() if types is None else types.paused()), without_modes(), without_functorch(), \
+    with unchecked(), without_modes(), without_functorch(), \
          torch.no_grad(), fakes, mode:  # fmt: skip
         sys.setprofile(watch)
         try:

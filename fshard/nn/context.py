@@ -15,7 +15,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +25,7 @@ from fshard import tree
 from fshard._core.ops import Permute, apply_map, dim_of, global_size, start_map
 from fshard._core.packing import pad
 from fshard._core.protocol import coords_of, index_of, size_of
-from fshard._core.region import checker, has_values, known_axes, live_axes, region
+from fshard._core.region import checker, has_values, known_axes, live_axes, region, unchecked
 from fshard._core.torch import unwrapped
 from fshard.collectives import all_gather, all_to_all
 from fshard.errors import checked, fail, must_be
@@ -148,16 +147,16 @@ def from_zigzag(x: Any, axis: Axis, dim: int = 1, *, size: int | None = None) ->
 
 def _reorder(verb: str, x: Any, axis: Axis, dim: int, size: int | None) -> Any:
     axes = live_axes(region(verb).comm, known_axes(verb, region(verb), axis))
-    to_zigzag = verb == "to_zigzag"
+    orders: tuple[Order, Order] = ("contiguous", "zigzag") if verb == "to_zigzag" else ("zigzag", "contiguous")
 
     def move(x: Any) -> Tensor:
         if not isinstance(x, Tensor):
             raise must_be(f"{verb}: x", "a Tensor or a tree of Tensors", x)
         d = dim_of(f"{verb}: x", x, dim)
-        before = _Split.make(verb, "x", x.shape[d], axes, "contiguous" if to_zigzag else "zigzag", size)
+        before = _Split.make(verb, "x", x.shape[d], axes, orders[0], size)
         if not axes:
             return x
-        after = replace(before, order="zigzag" if to_zigzag else "contiguous")
+        after = replace(before, order=orders[1])
         sent, kept = before.numbers(before.me), after.numbers(after.me)
         chunks = {i: pad(x.narrow(d, p.at, p.length), d, before.half)
                   for i, p in zip(sent, before.pieces(before.me), strict=True)}  # fmt: skip
@@ -230,8 +229,7 @@ class _Rule:
         self.has_documents = documents is not None
         self._numbers: Tensor | None = None
         if documents is not None and has_values():
-            types = checker()
-            with nullcontext() if types is None else types.paused():
+            with unchecked():
                 self._numbers = unwrapped(documents).cpu()
 
     def kind(self, a: Piece, b: Piece) -> Literal["none", "all", "mask", "causal"]:

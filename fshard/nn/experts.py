@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fshard import tree
-from fshard._core.ops import Counts, exchange_rows, host_numbers, own_range
+from fshard._core.ops import Counts, evenly, exchange_rows, host_numbers, own_range, tally
 from fshard._core.region import device_type, has_values, known_axes, live_axes, region
 from fshard.collectives import all_gather, all_to_all, psum, psum_scatter
 from fshard.errors import checked, fail, shown
@@ -54,7 +54,7 @@ class Balance(NamedTuple):
 
 
 class RouterSums(NamedTuple):
-    """Sums over the tokens of one rank; `Balance.from_sums` takes them after a psum."""
+    """Sums over the tokens of one rank; `balance_of_sums` takes them after a psum."""
 
     counts: Tensor  # [E]
     tokens: Tensor  # []
@@ -129,7 +129,7 @@ def router_sums(routing: Routing, counted: Tensor | None = None) -> RouterSums:
     of_token = torch.ones_like(routing.z) if counted is None else (counted != 0).to(routing.z.dtype)
     ones = of_token.to(experts.dtype).unsqueeze(-1).expand_as(experts)
     probabilities = (routing.probabilities * of_token.unsqueeze(-1)).sum(0)
-    return RouterSums(_counts(experts.flatten(), e, ones.flatten()), of_token.to(experts.dtype).sum(), probabilities,
+    return RouterSums(tally(experts.flatten(), e, ones.flatten()), of_token.to(experts.dtype).sum(), probabilities,
                       (routing.z * of_token).sum())  # fmt: skip
 
 
@@ -139,11 +139,6 @@ def balance_of_sums(sums: RouterSums) -> Balance:
     share = sums.counts.to(sums.probabilities.dtype) / tokens
     loss = len(sums.counts) * (share * (sums.probabilities / tokens)).sum()
     return Balance(sums.counts, loss, sums.z / tokens)
-
-
-def _counts(of: Tensor, n: int, ones: Tensor | None = None) -> Tensor:
-    """Count integers from 0 to n - 1: [M] -> [n]."""
-    return of.new_zeros(n).scatter_add(0, of, torch.ones_like(of) if ones is None else ones)
 
 
 Run = Callable[[Any, Tensor, Sequence[int]], Tensor]
@@ -233,16 +228,15 @@ def _by_rows(x: Tensor, routing: Routing, params: Any, run: Run, axis: Axis, her
     # 1. Sort the pairs of token and expert by expert, and exchange their numbers.
     pairs = routing.experts.flatten()
     order = pairs.argsort(stable=True)
-    to_expert, parts = _counts(pairs, e), part_lengths(e, sizes)
+    to_expert, parts = tally(pairs, e), part_lengths(e, sizes)
     got = all_to_all(to_expert.unsqueeze(1), axes, split=0, concat=1, size=len(parts))  # [E@axis, n]
     if has_values():
         to_rank = torch.stack([c.sum() for c in to_expert.split_with_sizes(parts)])
         to, of, counts = host_numbers([to_rank, got.sum(0), got.sum(1)])
     else:
-        to = of = _evenly(len(pairs), got.shape[1])
-        counts = _evenly(len(pairs), here)
+        to = of = evenly(len(pairs), got.shape[1])
+        counts = evenly(len(pairs), here)
     there = Counts(tuple(to), tuple(of), True)
-    back = there._replace(send=there.receive, receive=there.send)
     # 2. Send rows, which arrive by rank; compute them by expert.
     rows = x[order // k]
     if axes:
@@ -254,16 +248,12 @@ def _by_rows(x: Tensor, routing: Routing, params: Any, run: Run, axis: Axis, her
     y = run(params, rows, counts)
     # 3. Send them back, and sum in the order of K.
     if axes:
-        (y,) = exchange_rows(axes, back, [y[by_expert.argsort()]])
+        (y,) = exchange_rows(axes, there.transpose, [y[by_expert.argsort()]])
     y = y[order.argsort()].view(n_tokens, k, *y.shape[1:])
     out, *terms = [r * w.unsqueeze(-1) for r, w in zip(y.unbind(1), routing.weights.unbind(1), strict=True)]
     for term in terms:
         out = out + term
     return out.to(x.dtype)
-
-
-def _evenly(total: int, n: int) -> list[int]:
-    return [total // n + (i < total % n) for i in range(n)]
 
 
 def _of_its_tokens(
@@ -274,9 +264,9 @@ def _of_its_tokens(
     pairs = torch.where((pairs >= 0) & (pairs < here), pairs, here)  # others are last
     order = pairs.argsort(stable=True)
     if has_values():
-        (counts,) = host_numbers([_counts(pairs, here + 1)[:here]])
+        (counts,) = host_numbers([tally(pairs, here + 1)[:here]])
     else:
-        counts = _evenly(len(pairs) * here // e, here)
+        counts = evenly(len(pairs) * here // e, here)
     order = order[: sum(counts)]
     token = order // experts.shape[1]
     y = run(params, x[token], counts) * weights.flatten()[order].unsqueeze(-1)

@@ -5,13 +5,11 @@ Legend: B targets, C classes, S sampled classes; [C@axis] is a dim split over an
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch import Tensor
 
 from fshard._core.ops import local_range, own_range
-from fshard._core.region import axes_of_own_values, checker, has_values, user_line
+from fshard._core.region import axes_of_own_values, checker, has_values, unchecked, user_line
 from fshard._core.torch import is_wrapped
 from fshard.collectives import all_gather
 from fshard.errors import checked, fail
@@ -131,8 +129,7 @@ def check_range(
     """
     if torch.compiler.is_dynamo_compiling() or xs.device.type != "cpu" or not has_values() or is_wrapped(xs):
         return
-    types = checker()
-    with contextlib.nullcontext() if types is None else types.paused():
+    with unchecked():
         if not xs.numel():
             return
         least, most = xs.aminmax()  # the common case, without an array of their size
@@ -143,7 +140,11 @@ def check_range(
             wrong = wrong[wrong != ignored]
         if len(wrong):
             fix = f"0 to {size - 1}" + (f", or ignore_index={ignored}" if ignored is not None else "")
-            axes = axes_of_own_values(unsplit) - types.info(xs).type.varying if types and unsplit is not None else ()
+            axes = (
+                axes_of_own_values(unsplit) - types.info(xs).type.varying
+                if (types := checker()) and unsplit is not None
+                else ()
+            )
             for axis in sorted(axes)[:1]:
                 fix = f'{verb}(..., axis="{axis}"), which splits the {kind}'
             raise fail(f"{verb}: {word} {int(wrong[0])} is out of range, of {size} {kind}",

@@ -308,8 +308,9 @@ class SimulatedComm:
                 self._run.post(_Message(self._rank, target, numbers[target]), copies, signature)
         if source is None:
             received = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in xs]
-        if received is not None or source is None:
+        if received is not None:
             return lambda: received or []
+        assert source is not None
         message = _Message(source, self._rank, numbers[source])
         return lambda: self._run.receive(self._rank, message, signature)
 

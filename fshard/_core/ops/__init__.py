@@ -29,12 +29,23 @@ from .linear_maps import (
     Vary,
 )
 from .minmax import minmax
-from .rows import Counts, check_counts, check_types, exchange_padded, exchange_rows, host_numbers, row_counts
+from .rows import (
+    Counts,
+    check_counts,
+    check_types,
+    evenly,
+    exchange_padded,
+    exchange_rows,
+    host_numbers,
+    row_counts,
+    tally,
+)
 
 __all__ = [
     "AllToAll", "AllToAllRows", "CastMap", "Counts", "Gather", "GatherInvariant", "Map", "Permute", "Precision",
     "Scatter", "Slice", "Sum", "Vary", "apply_function", "apply_map", "argument_shape", "check_counts",
-    "check_types", "described_size", "differentiable_dtype", "dim_of", "exchange_padded", "exchange_rows",
+    "check_types", "described_size", "differentiable_dtype", "dim_of", "evenly", "exchange_padded", "exchange_rows",
     "gather_layout", "global_shape", "global_size", "global_sizes", "host_numbers", "keep_placed", "local_range",
     "make_functions", "minmax", "own_range", "row_counts", "run_map", "split_layout", "start_map",
+    "tally",
 ]  # fmt: skip

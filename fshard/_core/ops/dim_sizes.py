@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fshard._core.protocol import index_of, size_of
-from fshard._core.region import UnevenSize, checker, known_axes, live_axes, region, user_line
+from fshard._core.region import UnevenSize, checker, known_axes, live_axes, region, unchecked, user_line
 from fshard._core.torch import unwrapped, without_functorch
 from fshard.errors import fail, raise_all
 from fshard.spec import Axis, P, names_of, part_lengths, part_range, spec_errors
@@ -73,9 +72,8 @@ def _exchange_sizes(verb: str, axes: tuple[str, ...], local: Sequence[int], word
                    f"{cause.name} is {size}, split over the {n} ranks of {over}: {size} % {n} = {size % n}",
                    f"so where this rank has {parts}, another may have another size", *user_line(),
                    fix=f"pass {word}; or make {cause.name} a multiple of {n}: {size - size % -n}")  # fmt: skip
-    types = checker()
     # Tensors made inside a transform of torch.func would be wrapped, and could not be sent.
-    with contextlib.nullcontext() if types is None else types.paused(), without_functorch():
+    with unchecked(), without_functorch():
         gathered = comm.all_gather(torch.tensor(local, dtype=torch.int64, device=current.device), axes)
         return [int(n) for n in gathered.sum(0).tolist()]
 
@@ -139,9 +137,9 @@ def global_shape(verb: str, x: Tensor, spec: P, *, word: str) -> tuple[int, ...]
 
 def argument_shape(x: Tensor, spec: P) -> tuple[int, ...] | None:
     """Return the global shape of an uneven argument of the call that was placed by this spec, else None."""
-    shape, placed = (
-        getattr(unwrapped(x), "placed", ((), None)) if not torch.compiler.is_dynamo_compiling() else ((), None)
-    )
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    shape, placed = getattr(unwrapped(x), "placed", ((), None))
     same = placed is not None and len(shape) == x.ndim and placed.parts(x.ndim) == spec.parts(x.ndim)
     return shape if same else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fshard._core.protocol import size_of
-from fshard._core.region import checker, has_values, region, user_line
+from fshard._core.region import checker, has_values, region, unchecked, user_line
 from fshard._core.torch import is_batched, unwrapped, without_functorch
 from fshard.errors import fail, number_of
 
@@ -26,6 +26,11 @@ class Counts(NamedTuple):
     send: tuple[int, ...]
     receive: tuple[int, ...]
     exchanged: bool
+
+    @property
+    def transpose(self) -> Counts:
+        """The counts of the rows on their way back."""
+        return self._replace(send=self.receive, receive=self.send)
 
 
 def row_counts(verb: str, axes: tuple[str, ...], send: Numbers, receive: Numbers | None, rows: int) -> Counts:
@@ -44,27 +49,35 @@ def row_counts(verb: str, axes: tuple[str, ...], send: Numbers, receive: Numbers
             raise fail(f"{verb}: {name} must be integers, the same for all examples of a vmap", *user_line(),
                        fix="counts of one example")  # fmt: skip
     if not has_values():
-        even = tuple(rows // n + (i < rows % n) for i in range(n))
+        even = tuple(evenly(rows, n))
         to, of = (even if c is None or isinstance(c, Tensor) else tuple(c) for c in (send, receive))
         return Counts(to, of, True)
-    types = checker()
-    with contextlib.nullcontext() if types is None else types.paused(), without_functorch():
+    with unchecked(), without_functorch():
         if receive is not None:
             to, of = (tuple(unwrapped(c).tolist() if isinstance(c, Tensor) else c) for c in (send, receive))
             return Counts(to, of, False)
         mine = torch.as_tensor(unwrapped(send) if isinstance(send, Tensor) else list(send), device=current.device)
         mine = mine.to(torch.int64)
-        both = torch.cat([mine, current.comm.all_to_all(mine.view(n, 1), axes).view(n)] if axes else [mine, mine])
-        numbers = both.tolist()
-    return Counts(tuple(numbers[:n]), tuple(numbers[n:]), True)
+        others = current.comm.all_to_all(mine.view(n, 1), axes).view(n) if axes else mine
+        to, of = map(tuple, host_numbers([mine, others]))
+    return Counts(to, of, True)
+
+
+def evenly(total: int, n: int) -> list[int]:
+    """Split a number into n that differ by at most 1: the counts that are assumed without values."""
+    return [total // n + (i < total % n) for i in range(n)]
+
+
+def tally(x: Tensor, n: int, weights: Tensor | None = None) -> Tensor:
+    """Count integers from 0 to n - 1, or sum their integer weights: [M] -> [n]."""
+    return x.new_zeros(n).scatter_add(0, x, torch.ones_like(x) if weights is None else weights)
 
 
 def host_numbers(xs: Sequence[Tensor]) -> list[list[int]]:
     """Return integers [n] of a device as lists, by one copy."""
-    types, sizes = checker(), [len(x) for x in xs]
-    with contextlib.nullcontext() if types is None else types.paused(), without_functorch():
-        numbers = torch.cat([unwrapped(x) for x in xs]).tolist()
-    return [[numbers.pop(0) for _ in range(n)] for n in sizes]
+    with unchecked(), without_functorch():
+        numbers = iter(torch.cat([unwrapped(x) for x in xs]).tolist())
+    return [list(itertools.islice(numbers, len(x))) for x in xs]
 
 
 def check_counts(verb: str, counts: Counts, xs: Sequence[Tensor]) -> None:

@@ -295,9 +295,8 @@ class Checker(OperationMode):
 
     def _check_elements(self, verb: str, x: Tensor, info: TensorInfo, axes: frozenset[str]) -> None:
         """Raise for a gradient that the axes split. Record the count of a mean, which must be the same on each rank."""
-        for p in info.history.partials[:1]:
-            if verb == p.verb == "pmean" and p.op == info.op and p.axes & axes:
-                self._record_numbers("pmean of a mean", (p.averaged,), axes)
+        if verb == "pmean" and (mean := info.mean) is not None and mean.axes & axes:
+            self._record_numbers("pmean of a mean", (mean.averaged,), axes)
         parts = () if info.spec is None or info.name else info.spec.parts(x.ndim)
         for dim, names in enumerate(parts):
             if axes.intersection(names) and x.shape[dim] > 1:  # each rank may have one row, of a copy of a model
@@ -659,10 +658,9 @@ class Checker(OperationMode):
                 axes = loss.info.type.varying & parameter.info.type.invariant
                 if axes:
                     raise messages.loss_varies(self, x, loss, parameter, sorted(axes))
-                for p in loss.info.history.partials[:1]:
-                    means = loss.info.type.varying & p.axes if p.verb == "pmean" and p.op == loss.info.op else ()
-                    if gathered := [a for a in sorted(means) if (parameter.info.root, a) in self._gathered]:
-                        raise messages.loss_of_gathered_varies(self, loss, parameter, gathered)
+                averaged = loss.info.type.varying & mean.axes if (mean := loss.info.mean) is not None else ()
+                if gathered := [a for a in sorted(averaged) if (parameter.info.root, a) in self._gathered]:
+                    raise messages.loss_of_gathered_varies(self, loss, parameter, gathered)
 
     @_without_torch_function
     def check_gradients(

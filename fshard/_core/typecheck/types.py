@@ -123,6 +123,12 @@ class TensorInfo(NamedTuple):
         """Return whether the tensor's memory is from outside the region."""
         return self.origin in ("captured", "view of captured")
 
+    @property
+    def mean(self) -> Partial | None:
+        """The mean whose result the tensor is, if it is one of values that vary."""
+        partial = next(iter(self.history.partials), None)
+        return partial if partial is not None and partial.verb == "pmean" and partial.op == self.op else None
+
 
 FREE = TensorInfo(Type(), 0)
 
