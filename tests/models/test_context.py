@@ -66,7 +66,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("module", "cfg"),
-    [pytest.param(*case, marks=[] if case[0] in (llama, mixtral) and case != CASES[-1] else pytest.mark.slow)
+    [pytest.param(*case, marks=[] if case[0] is llama and case != CASES[-1] else pytest.mark.slow)
      for case in CASES],
     ids=["gpt2", "gptj", "gpt_neox", "llama", "qwen3", "mistral", "mixtral", "llama, dynamic"],
 )  # fmt: skip
