@@ -30,7 +30,7 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
     "cli": 1_559,
-    "core": 16_853,
+    "core": 16_896,
     "data": 1_053,
     "defer": 5_257,
     "interop": 4_440,
@@ -38,10 +38,10 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "lora": 1_740,
     "models": 4_842,
     "nn": 3_777,
-    "optim": 2_773,
+    "optim": 2_805,
     "planning": 4_298,
     "recipes": 2_110,
-    "schedule": 2_354,
+    "schedule": 2_361,
     "fshard": 93,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

@@ -262,6 +262,7 @@ CALLS = [
         outside(fs.init.arange, n=4, start=0, step=1, dtype=torch.float32),
         outside(fs.init.orthogonal, **_shape, gain=1.0, dtype=torch.float32),
         outside(fs.init.zero_row, leaf=fs.init.zeros((4, 4)), row=0),
+        outside(fs.init.stacked, layer={"w": fs.init.zeros((4, 4))}, n=3),
         outside(fs.init.fans, **_shape, in_dim=-2, out_dim=-1),
         outside(fs.init.kaiming_uniform, **_shape, **_kaiming),
         outside(fs.init.kaiming_normal, **_shape, **_kaiming),

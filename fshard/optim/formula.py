@@ -101,6 +101,18 @@ class Optimizer(_Step):
     unscales: bool = False  # takes scaled gradients, as `LossScale.guard` does: what reads the true ones is inside
     reads_leaf: bool = False  # the step of an element reads others of its leaf: it cannot be of some rows only
 
+    def __post_init__(self) -> None:
+        step = self.update
+
+        def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            if params is None:
+                raise fail(
+                    f"{self.name}: update without params", fix="params, state = opt.update(grads, state, params)"
+                )
+            return step(grads, state, params)
+
+        object.__setattr__(self, "update", update)
+
 
 # --- one formula, one optimizer -----------------------------------------------------------------------------
 
@@ -186,9 +198,7 @@ def make_optimizer(
         return {"count": P(), **{moment: tree.map(lambda _: P(), param_specs) if moment in shapes else param_specs
                                  for moment in moments}}  # fmt: skip
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        if params is None:
-            raise fail(f"{name}: update without params", fix="params, state = opt.update(grads, state, params)")
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         return scaled(grads, state, params, [])
 
     def scaled(grads: Any, state: Any, params: Any, factors: Sequence[Tensor]) -> tuple[Any, Any]:

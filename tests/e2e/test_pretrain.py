@@ -204,7 +204,7 @@ def test_verify_ends_a_run_of_a_wrong_model(text, tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as e:
         run(tmp_path, text, *FEW, "--mesh", "data=2,model=2", "--verify")
     assert e.value.code not in (None, 0)
-    assert "leaves of train_step change with the mesh: collapsing 'model' gives another answer" in str(e.value)
+    assert "leaves of train_step change with the mesh: collapsing 'model' gives a different answer" in str(e.value)
     assert "collapsing 'data'" not in str(e.value)
     assert not (tmp_path / "metrics.jsonl").exists()
 
@@ -523,7 +523,7 @@ def test_real_ranks_have_the_same_curve_and_verify_it(text, one, one_with_dropou
     # verify: the ranks agree on what it says
     out = tmp_path / "verified"
     codes = ranks(2, train_and_verify_on_rank, str(out), text)
-    assert "collapsing 'model' gives another answer" in codes[0]
+    assert "collapsing 'model' gives a different answer" in codes[0]
     assert codes[1] == 1
     assert_same_curve(metrics(out), run(tmp_path / "few", text, *FEW))
     # classify: 5 classes over 4 ranks
