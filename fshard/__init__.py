@@ -14,6 +14,7 @@ from .collectives import (
     all_to_all,
     all_to_all_rows,
     axis_index,
+    axis_position,
     axis_size,
     global_shape,
     local_range,
@@ -57,14 +58,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Apply", "Deferred", "LossScale", "Mesh", "P", "Plan", "Policy", "Sharded", "ShardingError", "Strategy",
-    "accelerate", "accumulate", "all_gather", "all_to_all", "all_to_all_rows", "axis_index", "axis_size", "cast",
-    "check", "checkpoint", "column", "combine", "data", "decoding", "defer", "device_get", "device_put", "devices",
-    "fold_in", "from_callback", "fully_shard", "gather_for_metrics", "global_shape", "grad", "hf", "ia3", "init",
-    "interop", "key", "local_range", "lora", "main_first", "make_mesh", "materialize", "models", "nn", "on_host",
-    "optim", "partition", "peft", "plan", "plan_table", "planning", "plot", "pmax", "pmean", "pmin", "ppermute",
-    "preempted", "print", "pslice", "psum", "psum_scatter", "pvary", "random", "recording", "remat", "replicated",
-    "reshard", "row", "rules", "scan", "shard_map", "show", "split", "state_dict", "strategy", "take_rows",
-    "to_device", "trace", "tree", "unshard", "validate", "value_and_grad", "value_and_update", "verify", "wait",
+    "accelerate", "accumulate", "all_gather", "all_to_all", "all_to_all_rows", "axis_index", "axis_position",
+    "axis_size", "cast", "check", "checkpoint", "column", "combine", "data", "decoding", "defer", "device_get",
+    "device_put", "devices", "fold_in", "from_callback", "fully_shard", "gather_for_metrics", "global_shape", "grad",
+    "hf", "ia3", "init", "interop", "key", "local_range", "lora", "main_first", "make_mesh", "materialize", "models",
+    "nn", "on_host", "optim", "partition", "peft", "plan", "plan_table", "planning", "plot", "pmax", "pmean", "pmin",
+    "ppermute", "preempted", "print", "pslice", "psum", "psum_scatter", "pvary", "random", "recording", "remat",
+    "replicated", "reshard", "row", "rules", "scan", "shard_map", "show", "split", "state_dict", "strategy",
+    "take_rows", "to_device", "trace", "tree", "unshard", "validate", "value_and_grad", "value_and_update", "verify",
+    "wait",
 ]  # fmt: skip
 
 # Names of JAX and torch, and the names here.

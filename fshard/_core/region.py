@@ -43,6 +43,7 @@ class Region:
     scratch: dict[Any, Any] = field(default_factory=dict)  # objects that a rank keeps from one call to the next
     host: torch.device = field(default=torch.device("cpu"))
     arguments: tuple[Sequence[Tensor], Sequence[P]] = ((), ())  # the tensors that the call keeps, with their specs
+    branches_on: set[str] = field(default_factory=set)  # axes whose positions a dry run has asked for, as numbers
 
     @property
     def sizes(self) -> Mapping[str, int]:
