@@ -30,11 +30,11 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
     "cli": 1_559,
-    "core": 16_875,
+    "core": 16_889,
     "data": 1_053,
     "defer": 5_257,
     "interop": 4_440,
-    "law": 1_280,
+    "law": 1_357,
     "lora": 1_740,
     "models": 4_842,
     "nn": 3_777,
