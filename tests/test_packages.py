@@ -39,7 +39,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "models": 4_842,
     "nn": 3_777,
     "optim": 2_773,
-    "planning": 4_298,
+    "planning": 4_506,
     "recipes": 2_110,
     "schedule": 2_354,
     "fshard": 95,
