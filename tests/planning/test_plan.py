@@ -15,6 +15,7 @@ import fshard as fs
 from fshard import P
 from fshard.models import llama
 from fshard.planning import Operation, Start, Wait
+from fshard.planning.devices import Link
 from fshard.planning.memory import PARTS
 from fshard.planning.plan import plan_ranks
 from tests.benchmarks import plan_405b
@@ -483,3 +484,33 @@ def test_uneven_rows_and_positions_are_planned_together() -> None:
     f, args = stages.mapped(stage=2, data=3), stages.arguments(2)
     planned = plan_ranks(f, args, None)
     assert [[p.rank for p in group.positions] for group in planned] == [[0, 1], [4, 5]]
+
+
+SCHEDULES = [
+    (2, 4, "gpipe", 1),
+    (3, 4, "1f1b", 1),
+    (2, 4, "interleaved", 2),
+    (3, 4, "zero_bubble", 1),
+    (2, 1, "1f1b", 1),
+]
+MORE = [(4, 8, "gpipe", 1), (4, 8, "1f1b", 1), (4, 8, "interleaved", 2), (4, 8, "zero_bubble", 1), (4, 2, "1f1b", 1)]
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "kind", "chunks"), SCHEDULES + [pytest.param(*x, marks=pytest.mark.slow) for x in MORE]
+)
+def test_the_bubble_of_a_pipeline_is_that_of_its_table(n: int, m: int, kind: Any, chunks: int) -> None:
+    """Of equal layers whose products take all the time, twice as much backward as forward."""
+    device = dataclasses.replace(fs.devices.H100, links=(Link("all", None, 1e15, 0.0),), bandwidth=1e18)
+    specs = P(), (P(None, "stage") if chunks > 1 else P("stage"))
+    f = fs.pipelined(lambda ends, x: x * ends, lambda w, h, x: torch.relu(h @ w), lambda ends, h, x: (h * ends).mean(),
+                     axis="stage", microbatches=m, schedule=kind, chunks=chunks)  # fmt: skip
+    step = fs.shard_map(f, mesh=fs.make_mesh(kind="abstract", stage=n), in_specs=(specs, P()), out_specs=(P(), specs))
+    layers = fs.init.zeros((chunks, n, 512, 512) if chunks > 1 else (n, 512, 512))
+    planned = fs.plan(step, (fs.init.zeros((512,)), layers), fs.init.zeros((64 * m, 512)), device=device)
+    table = fs.schedule_table(kind, n, m, chunks)
+    assert planned.bubble == pytest.approx(table.bubble(), abs=0.01)
+    pictures = [row.split("  ")[-1] for row in repr(planned).splitlines() if row.startswith("  stage=")]
+    assert len(pictures) == n
+    if kind == "1f1b":
+        assert [p.count("F") for p in pictures] == pytest.approx([60 * (1 - table.bubble()) / 3] * n, abs=3)
