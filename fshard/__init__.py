@@ -14,6 +14,7 @@ from .collectives import (
     all_to_all,
     all_to_all_rows,
     axis_index,
+    axis_position,
     axis_size,
     global_shape,
     local_range,
@@ -45,9 +46,11 @@ from .planning import Plan, devices, plan, plan_table, plot, trace
 from .planning.show import show
 from .random import fold_in, key, split
 from .reshard import device_get, reshard
+from .schedule.pipeline import pipelined
 from .schedule.remat import remat
 from .schedule.scan import scan
 from .schedule.strategy import Strategy, strategy
+from .schedule.tables import schedule_table
 from .schedule.unshard import unshard
 from .shard_map import shard_map
 from .sharded import Sharded, device_put, from_callback, materialize
@@ -57,14 +60,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Apply", "Deferred", "LossScale", "Mesh", "P", "Plan", "Policy", "Sharded", "ShardingError", "Strategy",
-    "accelerate", "accumulate", "all_gather", "all_to_all", "all_to_all_rows", "axis_index", "axis_size", "cast",
-    "check", "checkpoint", "column", "combine", "data", "decoding", "defer", "device_get", "device_put", "devices",
-    "fold_in", "from_callback", "fully_shard", "gather_for_metrics", "global_shape", "grad", "hf", "ia3", "init",
-    "interop", "key", "local_range", "lora", "main_first", "make_mesh", "materialize", "models", "nn", "on_host",
-    "optim", "partition", "peft", "plan", "plan_table", "planning", "plot", "pmax", "pmean", "pmin", "ppermute",
-    "preempted", "print", "pslice", "psum", "psum_scatter", "pvary", "random", "recording", "remat", "replicated",
-    "reshard", "row", "rules", "scan", "shard_map", "show", "split", "state_dict", "strategy", "take_rows",
-    "to_device", "trace", "tree", "unshard", "validate", "value_and_grad", "value_and_update", "verify", "wait",
+    "accelerate", "accumulate", "all_gather", "all_to_all", "all_to_all_rows", "axis_index", "axis_position",
+    "axis_size", "cast", "check", "checkpoint", "column", "combine", "data", "decoding", "defer", "device_get",
+    "device_put", "devices", "fold_in", "from_callback", "fully_shard", "gather_for_metrics", "global_shape", "grad",
+    "hf", "ia3", "init", "interop", "key", "local_range", "lora", "main_first", "make_mesh", "materialize", "models",
+    "nn", "on_host", "optim", "partition", "peft", "pipelined", "plan", "plan_table", "planning", "plot", "pmax",
+    "pmean", "pmin", "ppermute", "preempted", "print", "pslice", "psum", "psum_scatter", "pvary", "random", "recording",
+    "remat", "replicated", "reshard", "row", "rules", "scan", "schedule_table", "shard_map", "show", "split",
+    "state_dict", "strategy", "take_rows", "to_device", "trace", "tree", "unshard", "validate", "value_and_grad",
+    "value_and_update", "verify", "wait",
 ]  # fmt: skip
 
 # Names of JAX and torch, and the names here.

@@ -347,6 +347,27 @@ def axis_size(axis: Axis) -> int:
 
 
 @checked
+def axis_position(axis: Axis) -> int:
+    """Return this rank's position along an axis, or over a tuple of axes flattened, as a number; 0 for `None`.
+
+    `axis_index` is the same as a tensor. On a number the function may branch, as a pipeline does, whose first stage
+    has the embedding. `fs.check` and `fs.plan` then run each position of the axis.
+
+    >>> axis_position("model"), axis_position(("data", "model")), axis_position(None)       # the first rank
+    (0, 0, 0)
+
+    Raises ShardingError outside of `shard_map`, and for an axis that the mesh lacks.
+    """
+    if axis is None:
+        return 0
+    current = region("axis_position")
+    names = known_axes("axis_position", current, axis)
+    if not current.comm.has_values:
+        current.branches_on.update(live_axes(current.comm, names))
+    return index_of(names, current.sizes, current.coords)
+
+
+@checked
 def global_shape(x: Tensor, spec: P) -> tuple[int, ...]:
     """Return the global shape of a local tensor that `spec` splits: the shape that a draw for it takes.
 

@@ -7,8 +7,9 @@ torch.func, whose results can be transformed again. Both give the same numbers.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def value_and_grad(
                 raise fail(f"value_and_grad({name}): has_aux=True, and the result is {shown(out)}",
                            fix="return (loss, aux)")  # fmt: skip
             loss, aux = out if has_aux else (out, None)
-            _check_loss(name, loss)
+            check_loss(name, loss)
             tensors, aux_rest[:] = split_tensors(aux)
             return loss, tensors
 
@@ -69,7 +70,7 @@ def value_and_grad(
             raise fail(f"value_and_grad({name}): argument {argnums} has no leaves",
                        fix="pass the parameters, or other argnums")  # fmt: skip
         inputs = [] if compiling else [x for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if compiling or _needs_torch_func(inputs):
+        if compiling or needs_torch_func(inputs):
             transform = torch.func.grad_and_value(of_leaves, argnums=tuple(range(len(leaves))), has_aux=True)
             flat_grads, (loss, tensors) = transform(*leaves)
         else:
@@ -103,7 +104,17 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bo
 
 # --- by plain autograd ---
 
-_state = threading.local()  # `differentiating`: whether _grad_by_autograd is running on this thread
+_state = threading.local()  # `differentiating`: whether a gradient is being computed by autograd on this thread
+
+
+@contextlib.contextmanager
+def differentiating() -> Iterator[None]:
+    """Context in which autograd records the user's function, for a gradient that no other transform surrounds."""
+    _state.differentiating = True
+    try:
+        yield
+    finally:
+        _state.differentiating = False
 
 
 def is_differentiated(x: Tensor) -> bool:
@@ -114,7 +125,7 @@ def is_differentiated(x: Tensor) -> bool:
     return wrapped or (getattr(_state, "differentiating", False) and x.requires_grad)
 
 
-def _needs_torch_func(inputs: Sequence[Tensor]) -> bool:
+def needs_torch_func(inputs: Sequence[Tensor]) -> bool:
     """Return whether a caller may differentiate or batch this gradient, or autograd would refuse its inputs."""
     recorded = torch.is_grad_enabled()
     return (
@@ -133,8 +144,7 @@ def _grad_by_autograd(
     recorded = torch.is_grad_enabled()
     inputs = [x.detach().requires_grad_() for x in leaves]  # a tensor that is two leaves has two gradients
     keep_placed(inputs, leaves)
-    _state.differentiating = True
-    try:
+    with differentiating():
         with torch.enable_grad():
             loss, aux = f(*inputs)
         if recorded and _depends_on_others((loss, *aux), inputs):  # the caller may differentiate tensors f captured
@@ -144,8 +154,6 @@ def _grad_by_autograd(
         else:
             grads = tuple(map(torch.zeros_like, leaves))
         return grads, (loss.detach(), tuple(x.detach() if x.requires_grad else x for x in aux))
-    finally:
-        _state.differentiating = False
 
 
 def _depends_on_others(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
@@ -197,7 +205,8 @@ def _check_argnums(label: str, numbers: Sequence[int], args: Sequence[Any]) -> N
         raise fail(f"{label}: argnums={shown_}, and the call has {count}", fix="count from 0")
 
 
-def _check_loss(name: str, loss: Any) -> None:
+def check_loss(name: str, loss: Any) -> None:
+    """Raise ShardingError for a loss that is not one floating number."""
     if not isinstance(loss, Tensor):
         fix = "return (loss, aux) with has_aux=True" if isinstance(loss, tuple) else "return a 0-d tensor"
         raise fail(f"value_and_grad({name}): the loss is a {type(loss).__name__}, not a tensor", fix=fix)
@@ -217,10 +226,11 @@ def _check_differentiable(name: str, numbers: Sequence[int], args: Sequence[Any]
     if all(dtype is not None and (dtype.is_floating_point or dtype.is_complex) for dtype in dtypes):
         return  # without the paths, which take longer
     for path, leaf in _leaves_by_path(args, numbers):
-        _check_leaf(f"value_and_grad({name}): {path}", leaf, "pass leaves that are not trained in another argument")
+        check_leaf(f"value_and_grad({name}): {path}", leaf, "pass leaves that are not trained in another argument")
 
 
-def _check_leaf(label: str, leaf: Any, fix: str) -> None:
+def check_leaf(label: str, leaf: Any, fix: str) -> None:
+    """Raise ShardingError for a leaf that has no gradient."""
     if not isinstance(leaf, Tensor) or not differentiable_dtype(leaf):
         kind = str(leaf.dtype)[6:] if isinstance(leaf, Tensor) else type(leaf).__name__
         if kind == "Sharded":
@@ -285,13 +295,14 @@ def accumulate(
     if gather is not None and len(numbers) != 1:
         raise fail(f"accumulate: argnums={argnums}: gather= is a function of one argument", fix="argnums=0")
     name = getattr(f, "__name__", type(f).__name__)
+    label = f"accumulate({name})"
 
     @named_as(f)
     def total_and_rest(*args: Any, **kwargs: Any) -> Any:
         """Return (total, (count, aux)), where a mean is the total of one."""
         out = f(*args, **kwargs)
-        loss, aux = _pair(name, "has_aux", out, "(loss, aux)") if has_aux else (out, None)
-        total, count = _pair(name, "counted", loss, "(total, count)") if counted else (loss, 1)
+        loss, aux = pair(label, "has_aux", out, "(loss, aux)") if has_aux else (out, None)
+        total, count = pair(label, "counted", loss, "(total, count)") if counted else (loss, 1)
         return total, (count, aux)
 
     one = value_and_grad(total_and_rest, argnums, has_aux=True)
@@ -299,19 +310,22 @@ def accumulate(
     @named_as(f)
     @api_boundary
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        _check_argnums(f"accumulate({name})", numbers, args)
+        _check_argnums(label, numbers, args)
         differentiated = {i % len(args) for i in numbers}
         full, reduce = list(args), None
         if gather is not None:
             _check_differentiable(name, numbers, args, tree.leaves([args[i] for i in numbers]))
-            full[numbers[0]], reduce = _vjp(name, gather, args[numbers[0]])
+            full[numbers[0]], reduce = gathered_with_transpose(label, gather, args[numbers[0]])
         sums: list[Any] = []
         count: Any = 0
         auxes = []
         split = [x for i, a in enumerate(args) if i not in differentiated for x in tree.leaves(a)]
         rows = [x for x in split if isinstance(x, Tensor) and x.ndim]
         for step, of_batch in enumerate(microbatches(rows, steps)):
-            part = [a if i in differentiated else _microbatch(i, a, step, steps) for i, a in enumerate(full)]
+            part = [
+                a if i in differentiated else split_rows(f"accumulate: args[{i}]", a, step, steps)
+                for i, a in enumerate(full)
+            ]
             with in_microbatch(of_batch):
                 (total, (n, aux)), grads = one(*part, **kwargs)
             count = count + n
@@ -326,28 +340,29 @@ def accumulate(
         if reduce is not None:
             grads = reduce(grads)
         if counted or steps > 1:
-            loss, grads = tree.map(lambda x: _divided(x, count), (loss, grads))
-        return ((loss, _stacked(name, auxes)) if has_aux else loss), grads
+            loss, grads = tree.map(lambda x: divided(x, count), (loss, grads))
+        return ((loss, stacked(label, auxes)) if has_aux else loss), grads
 
     return wrapped
 
 
-def _stacked(name: str, auxes: Sequence[Any]) -> Any:
+def stacked(label: str, auxes: Sequence[Any]) -> Any:
     """Stack the aux of the microbatches, leaf by leaf."""
     for path, x in tree.leaves_with_path(auxes[0]):
         if not isinstance(x, Tensor):
-            raise fail(f"accumulate({name}): {tree.show('aux', path)} is {shown(x)}, and cannot be stacked",
+            raise fail(f"{label}: {tree.show('aux', path)} is {shown(x)}, and cannot be stacked",
                        fix="return tensors: torch.tensor(x)")  # fmt: skip
     return tree.map(lambda *xs: torch.stack(xs), *auxes)
 
 
-def _pair(name: str, option: str, x: Any, words: str) -> tuple[Any, Any]:
+def pair(label: str, option: str, x: Any, words: str) -> tuple[Any, Any]:
+    """Return a pair. Raises ShardingError for anything else, naming the option that asks for it."""
     if not (isinstance(x, tuple) and len(x) == 2):
-        raise fail(f"accumulate({name}): {option}=True, and the result is {shown(x)}", fix=f"return {words}")
+        raise fail(f"{label}: {option}=True, and the result is {shown(x)}", fix=f"return {words}")
     return x[0], x[1]
 
 
-def _divided(x: Tensor, count: Any) -> Tensor:
+def divided(x: Tensor, count: Any) -> Tensor:
     """Return x / count in the dtype of x."""
     # CUDA casts a count on the device to the dtype of x first, and half precision has not all integers.
     wide = x.to(torch.promote_types(x.dtype, torch.float32)) if isinstance(count, Tensor) else x
@@ -355,7 +370,7 @@ def _divided(x: Tensor, count: Any) -> Tensor:
     return out.to(x.dtype)
 
 
-def _vjp(name: str, gather: Callable[..., Any], x: Any) -> tuple[Any, Callable[..., Any]]:
+def gathered_with_transpose(label: str, gather: Callable[..., Any], x: Any) -> tuple[Any, Callable[..., Any]]:
     """Return gather(x), and its transposed derivative: `torch.func.vjp`, of any tree."""
     leaves, treedef = tree.flatten(x)
     treedefs = []
@@ -365,9 +380,9 @@ def _vjp(name: str, gather: Callable[..., Any], x: Any) -> tuple[Any, Callable[.
         out, of_out = tree.flatten(result)
         treedefs.append(of_out)
         if not out:
-            raise fail(f"accumulate({name}): gather= returned no leaves", fix="return the gathered parameters")
+            raise fail(f"{label}: gather= returned no leaves", fix="return the gathered parameters")
         for path, leaf in tree.leaves_with_path(result):
-            _check_leaf(f"accumulate({name}): {tree.show('the result of gather', path)}", leaf,
+            check_leaf(f"{label}: {tree.show('the result of gather', path)}", leaf,
                         "gather only what is differentiated, and capture the rest")  # fmt: skip
         return tuple(out)
 
@@ -376,14 +391,14 @@ def _vjp(name: str, gather: Callable[..., Any], x: Any) -> tuple[Any, Callable[.
     return tree.unflatten(treedefs[0], out), lambda y: tree.unflatten(treedef, transposed(tuple(tree.leaves(y))))
 
 
-def _microbatch(i: int, arg: Any, step: int, steps: int) -> Any:
-    """Return the part of argument `i` for one step."""
+def split_rows(label: str, arg: Any, step: int, steps: int) -> Any:
+    """Return the part of an argument for one step."""
 
     def part(path: tree.Path, x: Any) -> Any:
         if not isinstance(x, Tensor) or x.ndim == 0:
             return x
         if x.shape[0] % steps:
-            raise fail(f"accumulate: {tree.show(f'args[{i}]', path)} cannot be split into {steps} equal microbatches",
+            raise fail(f"{tree.show(label, path)} cannot be split into {steps} equal microbatches",
                        f"{x.shape[0]} % {steps} = {x.shape[0] % steps}", shape=list(x.shape),
                        fix="another number of steps, or another batch size; what is not split, by keyword")  # fmt: skip
         size = x.shape[0] // steps

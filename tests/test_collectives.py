@@ -296,6 +296,7 @@ def test_axis_none_needs_no_region():
     assert fs.psum(x, None) is x
     assert fs.pvary(x, ()) is x
     assert fs.axis_size(None) == 1
+    assert fs.axis_position(None) == 0
 
 
 def test_psum_of_bfloat16_rounds_once():
@@ -439,8 +440,22 @@ def test_complex_tensors_have_no_maximum(verb):
     assert text == f"{verb}: x is complex, and complex numbers have no order\n  fix: x.abs()"
 
 
+def test_axis_position_is_the_number_that_axis_index_has():
+    mesh = fs.make_mesh(a=2, b=3)
+    asked = [("a", "b"), ("b", "a"), ("b",), "a", "b"]
+    f = lambda x: torch.stack([x.sum() * 0 + fs.axis_position(axis) for axis in asked])[:, None, None]  # noqa: E731
+    g = lambda x: torch.stack([fs.axis_index(axis) for axis in asked])[:, None, None]  # noqa: E731
+    got, want = (each_rank(mesh, h, torch.ones(2, 3), specs=(P("a", "b"),), out=P(None, "a", "b")) for h in (f, g))
+    assert got.tolist() == want.tolist()
+    assert got[0].flatten().tolist() == list(range(6))
+    one = fs.shard_map(lambda x: x + fs.axis_position("a"), mesh=fs.make_mesh(a=1), in_specs=(P(),), out_specs=P())
+    assert fs.device_get(one(torch.zeros(()))) == 0
+    text = error_text(fs.axis_position, "a")
+    assert text.startswith("axis_position: called outside shard_map")
+
+
 def test_the_empty_string_is_not_an_axis():
-    for f in (lambda x: fs.psum(x, ""), lambda x: fs.axis_size("")):
+    for f in (lambda x: fs.psum(x, ""), lambda x: fs.axis_size(""), lambda x: fs.axis_position("")):
         assert "the mesh has no axis ''" in error_text(each_rank, fs.make_mesh(a=2), f, torch.ones(2), specs=(P("a"),),
                                                        out=P())  # fmt: skip
 

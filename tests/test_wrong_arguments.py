@@ -205,6 +205,7 @@ CALLS = [
     inside(fs.take_rows, x=W, axis="data", rows=torch.tensor([0, 1])),
     inside(fs.ppermute, x=W, axis="data", perm=[(0, 1)]),
     inside(fs.axis_index, axis="data"),
+    inside(fs.axis_position, axis="data"),
     inside(fs.axis_size, axis="data"),
     inside(fs.global_shape, x=W, spec=P()),
     Call("local_range", fs.local_range, {"n": 2, "axis": "data", "size": 4}, inside=True,

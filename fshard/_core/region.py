@@ -43,6 +43,7 @@ class Region:
     scratch: dict[Any, Any] = field(default_factory=dict)  # objects that a rank keeps from one call to the next
     host: torch.device = field(default=torch.device("cpu"))
     arguments: tuple[Sequence[Tensor], Sequence[P]] = ((), ())  # the tensors that the call keeps, with their specs
+    branches_on: set[str] = field(default_factory=set)  # axes whose positions a dry run has asked for, as numbers
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -87,16 +88,17 @@ def refuse_nesting() -> None:
 
 
 class bind:  # noqa: N801 - a context, which a generator would make three times as dear
-    """Enter a region on this thread, which has none: `Mesh.run` refuses nesting."""
+    """Enter a region on this thread: of a mesh, which refuses nesting, or a dry one of the same rank."""
 
     def __init__(self, new: Region) -> None:
         self._new = new
 
     def __enter__(self) -> None:
+        self._before = getattr(_thread, "region", None)
         _thread.region = self._new
 
     def __exit__(self, *_: object) -> None:
-        _thread.region = None
+        _thread.region = self._before
 
 
 @contextlib.contextmanager

@@ -183,6 +183,8 @@ def _predicted(task: Task, layout: Layout, blocks: int) -> tuple[PlanRow, list[R
     A step whose events do not repeat is planned directly.
     """
     few = plan_ranks(*task.step(layout, blocks=_FEWEST), task.device)
+    if few[0].positions:  # a block more is not one more on each
+        return task.row(layout), []
     for n in range(_FEWEST, min(_MOST, blocks - 1)):
         more = plan_ranks(*task.step(layout, blocks=n + 1), task.device)
         found = [Repeats.of(n, a, b) for a, b in zip(few, more, strict=False)]

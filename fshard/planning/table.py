@@ -255,7 +255,8 @@ class Task:
         """Return the row of a layout with these plans."""
         found = max(plans, key=lambda p: p.memory.peak)
         tokens = self.tokens(**layout) if callable(self.tokens) else self.tokens
-        seconds, mfu = (None, None) if found.time is None else (found.time.seconds, found.time.mfu)
+        times = [p.time for p in found.positions or (found,) if p.time is not None]
+        seconds, mfu = (times[0].seconds, sum(t.mfu for t in times) / len(times)) if times else (None, None)
         return PlanRow(dict(layout), math.prod(found.mesh.values()), found, found.memory.peak,
                        sum(t.sent for t in found.transfers), seconds, tokens, mfu, self.limit,
                        warnings=found.warnings)  # fmt: skip

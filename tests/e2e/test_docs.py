@@ -265,7 +265,7 @@ def test_every_picture_is_drawn_and_every_collective_is_in_the_gallery() -> None
     gallery = (ROOT / "docs" / "gallery.md").read_text()
     assert not [name for name in pictures.COLLECTIVES if f"(pictures/{name}.svg)" not in gallery]
     drawn = {e.code.partition("(")[0].removeprefix("fs.") for e in pictures.COLLECTIVES.values()}
-    of_numbers = {"axis_size", "global_shape", "local_range"}
+    of_numbers = {"axis_position", "axis_size", "global_shape", "local_range"}
     assert drawn == {f.__name__ for f in vars(fs).values() if inspect.isfunction(f)
                      and f.__module__ == "fshard.collectives"} - of_numbers  # fmt: skip
 

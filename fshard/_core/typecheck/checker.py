@@ -230,6 +230,11 @@ class Checker(OperationMode):
         invariant = self.axes - varying - set(shared)
         self._set_info(x, Type(varying, invariant, drawn=drawn), op=op)
 
+    def set_message_type(self, x: Tensor, like: Tensor, op: str, axes: Sequence[str]) -> None:
+        """Type a message from a rank of `axes`: it varies over them, and over the others as `like` does."""
+        known, over = self.info(like).type, frozenset(axes) & self.axes
+        self._set_info(x, Type(known.varying | over, known.invariant - over, differentiable_dtype(x)), op=op)
+
     def record_number(self, verb: str, number: Any, axes: Sequence[str]) -> None:
         """Record a Python number that a collective takes as the same on every rank of these axes."""
         self._record_numbers(verb, (number,), frozenset(axes) & self.axes)

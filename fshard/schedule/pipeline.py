@@ -1,0 +1,531 @@
+"""Pipeline parallelism as a function: each rank of an axis computes a few layers, for one microbatch after the other.
+
+The order of the operations is a table that every rank knows (`tables`), so that each rank knows who sends what, and
+when. For each chunk of layers and microbatch there is a graph of autograd. Its leaves are the received tensors, the
+weights, and the gradients are added into one buffer for each stacked leaf.
+
+Legend: L layers, v chunks of them in each stage, M microbatches; [L@axis] is a dim split over the axis.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from fshard import tree
+from fshard._core.callsite import site
+from fshard._core.comm import AbstractComm, fake_tensors
+from fshard._core.microbatch import in_microbatch, microbatches
+from fshard._core.ops import differentiable_dtype, keep_placed
+from fshard._core.protocol import PendingTransfer, size_of
+from fshard._core.region import bind, checker, in_region, known_axes, live_axes, region, unchecked
+from fshard._core.torch import without_modes
+from fshard._core.transfers import transposing
+from fshard.collectives import axis_position, by_dtype, psum, pvary
+from fshard.errors import api_boundary, checked, fail, shown
+from fshard.grad import (
+    accumulate,
+    check_leaf,
+    check_loss,
+    differentiating,
+    divided,
+    gathered_with_transpose,
+    needs_torch_func,
+    pair,
+    split_rows,
+    stacked,
+)
+from fshard.spec import Axis, names_of
+
+from .split_backward import backward_of_inputs
+from .tables import Kind, Operation, ScheduleTable, Timed, schedule_table, table
+
+
+@checked
+def pipelined(
+    first: Callable[..., Any], stage: Callable[..., Any], last: Callable[..., Any], *, axis: Axis, microbatches: int,
+    schedule: Kind = "1f1b", chunks: int = 1, gather: Callable[..., Any] | None = None, counted: bool = False,
+    has_aux: bool = False,
+) -> Pipelined:  # fmt: skip
+    """Return `value_and_grad` of a model whose layers the ranks of `axis` share: pipeline parallelism.
+
+        first: (ends, batch) -> h     stage: (one layer, h, batch) -> h     last: (ends, h, batch) -> loss []
+        returns f: ((ends {I axis}, layers {V axis}), batch) -> (loss [] {I axis}, gradients like the parameters)
+
+    On any number of ranks it equals `accumulate(value_and_grad(model), microbatches)`, where the model is `first`, each
+    layer in order, and `last`. h is a tensor of floating numbers or a tree of them, of one shape throughout.
+
+    - `layers` are stacked, [L, ...], in specs P(axis): a rank has L/n neighbouring layers, or any other number. With
+      `chunks=v` they are [v, L/v, ...], in specs P(None, axis): `x.reshape(v, L // v, *x.shape[1:])`. A layer may
+      itself be several blocks, on which `stage` calls `scan`.
+    - `ends` are the parameters of `first` and `last`, as embeddings. Both may use the same one. Their gradients are
+      summed over the axis.
+    - `batch` is split along dim 0, as in `accumulate`. All ranks of the axis have the same batch.
+    - `f(params, batch, each=keys)`: `each`, stacked and split like the layers, is passed to `stage` layer by layer as a
+      fourth argument, and not differentiated: keys, frozen weights.
+    - `f.forward(params, batch)` computes only the results of `last`, any tree, stacked: [microbatches, ...].
+
+    Args:
+        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble": the order of the operations, as `schedule_table`
+            shows it, the time that ranks wait, and the number of microbatches whose activations they keep.
+        chunks: in an "interleaved" schedule, the parts of the model that each rank has, not neighbouring.
+        gather: a function of `(ends, layers)`, called once, as in `accumulate`. The ends vary over `axis` then.
+        counted: `last` returns `(total, count)`, as in `accumulate`. `has_aux`: it returns `(loss, aux)`.
+
+    Transfers: each rank sends h of a microbatch to the next rank, and its gradient to the one before, while it
+    computes; at the end one sum over the axis of the gradients of the ends, and one of the loss.
+
+    >>> f = pipelined(embed, layer, head_loss, axis="stage", microbatches=4)
+    >>> loss, (d_ends, d_layers) = f((params["ends"], params["layers"]), batch)
+
+    Raises ShardingError if M does not divide the batch, for layers that are not stacked or not split over the axis,
+    if `stage` returns another shape, dtype or type than h, in a compiled program, and inside another gradient.
+    """
+    schedule_table(schedule, 1, microbatches, chunks)
+    return Pipelined(first, stage, last, axis, microbatches, schedule, chunks, gather, counted, has_aux)
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """The function that `pipelined` returns. `forward` computes only the results of `last`."""
+
+    first: Callable[..., Any]
+    stage: Callable[..., Any]
+    last: Callable[..., Any]
+    axis: Axis
+    microbatches: int
+    schedule: str
+    chunks: int
+    gather: Callable[..., Any] | None
+    counted: bool
+    has_aux: bool
+
+    @api_boundary
+    def __call__(self, params: Any, batch: Any, *, each: Any = None) -> Any:
+        """Return (loss, gradients), or with `has_aux` ((loss, aux), gradients)."""
+        axes, n = self._check(params, batch, each)
+        if n == 1:
+            run = accumulate(self._model, self.microbatches, gather=self.gather, counted=self.counted,
+                             has_aux=self.has_aux)  # fmt: skip
+            return run(params, batch, each=each)
+        parts, transpose = gathered_with_transpose("pipelined", self._prepare, params)
+        order = table(self.schedule, n, self.microbatches, self.chunks)
+        loss, count, aux, grads = _Run(self, order, axes, parts, batch, each).value_and_grad()
+        del parts
+        grads = transpose(grads)
+        if self.counted or self.microbatches > 1:
+            loss, grads = tree.map(lambda x: divided(x, count), (loss, grads))
+        return ((loss, aux) if self.has_aux else loss), grads
+
+    @api_boundary
+    def forward(self, params: Any, batch: Any, *, each: Any = None) -> Any:
+        """Return what `last` returns for each microbatch, any tree of tensors, stacked: [microbatches, ...]."""
+        axes, n = self._check(params, batch, each)
+        with torch.no_grad():
+            order = table("forward", n, self.microbatches, self.chunks)
+            return _Run(self, order, axes, self._prepare(params), batch, each).results()
+
+    def _prepare(self, params: Any) -> Any:
+        """Return the parameters as the stages use them, gathered: the ends vary over the axis."""
+        ends, layers = params
+        varying = pvary(ends, self.axis), layers
+        return varying if self.gather is None else self.gather(varying)
+
+    def _model(self, params: Any, batch: Any, each: Any) -> Any:
+        """Return the loss of the model on one device: what a pipeline computes."""
+        ends, layers = params
+        h = self.first(ends, batch)
+        for layer, extra in _join(_unbind(layers, "layers", self.chunks), _unbind(each, "each", self.chunks)):
+            h = self.stage(layer, h, batch, *extra)
+        return self.last(ends, h, batch)
+
+    def _check(self, params: Any, batch: Any, each: Any) -> tuple[tuple[str, ...], int]:
+        """Return the axes of more than one rank, and the number of stages, after a check of the arguments."""
+        if not isinstance(params, tuple) or len(params) != 2:
+            raise fail(f"pipelined: params is {shown(params)}", fix="pass a pair: (ends, layers)")
+        compiling = torch.compiler.is_dynamo_compiling()
+        if compiling or needs_torch_func([x for x in tree.leaves((params, batch, each)) if isinstance(x, Tensor)]):
+            raise fail(f"pipelined: called in {'a compiled program' if compiling else 'another gradient or transform'}",
+                       "it computes a loss with its gradients, while it sends messages",
+                       fix="call it in place of value_and_grad, in a program that is not compiled")  # fmt: skip
+        for path, x in tree.leaves_with_path(params):
+            check_leaf(f"pipelined: {tree.show('params', path)}", x, "pass it by each=, or capture it")
+        split_rows("pipelined: batch", batch, 0, self.microbatches)
+        if not names_of(self.axis):
+            return (), 1
+        names, current = known_axes("pipelined", region("pipelined"), self.axis), region()
+        specs = {id(x): spec for x, spec in zip(*current.arguments, strict=True)}
+        dim = int(self.chunks > 1)
+        for name, part in (("params[0]", params[0]), ("params[1]", params[1]), ("each", each)):
+            for path, x in tree.leaves_with_path(part):
+                spec = specs.get(id(x))
+                if spec is None:
+                    continue
+                if name == "params[0]" and set(names) & set(spec.axes):
+                    raise fail(f"pipelined: {tree.show(name, path)}: the ends are split over the axis of the stages",
+                               shape=list(x.shape), spec=spec, fix=f"leave {self.axis!r} out of the spec")  # fmt: skip
+                if name != "params[0]" and spec.parts(x.ndim)[dim : dim + 1] != (names,):
+                    wanted = f"[{self.chunks}, layers of a chunk, ...]" if dim else "[layers, ...]"
+                    raise fail(f"pipelined: {tree.show(name, path)}: the layers are not split over the axis",
+                               f"they are stacked as {wanted}", shape=list(x.shape), spec=spec, chunks=self.chunks,
+                               fix=f"P({'None, ' * dim}{self.axis!r}, ...)")  # fmt: skip
+        live = live_axes(current.comm, names)
+        return live, size_of(live, current.sizes)
+
+
+def _unbind(stacked: Any, name: str, chunks: int) -> list[Any]:
+    """Return a tree for each layer of this rank, of all chunks in order; the leaves are views, unbound once."""
+    if stacked is None:
+        return []
+    leaves, treedef = tree.flatten(stacked)
+    dims = 2 if chunks > 1 else 1
+    shapes = {tuple(x.shape[:dims]) if isinstance(x, Tensor) and x.ndim >= dims else None for x in leaves}
+    if len(shapes) != 1 or None in shapes or (dims == 2 and {shape[0] for shape in shapes if shape} != {chunks}):
+        shown_ = [f"{tree.show(name, path)} {list(x.shape) if isinstance(x, Tensor) else shown(x)}"
+                  for path, x in tree.leaves_with_path(stacked)]  # fmt: skip
+        raise fail("pipelined: the leaves must be stacked, with the layers of this stage as "
+                   f"{f'dims 0 and 1, [{chunks}, layers of a chunk, ...]' if dims == 2 else 'dim 0, [layers, ...]'}",
+                   *shown_, fix=f"x.reshape({chunks}, L // {chunks}, *x.shape[1:]) of a leaf of L layers" if dims == 2
+                   else "torch.stack the leaves of the layers")  # fmt: skip
+    rows = [(x.flatten(0, 1) if dims == 2 else x).unbind(0) for x in leaves]
+    return [tree.unflatten(treedef, row) for row in zip(*rows, strict=True)]
+
+
+def _join(layers: list[Any], each: list[Any]) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Return each layer with its extra argument, if there is one."""
+    if each and len(each) != len(layers):
+        raise fail(f"pipelined: each has {len(each)} rows for {len(layers)} layers of this stage",
+                   fix="stack and split it like the layers")  # fmt: skip
+    return [(layer, (extra,)) for layer, extra in zip(layers, each, strict=True)] if each else \
+        [(layer, ()) for layer in layers]  # fmt: skip
+
+
+# --- messages ---------------------------------------------------------------------------------------------------
+
+
+class _Message(NamedTuple):
+    """A message: h of a microbatch to the next place ("F"), or its gradient to the one before ("B")."""
+
+    end: float  # of the operation that makes it
+    kind: str
+    source: int
+    target: int
+    microbatch: int
+    place: int  # of the receiver
+
+
+@functools.cache
+def _messages_of(order: ScheduleTable, stage: int) -> dict[int, tuple[_Message, ...]]:
+    """Return the messages between a stage and each other one, in the order in which both start them."""
+    n, final = order.stages, order.stages * order.chunks - 1
+    found: dict[int, list[_Message]] = {}
+    for source, row in enumerate(order.times()):
+        for _, end, op in row:
+            place = op.chunk * n + source
+            kind, step, outer = ("F", 1, final) if op.kind == "F" else ("B", -1, 0)
+            target = (source + step) % n
+            if op.kind != "W" and place != outer and stage in (source, target):
+                message = _Message(end, kind, source, target, op.microbatch, place + step)
+                found.setdefault(target if stage == source else source, []).append(message)
+    return {other: tuple(sorted(messages)) for other, messages in found.items()}
+
+
+class _Messages:
+    """The messages of a stage. A receive starts before its sender can have computed it; sends end later."""
+
+    _MOST_SENT = 2  # sends that may be pending
+
+    def __init__(self, order: ScheduleTable, axes: tuple[str, ...], stage: int, like: Sequence[Tensor]) -> None:
+        self._comm, self._axes, self._stage = region().comm, axes, stage
+        self._queues = {other: list(reversed(ms)) for other, ms in _messages_of(order, stage).items()}
+        self._like, self._groups = like, by_dtype(like)
+        # Only the shapes and dtypes count where nothing is sent: no memory is needed.
+        self._empty = [torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape) for x in like]
+        self._arriving: dict[tuple[str, int, int], list[PendingTransfer]] = {}
+        self._sent: list[list[PendingTransfer]] = []
+
+    def begin(self, t: Timed) -> None:
+        """Start the receives of what others compute until the end of an operation, and wait for older sends."""
+        for queue in self._queues.values():
+            while queue and queue[-1].target == self._stage and queue[-1].end <= t.end:
+                self._receive_next(queue)
+        while len(self._sent) > self._MOST_SENT:
+            for wait in self._sent.pop(0):
+                wait()
+
+    def send(self, kind: str, microbatch: int, place: int, target: int, xs: Sequence[Tensor]) -> None:
+        """Start to send the leaves of h, or their gradients."""
+        queue = self._queues[target]
+        while queue[-1].target == self._stage:
+            self._receive_next(queue)
+        message = queue.pop()
+        assert message[1:] == (kind, self._stage, target, microbatch, place), message
+        self._sent.append(self._start(message, xs))
+
+    def receive(self, kind: str, microbatch: int, place: int, source: int) -> list[Tensor]:
+        """Wait for the leaves of h, or their gradients."""
+        while (kind, microbatch, place) not in self._arriving:
+            self._receive_next(self._queues[source])
+        pending = self._arriving.pop((kind, microbatch, place))
+        out: list[Tensor] = list(self._empty)
+        with unchecked():
+            for wait, group in zip(pending, self._groups, strict=True):
+                for i, x in zip(group, wait(), strict=True):
+                    out[i] = x
+        if (types := checker()) is not None:
+            for x, like in zip(out, self._like, strict=True):
+                types.set_message_type(x, like, "pipelined", self._axes)
+        return out
+
+    def end(self) -> None:
+        """Wait for the last sends."""
+        for wait in [wait for pending in self._sent for wait in pending]:
+            wait()
+        assert not self._arriving
+        assert not any(self._queues.values())
+
+    def _receive_next(self, queue: list[_Message]) -> None:
+        message = queue.pop()
+        assert message.target == self._stage, message
+        self._arriving[message.kind, message.microbatch, message.place] = self._start(message, self._empty)
+
+    def _start(self, message: _Message, xs: Sequence[Tensor]) -> list[PendingTransfer]:
+        with unchecked(), transposing(site()) if message.kind == "B" else contextlib.nullcontext():
+            pair = [(message.source, message.target)]
+            return [self._comm.send([xs[i] for i in group], pair, self._axes) for group in self._groups]
+
+
+# --- the shapes of h and of the results -------------------------------------------------------------------------
+
+
+class _Silent(AbstractComm):
+    """A comm that moves nothing, and of which nobody takes note."""
+
+    def _note(self, *_: Any) -> None:
+        pass
+
+
+def _outline(f: Callable[[], Any], tensors: Sequence[Any]) -> Any:
+    """Return f() on tensors without values, each rank for itself; a checked call types them."""
+    fakes = [x.fake_mode for x in tensors if hasattr(x, "fake_mode")]  # in a dry run
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_modes())
+        stack.enter_context(fakes[0] if fakes else fake_tensors())
+        if in_region():
+            current = region()
+            silent = _Silent(current.sizes, current.coords, [])
+            stack.enter_context(bind(replace(current, comm=silent, scratch={})))
+        if (types := checker()) is not None:
+            stack.enter_context(types)
+        with torch.no_grad():
+            return f()
+
+
+# --- one run ----------------------------------------------------------------------------------------------------
+
+
+class _Graph(NamedTuple):
+    """What a chunk keeps of a microbatch until its backward pass: the received leaves, and the roots of its graph."""
+
+    inputs: Sequence[Tensor]
+    roots: Sequence[Any]  # an edge, or in a checked call a tensor; None without a gradient
+
+
+class _Run:
+    """One rank's run of a table."""
+
+    def __init__(
+        self, pipe: Pipelined, order: ScheduleTable, axes: tuple[str, ...], params: Any, batch: Any, each: Any
+    ) -> None:
+        self.pipe, self.order, self.axes = pipe, order, axes
+        self.final, self.stage = order.stages * order.chunks - 1, axis_position(axes or None)
+        (self.ends, self.layers), self.each, m = params, each, order.microbatches
+        self.parts = list(microbatches([x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.ndim], m))
+        self.batches = [split_rows("pipelined: batch", batch, i, m) for i in range(m)]
+        h, result = self._outline()
+        self.h, self.h_def = tree.flatten(h)
+        zero = lambda x: torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)  # noqa: E731
+        self.result = tree.map(lambda x: zero(x) if isinstance(x, Tensor) else x, result)
+        self.messages = _Messages(order, axes, self.stage, self.h)
+        self.found: list[Any] = []  # what `last` returns for each microbatch
+        self.graphs: dict[tuple[int, int], _Graph] = {}
+        self.later: dict[tuple[int, int], Callable[[], None]] = {}
+
+    def _outline(self) -> tuple[Any, Any]:
+        """Return h and the result of `last`, without values."""
+
+        def run() -> tuple[Any, Any]:
+            with in_microbatch(self.parts[0]):
+                h = self.pipe.first(self.ends, self.batches[0])
+                for path, x in tree.leaves_with_path(h):
+                    if not isinstance(x, Tensor) or not differentiable_dtype(x):
+                        raise fail(f"pipelined: {tree.show('the h of first', path)} is {shown(x)}, not a tensor of "
+                                   "floating numbers", fix="what is not differentiated is in the batch, which each "
+                                   "stage has")  # fmt: skip
+                return h, self.pipe.last(self.ends, h, self.batches[0])
+
+        return _outline(run, tree.leaves((self.ends, self.layers, self.batches[0])))
+
+    # --- results ---
+
+    def value_and_grad(self) -> tuple[Tensor, Any, Any, Any]:
+        """Return the sums of the losses and the counts, the stacked aux, and the sums of the gradients."""
+        loss, count, aux = self._of_last(self.result)
+        leaves, treedef = tree.flatten((self.ends, self.layers))
+        sums = [torch.zeros_like(x) for x in leaves]
+        d_ends, d_layers = tree.unflatten(treedef, sums)
+        self.ends, self.weights = _with_grads(self.ends, d_ends)
+        layers, chunks = _unbind(self.layers, "layers", self.order.chunks), self.order.chunks
+        pairs = [_with_grads(p, d) for p, d in zip(layers, _unbind(d_layers, "layers", chunks), strict=True)]
+        self.weights_of = [[x for _, xs in part for x in xs] for part in _parts(pairs, chunks)]
+        self.chunks = _parts(_join([p for p, _ in pairs], _unbind(self.each, "each", chunks)), chunks)
+        with differentiating(), torch.enable_grad():
+            self._run()
+        rows = [self._of_last(x) for x in self.found]
+        total = sum([x.detach() for x, _, _ in rows], torch.zeros_like(loss))
+        if isinstance(count, Tensor):
+            n: Any = sum([n for _, n, _ in rows], torch.zeros_like(count))
+        else:
+            n = count * self.order.microbatches
+        auxes = stacked("pipelined", [x for _, _, x in rows] or [aux] * self.order.microbatches)
+        known = (total, n if isinstance(n, Tensor) else total, auxes)
+        total, counts, auxes = self._from_last_stage(known)
+        if (types := checker()) is not None:
+            types.check_gradients([], leaves, sums)
+        return total, counts if isinstance(n, Tensor) else n, auxes, tree.unflatten(treedef, sums)
+
+    def results(self) -> Any:
+        """Return the stacked results of `last`."""
+        chunks = self.order.chunks
+        self.chunks = _parts(_join(_unbind(self.layers, "layers", chunks), _unbind(self.each, "each", chunks)), chunks)
+        self._run()
+        return self._from_last_stage(stacked("pipelined", self.found or [self.result] * self.order.microbatches))
+
+    def _from_last_stage(self, xs: Any) -> Any:
+        """Return the last stage's values on each stage: a sum, in which the others have zeros."""
+        if self.stage != self.order.stages - 1:
+            xs = tree.map(torch.zeros_like, xs)
+        is_bool = tree.map(lambda x: x.dtype == torch.bool, xs)
+        out = psum(pvary(tree.map(lambda x, b: x.to(torch.uint8) if b else x, xs, is_bool), self.axes), self.axes)
+        return tree.map(lambda x, b: x.bool() if b else x, out, is_bool)
+
+    def _of_last(self, x: Any) -> tuple[Tensor, Any, Any]:
+        """Return (loss, count, aux) of a result of `last`."""
+        loss, aux = pair("pipelined(last)", "has_aux", x, "(loss, aux)") if self.pipe.has_aux else (x, None)
+        if self.pipe.counted:
+            loss, count = pair("pipelined(last)", "counted", loss, "(total, count)")
+        elif isinstance(loss, tuple) and len(loss) == 2:
+            raise fail("pipelined(last): the loss is a pair", fix="counted=True for (total, count), has_aux=True for "
+                       "(loss, aux)")  # fmt: skip
+        else:
+            count = 1
+        check_loss("pipelined(last)", loss)
+        return loss, count, aux
+
+    # --- operations ---
+
+    def _run(self) -> None:
+        for timed in self.order.times()[self.stage]:
+            op = timed.operation
+            self.messages.begin(timed)
+            with in_microbatch(self.parts[op.microbatch]):
+                if op.kind == "F":
+                    self._forward(op)
+                elif op.kind == "W":
+                    self.later.pop(op[1:])()
+                else:
+                    self._backward(op)
+        self.messages.end()
+
+    def _forward(self, op: Operation) -> None:
+        n, place, batch = self.order.stages, op.chunk * self.order.stages + self.stage, self.batches[op.microbatch]
+        recorded = torch.is_grad_enabled()
+        if place == 0:
+            inputs: list[Tensor] = []
+            h = self.pipe.first(self.ends, batch)
+        else:
+            inputs = self.messages.receive("F", op.microbatch, place, (self.stage - 1) % n)
+            if recorded:
+                inputs = [x.detach().requires_grad_() for x in inputs]
+            h = tree.unflatten(self.h_def, inputs)
+        for layer, extra in self.chunks[op.chunk]:
+            h = self.pipe.stage(layer, h, batch, *extra)
+        self._check_h(h, place)
+        if place == self.final:
+            self.found.append(self.pipe.last(self.ends, h, batch))
+            roots = [self._of_last(self.found[-1])[0]] if recorded else []
+        else:
+            roots = tree.leaves(h)
+            self.messages.send("F", op.microbatch, place + 1, (self.stage + 1) % n, [x.detach() for x in roots])
+        if recorded:  # h itself is not kept: its graph does not need it
+            keep = get_gradient_edge if checker() is None else lambda x: x
+            self.graphs[op[1:]] = _Graph(inputs, [keep(x) if x.requires_grad else None for x in roots])
+
+    def _backward(self, op: Operation) -> None:
+        n, place = self.order.stages, op.chunk * self.order.stages + self.stage
+        grads: Sequence[Tensor | None] = [None]
+        if place < self.final:
+            grads = self.messages.receive("B", op.microbatch, place, (self.stage + 1) % n)
+        elif checker() is None:
+            grads = [torch.ones_like(self._of_last(self.result)[0])]
+        inputs, roots = self.graphs.pop(op[1:])
+        weights = [*self.weights, *self.weights_of[op.chunk]]
+        known = [(root, g) for root, g in zip(roots, grads, strict=True) if root is not None]
+        roots, grads = [root for root, _ in known], [g for _, g in known]
+        del known
+        if op.kind == "D":
+            self.later[op[1:]] = lambda: None
+        if op.kind == "D" and inputs and roots and checker() is None:
+            self.later[op[1:]] = backward_of_inputs(roots, grads, inputs, weights)
+        elif roots:
+            torch.autograd.backward(roots, grads, inputs=[*inputs, *weights])
+        if place:
+            self.messages.send("B", op.microbatch, place - 1, (self.stage - 1) % n,
+                               [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs])  # fmt: skip
+
+    def _check_h(self, h: Any, place: int) -> None:
+        """Raise for an h of another structure, shape, dtype or type than the stages agreed on."""
+        by = "stage" if place else "first or stage"
+        leaves, treedef = tree.flatten(h)
+        if treedef != self.h_def:
+            raise fail(f"pipelined({by}): h has another structure than first returns",
+                       first=self.h_def, h=treedef, fix="return a tree like h")  # fmt: skip
+        types = checker()
+        for x, like in zip(leaves, self.h, strict=True):
+            have, want = ([str(x.dtype)[6:], list(x.shape)] if isinstance(x, Tensor) else [shown(x)] for x in (x, like))
+            if have != want:
+                raise fail(f"pipelined({by}): h has another shape or dtype than first returns",
+                           "each stage sends to the next one what it receives",
+                           first=f"{want[0]}{want[1]}", stage="".join(map(str, have)), fix="return h as it came: "
+                           "x.to(h.dtype)" if have[1:] == want[1:] else "one shape for all layers")  # fmt: skip
+            if types is not None:
+                a, b = types.info(x).type, types.info(like).type
+                other = ((a.varying & b.invariant) | (a.invariant & b.varying)) - set(self.axes)
+                if other:
+                    names = ", ".join(map(repr, sorted(other)))
+                    where = "stage" if a.varying & other else "first"
+                    raise fail(f"pipelined({by}): h varies over {names} in the result of {where} only",
+                               fix=f"fs.pvary(h, {names}) in the other")  # fmt: skip
+
+
+def _with_grads(params: Any, grads: Any) -> tuple[Any, list[Tensor]]:
+    """Return leaves of autograd that share memory with parameters, and whose gradients are added to `grads`."""
+    leaves, treedef = tree.flatten(params)
+    new = [x.detach().requires_grad_() for x in leaves]
+    keep_placed(new, leaves)
+    for x, g in zip(new, tree.leaves(grads), strict=True):
+        x.grad = g
+    return tree.unflatten(treedef, new), new
+
+
+def _parts(xs: Sequence[Any], chunks: int) -> list[Sequence[Any]]:
+    """Return equal parts of the layers of a stage."""
+    size = len(xs) // chunks
+    return [xs[i * size : (i + 1) * size] for i in range(chunks)]

@@ -1,0 +1,188 @@
+"""Tables of pipeline schedules: which microbatch each stage computes, in which order. They know nothing of tensors.
+
+Legend: n stages, m microbatches, v chunks of layers in each stage. A microbatch passes n * v places: place
+chunk * n + stage. F is a chunk's forward pass; B its backward pass, or in two parts D, the gradient by the chunk's
+input, and W, by its weights.
+Source: Huang et al., 2019, "GPipe"; Narayanan et al., 2021, "Efficient large-scale language model training" (1F1B,
+interleaved); Qi et al., 2023, "Zero bubble pipeline parallelism" (its schedule ZB-H1).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from fshard.errors import checked, fail, number_of
+
+Kind = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+_MOST_TICKS = 60  # columns of a picture
+
+
+class Operation(NamedTuple):
+    """One operation of a stage: F, B, D or W of a microbatch, on a chunk of the stage's layers."""
+
+    kind: Literal["F", "B", "D", "W"]
+    microbatch: int
+    chunk: int = 0
+
+
+class Timed(NamedTuple):
+    """An operation with the times of its start and of its end."""
+
+    start: float
+    end: float
+    operation: Operation
+
+
+@dataclass(frozen=True)
+class ScheduleTable:
+    """The operations of each stage in order, in `orders`. Its repr is a picture: a row for each stage, a column for a tick.
+
+    Each operation starts as early as its stage and its input allow.
+    """
+
+    kind: str
+    stages: int
+    microbatches: int
+    chunks: int
+    orders: tuple[tuple[Operation, ...], ...]
+
+    def times(self, f: float = 1, b: float = 1, w: float = 1) -> tuple[tuple[Timed, ...], ...]:
+        """Return the operations of each stage with their times, if F takes f, D b, W w, and B their sum b + w."""
+        cost = {"F": f, "B": b + w, "D": b, "W": w}
+        ends: dict[tuple[str, int, int], float] = {}
+        rows: list[list[Timed]] = [[] for _ in self.orders]
+        waiting = True
+        while waiting:
+            waiting = False
+            for stage, (order, row) in enumerate(zip(self.orders, rows, strict=True)):
+                for op in order[len(row) :]:
+                    before = self._input_of(op, stage)
+                    if before is not None and before not in ends:
+                        break
+                    start = max(row[-1].end if row else 0, 0 if before is None else ends[before])
+                    row.append(Timed(start, start + cost[op.kind], op))
+                    ends[_result(op), op.microbatch, op.chunk * self.stages + stage] = row[-1].end
+                    waiting = True
+        if any(len(row) < len(order) for row, order in zip(rows, self.orders, strict=True)):
+            raise AssertionError(f"{self.kind}: stages wait for each other")
+        return tuple(map(tuple, rows))
+
+    def _input_of(self, op: Operation, stage: int) -> tuple[str, int, int] | None:
+        """Return the result that an operation needs, as (F, B or W, microbatch, place); None for the batch."""
+        place = op.chunk * self.stages + stage
+        if op.kind == "W":
+            return "B", op.microbatch, place
+        if op.kind == "F":
+            return ("F", op.microbatch, place - 1) if place else None
+        is_last = place == self.stages * self.chunks - 1
+        return ("F", op.microbatch, place) if is_last else ("B", op.microbatch, place + 1)
+
+    def bubble(self, f: float = 1, b: float = 1, w: float = 1) -> float:
+        """Return the share of the time in which a stage waits: f, b and w are the times of F, D and W of a chunk."""
+        total = max(row[-1].end for row in self.times(f, b, w))
+        return 1 - (f + b + w) * self.microbatches * self.chunks / total
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The most chunks whose activations each stage keeps at a time: those between their F and their B or W."""
+        change = {"F": 1, "B": -1, "D": 0, "W": -1}
+        most = []
+        for order in self.orders:
+            kept, peak = 0, 0
+            for op in order:
+                kept += change[op.kind]
+                peak = max(peak, kept)
+            most.append(peak)
+        return tuple(most)
+
+    def __repr__(self) -> str:
+        rows, width = self.times(), len(str(self.microbatches - 1)) + 1 + (self.chunks > 1)
+        ticks = int(max(row[-1].end for row in rows))
+        lines = []
+        for stage, row in enumerate(rows):
+            cells = ["."] * ticks
+            for start, end, op in row:
+                chunk = chr(ord("a") + op.chunk % 26) if self.chunks > 1 else ""
+                cells[int(start) : int(end)] = [f"{op.kind}{op.microbatch}{chunk}"] * int(end - start)
+            more = " ..." if ticks > _MOST_TICKS else ""
+            shown = " ".join(f"{cell:<{width}}" for cell in cells[:_MOST_TICKS]).rstrip()
+            lines.append(f"  stage {stage}  {shown}{more}")
+        size = f"{number_of(self.stages, 'stage')}, microbatches 0 to {self.microbatches - 1}"
+        kept = ", ".join(map(str, self.in_flight))
+        unit = "chunks" if self.chunks > 1 else "microbatches"
+        return "\n".join([f"{self.kind}: {size}{f', {self.chunks} chunks in each stage' if self.chunks > 1 else ''}",
+                          *lines, f"  stages wait {100 * self.bubble():.1f}% of the time",
+                          f"  {unit} whose activations a stage keeps: {kept}"])  # fmt: skip
+
+
+def _result(op: Operation) -> str:
+    """Return the letter of what an operation computes for other places: the gradient of D is that of B."""
+    return "B" if op.kind == "D" else op.kind
+
+
+@checked
+def schedule_table(kind: Kind, n: int, m: int, chunks: int = 1) -> ScheduleTable:
+    """Return the order of a pipeline's operations: n stages, m microbatches, `chunks` of layers in each stage.
+
+        kind           bubble, if F, D and W take 1 each     microbatches kept on stage s
+        gpipe          3(n-1) / (3m + 3(n-1))                m
+        1f1b           3(n-1) / (3m + 3(n-1))                min(m, n-s)
+        interleaved    3(n-1) / (3mv + 3(n-1))               ((v-1)n + 2(n-s-1) + 1) / v
+        zero_bubble    (n-1) / (3m + n-1)                    n
+
+    These are for m of at least n; in an interleaved schedule a multiple of n. Any m is possible. The table knows
+    nothing of tensors; `.bubble(f, b, w)` is the share of waiting for other times, `.in_flight` what each stage keeps,
+    `.orders` the operations.
+
+    >>> schedule_table("1f1b", 2, 3)
+    1f1b: 2 stages, 3 microbatches
+      stage 0  F0 F1 .  .  B0 B0 F2 .  B1 B1 .  B2 B2
+      stage 1  .  F0 B0 B0 F1 B1 B1 F2 B2 B2
+
+    Raises ShardingError for chunks of a schedule that has none.
+    """
+    if n < 1 or m < 1 or chunks < 1:
+        raise fail(f"schedule_table: n={n}, m={m}, chunks={chunks}", fix="1 or more of each")
+    if chunks > 1 and kind not in ("interleaved", "gpipe"):
+        raise fail(f"schedule_table: chunks={chunks}, and a stage of {kind!r} has one", fix='"interleaved"')
+    return table(kind, n, m, chunks)
+
+
+@functools.cache
+def table(kind: str, n: int, m: int, v: int) -> ScheduleTable:
+    """Return the table of a schedule; of the kind "forward", it has only the forward passes."""
+    orders = [_zero_bubble(n, m, s) if kind == "zero_bubble" else _one_by_one(kind, n, m, v, s) for s in range(n)]
+    return ScheduleTable(kind, n, m, v, tuple(map(tuple, orders)))
+
+
+def _one_by_one(kind: str, n: int, m: int, v: int, stage: int) -> list[Operation]:
+    """Return some forward passes, then one and one backward pass in turn, then the other backward passes.
+
+    Each chunk computes n microbatches before the next chunk does. Where n does not divide m, the order is the one of
+    the next multiple of n, without the microbatches that are not there.
+    """
+    rounds = [range(i, i + n) for i in range(0, m, n)]
+    forward = [Operation("F", i, c) for group in rounds for c in range(v) for i in group]
+    backward = [Operation("B", i, c) for group in rounds for c in reversed(range(v)) for i in group]
+    behind = n - stage - 1
+    first = {"1f1b": behind, "interleaved": 2 * behind + (v - 1) * n if v > 1 else behind}.get(kind, len(forward))
+    order = forward[:first]
+    for pair in zip(forward[first:], backward, strict=False):
+        order += pair
+    order += [] if kind == "forward" else backward[max(0, len(forward) - first) :]
+    return [op for op in order if op.microbatch < m]
+
+
+def _zero_bubble(n: int, m: int, stage: int) -> list[Operation]:
+    """Return the order of 1F1B with D in the place of B, and with W `stage` microbatches later: ZB-H1.
+
+    Stage s so keeps n - s microbatches before their D, as 1F1B does, and s before their W.
+    """
+    order = [Operation("F", i) for i in range(min(m, n - stage - 1))]
+    for i in range(m):
+        order += [Operation("F", i + n - stage - 1)] if i + n - stage - 1 < m else []
+        order += [Operation("D", i)]
+        order += [Operation("W", i - stage)] if i >= stage else []
+    return order + [Operation("W", i) for i in range(max(0, m - stage), m)]
