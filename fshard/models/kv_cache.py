@@ -64,9 +64,14 @@ class Tokens(NamedTuple):
     size: int | None = None  # of the sequence, where an axis splits it
 
     @property
+    def total(self) -> int:
+        """The number of tokens of this call, on all ranks."""
+        return self.t if self.size is None else self.size
+
+    @property
     def stop(self) -> int:
         """The number of tokens so far, on all ranks."""
-        return self.start + self.t if self.size is None else self.size
+        return self.start + self.total
 
     @staticmethod
     def of(ids: Tensor, mask: Tensor | Tokens | None = None, cache: Cache | None = None) -> Tokens:

@@ -184,7 +184,7 @@ def losses(
     {'cross_entropy': tensor(3.5229), 'balance': tensor(2.2363), 'z': tensor(4.3002)}
     """
     names = [name for name in shapes_of(init, cfg) if name != "h"]
-    ids, targets, documents = layout.to_zigzag(ids, targets, documents)
+    layout, ids, targets, documents = layout.to_zigzag(ids, targets, documents)
     attended = located(ids, mask, None, documents, layout.context)
     x, top, outs = _forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat, mask=attended)
     logits = head_logits(cfg, layout, top, x, ids.shape[1])

@@ -23,7 +23,7 @@ METHODS = ("ring", "gather", "ulysses")
 ORDERS = ("zigzag", "contiguous")
 
 
-def dense(q, k, v, *, causal=False, mask=None, scale=None, window=None, documents=None):
+def dense(q, k, v, *, causal=False, mask=None, scale=None, window=None, documents=None, rate=0.0, key=None):
     """Attention and its log-sum-exp by the definition, with all scores at once."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -38,7 +38,8 @@ def dense(q, k, v, *, causal=False, mask=None, scale=None, window=None, document
     scores = (scores if mask is None else scores + mask).masked_fill(~allowed, -math.inf)
     none = (scores == -math.inf).all(-1)
     weights = torch.softmax(scores.masked_fill(none[..., None], 0), -1).masked_fill(none[..., None], 0)
-    return weights @ v, scores.masked_fill(none[..., None], 0).logsumexp(-1).masked_fill(none, -math.inf)
+    lse = scores.masked_fill(none[..., None], 0).logsumexp(-1).masked_fill(none, -math.inf)
+    return nn.dropout(weights, rate, key=key) @ v, lse
 
 
 def inputs(t, heads=4, groups=2, dtype=torch.float64, k=8):
@@ -139,13 +140,15 @@ def test_context_attention_equals_one_device(method, order):
 
     Megatron-LM#1464: wrong dQ, dK, dV.
     """
-    cases = [(n, t, causal, None, 0, 2) for n in (1, 2, 3, 4, 8) for t in (16, 22, 5) for causal in (True, False)]
-    cases += [(n, t, True, window, 0, 2) for n in (2, 8) for t in (16, 21) for window in (1, 5)]
-    cases += [(n, t, causal, window, documents, 2) for n in (2, 3) for t in (16, 22) for documents in (1, 4, 7)
+    cases = [(n, t, causal, None, 0, 2, 0) for n in (1, 2, 3, 4, 8) for t in (16, 22, 5) for causal in (True, False)]
+    cases += [(n, t, True, window, 0, 2, 0) for n in (2, 8) for t in (16, 21) for window in (1, 5)]
+    cases += [(n, t, causal, window, documents, 2, 0) for n in (2, 3) for t in (16, 22) for documents in (1, 4, 7)
               for causal, window in ((True, None), (True, 4), (False, None))]  # fmt: skip
-    cases += [(n, 16, True, None, 0, groups) for n in (2, 3, 4) for groups in (1, 4)]
-    for n, t, causal, window, documents, groups in cases:
+    cases += [(n, 16, True, None, 0, groups, 0) for n in (2, 3, 4) for groups in (1, 4)]
+    cases += [(n, t, True, 5, 4, 2, 0.3) for n in (1, 2, 3, 8) for t in (16, 22, 5)]
+    for n, t, causal, window, documents, groups, rate in cases:
         args, numbers, options = inputs(t, groups=groups), packed(t, documents), {"causal": causal, "window": window}
+        options |= {"rate": rate, "key": fs.key(5)} if rate else {}
         got = on_mesh({"s": n}, args, numbers, method=method, order=order, **options)
         want = value_and_vjp(lambda *a, n=numbers, o=options: dense(*a, documents=n, **o)[0], *args)
         close(got, want, f"{n} ranks, T {t}, G {groups}, {documents} documents, {options}", tol=1e-12)
@@ -155,9 +158,10 @@ def test_context_attention_equals_one_device(method, order):
 def test_context_attention_over_two_axes_equals_one_device(method):
     for sizes, t, order in itertools.product(({"a": 2, "b": 2}, {"a": 3, "b": 2}, {"a": 1, "b": 2}), (16, 21), ORDERS):
         args, numbers = inputs(t), packed(t, 3)
-        got = on_mesh(sizes, args, numbers, method=method, order=order)
-        want = value_and_vjp(lambda *a, n=numbers: dense(*a, causal=True, documents=n)[0], *args)
-        close(got, want, f"{sizes} T {t} {order}", tol=1e-12)
+        for options in ({}, {"rate": 0.3, "key": fs.key(5)} if sizes["a"] == 3 else {}):
+            got = on_mesh(sizes, args, numbers, method=method, order=order, **options)
+            want = value_and_vjp(lambda *a, n=numbers, o=options: dense(*a, causal=True, documents=n, **o)[0], *args)
+            close(got, want, f"{sizes} T {t} {order} {options}", tol=1e-12)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -348,6 +352,22 @@ def test_zigzag_order_is_undone_and_is_where_its_positions_say(t):
     assert on({"s": 2}, first, (), (), P("s")).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize(("n", "model"), [(1, 1), (2, 1), (3, 1), (2, 3)])
+def test_dropout_in_the_zigzag_order_has_the_mask_of_one_device(n, model):
+    """Also of parts that another axis splits, and of T that nothing divides."""
+    for t in (16, 22, 5):
+        x = torch.ones(4, t, 3)
+
+        def f(x, t=t):
+            moved = nn.to_zigzag(x, "s", size=t)
+            part = nn.dropout(fs.pslice(moved, "m", 1), 0.5, key=fs.key(1), spec=P(None, ("s", "m")),
+                              shape=(4, t, 3), zigzag="s")  # fmt: skip
+            return nn.from_zigzag(fs.all_gather(part, "m", 1, size=moved.shape[1]), "s", size=t)
+
+        got = on({"s": n, "m": model}, f, (x,), (P(None, "s"),), P(None, "s"), check="never")
+        close(got, nn.dropout(x, 0.5, key=fs.key(1)), f"T {t}", tol=0)
+
+
 def test_errors_of_context_attention():
     q, k, v = inputs(8)
 
@@ -369,4 +389,11 @@ def test_errors_of_context_attention():
         lambda q, k, v, d: nn.context_attention(q, k, v, "s", documents=d[:, :1]), q, k, v, packed(8, 2)
     )
     assert "window=0" in text(lambda q, k, v: nn.context_attention(q, k, v, "s", window=0), q, k, v)
+    wrong = {"rate": 0.5, "key": fs.key(0), "shape": (2, 8, 8, 8)}
+    assert "the weights of these heads are not this rank's part of spec and shape" in text(
+        lambda q, k, v: nn.context_attention(q, k, v, "s", **wrong), q, k, v
+    )
+    assert "zigzag='s' is not the first axis of a dim of spec P()" in text(
+        lambda q: nn.dropout(q, 0.5, key=fs.key(0), spec=P(), zigzag="s"), q
+    )
     assert "do not fit" in text(lambda q, k, v: nn.context_attention(q, k[:, :, :2], v, "s"), q, k, v)
