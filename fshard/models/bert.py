@@ -222,8 +222,8 @@ def _block(
     if rate and key is not None:
         weights = layout.global_shape((len(q), cfg.num_attention_heads, size, size))
     dropout: Any = {"rate": rate, "key": fold_name(key, "attn"), "spec": P(layout.data, layout.model), "shape": weights}
-    if layout.context:  # padding attends to padding: its states have no meaning
-        a = nn.context_attention(q, k, v, layout.context, order="contiguous", causal=False, documents=attended,
+    if layout.context:
+        a = nn.context_attention(q, k, v, layout.context, order="contiguous", causal=False, mask=attended,
                                  size=size, **dropout)  # fmt: skip
     else:
         mask = None if attended is None else attended[:, None, None, :]  # [B, 1, 1, T]

@@ -330,9 +330,10 @@ def rope_angles(
     length: int | Tensor | None = None
     if parameters.get("rope_type") in ("dynamic", "longrope"):
         length = tokens.stop
-        if tokens.mask is not None:
+        if tokens.positions.ndim == 2:
             ends = tokens.positions + 1
-            length = pmax(ends.max() if ends.numel() else ends.new_zeros(()), layout.data)  # a rank may have no rows
+            last = ends.max() if ends.numel() else ends.new_zeros(())  # a rank may have no rows
+            length = pmax(last, layout.examples)
     rates, factor = rope.frequencies(parameters, width, longest, length=length, device=tokens.positions.device)
     return rope.angles(tokens.positions, rates, factor, dtype=dtype)
 
@@ -350,8 +351,8 @@ def causal_attention(
     drops = rate and key is not None
     if layout.context:
         weights = layout.global_shape((len(q), heads // group, group, tokens.total, tokens.total)) if drops else None
-        a = nn.context_attention(q, k, v, layout.context, documents=tokens.documents, window=window, scale=scale,
-                                 size=tokens.size, rate=rate, key=fold_name(key, "attn"),
+        a = nn.context_attention(q, k, v, layout.context, mask=tokens.real, documents=tokens.documents,
+                                 window=window, scale=scale, size=tokens.size, rate=rate, key=fold_name(key, "attn"),
                                  spec=P(layout.data, layout.model), shape=weights)  # fmt: skip
         return a.transpose(1, 2).flatten(2), None
     if window is None:
@@ -435,7 +436,7 @@ def loss_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor]:
         tensor(3.19...)
         """
         check_config("loss", cfg, config)
-        layout, ids, targets, documents = layout.to_zigzag(ids, targets, documents)  # logits need not move back
+        layout, ids, targets, mask, documents = layout.to_zigzag(ids, targets, mask, documents)  # and so are logits
         logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
                        documents=documents)  # fmt: skip
         return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.examples or None,
@@ -525,7 +526,7 @@ def decoder_of(
         """
         check_config("apply", cfg, config)
         names = [name for name in shapes_of(init, cfg) if name != "h"]
-        inside, ids, documents = layout.to_zigzag(ids, documents)
+        inside, ids, mask, documents = layout.to_zigzag(ids, mask, documents)
         x, top, blocks = forward(cfg, params, ids, names, layout=inside, specs=specs, key=key, remat=remat,
                                  mask=located(ids, mask, cache, documents, layout.context), cache=cache)  # fmt: skip
         out = layout.from_zigzag(logits(cfg, layout, top, x, ids.shape[1]))
@@ -545,7 +546,7 @@ def decoder_of(
         """
         check_config("states", cfg, config)
         names = [name for name in shapes_of(init, cfg) if name not in ("h", "head")]
-        inside, ids, documents = layout.to_zigzag(ids, documents)
+        inside, ids, mask, documents = layout.to_zigzag(ids, mask, documents)
         x, *_ = forward(cfg, params, ids, names, layout=inside, specs=specs, key=key, remat=remat,
                         mask=located(ids, mask, None, documents, layout.context))  # fmt: skip
         return layout.from_zigzag(layout.whole(x, ids.shape[1]))

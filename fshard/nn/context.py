@@ -54,27 +54,28 @@ class _Block(NamedTuple):
 
 
 class _Rule:
-    """A rule for the positions that one attends to: all, or those up to itself; the last `window`; of its document.
+    """A rule for the positions that one attends to: all, or those up to itself; the last `window`; by numbers.
 
-    `documents` [B, T] are numbers by position. Where they have no values, all documents may meet.
+    A query and a key meet if their numbers, [B, T, 2] by position, are equal. Where they have no values, all may meet.
     """
 
-    def __init__(self, causal: bool, window: int | None, documents: Tensor | None) -> None:
+    def __init__(self, causal: bool, window: int | None, numbers: Tensor | None) -> None:
         self.causal, self.window = causal, math.inf if window is None else window
-        self.has_documents = documents is not None
+        self.has_numbers = numbers is not None
         self._numbers: Tensor | None = None
-        if documents is not None and has_values():
+        if numbers is not None and has_values() and not torch.compiler.is_dynamo_compiling():
             with unchecked():
-                self._numbers = unwrapped(documents).cpu()
+                self._numbers = unwrapped(numbers).cpu()
 
     def kind(self, a: Piece, b: Piece) -> Literal["none", "all", "mask", "causal"]:
         """Return how queries of `a` and keys of `b` meet."""
         ahead = 0 if self.causal else self.window - 1
         if b.stop - 1 <= a.start - self.window or b.start > a.stop - 1 + ahead:
             return "none"
-        same = not self.has_documents
+        same = not self.has_numbers
         if self._numbers is not None:
-            (a_low, a_high), (b_low, b_high) = (self._numbers[:, p.start : p.stop].aminmax(dim=1) for p in (a, b))
+            (a_low, a_high), (b_low, b_high) = (self._numbers[:, p.start : p.stop, i].aminmax(dim=1)
+                                                for i, p in enumerate((a, b)))  # fmt: skip
             if bool(((a_low > b_high) | (b_low > a_high)).all()):
                 return "none"
             same = bool(((a_low == a_high) & (b_low == b_high) & (a_low == b_low)).all())
@@ -84,7 +85,7 @@ class _Rule:
         return "causal" if same and is_square else "mask"
 
     def blocks(self, queries: Sequence[Piece], keys: Sequence[Piece]) -> list[_Block]:
-        """Return the blocks of queries that meet keys; the first one of a query has a key for it, if any has."""
+        """Return the blocks of queries that meet keys."""
         kinds = {(a, b): self.kind(a, b) for a in queries for b in keys}
         if queries == keys and all(kind == ("causal" if a == b else "all" if b < a else "none")
                                    for (a, b), kind in kinds.items()):  # fmt: skip
@@ -98,7 +99,7 @@ class _Rule:
                     runs[-1] = runs[-1]._replace(keys=(*runs[-1].keys, b))
                 elif kind != "none":
                     runs.append(_Block((a,), (b,), kind))
-            for run in sorted(runs, key=lambda run: run.kind == "mask" and a[:2] not in [b[:2] for b in run.keys]):
+            for run in runs:
                 for i, known in enumerate(out):
                     if known.kind == run.kind == "all" and known.keys == run.keys and known.rows.stop == a.at:
                         out[i] = known._replace(queries=(*known.queries, a))
@@ -107,7 +108,7 @@ class _Rule:
                     out.append(run)
         return out
 
-    def mask(self, block: _Block, documents: Tensor | None, like: Tensor) -> Tensor | None:
+    def mask(self, block: _Block, numbers: Tensor | None, like: Tensor) -> Tensor | None:
         """Return the numbers to add to the scores of a block, [B or 1, 1, queries, keys], if it needs any."""
         if block.kind != "mask":
             return None
@@ -115,9 +116,9 @@ class _Rule:
         behind = q[:, None] - k
         allowed = behind >= 0 if self.causal else behind > -self.window
         allowed = (allowed & (behind < self.window))[None]
-        if documents is not None:
-            of_q, of_k = (torch.cat([documents[:, p.start : p.stop] for p in pieces], 1)
-                          for pieces in (block.queries, block.keys))  # fmt: skip
+        if numbers is not None:
+            of_q, of_k = (torch.cat([numbers[:, p.start : p.stop, i] for p in pieces], 1)
+                          for i, pieces in enumerate((block.queries, block.keys)))  # fmt: skip
             allowed = allowed & (of_q[:, :, None] == of_k[:, None, :])
         return additive(allowed[:, None], like.dtype)
 
@@ -130,9 +131,9 @@ Method = Literal["ring", "gather", "ulysses"]
 @checked
 def context_attention(
     q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, method: Method | tuple[Method, Method] = "ring",
-    order: Order = "zigzag", causal: bool = True, documents: Tensor | None = None, window: int | None = None,
-    scale: float | None = None, size: int | None = None, rate: float = 0.0, key: Tensor | None = None,
-    spec: P | None = None, shape: tuple[int, ...] | None = None,
+    order: Order = "zigzag", causal: bool = True, mask: Tensor | None = None, documents: Tensor | None = None,
+    window: int | None = None, scale: float | None = None, size: int | None = None, rate: float = 0.0,
+    key: Tensor | None = None, spec: P | None = None, shape: tuple[int, ...] | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute attention over an axis that splits the positions: q [B, H, T@axis, K] -> [B, H, T@axis, K].
 
@@ -151,6 +152,7 @@ def context_attention(
         order: of the tokens, as the ranks have them: "zigzag" if `to_zigzag` moved them, which gives causal ranks equal
             work, or "contiguous".
         causal: a position attends to those up to itself; else to all.
+        mask: [B, T@axis], 0 for padding, which no position attends to.
         documents: [B, T@axis], numbers of packed documents: a position attends to its document. Parts of the keys that
             have no document in common with the queries are not computed.
         window: a position attends to the last `window` positions up to itself, or less than `window` away.
@@ -177,9 +179,10 @@ def context_attention(
     if any(x.ndim != 4 for x in (q, k, v)) or k.shape[:3] != v.shape[:3] or q.shape[2] != k.shape[2]:
         raise fail(f"{verb}: q, k and v do not fit", q=list(q.shape), k=list(k.shape), v=list(v.shape),
                    fix="[B, heads, T, K] with as many positions in each")  # fmt: skip
-    if documents is not None and tuple(documents.shape) != (len(q), q.shape[2]):
-        raise fail(f"{verb}: documents need a number for each position", documents=list(documents.shape),
-                   q=list(q.shape))  # fmt: skip
+    given = [x for x in (mask, documents) if x is not None]
+    if any(tuple(x.shape) != (len(q), q.shape[2]) for x in given):
+        raise fail(f"{verb}: mask and documents need a number for each position", q=list(q.shape),
+                   got=[list(x.shape) for x in given])  # fmt: skip
     if window is not None and window < 1:
         raise fail(f"{verb}: window={window}", fix="1 or more")
     check_groups(verb, q.shape[1], k.shape[1])
@@ -188,9 +191,13 @@ def context_attention(
     split = Split.make(verb, "q", q.shape[2], (*outer, *inner), order, size)
     if (types := checker()) is not None:
         types.check_operands("attention", [q, k, v])
-    if documents is not None:
-        documents = _gather(documents, (*outer, *inner), split.longest, split.joined(range(split.n)), 1)
-    rule = _Rule(causal, window, documents)
+    numbers = None
+    if given:
+        of_query = torch.zeros_like(given[0]).long() if documents is None else documents.long()
+        of_key = of_query if mask is None else torch.where(mask != 0, of_query, torch.iinfo(torch.int64).min)
+        numbers = _gather(torch.stack([of_query, of_key], -1), (*outer, *inner), split.longest,
+                          split.joined(range(split.n)), 1)  # fmt: skip
+    rule = _Rule(causal, window, numbers)
 
     # 1. Over the inner axis exchange positions for heads. A group of ranks then has the same positions.
     batch, heads, n_inner, n = *q.shape[:2], size_of(inner, current.sizes), size_of(outer, current.sizes)
@@ -216,7 +223,7 @@ def context_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out: Tensor
     if is_fused:
-        out, _ = apply_fused(_Schedule(steps, ring, rule, scale), q, k, v, documents)
+        out, _ = apply_fused(_Schedule(steps, ring, rule, scale), q, k, v, numbers)
     else:  # in one block, since merges have no second derivatives
         rows, columns = (tuple(pieces) or (Piece(0, 0, 0),) for pieces in (groups[me], _compact(every)))
         drop = None
@@ -231,7 +238,7 @@ def context_attention(
                 raise fail(f"{verb}: the weights of these heads are not this rank's part of spec and shape",
                            spec=spec, shape=list(shape), heads=heads, fix="of the global weights")  # fmt: skip
             drop = functools.partial(_drop, keep.narrow(1, *own_range(verb, heads, inner)), rate)
-        out, _ = plain(q, k, v, False, rule.mask(_Block(rows, columns, "mask"), documents, q), scale, drop)
+        out, _ = plain(q, k, v, False, rule.mask(_Block(rows, columns, "mask"), numbers, q), scale, drop)
     # 3. Exchange back.
     if inner:
         places = {p[:2]: p.at for p in groups[me]}
@@ -287,14 +294,14 @@ class _Schedule:
         """Start to pass tensors on after step i; after the last one nothing is passed."""
         return start_map(self.ring, xs) if self.ring is not None and i + 1 < len(self.steps) else lambda: xs
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, numbers: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return attention and its log-sum-exp."""
         wide = torch.promote_types(q.dtype, torch.float32)
         out, lse = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide), q.new_full(q.shape[:3], -math.inf, dtype=wide)
         for i, blocks in enumerate(self.steps):
             wait = self.start(i, [k, v])
             for b in blocks:
-                mask = self.rule.mask(b, documents, q)
+                mask = self.rule.mask(b, numbers, q)
                 rows, columns = b.rows, b.columns
                 x, x_lse = block(
                     q[:, :, rows], k[:, :, columns], v[:, :, columns], mask, b.kind == "causal", self.scale
@@ -311,7 +318,7 @@ class _Schedule:
         return out.to(q.dtype), lse
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, numbers: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor,
         _: None,
     ) -> tuple[Any, ...]:  # fmt: skip
         """Return the gradients by q, k and v; keys and values travel with their gradients, which at last go home."""
@@ -323,7 +330,7 @@ class _Schedule:
             for b in blocks:
                 rows, columns = b.rows, b.columns
                 grads = block_backward(grad[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns],
-                                       out[:, :, rows], lse[:, :, rows], self.rule.mask(b, documents, q),
+                                       out[:, :, rows], lse[:, :, rows], self.rule.mask(b, numbers, q),
                                        b.kind == "causal", self.scale)  # fmt: skip
                 for total, part, places in zip((dq, dk, dv), grads, (rows, columns, columns), strict=True):
                     total[:, :, places] += part
@@ -338,4 +345,4 @@ class _Schedule:
 
 
 def _share(lse: Tensor, total: Tensor) -> Tensor:
-    return (lse - total).exp().unsqueeze(-1)
+    return (lse - total.masked_fill(total == -math.inf, 0)).exp().unsqueeze(-1)

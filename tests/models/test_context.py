@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import fshard as fs
 from fshard import P
 from fshard.models import bert, gpt2, gpt_neox, gptj, heads, llama, mistral, mixtral, qwen3, t5
 from tests.lib.assertions import assert_same, error_text
-from tests.lib.model_cases import DECODERS, LLAMA_SIZES
+from tests.lib.model_cases import DECODERS, LLAMA_SIZES, left_padding
 from tests.nn.test_context import packed
 from tests.nn.test_nn import ints
 
@@ -129,6 +130,22 @@ def test_packed_documents_have_the_logits_of_each_document():
     assert_same(got, torch.cat(apart, 1), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("module", "cfg"),
+    [(llama, CASES[-1][1]), *(pytest.param(*CASES[i], marks=pytest.mark.slow) for i in (0, 5)), CASES[6]],
+    ids=["llama, dynamic", "gpt2", "mistral", "mixtral"],
+)
+def test_decoder_with_split_positions_and_padding_equals_one_device(module, cfg):
+    """Positions do not count padding, on either side, and the router's losses leave it out."""
+    t = min(14, getattr(cfg, "n_positions", 14))
+    mask = left_padding(4, t)
+    mask[1] = mask[1].flip(0)
+    cfg = replace(cfg, max_position_embeddings=6) if cfg == CASES[-1][1] else cfg  # the longest on all ranks counts
+    want = losses(module, cfg, {"data": 1}, t=t, mask=mask)
+    for mesh in (({"seq": 3},), MESHES["everything"]):
+        assert_same(losses(module, cfg, *mesh, t=t, mask=mask), want, str(mesh), rtol=1e-12, atol=1e-12)
+
+
 def test_bert_with_split_positions_and_padding_equals_one_device():
     cfg = bert.Config(61, 24, 2, 3, 34, mlm=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     mask = torch.ones(4, T, dtype=torch.int64)
@@ -136,9 +153,7 @@ def test_bert_with_split_positions_and_padding_equals_one_device():
     for tokens, mesh in (({}, "seq=4"), ({"mask": mask}, "everything")):
         want = losses(bert, cfg, {"data": 1}, logits="logits", **tokens)
         got = losses(bert, cfg, *MESHES[mesh], logits="logits", **tokens)
-        if not tokens:  # states of padding have no meaning
-            assert_same(got, want, rtol=1e-12, atol=1e-12)
-        assert_same(got[1][:, :13], want[1][:, :13], rtol=1e-12, atol=1e-12)
+        assert_same(got, want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -210,5 +225,6 @@ def test_parts_of_models_without_a_form_for_split_positions_refuse_them():
     assert "bert: its tokens have no zigzag order" in text(
         lambda p: bert.apply(encoder, weights, ids, layout=bert.Layout(context="seq", zigzag=True))
     )
-    assert "neither a mask nor a cache" in text(lambda p: gpt2.apply(cfg, p, ids, layout=layout, mask=ids))
+    cache = gpt2.Cache(8)
+    assert "Layout(context=) takes no cache" in text(lambda p: gpt2.apply(cfg, p, ids, layout=layout, cache=cache)[0])
     assert "one number for each token" in text(lambda p: gpt2.apply(cfg, p, ids, documents=ids[:, :3]))
