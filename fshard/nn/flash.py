@@ -9,7 +9,7 @@ Source: Dao et al., 2022, "FlashAttention"; Milakov & Gimelshein, 2018, for the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -66,7 +66,7 @@ def attention_lse(
         mask, causal = causal_mask(t, s, device=q.device), False
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not has_kernel(q, k, v) or (mask is not None and mask.requires_grad):
-        return _plain(q, k, v, causal, mask, scale)
+        return plain(q, k, v, causal, mask, scale)
     if (types := checker()) is not None:
         types.check_operands("attention", [q, k, v])
     if mask is not None:  # with the batch as its first dim
@@ -94,7 +94,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return attention and its log-sum-exp, without autograd; `mask` is a number to add, or None."""
     if not has_kernel(q, k, v) or not q.numel() or not k.numel():
-        return _plain(q, k, v, causal, mask, scale)
+        return plain(q, k, v, causal, mask, scale)
     if device_type(q) == "cpu":
         out, lse = flash_attention(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     else:
@@ -148,13 +148,18 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return F.pad(mask, (0, -s % 16))[..., :s].expand(*q.shape[:3], k.shape[2])
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float,
+    drop: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return attention and its log-sum-exp by torch's operations, with dropout of the weights [B, H, T, S]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = _scores(q, k, causal, mask, scale).to(wide)
     none = (scores == -math.inf).all(-1, keepdim=True)
     scores = scores.masked_fill(none, 0)
     lse = scores.logsumexp(-1, keepdim=True)
     weights = (scores - lse).exp().masked_fill(none, 0).to(v.dtype)
+    weights = weights if drop is None else drop(weights)
     return weights @ repeat_heads(q.shape[1], v), lse.masked_fill(none, -math.inf).squeeze(-1)
 
 
