@@ -102,7 +102,7 @@ def clip_by_global_norm(max_norm: float, specs: Any) -> Transform:
         axes = axes_of("clip_by_global_norm", "grads", grads, specs, treedef)
         norm = norm_of(leaves, axes)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        scales = {a: pvary(scale, a) if a else scale for a in axes}
+        scales = {a: pvary(scale, a) if a else scale for a in dict.fromkeys(axes)}
         return [scales[a] for a in axes], {"norm": norm.to(torch.float32)}
 
     return Transform(lambda params: {"norm": scalar_like(params, 0, torch.float32)}, update,

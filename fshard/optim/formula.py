@@ -203,7 +203,7 @@ def make_optimizer(
 
     def scaled(grads: Any, state: Any, params: Any, factors: Sequence[Tensor]) -> tuple[Any, Any]:
         columns, treedef = _columns(name, moments, shapes, grads, state, params)
-        decays = _decays(name, mask, params, treedef)
+        decays = [True] * len(columns[0]) if mask is None else _decays(name, mask, params, treedef)
         places: list[dict[str, P]] = [{} for _ in decays]
         if specs is not None:
             places = [{"spec": spec} for spec in _leaf_specs(name, specs, params)]
@@ -321,7 +321,7 @@ def _full_like(like: Any, shape: tuple[int, ...], value: float, dtype: torch.dty
 
 def _decays(name: str, mask: Mask, params: Any, treedef: Any) -> list[bool]:
     """Return, for each leaf, whether it decays."""
-    bools: Any = True if mask is None else mask(params) if callable(mask) else mask
+    bools: Any = mask(params) if callable(mask) else mask
     tree.check_leaves(name, "mask", bools, bool)
     flat, structure = tree.flatten(bools)
     if structure == treedef:
@@ -369,12 +369,15 @@ def like_params(name: str, params: Any, trees: Sequence[tuple[str, Any]]) -> tup
 
     Raises ShardingError unless these are trees like the parameters, of floating tensors of their shapes and dtypes.
     """
-    for label, other in [("params", params), *trees]:
-        tree.check_leaves(name, label, other, Tensor)
     leaves, treedef = tree.flatten(params)
-    kinds = [(x.shape, x.dtype) for x in leaves]
     flat = [(label, other, *tree.flatten(other)) for label, other in trees]
-    equal = all(d == treedef and [(x.shape, x.dtype) for x in xs] == kinds for _, _, xs, d in flat)
+    for label, other, xs, _ in [("params", params, leaves, treedef), *flat]:
+        if not all(isinstance(x, Tensor) for x in xs):
+            tree.check_leaves(name, label, other, Tensor)
+    equal = all(
+        d == treedef and all(x.shape == p.shape and x.dtype == p.dtype for x, p in zip(xs, leaves, strict=True))
+        for _, _, xs, d in flat
+    )
     if not equal or not all(x.is_floating_point() for x in leaves):
         _refuse(name, params, treedef, flat)
     return [leaves, *[xs for _, _, xs, _ in flat]], treedef

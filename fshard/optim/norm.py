@@ -12,7 +12,7 @@ from fshard import tree
 from fshard._core import callsite
 from fshard._core.host_memory import common_device
 from fshard._core.region import axes_of_own_values, checker, known_axes, region
-from fshard.collectives import axis_index, psum, pvary
+from fshard.collectives import axis_index, axis_size, psum, pvary
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.grad import is_differentiated
 from fshard.spec import is_spec
@@ -81,7 +81,7 @@ def norm_of(leaves: Sequence[Tensor], axes: Sequence[tuple[str, ...]]) -> Tensor
     for (group_axes, _), group in groups.items():
         group_sum = _sum_of_squares(group).to(device)
         others = tuple(a for a in all_axes if a not in group_axes)
-        if others:  # only the first of the ranks with equal parts counts them, so that one psum serves every leaf
+        if others and axis_size(others) > 1:  # only the first of the ranks with equal parts counts them, so that one psum serves every leaf
             group_sum = torch.where(axis_index(others) == 0, pvary(group_sum, others), 0.0)
         sums.append(group_sum)
     total = torch.stack([x.to(_sum_dtype(sums)) for x in sums]).sum() if sums else torch.zeros(())
@@ -107,11 +107,12 @@ def _block_norms(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """
     if not x.is_contiguous():  # in the order of memory, which for most strides is a view
         x = x.permute(sorted(range(x.ndim), key=lambda d: x.stride()[d], reverse=True))
-    flat = x.reshape(-1)
-    end = len(flat) // _BLOCK * _BLOCK
+    flat, n = x.reshape(-1), x.numel()
+    end = n // _BLOCK * _BLOCK
     out = []
     if end:
-        out.append(torch.linalg.vector_norm(flat[:end].view(-1, _BLOCK), dim=1, dtype=dtype))
-    if end < len(flat):
-        out.append(torch.linalg.vector_norm(flat[end:], dim=0, keepdim=True, dtype=dtype))
+        blocks = flat if end == n else flat[:end]
+        out.append(torch.linalg.vector_norm(blocks.view(-1, _BLOCK), dim=1, dtype=dtype))
+    if end < n:
+        out.append(torch.linalg.vector_norm(flat[end:] if end else flat, dim=0, keepdim=True, dtype=dtype))
     return out or [flat.to(dtype)]
