@@ -81,7 +81,9 @@ def norm_of(leaves: Sequence[Tensor], axes: Sequence[tuple[str, ...]]) -> Tensor
     for (group_axes, _), group in groups.items():
         group_sum = _sum_of_squares(group).to(device)
         others = tuple(a for a in all_axes if a not in group_axes)
-        if others and axis_size(others) > 1:  # only the first of the ranks with equal parts counts them, so that one psum serves every leaf
+        if (
+            others and axis_size(others) > 1
+        ):  # only the first of the ranks with equal parts counts them, so that one psum serves every leaf
             group_sum = torch.where(axis_index(others) == 0, pvary(group_sum, others), 0.0)
         sums.append(group_sum)
     total = torch.stack([x.to(_sum_dtype(sums)) for x in sums]).sum() if sums else torch.zeros(())
