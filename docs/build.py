@@ -58,7 +58,7 @@ STYLE = """
 .md-typeset div[style*="min-width"]:not([style*="padding-left"]) { min-width: 0 !important; }
 .md-typeset div[style*="min-width"]:not([style*="padding-left"]) table { table-layout: auto !important; }
 .md-typeset div[style*="min-width"]:not([style*="padding-left"]) td[style*="width"] { width: auto !important; }
-.md-typeset td:has(> div[style*="overflow: hidden"]) { min-width: 2em; } /* of a bar */
+.md-typeset td:has(> div[style*="overflow: hidden"]) { min-width: 1em; } /* of a bar */
 @media (min-width: 76rem) { .md-typeset td:has(> div[style*="overflow: hidden"]) { min-width: 6em; } }
 @media (max-width: 45rem) {
   .md-typeset .language-text pre > code { font-size: 0.63em; }
