@@ -208,7 +208,8 @@ def size(a):
     ("f", "lines"),
     [
         (lambda x: x * size("model") ** 2, ["every value is 16 times", "16 is the square of 4, the size of model"]),
-        (lambda x: x / size("model") ** 2, ["every value is 0.0625 times", "1/16 is 1 / (the square of 4, the size of model)"]),
+        (lambda x: x / size("model") ** 2,
+         ["every value is 0.0625 times", "1/16 is 1 / (the square of 4, the size of model)"]),
         (lambda x: fs.psum(x.square().sum(), "data").sqrt(), ["every value is 1.414 times", "the square root of 2"]),
         (lambda x: x * size("model") ** 0.5, ["the square root of 4", "; or each rank adjusts a scale"]),
         (lambda x: x * (size("data") == 1), ["every value is 0 times", "is missing"]),
@@ -220,7 +221,8 @@ def size(a):
         (lambda x: x[:2] * (1 + (size("data") > 1) * torch.arange(6.0).view(2, 3)), ["no constant ratio"]),
         (lambda x: x.sum() * (1 + 0.3 * (size("data") > 1)), ["largest error"]),
         (lambda x: x.to(torch.complex64) * 1j * size("data"), ["every value is 2 times what it should be"]),
-        (lambda x: x.to(torch.bfloat16) / size("model"), ["every value is 0.25 times", "1/4 is 1 / (the size of model)"]),
+        (lambda x: x.to(torch.bfloat16) / size("model"),
+         ["every value is 0.25 times", "1/4 is 1 / (the size of model)"]),
     ],
 )  # fmt: skip
 def test_likely_causes_by_the_errors(mesh, f, lines):
@@ -413,7 +415,8 @@ def update(lr, line):
     [
         (0.1, lambda g: fs.psum(fs.psum(g, "data"), "data"),
          ["its change from args[0]['w'] is 2 times what it should be", "2 is the size of data: a psum of a value"]),
-        (0.1, lambda g: fs.pmean(g, "data"), ["its change from args[0]['w'] is 0.5 times", "1/2 is 1 / (the size of data)"]),
+        (0.1, lambda g: fs.pmean(g, "data"),
+         ["its change from args[0]['w'] is 0.5 times", "1/2 is 1 / (the size of data)"]),
         (0.1, lambda g: g, ["the sum of the changes from args[0]['w'] on the ranks of 'data' is right: a psum is"]),
         (1e-6, lambda g: fs.psum(fs.psum(g, "data"), "data"), ["its change from args[0]['w'] is 2 times"]),
         (1e-6, lambda g: 1.02 * g + 0.1 * fs.axis_index("data"), ["changes with the mesh"]),
