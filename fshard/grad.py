@@ -62,7 +62,7 @@ def value_and_grad(
                 raise fail(f"value_and_grad({name}): has_aux=True, and the result is {shown(out)}",
                            fix="return (loss, aux)")  # fmt: skip
             loss, aux = out if has_aux else (out, None)
-            check_loss(name, loss)
+            check_loss(f"value_and_grad({name})", loss)
             tensors, aux_rest[:] = split_tensors(aux)
             return loss, tensors
 
@@ -205,14 +205,14 @@ def _check_argnums(label: str, numbers: Sequence[int], args: Sequence[Any]) -> N
         raise fail(f"{label}: argnums={shown_}, and the call has {count}", fix="count from 0")
 
 
-def check_loss(name: str, loss: Any) -> None:
+def check_loss(label: str, loss: Any) -> None:
     """Raise ShardingError for a loss that is not one floating number."""
     if not isinstance(loss, Tensor):
         fix = "return (loss, aux) with has_aux=True" if isinstance(loss, tuple) else "return a 0-d tensor"
-        raise fail(f"value_and_grad({name}): the loss is a {type(loss).__name__}, not a tensor", fix=fix)
+        raise fail(f"{label}: the loss is a {type(loss).__name__}, not a tensor", fix=fix)
     if loss.ndim or not loss.is_floating_point():
         kind = f"{str(loss.dtype)[6:]}{list(loss.shape)}"
-        raise fail(f"value_and_grad({name}): the loss must be one floating number, not {kind}",
+        raise fail(f"{label}: the loss must be one floating number, not {kind}",
                    fix="reduce it: loss.mean() or loss.sum()")  # fmt: skip
 
 
@@ -391,7 +391,7 @@ def gathered_with_transpose(label: str, gather: Callable[..., Any], x: Any) -> t
     return tree.unflatten(treedefs[0], out), lambda y: tree.unflatten(treedef, transposed(tuple(tree.leaves(y))))
 
 
-def split_rows(label: str, arg: Any, step: int, steps: int) -> Any:
+def split_rows(label: str, arg: Any, step: int, steps: int, others: str = "by keyword") -> Any:
     """Return the part of an argument for one step."""
 
     def part(path: tree.Path, x: Any) -> Any:
@@ -400,7 +400,7 @@ def split_rows(label: str, arg: Any, step: int, steps: int) -> Any:
         if x.shape[0] % steps:
             raise fail(f"{tree.show(label, path)} cannot be split into {steps} equal microbatches",
                        f"{x.shape[0]} % {steps} = {x.shape[0] % steps}", shape=list(x.shape),
-                       fix="another number of steps, or another batch size; what is not split, by keyword")  # fmt: skip
+                       fix=f"another number of steps, or another batch size; what is not split, {others}")  # fmt: skip
         size = x.shape[0] // steps
         return x.narrow(0, step * size, size)
 

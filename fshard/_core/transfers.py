@@ -217,7 +217,7 @@ def transfer(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Spl
         kept = sum(math.prod(part_shape(x, dim, sizes, coords)) for x, dim in zip(xs, split, strict=True))
     else:  # rows, one for each rank
         kept = count // math.prod(sizes) if op in ("reduce_scatter", "all_to_all") else 0
-    is_backward = getattr(_thread, "origin", None) or (in_backward() and not is_recomputing())
+    is_backward = getattr(_thread, "transposing", False) or (in_backward() and not is_recomputing())
     return Transfer(op, axes, xs[0].dtype, count * itemsize, call_site(),
                     "backward" if is_backward else "forward", ranks=math.prod(sizes),
                     rank=index_of(tuple(place.sizes), place.sizes, place.coords), kept=kept * itemsize,
@@ -256,11 +256,11 @@ def is_recomputing() -> bool:
 
 
 @contextlib.contextmanager
-def transposing(origin: callsite.Site) -> Iterator[None]:
-    """Record transfers within as the transpose of the collective called at `origin`."""
-    before = getattr(_thread, "origin", None)
-    _thread.origin = origin
+def transposing(origin: callsite.Site | None) -> Iterator[None]:
+    """Record transfers within as backward: the transpose of the collective called at `origin`, if that is known."""
+    before = getattr(_thread, "origin", None), getattr(_thread, "transposing", False)
+    _thread.origin, _thread.transposing = origin, True
     try:
         yield
     finally:
-        _thread.origin = before
+        _thread.origin, _thread.transposing = before

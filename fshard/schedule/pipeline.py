@@ -152,12 +152,12 @@ class Pipelined:
             raise fail(f"pipelined: params is {shown(params)}", fix="pass a pair: (ends, layers)")
         compiling = torch.compiler.is_dynamo_compiling()
         if compiling or needs_torch_func([x for x in tree.leaves((params, batch, each)) if isinstance(x, Tensor)]):
-            raise fail(f"pipelined: called in {'a compiled program' if compiling else 'another gradient or transform'}",
+            raise fail(f"pipelined: called in {'a compiled program' if compiling else 'fs.grad, or another transform'}",
                        "it computes a loss with its gradients, while it sends messages",
                        fix="call it in place of value_and_grad, in a program that is not compiled")  # fmt: skip
         for path, x in tree.leaves_with_path(params):
             check_leaf(f"pipelined: {tree.show('params', path)}", x, "pass it by each=, or capture it")
-        split_rows("pipelined: batch", batch, 0, self.microbatches)
+        _microbatch(batch, 0, self.microbatches)
         if not names_of(self.axis):
             return (), 1
         names, current = known_axes("pipelined", region("pipelined"), self.axis), region()
@@ -178,6 +178,10 @@ class Pipelined:
                                fix=f"P({'None, ' * dim}{self.axis!r}, ...)")  # fmt: skip
         live = live_axes(current.comm, names)
         return live, size_of(live, current.sizes)
+
+
+def _microbatch(batch: Any, i: int, m: int) -> Any:
+    return split_rows("pipelined: batch", batch, i, m, "by a closure")
 
 
 def _unbind(stacked: Any, name: str, chunks: int) -> list[Any]:
@@ -246,8 +250,7 @@ class _Messages:
         self._comm, self._axes, self._stage = region().comm, axes, stage
         self._queues = {other: list(reversed(ms)) for other, ms in _messages_of(order, stage).items()}
         self._like, self._groups = like, by_dtype(like)
-        # Only the shapes and dtypes count where nothing is sent: no memory is needed.
-        self._empty = [torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape) for x in like]
+        self._empty = list(map(_zeros, like))  # where nothing is sent, only the shapes and dtypes count
         self._arriving: dict[tuple[str, int, int], list[PendingTransfer]] = {}
         self._sent: list[list[PendingTransfer]] = []
 
@@ -346,65 +349,68 @@ class _Run:
     ) -> None:
         self.pipe, self.order, self.axes = pipe, order, axes
         self.final, self.stage = order.stages * order.chunks - 1, axis_position(axes or None)
-        (self.ends, self.layers), self.each, m = params, each, order.microbatches
+        self.params, m = params, order.microbatches
+        self.ends, layers = params
+        self.layers = _join(_unbind(layers, "layers", order.chunks), _unbind(each, "each", order.chunks))
         self.parts = list(microbatches([x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.ndim], m))
-        self.batches = [split_rows("pipelined: batch", batch, i, m) for i in range(m)]
+        self.batches = [_microbatch(batch, i, m) for i in range(m)]
         h, result = self._outline()
         self.h, self.h_def = tree.flatten(h)
-        zero = lambda x: torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)  # noqa: E731
-        self.result = tree.map(lambda x: zero(x) if isinstance(x, Tensor) else x, result)
+        self.result = tree.map(lambda x: _zeros(x) if isinstance(x, Tensor) else x, result)
         self.messages = _Messages(order, axes, self.stage, self.h)
         self.found: list[Any] = []  # what `last` returns for each microbatch
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self.later: dict[tuple[int, int], Callable[[], None]] = {}
 
     def _outline(self) -> tuple[Any, Any]:
-        """Return h and the result of `last`, without values."""
+        """Return h and the result of `last`, without values; in a checked call a layer must not change h's type."""
 
         def run() -> tuple[Any, Any]:
             with in_microbatch(self.parts[0]):
                 h = self.pipe.first(self.ends, self.batches[0])
                 for path, x in tree.leaves_with_path(h):
                     if not isinstance(x, Tensor) or not differentiable_dtype(x):
-                        raise fail(f"pipelined: {tree.show('the h of first', path)} is {shown(x)}, not a tensor of "
+                        raise fail(f"pipelined: {tree.show('the h of first', path)} is {_kind(x)}, not a tensor of "
                                    "floating numbers", fix="what is not differentiated is in the batch, which each "
                                    "stage has")  # fmt: skip
+                if checker() is not None and self.layers:
+                    self.h, self.h_def = tree.flatten(h)
+                    self._check_h(self.pipe.stage(self.layers[0][0], h, self.batches[0], *self.layers[0][1]), "stage")
                 return h, self.pipe.last(self.ends, h, self.batches[0])
 
-        return _outline(run, tree.leaves((self.ends, self.layers, self.batches[0])))
+        found: tuple[Any, Any] = _outline(run, tree.leaves((self.params, self.batches[0])))
+        return found
 
     # --- results ---
 
     def value_and_grad(self) -> tuple[Tensor, Any, Any, Any]:
         """Return the sums of the losses and the counts, the stacked aux, and the sums of the gradients."""
         loss, count, aux = self._of_last(self.result)
-        leaves, treedef = tree.flatten((self.ends, self.layers))
+        leaves, treedef = tree.flatten(self.params)
         sums = [torch.zeros_like(x) for x in leaves]
         d_ends, d_layers = tree.unflatten(treedef, sums)
         self.ends, self.weights = _with_grads(self.ends, d_ends)
-        layers, chunks = _unbind(self.layers, "layers", self.order.chunks), self.order.chunks
-        pairs = [_with_grads(p, d) for p, d in zip(layers, _unbind(d_layers, "layers", chunks), strict=True)]
-        self.weights_of = [[x for _, xs in part for x in xs] for part in _parts(pairs, chunks)]
-        self.chunks = _parts(_join([p for p, _ in pairs], _unbind(self.each, "each", chunks)), chunks)
+        rows = _unbind(d_layers, "layers", self.order.chunks)
+        pairs = [_with_grads(p, d) for (p, _), d in zip(self.layers, rows, strict=True)]
+        self.weights_of = [[x for _, xs in part for x in xs] for part in _parts(pairs, self.order.chunks)]
+        self.layers = [(p, extra) for (p, _), (_, extra) in zip(pairs, self.layers, strict=True)]
         with differentiating(), torch.enable_grad():
             self._run()
-        rows = [self._of_last(x) for x in self.found]
-        total = sum([x.detach() for x, _, _ in rows], torch.zeros_like(loss))
+        found = [self._of_last(x) for x in self.found]
+        total = sum([x for x, _, _ in found], torch.zeros_like(loss))
+        auxes = stacked("pipelined", [x for _, _, x in found] or [aux] * self.order.microbatches)
         if isinstance(count, Tensor):
-            n: Any = sum([n for _, n, _ in rows], torch.zeros_like(count))
+            counts = sum([n for _, n, _ in found], torch.zeros_like(count))
+            total, counts, auxes = self._from_last_stage((total, counts, auxes))
         else:
-            n = count * self.order.microbatches
-        auxes = stacked("pipelined", [x for _, _, x in rows] or [aux] * self.order.microbatches)
-        known = (total, n if isinstance(n, Tensor) else total, auxes)
-        total, counts, auxes = self._from_last_stage(known)
+            total, auxes = self._from_last_stage((total, auxes))
+            counts = count * self.order.microbatches
         if (types := checker()) is not None:
             types.check_gradients([], leaves, sums)
-        return total, counts if isinstance(n, Tensor) else n, auxes, tree.unflatten(treedef, sums)
+        return total, counts, auxes, tree.unflatten(treedef, sums)
 
     def results(self) -> Any:
         """Return the stacked results of `last`."""
-        chunks = self.order.chunks
-        self.chunks = _parts(_join(_unbind(self.layers, "layers", chunks), _unbind(self.each, "each", chunks)), chunks)
         self._run()
         return self._from_last_stage(stacked("pipelined", self.found or [self.result] * self.order.microbatches))
 
@@ -432,6 +438,7 @@ class _Run:
     # --- operations ---
 
     def _run(self) -> None:
+        self.chunks = _parts(self.layers, self.order.chunks)
         for timed in self.order.times()[self.stage]:
             op = timed.operation
             self.messages.begin(timed)
@@ -457,20 +464,21 @@ class _Run:
             h = tree.unflatten(self.h_def, inputs)
         for layer, extra in self.chunks[op.chunk]:
             h = self.pipe.stage(layer, h, batch, *extra)
-        self._check_h(h, place)
+        self._check_h(h, "stage" if self.chunks[op.chunk] else "first")
         if place == self.final:
-            self.found.append(self.pipe.last(self.ends, h, batch))
-            roots = [self._of_last(self.found[-1])[0]] if recorded else []
+            result = self.pipe.last(self.ends, h, batch)
+            roots = [self._of_last(result)[0]] if recorded else []
+            self.found.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, result))
         else:
             roots = tree.leaves(h)
             self.messages.send("F", op.microbatch, place + 1, (self.stage + 1) % n, [x.detach() for x in roots])
         if recorded:  # h itself is not kept: its graph does not need it
-            keep = get_gradient_edge if checker() is None else lambda x: x
+            keep: Callable[[Tensor], Any] = get_gradient_edge if checker() is None else lambda x: x
             self.graphs[op[1:]] = _Graph(inputs, [keep(x) if x.requires_grad else None for x in roots])
 
     def _backward(self, op: Operation) -> None:
         n, place = self.order.stages, op.chunk * self.order.stages + self.stage
-        grads: Sequence[Tensor | None] = [None]
+        grads: Sequence[Any] = [None]
         if place < self.final:
             grads = self.messages.receive("B", op.microbatch, place, (self.stage + 1) % n)
         elif checker() is None:
@@ -490,29 +498,38 @@ class _Run:
             self.messages.send("B", op.microbatch, place - 1, (self.stage - 1) % n,
                                [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs])  # fmt: skip
 
-    def _check_h(self, h: Any, place: int) -> None:
+    def _check_h(self, h: Any, by: str) -> None:
         """Raise for an h of another structure, shape, dtype or type than the stages agreed on."""
-        by = "stage" if place else "first or stage"
         leaves, treedef = tree.flatten(h)
         if treedef != self.h_def:
             raise fail(f"pipelined({by}): h has another structure than first returns",
                        first=self.h_def, h=treedef, fix="return a tree like h")  # fmt: skip
         types = checker()
         for x, like in zip(leaves, self.h, strict=True):
-            have, want = ([str(x.dtype)[6:], list(x.shape)] if isinstance(x, Tensor) else [shown(x)] for x in (x, like))
-            if have != want:
+            if _kind(x) != _kind(like):
+                same_shape = isinstance(x, Tensor) and x.shape == like.shape
                 raise fail(f"pipelined({by}): h has another shape or dtype than first returns",
-                           "each stage sends to the next one what it receives",
-                           first=f"{want[0]}{want[1]}", stage="".join(map(str, have)), fix="return h as it came: "
-                           "x.to(h.dtype)" if have[1:] == want[1:] else "one shape for all layers")  # fmt: skip
+                           "each stage sends to the next one what it receives", first=_kind(like), stage=_kind(x),
+                           fix="return h as it came: x.to(h.dtype)" if same_shape else "one shape for all layers"
+                           )  # fmt: skip
             if types is not None:
                 a, b = types.info(x).type, types.info(like).type
                 other = ((a.varying & b.invariant) | (a.invariant & b.varying)) - set(self.axes)
                 if other:
                     names = ", ".join(map(repr, sorted(other)))
-                    where = "stage" if a.varying & other else "first"
-                    raise fail(f"pipelined({by}): h varies over {names} in the result of {where} only",
-                               fix=f"fs.pvary(h, {names}) in the other")  # fmt: skip
+                    one, other_one = ("stage", "first") if a.varying & other else ("first", "stage")
+                    raise fail(f"pipelined: the h of {one} varies over {names}, and the h of {other_one} does not",
+                               "each stage sends to the next one what it receives",
+                               fix=f"fs.pvary(h, {names}) in {other_one}")  # fmt: skip
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """Return zeros that take no memory."""
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def _kind(x: Any) -> str:
+    return f"{str(x.dtype)[6:]}{list(x.shape)}" if isinstance(x, Tensor) else shown(x)
 
 
 def _with_grads(params: Any, grads: Any) -> tuple[Any, list[Tensor]]:

@@ -37,7 +37,7 @@ def backward_of_inputs(
             of_node.setdefault(node, []).append(w)
     arrived: dict[Node, Sequence[Tensor | None]] = {}
     hooks = [node.register_prehook(lambda gs, node=node: arrived.update({node: gs})) for node in of_node]
-    torch.autograd.backward(roots, grads, inputs=now, retain_graph=bool(of_node))  # type: ignore[arg-type]
+    torch.autograd.backward(roots, grads, inputs=now, retain_graph=bool(of_node))
     for hook in hooks:
         hook.remove()
 
@@ -45,7 +45,7 @@ def backward_of_inputs(
         for node, ws in of_node.items():
             known = [(GradientEdge(node, i), g) for i, g in enumerate(arrived.pop(node, ())) if g is not None]
             if known:
-                torch.autograd.backward([e for e, _ in known], [g for _, g in known], inputs=ws)  # type: ignore[arg-type]
+                torch.autograd.backward([e for e, _ in known], [g for _, g in known], inputs=ws)
         of_node.clear()
 
     return later

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from fshard.errors import checked, fail, number_of
 
 Kind = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
-_MOST_TICKS = 60  # columns of a picture
+_WIDEST = 108  # characters of a row of a picture
 
 
 class Operation(NamedTuple):
@@ -37,7 +37,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleTable:
-    """The operations of each stage in order, in `orders`. Its repr is a picture: a row for each stage, a column for a tick.
+    """The operations of each stage in order, in `orders`. Its repr draws a row for each stage, a column for each tick.
 
     Each operation starts as early as its stage and its input allow.
     """
@@ -99,15 +99,15 @@ class ScheduleTable:
 
     def __repr__(self) -> str:
         rows, width = self.times(), len(str(self.microbatches - 1)) + 1 + (self.chunks > 1)
-        ticks = int(max(row[-1].end for row in rows))
+        ticks, most = int(max(row[-1].end for row in rows)), _WIDEST // (width + 1)
         lines = []
         for stage, row in enumerate(rows):
             cells = ["."] * ticks
             for start, end, op in row:
                 chunk = chr(ord("a") + op.chunk % 26) if self.chunks > 1 else ""
                 cells[int(start) : int(end)] = [f"{op.kind}{op.microbatch}{chunk}"] * int(end - start)
-            more = " ..." if ticks > _MOST_TICKS else ""
-            shown = " ".join(f"{cell:<{width}}" for cell in cells[:_MOST_TICKS]).rstrip()
+            more = " ..." if ticks > most else ""
+            shown = " ".join(f"{cell:<{width}}" for cell in cells[:most]).rstrip()
             lines.append(f"  stage {stage}  {shown}{more}")
         size = f"{number_of(self.stages, 'stage')}, microbatches 0 to {self.microbatches - 1}"
         kept = ", ".join(map(str, self.in_flight))

@@ -39,6 +39,7 @@ from tests.lib.collective_cases import (
 from tests.lib.compile_cases import meshes_made_again
 from tests.lib.examples import example
 from tests.lib.processes import TIMEOUT, Pool, RanksError
+from tests.schedule.test_pipeline import pipelines_on_two_processes
 
 pytestmark = pytest.mark.process
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # of sums in another order
@@ -413,11 +414,12 @@ def uneven_on_ranks() -> Any:
     return uneven_training(fs.make_mesh(data=4))
 
 
-def test_training_with_uneven_dims_equals_other_meshes(ranks: Pool) -> None:
+def test_pipelines_and_training_with_uneven_dims_equal_other_meshes(ranks: Pool) -> None:
     want = uneven_training(fs.make_mesh(data=4, kind="simulated"))
     one = uneven_training(fs.make_mesh(data=1))
     counts = [h[1][2].tolist() for h in want]
     assert counts == [[2, 2, 2, 2, 1], [1], [2, 2, 2, 2, 2, 2], [2] * 8]
+    ranks(2, pipelines_on_two_processes)
     for history in (want, *ranks(4, uneven_on_ranks)):
         assert [h[1][2].tolist() for h in history] == counts
         for (params, rest), (params_1, rest_1) in zip(history, one, strict=True):

@@ -1,0 +1,389 @@
+"""Pipelines equal the model on one device: every schedule, any number of stages, microbatches and layers."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+import fshard as fs
+from fshard import P, nn
+from tests.lib.assertions import assert_same, error_text
+from tests.lib.operations import Operations
+from tests.lib.tiers import slow_unless
+
+D, HIDDEN, VOCAB, ROWS = 6, 8, 12, 2
+KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)]
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def numbers(*shape, salt=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(salt), dtype=torch.float64)
+
+
+def parameters(layers, tied=True):
+    ends = {"wte": numbers(VOCAB, D, salt=1)} | ({} if tied else {"head": numbers(VOCAB, D, salt=2)})
+    up, down = numbers(layers, D, HIDDEN, salt=3), numbers(layers, HIDDEN, D, salt=4)
+    return ends, {"up": up / 3, "down": down / 3, "scale": 1 + numbers(layers, D, salt=5) / 3}
+
+
+def batch(n):
+    g = torch.Generator().manual_seed(0)
+    return {name: torch.randint(VOCAB, (n, 3), generator=g) for name in ("ids", "targets")}
+
+
+# --- a model of ends and layers, for any axes ----------------------------------------------------------------------
+
+
+def first(ends, b):
+    return ends["wte"][b["ids"]]
+
+
+def layer(p, h, b):
+    return h + torch.tanh(h * p["scale"] @ p["up"]) @ p["down"]
+
+
+def losses(ends, h, b):
+    logits = h @ ends.get("head", ends["wte"]).mT
+    return F.cross_entropy(logits.flatten(0, 1), b["targets"].flatten(), reduction="none", ignore_index=0)
+
+
+def mean(ends, h, b):
+    return losses(ends, h, b).mean()
+
+
+def total(ends, h, b):
+    return losses(ends, h, b).sum(), (b["targets"] != 0).sum()
+
+
+def dense(params, b, steps, counted=False):
+    """The model on one device: the meaning of every pipeline."""
+
+    def loss(params, b):
+        ends, layers = params
+        h = first(ends, b)
+        for i in range(len(layers["up"])):
+            h = layer({name: x[i] for name, x in layers.items()}, h, b)
+        return (total if counted else mean)(ends, h, b)
+
+    return fs.accumulate(loss, steps, counted=counted)(params, b)
+
+
+def in_chunks(params, v):
+    return (params[0], {k: x.reshape(v, len(x) // v, *x.shape[1:]) for k, x in params[1].items()}) if v > 1 else params
+
+
+def pipeline(mesh, m, kind="1f1b", v=1, counted=False, check="first", stage=layer, **options):
+    specs = (P(), P(None, "stage") if v > 1 else P("stage"))
+    f = fs.pipelined(first, stage, options.pop("last", total if counted else mean), axis="stage", microbatches=m,
+                     schedule=kind, chunks=v, counted=counted, **options)  # fmt: skip
+    return fs.shard_map(f, mesh=mesh, in_specs=(specs, P()), out_specs=(P(), specs), check=check)
+
+
+def compare(mesh, m, kind, v, layers, tied=True, counted=False, check="never"):
+    params, b = parameters(layers, tied), batch(ROWS * m)
+    got = fs.device_get(pipeline(mesh, m, kind, v, counted, check)(in_chunks(params, v), b))
+    loss, grads = dense(params, b, m, counted)
+    assert_same(got, (loss, in_chunks(grads, v)), f"{mesh} {m} {kind}", **CLOSE)
+
+
+CASES = [(kind, v, n, m) for kind, v in KINDS for n in (1, 2, 3, 4) for m in range(1, 13)]
+FAST = [(kind, v, n, m) for kind, v in KINDS for n, m in ((1, 2), (2, 3), (3, 2), (4, 6))]
+
+
+@pytest.mark.parametrize(("kind", "v", "n", "m"), slow_unless(FAST, CASES))
+def test_every_schedule_equals_the_model_on_one_device(kind, v, n, m):
+    mesh = fs.make_mesh(stage=n)
+    for tied, counted, check in ((True, False, "always"), (False, True, "never"), (True, True, "never")):
+        compare(mesh, m, kind, v, 2 * n * v, tied, counted, check)
+
+
+@pytest.mark.parametrize(("n", "layers"), [(2, 3), (4, 3), (4, 1)])
+def test_stages_may_have_different_numbers_of_layers_and_none(n, layers):
+    for kind in ("1f1b", "zero_bubble"):
+        compare(fs.make_mesh(stage=n), 3, kind, 1, layers, check="always")
+    compare(fs.make_mesh(stage=n), 2, "interleaved", 2, 2 * layers)
+
+
+def pipelines_on_two_processes():
+    """A job for `ranks`: see tests/_core/comm/test_process.py."""
+    for kind, v in KINDS:
+        for m in (1, 5):
+            compare(fs.make_mesh(stage=2), m, kind, v, 4, check="always" if m == 1 else "never")
+
+
+# --- with other axes: data by FSDP or not, model, dropout, aux ------------------------------------------------------
+
+ENDS = {"wte": P("data"), "head": P("data")}
+LAYERS = {"up": P("stage", "data", "model"), "down": P("stage", "model", "data"), "scale": P("stage")}
+ONE = {name: P(*[axes or None for axes in spec.parts(3)[1:]]) for name, spec in LAYERS.items()}
+
+
+def every_axis(mesh, m, kind, *, gather, dropout=False, has_aux=False, check="first"):
+    """Layers split over data, stage and model; weights gathered once a step, or by microbatch."""
+
+    def whole(p, specs, once):
+        return fs.unshard(p, specs, "data") if gather == once else p
+
+    def begin(ends, b):
+        h = whole(ends, ENDS, "microbatch")["wte"][b["ids"]]
+        return nn.dropout(h, 0.3, key=fs.pvary(fs.key(5), "stage"), spec=P("data")) if dropout else h
+
+    def block(p, h, b, *key):
+        p = whole(p, ONE, "microbatch")
+        y = fs.psum(torch.tanh(fs.pvary(h * p["scale"], "model") @ p["up"]) @ p["down"], "model")
+        return h + (nn.dropout(y, 0.3, key=key[0], spec=P("data")) if key else y)
+
+    def end(ends, h, b):
+        loss = losses(whole(ends, ENDS, "microbatch"), h, b)
+        out = fs.psum(loss.sum(), "data"), fs.psum((b["targets"] != 0).sum(), "data")
+        return (out, {"mean": out[0] / 7, "is_large": out[0] > 50}) if has_aux else out
+
+    f = fs.pipelined(begin, block, end, axis="stage", microbatches=m, schedule=kind, counted=True, has_aux=has_aux,
+                     gather=lambda p: (whole(p[0], ENDS, "step"), whole(p[1], LAYERS, "step")))  # fmt: skip
+    return fs.shard_map(lambda p, b, keys: f(p, b, each=keys if dropout else None), mesh=mesh, check=check,
+                        in_specs=((ENDS, LAYERS), P("data"), P("stage")), out_specs=(P(), (ENDS, LAYERS)))  # fmt: skip
+
+
+AXES = [
+    (axes, kind, gather, dropout)
+    for axes in ((2, 2, 1), (1, 2, 2), (2, 2, 2), (1, 4, 1))
+    for kind in ("1f1b", "gpipe", "zero_bubble")
+    for gather in ("step", "microbatch")
+    for dropout in (False, True)
+]
+FEW_AXES = [((2, 2, 1), "1f1b", "microbatch", True), ((1, 2, 2), "zero_bubble", "step", True),
+            ((1, 4, 1), "1f1b", "step", False)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("axes", "kind", "gather", "dropout"), slow_unless(FEW_AXES, AXES))
+def test_stages_of_split_layers_and_data_equal_one_device(axes, kind, gather, dropout):
+    params, b, keys = parameters(4, tied=False), batch(12), torch.stack(list(fs.split(fs.key(3), 4)))
+    meshes = [fs.make_mesh(**dict(zip(("data", "stage", "model"), sizes, strict=True))) for sizes in (axes, (1, 1, 1))]
+    steps = [every_axis(mesh, 3, kind, gather=gather, dropout=dropout, has_aux=True, check="always") for mesh in meshes]
+    ((loss, aux), grads), ((want, want_aux), want_grads) = (fs.device_get(step(params, b, keys)) for step in steps)
+    for x in (aux, want_aux):  # which rows a microbatch has depends on the mesh
+        assert x["mean"].unique().numel() == 3
+        assert x["is_large"].dtype == torch.bool
+    assert_same((loss, grads, aux["mean"].sum()), (want, want_grads, want_aux["mean"].sum()), **CLOSE)
+
+
+def test_verify_check_and_plan_accept_a_pipeline():
+    step = every_axis(fs.make_mesh(data=2, stage=2, model=1), 2, "1f1b", gather="microbatch", dropout=True)
+    args = parameters(4, tied=False), batch(8), torch.stack(list(fs.split(fs.key(3), 4)))
+    assert "verified" in repr(fs.verify(step, *args))
+    checked = fs.check(step, *args)
+    assert {t.op for t in checked.transfers} >= {"permute", "all_gather", "reduce_scatter"}
+    plan = fs.plan(step, *args)
+    assert [t for t in plan.transfers if t.op == "permute"]
+
+
+# --- what is kept and sent -----------------------------------------------------------------------------------------
+
+
+class _Token:
+    """Something that lives as long as a node of the graph."""
+
+
+class _Held(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, alive):
+        ctx.token = _Token()
+        alive.add(ctx.token)
+        return h.view_as(h)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@pytest.mark.parametrize(("kind", "v", "n", "m"), [("gpipe", 1, 2, 5), ("1f1b", 1, 3, 5), ("1f1b", 1, 4, 3),
+                                                  ("interleaved", 2, 2, 6), ("zero_bubble", 1, 3, 7)])  # fmt: skip
+def test_a_stage_keeps_the_graphs_of_as_many_chunks_as_the_table_says(kind, v, n, m):
+    alive, most = [weakref.WeakSet() for _ in range(n)], [0] * n
+
+    def stage(p, h, b):
+        s = fs.axis_position("stage")
+        h = layer(p, _Held.apply(h, alive[s]), b)
+        most[s] = max(most[s], len(alive[s]))
+        return h
+
+    step = pipeline(fs.make_mesh(stage=n), m, kind, v, stage=stage, check="never")
+    step(in_chunks(parameters(n * v), v), batch(m))
+    assert tuple(most) == fs.schedule_table(kind, n, m, v).in_flight
+    assert not any(map(len, alive))
+
+
+def test_transfers_are_one_message_each_way_and_the_sums_of_the_ends_and_the_loss():
+    params, b, m = parameters(4), batch(8), 4
+    with fs.recording() as log:
+        pipeline(fs.make_mesh(stage=2), m, check="never")(params, b)
+    size = 2 * 3 * D * 8
+    sent = [(t.op, t.phase, t.sent) for t in log if t.rank == 0 and t.sent]
+    assert sent.count(("permute", "forward", size)) == m
+    assert sorted(set(sent)) == sorted([("permute", "forward", size), ("all_reduce", "forward", 8),
+                                        ("all_reduce", "backward", VOCAB * D * 8)])  # fmt: skip
+    back = [t.sent for t in log if t.rank == 1 and t.op == "permute" and t.phase == "backward"]
+    assert back == [size] * m
+
+
+def test_zero_bubble_computes_no_product_twice():
+    def count(params, b, kind):
+        with Operations() as operations:
+            fs.pipelined(first, layer, mean, axis="stage", microbatches=3, schedule=kind)(params, b)
+        return torch.tensor([sum(n for op, n in operations.counts.items() if "mm" in str(op))])
+
+    mesh, specs = fs.make_mesh(stage=2), ((P(), P("stage")), P())
+    for kind in ("1f1b", "zero_bubble"):
+        f = fs.shard_map(lambda p, b, kind=kind: count(p, b, kind), mesh=mesh, in_specs=specs, out_specs=P("stage"),
+                         check="never")  # fmt: skip
+        # Of 3 microbatches, three products for each of 2 matrices of 2 layers; the head is on the last stage.
+        assert fs.device_get(f(parameters(4), batch(6))).tolist() == [3 * 3 * 4, 3 * 3 * (4 + 1)]
+
+
+def test_forward_returns_the_results_of_the_last_stage_on_each():
+    params, b = parameters(4), batch(6)
+
+    def logits(ends, h, b):
+        return h @ ends["wte"].mT, b["ids"] > 3
+
+    mesh, want = fs.make_mesh(stage=2), None
+    for mesh in (fs.make_mesh(stage=1), fs.make_mesh(stage=2), fs.make_mesh(stage=4)):
+        f = fs.pipelined(first, layer, logits, axis="stage", microbatches=3)
+        step = fs.shard_map(f.forward, mesh=mesh, in_specs=((P(), P("stage")), P()), out_specs=P(), check="always")
+        got = fs.device_get(step(params, b))
+        want = want or got
+        assert (got[0].shape, got[1].dtype) == ((3, 2, 3, VOCAB), torch.bool)
+        assert_same(got, want, **CLOSE)
+    h = first(params[0], b)
+    for i in range(4):
+        h = layer({name: x[i] for name, x in params[1].items()}, h, b)
+    assert_same(want[0].flatten(0, 1), logits(params[0], h, b)[0], **CLOSE)
+
+
+def test_h_may_be_a_tree_of_several_dtypes():
+    def begin(ends, b):
+        return first(ends, b), torch.zeros((), dtype=torch.float32)
+
+    def block(p, h, b):
+        x, penalty = h
+        return layer(p, x, b), penalty + p["scale"].square().sum().float()
+
+    def end(ends, h, b):
+        return mean(ends, h[0], b) + h[1].double() / 9
+
+    found = []
+    for n in (1, 3):
+        f = fs.pipelined(begin, block, end, axis="stage", microbatches=2)
+        specs = (P(), P("stage"))
+        step = fs.shard_map(
+            f, mesh=fs.make_mesh(stage=n), in_specs=(specs, P()), out_specs=(P(), specs), check="always"
+        )
+        found.append(fs.device_get(step(parameters(3), batch(4))))
+    assert_same(found[1], found[0], rtol=1e-6, atol=1e-6)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def wrong(n=2, rows=4, layers=4, specs=None, in_chunks_=1, f=None, **options):
+    """Return the text of the error of a pipeline with some wrong option."""
+    options = {"first": first, "stage": layer, "last": mean, "axis": "stage", "microbatches": 2} | options
+    specs = specs or (P(), P("stage"))
+    run = fs.pipelined(*[options.pop(name) for name in ("first", "stage", "last")], **options)
+    run = f(run) if f else run
+    step = fs.shard_map(run, mesh=fs.make_mesh(stage=n), in_specs=(specs, P()), out_specs=P(), check="never")
+    return error_text(step, in_chunks(parameters(layers), in_chunks_), batch(rows))
+
+
+MISTAKES = {
+    "rows": ({"rows": 3}, """\
+pipelined: batch['ids'] cannot be split into 2 equal microbatches
+  shape  [3, 3]
+  3 % 2 = 1
+  fix: another number of steps, or another batch size; what is not split, by a closure"""),
+    "layers not split": ({"specs": (P(), P())}, """\
+pipelined: params[1]['down']: the layers are not split over the axis
+  shape  [4, 8, 6]    spec  P()    chunks  1
+  they are stacked as [layers, ...]
+  fix: P('stage', ...)"""),
+    "ends split": ({"specs": (P("stage"), P("stage"))}, """\
+pipelined: params[0]['wte']: the ends are split over the axis of the stages
+  shape  [6, 6]    spec  P('stage')
+  fix: leave 'stage' out of the spec"""),
+    "chunks of plain layers": ({"chunks": 2, "schedule": "interleaved"}, """\
+pipelined: params[1]['down']: the layers are not split over the axis
+  shape  [2, 8, 6]    spec  P('stage')    chunks  2
+  they are stacked as [2, layers of a chunk, ...]
+  fix: P(None, 'stage', ...)"""),
+    "other chunks": ({"chunks": 3, "schedule": "interleaved", "specs": (P(), P(None, "stage"))}, """\
+pipelined: the leaves must be stacked, with the layers of this stage as dims 0 and 1, [3, layers of a chunk, ...]
+  layers['down'] [4, 4, 6]
+  layers['scale'] [4, 3]
+  layers['up'] [4, 3, 8]
+  fix: x.reshape(3, L // 3, *x.shape[1:]) of a leaf of L layers"""),
+    "dtype": ({"stage": lambda p, h, b: h.float()}, """\
+pipelined(stage): h has another shape or dtype than first returns
+  first  float64[2, 3, 6]    stage  float32[2, 3, 6]
+  each stage sends to the next one what it receives
+  fix: return h as it came: x.to(h.dtype)"""),
+    "shape": ({"stage": lambda p, h, b: h[:, :1]}, """\
+pipelined(stage): h has another shape or dtype than first returns
+  first  float64[2, 3, 6]    stage  float64[2, 1, 6]
+  each stage sends to the next one what it receives
+  fix: one shape for all layers"""),
+    "tree": ({"stage": lambda p, h, b: [h, h]}, """\
+pipelined(stage): h has another structure than first returns
+  first  PyTreeSpec(*)    h  PyTreeSpec([[*, *], [*, *]])
+  fix: return a tree like h"""),
+    "a count": ({"last": total}, """\
+pipelined(last): the loss is a pair
+  fix: counted=True for (total, count), has_aux=True for (loss, aux)"""),
+    "no count": ({"counted": True}, """\
+pipelined(last): counted=True, and the result is tensor(0., dtype=torch.float64)
+  fix: return (total, count)"""),
+    "losses": ({"last": losses}, """\
+pipelined(last): the loss must be one floating number, not float64[6]
+  fix: reduce it: loss.mean() or loss.sum()"""),
+    "integers": ({"first": lambda ends, b: b["ids"]}, """\
+pipelined: the h of first is int64[2, 3], not a tensor of floating numbers
+  fix: what is not differentiated is in the batch, which each stage has"""),
+    "a gradient": ({"f": lambda run: lambda p, b: fs.grad(lambda p: run(p, b)[0])(p)}, """\
+pipelined: called in fs.grad, or another transform
+  it computes a loss with its gradients, while it sends messages
+  fix: call it in place of value_and_grad, in a program that is not compiled"""),
+    "no pair": ({"f": lambda run: lambda p, b: run(p[0], b)}, """\
+pipelined: params is a dict
+  fix: pass a pair: (ends, layers)"""),
+    "keys among the layers": ({"f": lambda run: lambda p, b: run((p[0], {"up": p[1]["up"], "key": b["ids"]}), b)}, """\
+pipelined: params[1]['key'] is int64, which has no gradient
+  fix: pass it by each=, or capture it"""),
+    "rows of each": ({"f": lambda run: lambda p, b: run(p, b, each=b["ids"] + 0)}, """\
+pipelined: each has 4 rows for 2 layers of this stage
+  fix: stack and split it like the layers"""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named(name):
+    options, text = MISTAKES[name]
+    assert wrong(**options) == text
+
+
+def test_types_of_h_are_checked_at_each_stage():
+    """A stage whose result varies over data, where the h of first does not, would have a wrong gradient."""
+    f = fs.pipelined(lambda ends, b: ends["x"].expand(2, D), lambda p, h, b: h * fs.pvary(p["w"], "data") * b.sum(),
+                     lambda ends, h, b: fs.pmean(h.sum(), "data"), axis="stage", microbatches=2)  # fmt: skip
+    mesh = fs.make_mesh(data=2, stage=2)
+    specs = ({"x": P()}, {"w": P("stage")})
+    step = fs.shard_map(f, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs), check="always")
+    text = error_text(step, ({"x": numbers(D)}, {"w": numbers(2, D)}), numbers(8))
+    assert (
+        text
+        == """\
+pipelined: the h of stage varies over 'data', and the h of first does not
+  each stage sends to the next one what it receives
+  fix: fs.pvary(h, 'data') in first"""
+    )
