@@ -23,7 +23,7 @@ from fshard._core.region import region
 from fshard._core.torch import in_backward, storage_id, unwrapped
 from fshard._core.transfers import Transfer, recording, transfer_rows, transfer_table
 from fshard._core.typecheck import leaves_of
-from fshard.errors import checked, fail, number_of
+from fshard.errors import checked, number_of
 from fshard.mesh import planned_mesh
 from fshard.shard_map import ShardMapped, planned_calls
 from fshard.spec import format_axes, short_dtype, size
@@ -102,10 +102,10 @@ class Plan:
         waits = [s for time in times for lane, s in time.exposed.items() if set(lane.split("+")) & {*self.branches_on}]
         return sum(waits) / sum(time.seconds for time in times) if times else None
 
-    def timeline(self) -> Timeline:
-        """Return the events of the rank by their estimated times. Raises ShardingError for a plan without a device."""
-        if self.device is None or self.time is None:
-            raise fail("timeline: the plan names no device", fix="fs.plan(..., device=fs.devices.H100)")
+    def _timeline(self) -> Timeline:
+        """Return the events of the rank by their estimated times, of a plan with a device."""
+        assert self.device is not None
+        assert self.time is not None
         name = f"rank {self.rank} of {format_axes(self.mesh)}, {self.device.name}"
         return planned_timeline(self.rank, name, self.events, self.time, self.memory.arguments)
 
@@ -161,7 +161,7 @@ class Plan:
         for p in self.positions:
             coords = dict(zip(self.mesh, coords_of(p.rank, list(self.mesh.values())), strict=True))
             head = f"{format_axes({a: coords[a] for a in self.branches_on})}  peak {size(p.memory.peak)}"
-            rows.append((head, draw(p.timeline().compute, 0.0, p.time.seconds) if p.time else ""))
+            rows.append((head, draw(p._timeline().compute, 0.0, p.time.seconds) if p.time else ""))
         return rows if self.positions else []
 
     def _warnings(self) -> list[str]:
