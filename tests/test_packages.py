@@ -30,7 +30,7 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
     "cli": 1_559,
-    "core": 16_875,
+    "core": 16_908,
     "data": 1_053,
     "defer": 5_257,
     "interop": 4_440,
@@ -41,8 +41,8 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "optim": 2_773,
     "planning": 4_298,
     "recipes": 2_110,
-    "schedule": 2_354,
-    "fshard": 95,
+    "schedule": 3_178,
+    "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library
 
