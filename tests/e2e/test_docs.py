@@ -448,7 +448,8 @@ resnet.save("my-resnet", cfg, fs.materialize(weights, P(), mesh, key=fs.key(0)))
 embed = lambda ends, b: b @ ends["w"]
 layer = lambda p, h, b: h + torch.tanh(h @ p["w"])
 head_loss = lambda ends, h, b: (h @ ends["w"].mT).square().mean()
-batch, params = torch.ones(4, 3), {"ends": {"w": torch.ones(3, 2)}, "layers": {"w": fs.pvary(torch.ones(5, 2, 2), "stage")}}
+layers = fs.pvary(torch.ones(5, 2, 2), "stage")
+batch, params = torch.ones(4, 3), {"ends": {"w": torch.ones(3, 2)}, "layers": {"w": layers}}
 """,
     "fshard.nn.sampled_classes.sample_classes": SAMPLED,
     "fshard.nn.margins.margin": CLASSIFIER,
