@@ -30,7 +30,7 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
     "cli": 1_559,
-    "core": 16_889,
+    "core": 16_922,
     "data": 1_053,
     "defer": 5_257,
     "interop": 4_440,
@@ -39,10 +39,10 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "models": 4_842,
     "nn": 3_777,
     "optim": 2_773,
-    "planning": 4_506,
+    "planning": 4_516,
     "recipes": 2_110,
-    "schedule": 2_354,
-    "fshard": 95,
+    "schedule": 3_178,
+    "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library
 
