@@ -233,6 +233,11 @@ CALLS = [
          {"f": loss, "steps": 2, "argnums": 0, "counted": False, "gather": None, "p": TREE, "x": W},
          words=_BY_POSITION),
     outside(fs.remat, f=block),
+    outside(fs.schedule_table, kind="interleaved", n=2, m=4, chunks=2),
+    Call("pipelined", lambda params, batch, each, **how: fs.pipelined(**how)(params, batch, each=each),
+         {"first": block, "stage": lambda p, h, b, e: h * p * e, "last": lambda ends, h, b: (h.sum(), 4),
+          "axis": "model", "microbatches": 2, "schedule": "1f1b", "chunks": 1, "gather": None, "counted": True,
+          "has_aux": False, "params": (TREE, W), "batch": W, "each": V}, inside=True),
     # random numbers and initializers
     outside(fs.key, n=0),
     outside(fs.fold_in, key=KEY, data="w"),

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from fshard._core.region import region
 from fshard._core.torch import in_backward, storage_id, unwrapped
 from fshard._core.transfers import Transfer, recording, transfer_rows, transfer_table
 from fshard._core.typecheck import leaves_of
-from fshard.errors import checked, fail, number_of
+from fshard.errors import checked, number_of
 from fshard.mesh import planned_mesh
 from fshard.shard_map import ShardMapped, planned_calls
 from fshard.spec import format_axes, short_dtype, size
@@ -32,6 +32,7 @@ from .chrome import Timeline
 from .devices import Device
 from .events import Event, Kind, Operation, Phase, Start, Wait, phase_now
 from .flops import (  # fmt: skip
+    CONSTANTS,
     bytes_of,
     dtype_of,
     flops_of,
@@ -50,6 +51,7 @@ from .roofline import Roofline, joined
 from .strip import LEGEND, letters, strip
 
 _aten = torch.ops.aten
+_SET_GRAD = cast(Any, Tensor).grad.__set__
 # Formulas of torch's gradients add into zeros that they have just made; of fake tensors they add out of place.
 _IN_PLACE = {
     _aten.scatter_add.default: _aten.scatter_add_.default, _aten.index_add.default: _aten.index_add_.default,
@@ -100,10 +102,10 @@ class Plan:
         waits = [s for time in times for lane, s in time.exposed.items() if set(lane.split("+")) & {*self.branches_on}]
         return sum(waits) / sum(time.seconds for time in times) if times else None
 
-    def timeline(self) -> Timeline:
-        """Return the events of the rank by their estimated times. Raises ShardingError for a plan without a device."""
-        if self.device is None or self.time is None:
-            raise fail("timeline: the plan names no device", fix="fs.plan(..., device=fs.devices.H100)")
+    def _timeline(self) -> Timeline:
+        """Return the events of the rank by their estimated times, of a plan with a device."""
+        assert self.device is not None
+        assert self.time is not None
         name = f"rank {self.rank} of {format_axes(self.mesh)}, {self.device.name}"
         return planned_timeline(self.rank, name, self.events, self.time, self.memory.arguments)
 
@@ -159,7 +161,7 @@ class Plan:
         for p in self.positions:
             coords = dict(zip(self.mesh, coords_of(p.rank, list(self.mesh.values())), strict=True))
             head = f"{format_axes({a: coords[a] for a in self.branches_on})}  peak {size(p.memory.peak)}"
-            rows.append((head, draw(p.timeline().compute, 0.0, p.time.seconds) if p.time else ""))
+            rows.append((head, draw(p._timeline().compute, 0.0, p.time.seconds) if p.time else ""))
         return rows if self.positions else []
 
     def _warnings(self) -> list[str]:
@@ -302,6 +304,8 @@ class _Gradients(TorchFunctionMode):
             self._note([xs] if isinstance(xs, Tensor) else xs, out)
         elif leaves:
             self._note(leaves, [x.grad for x in leaves])
+        elif func == _SET_GRAD and isinstance(args[1], Tensor):  # backward will add to it
+            self._note([args[0]], [args[1]])
         return out
 
 
@@ -424,7 +428,8 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         if self._is_transferring:
             return "buffers"
         weights = bool(inputs) and phase != "update" and all(s.argument or s.part == "gathered" for s in inputs)
-        return "gathered" if weights and kind_of(func) == "copy" and inputs[0].dtype.is_floating_point else None
+        is_copy = kind_of(func) == "copy" and name_of(func) not in CONSTANTS
+        return "gathered" if weights and is_copy and inputs[0].dtype.is_floating_point else None
 
     def _line(self, inputs: Sequence[Storage], phase: Phase) -> Site | None:
         """Return the user's line; in backward the last line of forward that read a tensor which is read now."""

@@ -85,6 +85,7 @@ class PlanRow:
             "devices": self.devices, "fits": self.fits, "peak_bytes": self.peak, "parts": parts,
             "sent_bytes": self.sent, "seconds": self.seconds, "tokens": self.tokens,
             "tokens_per_second_per_device": self.rate, "mfu": self.mfu,
+            "bubble": None if self.plan is None else self.plan.bubble,
             "error": None if self.error is None else _words(self.error), "note": self.note,
             "warnings": list(self.warnings),
         }  # fmt: skip
@@ -303,7 +304,9 @@ def _remark(row: PlanRow) -> str:
     if row.error is not None:
         return f"error: {(_words(row.error).strip().splitlines() or [''])[0]}"
     unknown = ", ".join(dict.fromkeys(text.split()[0] for text in row.warnings))
-    remarks = ("does not fit" * (row.fits is False), row.note, f"FLOPs unknown: {unknown}" * bool(unknown))
+    bubble = None if row.plan is None else row.plan.bubble
+    waits = "" if bubble is None else f"stages wait {bubble:.1%}"
+    remarks = ("does not fit" * (row.fits is False), row.note, waits, f"FLOPs unknown: {unknown}" * bool(unknown))
     return "; ".join(filter(None, remarks))
 
 

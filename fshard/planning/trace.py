@@ -236,7 +236,7 @@ def _planned(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> Tr
                    fix="name the device to estimate the times of: device=fs.devices.H100")  # fmt: skip
     planned = plan(f, *args, device=device)
     ranks = planned.positions or (planned,)
-    rows = [fitted(p.timeline(), MOST_EVENTS // len(ranks)) for p in ranks]
+    rows = [fitted(p._timeline(), MOST_EVENTS // len(ranks)) for p in ranks]
     notes = [f"rank {p.rank}: {note}" for p, (_, note) in zip(ranks, rows, strict=True) if note]
     return Trace(planned.mesh, "planned", tuple(row for row, _ in rows), None, (*notes, *planned.warnings))
 

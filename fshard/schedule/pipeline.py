@@ -21,11 +21,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from fshard import tree
 from fshard._core.callsite import site
-from fshard._core.comm import AbstractComm, fake_tensors
+from fshard._core.comm import fake_tensors, silent_comm
 from fshard._core.microbatch import in_microbatch, microbatches
 from fshard._core.ops import differentiable_dtype, keep_placed
 from fshard._core.protocol import PendingTransfer, size_of
-from fshard._core.region import bind, checker, in_region, known_axes, live_axes, region, unchecked
+from fshard._core.region import bind, checker, known_axes, live_axes, region, unchecked
 from fshard._core.torch import without_modes
 from fshard._core.transfers import transposing
 from fshard.collectives import axis_position, by_dtype, psum, pvary
@@ -126,11 +126,15 @@ class Pipelined:
 
     @api_boundary
     def forward(self, params: Any, batch: Any, *, each: Any = None) -> Any:
-        """Return what `last` returns for each microbatch, any tree of tensors, stacked: [microbatches, ...]."""
+        """Return the results of `last`, any tree of tensors, stacked: [microbatches, ...]."""
         axes, n = self._check(params, batch, each)
         with torch.no_grad():
-            order = table("forward", n, self.microbatches, self.chunks)
-            return _Run(self, order, axes, self._prepare(params), batch, each).results()
+            parts = self._prepare(params)
+            if n > 1:
+                order = table("forward", n, self.microbatches, self.chunks)
+                return _Run(self, order, axes, parts, batch, each).results()
+            steps = [self._model(parts, part, each) for part in _split(batch, self.microbatches)]
+            return stacked("pipelined", steps)
 
     def _prepare(self, params: Any) -> Any:
         """Return the parameters as the stages use them, gathered: the ends vary over the axis."""
@@ -157,7 +161,7 @@ class Pipelined:
                        fix="call it in place of value_and_grad, in a program that is not compiled")  # fmt: skip
         for path, x in tree.leaves_with_path(params):
             check_leaf(f"pipelined: {tree.show('params', path)}", x, "pass it by each=, or capture it")
-        _microbatch(batch, 0, self.microbatches)
+        _split(batch, self.microbatches)
         if not names_of(self.axis):
             return (), 1
         names, current = known_axes("pipelined", region("pipelined"), self.axis), region()
@@ -180,8 +184,9 @@ class Pipelined:
         return live, size_of(live, current.sizes)
 
 
-def _microbatch(batch: Any, i: int, m: int) -> Any:
-    return split_rows("pipelined: batch", batch, i, m, "by a closure")
+def _split(batch: Any, m: int) -> list[Any]:
+    """Return the microbatches."""
+    return [split_rows("pipelined: batch", batch, i, m, "by a closure") for i in range(m)]
 
 
 def _unbind(stacked: Any, name: str, chunks: int) -> list[Any]:
@@ -308,34 +313,20 @@ class _Messages:
 # --- the shapes of h and of the results -------------------------------------------------------------------------
 
 
-class _Silent(AbstractComm):
-    """A comm that moves nothing, and of which nobody takes note."""
-
-    def _note(self, *_: Any) -> None:
-        pass
-
-
 def _outline(f: Callable[[], Any], tensors: Sequence[Any]) -> Any:
-    """Return f() on tensors without values, each rank for itself; a checked call types them."""
+    """Return f() on tensors without values, on each rank without the others; a checked call types them."""
     fakes = [x.fake_mode for x in tensors if hasattr(x, "fake_mode")]  # in a dry run
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(without_modes())
-        stack.enter_context(fakes[0] if fakes else fake_tensors())
-        if in_region():
-            current = region()
-            silent = _Silent(current.sizes, current.coords, [])
-            stack.enter_context(bind(replace(current, comm=silent, scratch={})))
-        if (types := checker()) is not None:
-            stack.enter_context(types)
-        with torch.no_grad():
-            return f()
+    silent = replace(region(), comm=silent_comm(region().comm), scratch={})
+    mode = fakes[0] if fakes else fake_tensors()
+    with without_modes(), mode, checker() or contextlib.nullcontext(), bind(silent), torch.no_grad():
+        return f()
 
 
 # --- one run ----------------------------------------------------------------------------------------------------
 
 
 class _Graph(NamedTuple):
-    """What a chunk keeps of a microbatch until its backward pass: the received leaves, and the roots of its graph."""
+    """The graph of a chunk and a microbatch: the received leaves, and its roots."""
 
     inputs: Sequence[Tensor]
     roots: Sequence[Any]  # an edge, or in a checked call a tensor; None without a gradient
@@ -353,7 +344,7 @@ class _Run:
         self.ends, layers = params
         self.layers = _join(_unbind(layers, "layers", order.chunks), _unbind(each, "each", order.chunks))
         self.parts = list(microbatches([x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.ndim], m))
-        self.batches = [_microbatch(batch, i, m) for i in range(m)]
+        self.batches = _split(batch, m)
         h, result = self._outline()
         self.h, self.h_def = tree.flatten(h)
         self.result = tree.map(lambda x: _zeros(x) if isinstance(x, Tensor) else x, result)

@@ -1,4 +1,4 @@
-"""A backward pass in two parts: the gradients of a graph's inputs now, those of most of its weights later.
+"""A backward pass in two parts: now the gradients of a graph's inputs, later the gradients of most weights.
 
 A node of the graph that is on a path to an input, and next to a weight, as a product with a matrix is, runs twice:
 now for the input, and later for the weight. The engine computes at each run only the gradients that it needs, so that

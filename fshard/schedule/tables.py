@@ -118,7 +118,7 @@ class ScheduleTable:
 
 
 def _result(op: Operation) -> str:
-    """Return the letter of what an operation computes for other places: the gradient of D is that of B."""
+    """Return the letter of an operation's result: D and B both have the gradient by the chunk's input."""
     return "B" if op.kind == "D" else op.kind
 
 
@@ -137,9 +137,11 @@ def schedule_table(kind: Kind, n: int, m: int, chunks: int = 1) -> ScheduleTable
     `.orders` the operations.
 
     >>> schedule_table("1f1b", 2, 3)
-    1f1b: 2 stages, 3 microbatches
-      stage 0  F0 F1 .  .  B0 B0 F2 .  B1 B1 .  B2 B2
-      stage 1  .  F0 B0 B0 F1 B1 B1 F2 B2 B2
+    1f1b: 2 stages, microbatches 0 to 2
+      stage 0  F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
+      stage 1  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
+      stages wait 25.0% of the time
+      microbatches whose activations a stage keeps: 2, 1
 
     Raises ShardingError for chunks of a schedule that has none.
     """

@@ -444,6 +444,13 @@ weights = {"params": resnet.init(cfg), "state": resnet.state(cfg)}
 resnet.save("my-resnet", cfg, fs.materialize(weights, P(), mesh, key=fs.key(0)))
 """,
     "fshard.models.resnet.loss": RESNET_LOCAL,
+    "fshard.schedule.pipeline.pipelined": """
+embed = lambda ends, b: b @ ends["w"]
+layer = lambda p, h, b: h + torch.tanh(h @ p["w"])
+head_loss = lambda ends, h, b: (h @ ends["w"].mT).square().mean()
+layers = fs.pvary(torch.ones(5, 2, 2), "stage")
+batch, params = torch.ones(4, 3), {"ends": {"w": torch.ones(3, 2)}, "layers": {"w": layers}}
+""",
     "fshard.nn.sampled_classes.sample_classes": SAMPLED,
     "fshard.nn.margins.margin": CLASSIFIER,
     "fshard.nn.batch_norm.batch_norm": """
@@ -507,6 +514,7 @@ MESHES = {
     },
     "fshard.collectives.ppermute": fs.make_mesh(stage=4),
     "fshard.law.verify.verify": fs.make_mesh(data=2, model=2),
+    "fshard.schedule.pipeline.pipelined": fs.make_mesh(stage=2),
 }
 
 

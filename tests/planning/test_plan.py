@@ -510,6 +510,8 @@ def test_the_bubble_of_a_pipeline_is_that_of_its_table(n: int, m: int, kind: Any
     planned = fs.plan(step, (fs.init.zeros((512,)), layers), fs.init.zeros((64 * m, 512)), device=device)
     table = fs.schedule_table(kind, n, m, chunks)
     assert planned.bubble == pytest.approx(table.bubble(), abs=0.01)
+    assert planned.memory.parts["gathered"] == 0
+    assert planned.memory.parts["gradients"] >= planned.memory.parts["parameters"] > 0
     pictures = [row.split("  ")[-1] for row in repr(planned).splitlines() if row.startswith("  stage=")]
     assert len(pictures) == n
     if kind == "1f1b":

@@ -4,7 +4,7 @@
 and `abstract` with shapes only. Nothing outside this package, but `mesh`, depends on which of the three a mesh uses.
 """
 
-from .abstract import AbstractComm, fake_tensors, run_on_meta
+from .abstract import AbstractComm, fake_tensors, run_on_meta, silent_comm
 from .functional import call_distributed
 from .gloo import GlooConnections
 from .meeting import OTHER_PORT
@@ -16,6 +16,6 @@ from .watchdog import SLOW, Wait, Watchdog, call_at_exit, start_watchdog
 
 __all__ = [
     "OTHER_PORT", "SLOW", "AbstractComm", "GlooConnections", "ProcessComm", "TimedComm", "Wait", "Watch",
-    "Watchdog", "call_at_exit", "call_distributed", "fake_tensors", "handle_signals", "run_on_meta", "simulate",
-    "start_watchdog", "stop_agreement", "take_signal",
+    "Watchdog", "call_at_exit", "call_distributed", "fake_tensors", "handle_signals", "run_on_meta", "silent_comm",
+    "simulate", "start_watchdog", "stop_agreement", "take_signal",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard._core.protocol import Axes, PendingTransfer, index_of, size_of
+from fshard._core.protocol import Axes, PendingTransfer, Place, index_of, size_of
 from fshard._core.torch import FakeTensorMode, functional_collectives, without_modes
 from fshard._core.transfers import Split, Transfer, transfer
 
@@ -65,6 +65,18 @@ class AbstractComm(GroupComm):
     ) -> None:  # fmt: skip
         if not self.is_scheduled:  # a plan runs the program several times, and prints nothing
             f({index_of(tuple(self.sizes), self.sizes, self.coords): text})
+
+
+class _SilentComm(AbstractComm):
+    """A comm whose transfers are not recorded."""
+
+    def _note(self, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> None:
+        pass
+
+
+def silent_comm(place: Place) -> AbstractComm:
+    """Return a comm for a part of a program that one rank runs for its shapes and types, without the others."""
+    return _SilentComm(place.sizes, place.coords, [])
 
 
 class _UnsentMessages(PendingMessages):
