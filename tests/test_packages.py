@@ -29,15 +29,15 @@ EXTRAS = ("transformers", "peft", "accelerate", "datasets", "nbformat", "nbclien
 MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
-    "cli": 1_559,
+    "cli": 1_591,
     "core": 16_870,
     "data": 1_053,
     "defer": 5_257,
     "interop": 4_440,
     "law": 1_280,
     "lora": 1_740,
-    "models": 4_856,
-    "nn": 3_854,
+    "models": 4_865,
+    "nn": 3_903,
     "optim": 2_773,
     "planning": 4_298,
     "recipes": 2_110,

@@ -30,6 +30,7 @@ KINDS = {
 def train(mesh: fs.Mesh, kind: str, *, compile: bool = False) -> list[Any]:
     """Train with clipping, a schedule, decay of matrices and donated state: the state and loss after each step."""
     cfg, layout, full, remat = KINDS[kind]
+    tokens = P(layout.data, layout.context)
     described = gpt2.init(cfg)
     specs = gpt2.specs(cfg, model=layout.model)
     split = fs.fully_shard(specs, described, axis="ranks") if full else specs
@@ -47,8 +48,6 @@ def train(mesh: fs.Mesh, kind: str, *, compile: bool = False) -> list[Any]:
     def loss_fn(params: Any, ids: torch.Tensor, targets: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return gpt2.loss(cfg, params, ids, targets, layout=layout, specs=specs, key=key, remat=remat)
 
-    tokens = P(layout.data, layout.context)
-
     @fs.shard_map(mesh=mesh, in_specs=(placed, tokens, tokens), out_specs=(placed, P()), donate=0, compile=compile)
     def step(state: Any, ids: torch.Tensor, targets: torch.Tensor) -> Any:
         key = fs.fold_in(state["key"], state["step"])
@@ -60,7 +59,9 @@ def train(mesh: fs.Mesh, kind: str, *, compile: bool = False) -> list[Any]:
     history = []
     for i in range(4):
         ids = torch.randint(cfg.vocab_size, (ROWS, 9), generator=torch.Generator().manual_seed(i))
-        state, loss = step(state, ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+        # Placed: of a plain tensor's columns the first call takes copies, and later ones views with other strides.
+        batch = fs.materialize((ids[:, :-1], ids[:, 1:]), tokens, mesh, key=fs.key(0))
+        state, loss = step(state, *batch)
         history.append(fs.device_get((state, loss)))
     return history
 
