@@ -4,7 +4,7 @@ No token is dropped: an expert computes however many tokens choose it. Experts m
 expert over any axis, with `Layout(experts=)`: over a data axis, tokens go to the ranks of their experts and back.
 
 Where two experts are about equally likely, rounding decides which a token goes to, which may differ between meshes. A
-compiled program, whose shapes may not depend on values, computes every expert for every token.
+compiled program computes every expert for every token, but for bfloat16: see `nn.mixture`.
 
 Legend: B batch, T time, N the tokens of a rank, D width, E experts, F hidden width of an expert, V vocabulary;
 [E@model] is a dim split over an axis; {V} varies over it, {I} does not.

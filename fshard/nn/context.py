@@ -154,7 +154,8 @@ def context_attention(
         causal: a position attends to those up to itself; else to all.
         mask: [B, T@axis], 0 for padding, which no position attends to.
         documents: [B, T@axis], numbers of packed documents: a position attends to its document. Parts of the keys that
-            have no document in common with the queries are not computed.
+            have no document in common with the queries are not computed, but in a compiled program, which reads no
+            values.
         window: a position attends to the last `window` positions up to itself, or less than `window` away.
         size: T, needed only if the axis does not divide it.
         rate, key: dropout of weights, as in `attention`, by the positions of a query and a key.

@@ -7,7 +7,6 @@ Source: Zhu, 2024, "ring-flash-attention".
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -82,7 +81,7 @@ class Split:
         """The length of the longest chunk."""
         return -(-self.longest // 2)
 
-    @functools.cached_property
+    @property
     def chunks(self) -> list[tuple[int, int]]:
         """The (start, stop) of 2n chunks: two for each rank, if it has its positions in order."""
         out = []

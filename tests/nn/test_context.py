@@ -198,6 +198,19 @@ def test_second_derivatives_of_the_ring_by_the_plain_formula():
     close(got, want)
 
 
+def test_a_compiled_program_computes_the_same_ring(monkeypatch):
+    """A compiler that traces is imitated; tests/e2e/test_compile.py compiles a model."""
+    args, numbers = inputs(12), packed(12, 3)
+    want = value_and_vjp(lambda *a: dense(*a, causal=True, documents=numbers)[0], *args)
+    with recording() as eager:
+        on_mesh({"s": 3}, args, numbers)
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+    with recording() as compiled:
+        close(on_mesh({"s": 3}, args, numbers), want, tol=1e-12)
+    first, second = (sorted((x.op, x.bytes) for x in log if x.rank == 0) for log in (eager, compiled))
+    assert first == second
+
+
 def test_a_second_call_before_the_backward_pass_of_the_first_keeps_its_keys():
     """diffusers#14265: the backward pass read the keys of a later call."""
     a, b = inputs(8), [x + 1 for x in inputs(8)]
