@@ -134,8 +134,7 @@ class LossScale:
 
         `specs` are the specs of the parameters, or a prefix. With no axes in them, this works outside `shard_map` too.
         """
-        tree.check_leaves("unscale", "grads", grads, Tensor)
-        leaves, treedef = tree.flatten(grads)
+        leaves, treedef = tree.check_leaves("unscale", "grads", grads, Tensor)
         inverse = _checked_state("unscale", state)["scale"].detach().double().reciprocal()
         inverses = {device: inverse.to(device) for device in {g.device for g in leaves}}
         # Half precision is widened: the inverse of the scale may be too small for it.
