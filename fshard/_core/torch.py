@@ -273,9 +273,9 @@ def default_store() -> Any:
 __all__ = [
     "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of", "backward_number",
     "default_store", "efficient_attention", "efficient_attention_backward", "flash_attention",
-    "flash_attention_backward", "foreach_copy_", "functional_collectives", "fused_adamw_", "group_named", "has_tangent", "in_backward",
-    "in_transform", "innermost_transform", "is_batched", "is_grad_tracking", "is_legacy_batched", "is_traced",
-    "is_view", "is_wrapped", "level_of", "named_as", "never_traced", "next_number", "replace_dual_levels",
+    "flash_attention_backward", "foreach_copy_", "functional_collectives", "fused_adamw_", "group_named", "has_tangent",
+    "in_backward", "in_transform", "innermost_transform", "is_batched", "is_grad_tracking", "is_legacy_batched",
+    "is_traced", "is_view", "is_wrapped", "level_of", "named_as", "never_traced", "next_number", "replace_dual_levels",
     "replace_reparametrize_module", "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id", "timeout_of",
     "transform_level", "unwrapped", "unwrapped_once", "version_of", "with_legacy_batch", "with_tangents",
     "without_functorch", "without_legacy_batch", "without_modes", "without_torch_function",

@@ -18,7 +18,7 @@ from torch import Tensor
 from fshard import init as initial
 from fshard import nn, tree
 from fshard._core.ops import Gather, Vary
-from fshard._core.region import live_axes, region
+from fshard._core.region import live_axis, region
 from fshard._core.weight import Weight, is_weight
 from fshard.collectives import all_gather, pmax, pslice, psum, psum_scatter, pvary
 from fshard.errors import checked, fail, must_be, raise_all
@@ -150,7 +150,7 @@ class Layout:
 
         In backward, the sum of x's gradient over `model` overlaps with computing the gradients of w and b.
         """
-        axes = () if self.model is None else live_axes(region("linear").comm, names_of(self.model))
+        axes = names_of(live_axis("linear", self.model))
         if not axes:
             return nn.linear(x, w, b)
         comm = region("linear").comm
@@ -159,7 +159,7 @@ class Layout:
 
     def row_linear(self, x: Tensor, w: Tensor | Weight, b: Tensor | None = None) -> Tensor:
         """Leave a model-parallel region by its last layer: x [B, T, F@model] @ w [F@model, D] + b [D] -> stream."""
-        if not self.model:
+        if not live_axis("linear", self.model):
             return nn.linear(x, w, b)  # one operation
         out = self.leave(nn.linear(x, w))
         return out if b is None else out + self.replicated(b)

@@ -18,7 +18,7 @@ from torch import Tensor
 from fshard import random
 from fshard._core.microbatch import flattened_rows
 from fshard._core.ops import global_shape, local_range
-from fshard._core.region import axes_of_own_values
+from fshard._core.region import axes_of_own_values, live_axis
 from fshard._core.weight import Weight
 from fshard.collectives import all_gather, psum, psum_scatter, pvary
 from fshard.errors import checked, fail
@@ -206,8 +206,8 @@ def _lookup(ids: Tensor, table: Tensor, axis: Axis, size: int | None) -> Tensor:
     """Look up rows of a table [V@axis, D]: zero where another rank has the row, NaN where no rank has it."""
     n = table.shape[0]
     start, end = local_range("embedding", n, axis, size)
-    check_range("embedding", "id", ids, end, kind="rows of table")
-    if not axis:
+    in_range = check_range("embedding", "id", ids, end, kind="rows of table")
+    if not axis or (in_range and not live_axis("embedding", axis)):
         return F.embedding(ids, table)
     local = ids - start
     is_local = (local >= 0) & (local < n)

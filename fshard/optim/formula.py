@@ -182,8 +182,7 @@ def make_optimizer(
         tree.check_leaves(name, "specs", specs, P)
 
     def init(params: Any) -> Any:
-        tree.check_leaves(f"{name}.init", "params", params, (Tensor, Deferred, Sharded))
-        leaves, treedef = tree.flatten(params)
+        leaves, treedef = tree.check_leaves(f"{name}.init", "params", params, (Tensor, Deferred, Sharded))
         state = {"count": scalar_like(params, 0, torch.int64)}
         for moment in moments:
             shape_of = shapes.get(moment)
@@ -321,8 +320,7 @@ def _full_like(like: Any, shape: tuple[int, ...], value: float, dtype: torch.dty
 def _decays(name: str, mask: Mask, params: Any, treedef: Any) -> list[bool]:
     """Return, for each leaf, whether it decays."""
     bools: Any = mask(params) if callable(mask) else mask
-    tree.check_leaves(name, "mask", bools, bool)
-    flat, structure = tree.flatten(bools)
+    flat, structure = tree.check_leaves(name, "mask", bools, bool)
     if structure == treedef:
         return flat
     return tree.broadcast(bools, params, name=f"{name}: mask", leaf=lambda x: isinstance(x, bool), kind="bool")
@@ -368,11 +366,8 @@ def like_params(name: str, params: Any, trees: Sequence[tuple[str, Any]]) -> tup
 
     Raises ShardingError unless these are trees like the parameters, of floating tensors of their shapes and dtypes.
     """
-    leaves, treedef = tree.flatten(params)
-    flat = [(label, other, *tree.flatten(other)) for label, other in trees]
-    for label, other, xs, _ in [("params", params, leaves, treedef), *flat]:
-        if not all(isinstance(x, Tensor) for x in xs):
-            tree.check_leaves(name, label, other, Tensor)
+    leaves, treedef = tree.check_leaves(name, "params", params, Tensor)
+    flat = [(label, other, *tree.check_leaves(name, label, other, Tensor)) for label, other in trees]
     equal = all(
         d == treedef and all(x.shape == p.shape and x.dtype == p.dtype for x, p in zip(xs, leaves, strict=True))
         for _, _, xs, d in flat

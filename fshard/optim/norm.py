@@ -34,8 +34,7 @@ def global_norm(x: Any, specs: Any) -> Tensor:
 
     Raises ShardingError listing every leaf that is not a tensor of floats, or whose spec does not name its axes.
     """
-    tree.check_leaves("global_norm", "x", x, Tensor)
-    leaves, treedef = tree.flatten(x)
+    leaves, treedef = tree.check_leaves("global_norm", "x", x, Tensor)
     raise_all([must_be(f"global_norm: {tree.show('x', path)}", "a tensor of floats", leaf)
                for path, leaf in (tree.leaves_with_path(x) if any(map(_has_no_norm, leaves)) else ())
                if _has_no_norm(leaf)])  # fmt: skip
@@ -81,9 +80,8 @@ def norm_of(leaves: Sequence[Tensor], axes: Sequence[tuple[str, ...]]) -> Tensor
     for (group_axes, _), group in groups.items():
         group_sum = _sum_of_squares(group).to(device)
         others = tuple(a for a in all_axes if a not in group_axes)
-        if (
-            others and axis_size(others) > 1
-        ):  # only the first of the ranks with equal parts counts them, so that one psum serves every leaf
+        # Only the first of the ranks with equal parts counts them, so that one psum serves every leaf.
+        if others and axis_size(others) > 1:
             group_sum = torch.where(axis_index(others) == 0, pvary(group_sum, others), 0.0)
         sums.append(group_sum)
     total = torch.stack([x.to(_sum_dtype(sums)) for x in sums]).sum() if sums else torch.zeros(())

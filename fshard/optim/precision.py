@@ -138,8 +138,7 @@ class LossScale:
         return self._unscaled("unscale", grads, state, specs)
 
     def _unscaled(self, verb: str, grads: Any, state: Any, specs: Any) -> tuple[Any, Tensor]:
-        tree.check_leaves(verb, "grads", grads, Tensor)
-        leaves, treedef = tree.flatten(grads)
+        leaves, treedef = tree.check_leaves(verb, "grads", grads, Tensor)
         inverse = _checked_state(verb, state)["scale"].detach().double().reciprocal()
         inverses = {device: inverse.to(device) for device in {g.device for g in leaves}}
         # Half precision is widened: the inverse of the scale may be too small for it.

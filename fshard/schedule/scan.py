@@ -96,12 +96,11 @@ def scan(
     split = _check_pair if has_aux else _check_single if not isinstance(x, tuple) else lambda x: (x, None)
     plans = None
     # Neither a compiler nor a transform of torch.func can trace a schedule; its buffers have no tangents.
-    plain = (
+    if (live or host or offload) and not (
         torch.compiler.is_dynamo_compiling()
         or in_transform()
         or any(map(has_tangent, split_tensors((params, x, each))[0]))
-    )
-    if (live or host or offload) and not plain:
+    ):
         plans = blocks.plans(axis, dtype, reduce_dtype)
     if plans is not None:
         check_captured("scan", block, _EACH)

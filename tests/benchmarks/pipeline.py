@@ -61,7 +61,8 @@ class Blocks(torch.nn.Module):
         super().__init__()
         of_all = weights()
         self.layers = torch.nn.ModuleList(
-            torch.nn.ParameterDict({name: torch.nn.Parameter(x[i].clone()) for name, x in of_all.items()}) for i in layers
+            torch.nn.ParameterDict({name: torch.nn.Parameter(x[i].clone()) for name, x in of_all.items()})
+            for i in layers
         )
 
     def forward(self, h: Tensor) -> Tensor:
