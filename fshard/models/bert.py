@@ -18,7 +18,7 @@ from torch import Tensor
 from fshard import init as initial
 from fshard import nn
 from fshard._core.files.io import StrPath
-from fshard._core.ops import global_size
+from fshard._core.ops import total_size
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.interop.hf import FileTensor, WeightHeaders
 from fshard.nn.decoding import check_ids
@@ -185,7 +185,7 @@ def _encode(
               fail(f"bert: {name} must have one entry for each token", got=list(x.shape), needed=list(ids.shape))
               for name, x in (("mask", mask), ("types", types))
               if x is not None and (not isinstance(x, Tensor) or x.shape != ids.shape)]  # fmt: skip
-    size = global_size("bert", t, layout.context) if layout.context else t
+    size = total_size("bert", t, layout.context) if layout.context else t
     if size > cfg.max_position_embeddings:
         errors.append(fail(f"bert: {size} tokens do not fit {cfg.max_position_embeddings} positions",
                            fix="a larger max_position_embeddings"))  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._core.ops import Permute, apply_map, dim_of, global_size
+from fshard._core.ops import Permute, apply_map, dim_of, total_size
 from fshard._core.packing import pad
 from fshard._core.protocol import coords_of, index_of
 from fshard._core.region import known_axes, live_axes, region
@@ -51,7 +51,7 @@ class Split:
     @staticmethod
     def make(verb: str, name: str, n: int, axes: tuple[str, ...], order: Order, size: int | None) -> Split:
         """Return the split of the positions of an argument with this `name`; this rank has `n` positions."""
-        split = Split.from_size(verb, global_size(verb, n, axes) if size is None else size, axes, order)
+        split = Split.from_size(verb, total_size(verb, n, axes) if size is None else size, axes, order)
         if n != (mine := sum(p.length for p in split.pieces(split.me))):
             raise fail(f"{verb}: {name} has {n} positions here, and this rank's part in {order} order is {mine}",
                        size=split.size, axis=axes, fix="pass the global size=")  # fmt: skip

@@ -120,8 +120,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", nargs="+", choices=list(PEERS), default=list(PEERS))
     args = parser.parse_args(argv)
-    print(f"torch {torch.__version__}, {RANKS} processes, {LAYERS} layers of {WIDTH} x {HIDDEN}, {args.tokens} tokens in "
-          f"{MICROBATCHES} microbatches", flush=True)  # fmt: skip
+    print(f"torch {torch.__version__}, {RANKS} processes, {LAYERS} layers of {WIDTH} x {HIDDEN}, {args.tokens} tokens "
+          f"in {MICROBATCHES} microbatches", flush=True)  # fmt: skip
     missed = 0
     for kind in args.only:
         peer = PEERS[kind][0].__name__

@@ -160,9 +160,8 @@ def test_context_attention_equals_one_device(method, order, every):
         close(got, want, f"{n} ranks, T {t}, G {groups}, {documents} documents, {options}", tol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "method", slow_unless([("ring", "ulysses")], ["ring", ("ring", "ulysses"), ("gather", "ulysses")])
-)
+@pytest.mark.parametrize("method", [("ring", "ulysses"), *(pytest.param(method, marks=pytest.mark.slow)
+                                                          for method in ("ring", ("gather", "ulysses")))])  # fmt: skip
 def test_context_attention_over_two_axes_equals_one_device(method):
     for sizes, t, order in itertools.product(({"a": 2, "b": 2}, {"a": 3, "b": 2}, {"a": 1, "b": 2}), (16, 21), ORDERS):
         args, numbers = inputs(t), packed(t, 3)
