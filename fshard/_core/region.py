@@ -163,7 +163,7 @@ def live_axes(comm: Comm, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def live_axis(verb: str, axis: Axis) -> Axis:
-    """Return the axes of more than one rank among those of an argument; None without any: nothing is split then."""
+    """Return an argument's axes of more than one rank; None if it has no such axis: nothing is split then."""
     if not names_of(axis):
         return None
     current = region(verb)

@@ -393,7 +393,7 @@ def test_each_position_of_a_program_that_branches_on_it_is_checked():
     assert (checked.branches_on, checked.ranks) == (("stage",), (0, 1, 2, 3))
     loss, w, _ = checked.result
     assert (loss.shape, w.shape, w.spec) == ((), (4, 8, 8), P("stage"))
-    title = "checked on 8 ranks (data=2, stage=4), at each position of stage: 5 transfers of rank 0, which sends 383 B"
+    title = "checked on 8 ranks (data=2, stage=4), at each position of stage: rank 0 makes 5 transfers and sends 383 B"
     assert repr(checked).splitlines()[0] == title
     uneven = fs.check(stages.mapped(stage=4, data=3), *stages.arguments())
     assert uneven.ranks == (*range(4), *range(8, 12))  # each stage with more and with fewer rows
