@@ -30,9 +30,9 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
     "cli": 1_559,
-    "core": 16_896,
+    "core": 16_899,
     "data": 1_053,
-    "defer": 5_257,
+    "defer": 5_263,
     "interop": 4_440,
     "law": 1_280,
     "lora": 1_740,
