@@ -347,6 +347,15 @@ torch.save(fs.device_get(tree), path), of full tensors
           each of the 2 ranks would differentiate its own loss, and p['w'] has one gradient
           fix: fs.pmean(..., "data") of what acme returns to your code
         """),
+    "a module of a package that draws": ("""
+        line = "def forward(x):\\n    return nn.functional.dropout(x, 0.1)"
+        exec(compile(line, "/lib/site-packages/acme/layers.py", "exec"))
+        fs.shard_map(lambda x: forward(x), mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
+        """, """
+        layers.py:2 in forward: bernoulli draws from torch's own generator
+          its numbers depend on the process and on earlier draws, so another mesh would give another answer
+          fix: apply(params, buffers, ..., key=key); without dropout, apply.eval()
+        """),
     "a placed leaf that is written to": ("""
         @fs.shard_map(mesh=mesh, in_specs=P(), out_specs=P())
         def decay(p):
@@ -486,6 +495,8 @@ ATTRIBUTES = {
     "opt.step": f"an Optimizer has no attribute 'step': it is {UPDATE}, in fs.shard_map",
     "opt.zero_grad":
         "an Optimizer has no attribute 'zero_grad': it is not needed: fs.value_and_grad returns new gradients",
+    "apply.unshard(P(), 'data', release=False).draws_over('data')":
+        "the function of apply.unshard has no attribute 'draws_over': it is apply.draws_over(...).unshard(specs, axis)",
     "apply.parameters": "an Apply has no attribute 'parameters': it is tree[\"params\"], placed by fs.materialize",
     "fs.PartitionSpec": "fs has no attribute 'PartitionSpec': it is fs.P",
     "fs.jit": "fs has no attribute 'jit': it is fs.shard_map",

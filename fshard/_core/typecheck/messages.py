@@ -336,12 +336,15 @@ def mixed_before(checker: Facts, m: Mixture) -> ShardingError:
 
 def draw_from_torch_generator(op: str) -> ShardingError:
     """Word the error of a draw from torch's generator."""
+    fixes = [
+        Fix("use fs.random.* or fs.nn.dropout, with a key: element i is a function of the key and i"),
+        Fix("apply(params, buffers, ..., key=key), or apply.eval()", "a module of fs.defer draws"),
+    ]
+    if callsite.package_of(callsite.site()):
+        fixes = [Fix("apply(params, buffers, ..., key=key); without dropout, apply.eval()")]
     return _error(callsite.site(), f"{op} draws from torch's own generator", [],
                   "its numbers depend on the process and on earlier draws, so another mesh would give another answer",
-                  fix=fix_lines([
-                      Fix("use fs.random.* or fs.nn.dropout, with a key: element i is a function of the key and i"),
-                      Fix("apply(params, buffers, ..., key=key), or apply.eval()", "a module of fs.defer draws"),
-                  ]))  # fmt: skip
+                  fix=fix_lines(fixes))  # fmt: skip
 
 
 def reduction_of_no_value(op: str, x: Tensor) -> ShardingError:
