@@ -36,7 +36,7 @@ from ._core.ops import (
     exchange_padded,
     exchange_rows,
     gather_layout,
-    global_size,
+    known_sizes,
     minmax,
     row_counts,
     split_layout,
@@ -48,7 +48,7 @@ from ._core.protocol import Comm, index_of, size_of
 from ._core.region import has_values, known_axes, live_axes, region, user_line
 from ._core.transfers import refuse_tracing
 from .errors import ShardingError, checked, fail, must_be, number_of, raise_all
-from .spec import Axis, P, part_lengths
+from .spec import Axis, P, part_lengths, total
 
 
 @checked
@@ -129,15 +129,16 @@ def pmin(x: Any, axis: Axis, *, grad: Literal["tied"] | None = None) -> Any:
 
 @checked
 def all_gather(
-    x: Any, axis: Axis, dim: int = 0, *, size: int | None = None, to: Literal["varying", "invariant"] = "varying"
-) -> Any:
+    x: Any, axis: Axis, dim: int = 0, *, size: int | Sequence[int] | None = None,
+    to: Literal["varying", "invariant"] = "varying",
+) -> Any:  # fmt: skip
     """Concatenate the ranks' parts along a dim.
 
         [B@axis, D]{V} -> [B, D]{V}                     transpose: psum_scatter
         [B@axis, D]{V} -> [B, D]{I}   to="invariant"    transpose: pslice      cost: (n-1)/n of the result
 
-    `size` is the global size of the dim, needed only if the axis does not divide it (without `size`, and with
-    arguments that the axis does not divide, the ranks first exchange their sizes). Use "invariant" if the result is
+    `size` is the global size of the dim, or the lengths of all parts, needed only if parts differ (without `size`, and
+    with arguments whose parts differ, the ranks first exchange their sizes). Use "invariant" if the result is
     one logical value, "varying" if each rank uses it differently.
 
     >>> all_gather(axis_index("model")[None], "model")               # model=4
@@ -153,26 +154,26 @@ def all_gather(
 
 
 @checked
-def psum_scatter(x: Any, axis: Axis, dim: int = 0) -> Any:
-    """Sum over the ranks, each keeping its part of a dim.
+def psum_scatter(x: Any, axis: Axis, dim: int = 0, *, lengths: Sequence[int] | None = None) -> Any:
+    """Sum over the ranks, each keeping its part of a dim: an equal part, or the part of its length in `lengths`.
 
         [B, D]{V} -> [B@axis, D]{V}     transpose: all_gather     cost: (n-1)/n bytes
 
     >>> psum_scatter(torch.ones(8) * axis_index("model"), "model")   # model=4: 0 + 1 + 2 + 3
     tensor([6., 6.])
 
-    Raises ShardingError for bools, as `psum`.
+    Raises ShardingError for bools, as `psum`, and for lengths that do not sum to the dim.
     """
 
     def scatter(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return apply_map(Scatter(comm, axes, split_layout("psum_scatter", axes, xs, dim)), xs)
+        return apply_map(Scatter(comm, axes, split_layout("psum_scatter", axes, xs, dim, lengths)), xs)
 
     return _on_leaves("psum_scatter", x, axis, scatter, dim=dim)
 
 
 @checked
-def pslice(x: Any, axis: Axis, dim: int = 0) -> Any:
-    """Keep this rank's part of a dim of an invariant value.
+def pslice(x: Any, axis: Axis, dim: int = 0, *, lengths: Sequence[int] | None = None) -> Any:
+    """Keep this rank's part of a dim of an invariant value: an equal part, or the part of its length in `lengths`.
 
         [B, D]{I} -> [B@axis, D]{V}     transpose: all_gather(to="invariant")     cost: none forward
 
@@ -181,19 +182,21 @@ def pslice(x: Any, axis: Axis, dim: int = 0) -> Any:
     """
 
     def keep(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return apply_map(Slice(comm, axes, split_layout("pslice", axes, xs, dim)), xs)
+        return apply_map(Slice(comm, axes, split_layout("pslice", axes, xs, dim, lengths)), xs)
 
     return _on_leaves("pslice", x, axis, keep, dim=dim)
 
 
 @checked
-def all_to_all(x: Any, axis: Axis, *, split: int, concat: int, size: int | None = None) -> Any:
+def all_to_all(
+    x: Any, axis: Axis, *, split: int, concat: int, size: int | Sequence[int] | None = None
+) -> Any:  # fmt: skip
     """Split one dim over the ranks and gather another: move the sharding from dim to dim.
 
         [B, D@axis]{V} -> [B@axis, D]{V}   split=0, concat=1     transpose: split and concat swapped
         cost: (n-1)/n bytes
 
-    `size` is the global size of the gathered dim, needed only if the axis does not divide it.
+    `size` is the global size of the gathered dim, or the lengths of all parts, needed only if parts differ.
 
     >>> all_to_all(torch.ones(4, 1), "model", split=0, concat=1).shape      # model=4
     torch.Size([1, 4])
@@ -294,13 +297,14 @@ def take_rows(x: Any, axis: Axis, rows: Tensor) -> Any:
     current = region("take_rows")
     names = known_axes("take_rows", current, axis)
     axes = live_axes(current.comm, names)
-    size = global_size("take_rows", length, axis, word="x in equal parts")
+    (known,) = known_sizes("take_rows", [length], axis, word="x in equal parts")
+    size = total(known)
     if has_values() and len(rows) and not 0 <= (low := int(rows.min())) <= (high := int(rows.max())) < size:
         raise fail(f"take_rows: indices are {low} to {high}, and x has {number_of(size, 'row')}", *user_line(),
                    fix=f"global indices from 0 to {size - 1}")  # fmt: skip
     if not axes:
         return tree.map(lambda t: t[rows], x)
-    parts = part_lengths(size, [current.sizes[a] for a in axes])
+    parts = part_lengths(known, [current.sizes[a] for a in axes])
     owner = torch.searchsorted(torch.tensor(parts, device=rows.device).cumsum(0), rows, right=True)
     order = owner.argsort(stable=True)
     counts = row_counts("take_rows", axes, tally(owner, len(parts)), None, len(rows))
@@ -383,12 +387,12 @@ def global_shape(x: Tensor, spec: P) -> tuple[int, ...]:
 
 
 @checked
-def local_range(n: int, axis: Axis, *, size: int | None = None) -> tuple[int, int]:
+def local_range(n: int, axis: Axis, *, size: int | Sequence[int] | None = None) -> tuple[int, int]:
     """Return (start, stop): the global indices of this rank's `n` entries of a dim that `axis` splits.
 
     A custom layer or loss uses it to find its rows, as `nn.embedding` and `nn.cross_entropy` do. `size` is the
-    global size, needed only where the axis does not divide it; without it the ranks exchange their sizes if they can
-    differ. Raises ShardingError if this rank's part of `size` is not `n`. For `None` the range is (0, n).
+    global size, or the lengths of all parts, needed only where parts differ; without it the ranks exchange their sizes
+    if they can differ. Raises ShardingError if this rank's part of `size` is not `n`. For `None` the range is (0, n).
 
     >>> local_range(3, "model", size=12)      # model=4: the first rank
     (0, 3)

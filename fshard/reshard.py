@@ -16,7 +16,7 @@ from ._core.region import refuse_transfer
 from .errors import checked, fail
 from .mesh import Mesh
 from .sharded import Sharded, abstract_sharded, place_tree
-from .spec import Box, P, box_of, box_shape, local_box, overlap, part_ranks, relative_box
+from .spec import Box, P, box_of, box_shape, local_box, overlap, part_ranks, relative_box, same_placement
 
 
 @checked
@@ -99,7 +99,7 @@ def reshard(tree_: Any, specs: Any, mesh: Mesh | None = None) -> Any:
 def _move(x: Sharded, spec: P, mesh: Mesh) -> Sharded:
     if mesh.kind == "abstract":
         return abstract_sharded(x.shape, x.dtype, spec, mesh)
-    if mesh == x.mesh and spec.parts(x.ndim) == x.spec.parts(x.ndim):
+    if mesh == x.mesh and same_placement(spec, x.spec.with_entries(*x.spec, memory=spec.memory), x.ndim):
         return Sharded(x.shape, spec, mesh, [to_spec_memory(s, spec, mesh.device, copy=True) for s in x.shards])
     return _exchange(x, spec, mesh) if mesh.kind == "process" else _copy(x, spec, mesh)
 

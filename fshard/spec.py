@@ -2,7 +2,8 @@
 
 A dim of size n over an axis of size k is split into parts of ceil(n / k); the last ones may be smaller or empty.
 Over several axes the parts are split again, major axis first, so that gathering the minor axis of `P(("a", "b"))`
-gives exactly `P("a")`, even for sizes that do not divide. (DTensor splits in the same way.)
+gives exactly `P("a")`, even for sizes that do not divide. (DTensor splits in the same way.) `lengths=` chooses other
+parts over the first axis of a dim. All code gets the parts of a dim from `part_range` and `part_lengths`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .errors import ShardingError, checked, fail, must_be, raise_all, shown
 
 Axis = str | tuple[str, ...] | None
 Box = tuple[slice, ...]
+Size = int | tuple[int, ...]  # of a dim that axes split: its size, or the lengths of its parts over the first of them
 
 
 class P:
@@ -31,20 +33,33 @@ class P:
     Trailing dims are unsplit. `...` means as many unsplit dims as fit, so `P(..., "model")` splits the last dim. Each
     device keeps its part in its memory; with `memory="host"`, in the computer's: see `on_host`.
 
+    Args:
+        lengths: the lengths of the parts over an axis, in the order of its ranks, in place of equal parts. A length may
+            be 0: `P("stage", lengths=(0, 0, 0, 1))` places a leaf of one row on the last stage. A spec that names
+            several axes takes a dict, `lengths={"stage": (7, 8, 8, 7)}`. The axis must be the first one of its dim;
+            the minor axes of the dim split each part evenly. Where the axis has size 1, the leaf is not divided.
+
     >>> P("data", None) == P("data")
     True
     >>> P(..., "model").parts(3)
     ((), (), ('model',))
+    >>> device_put(torch.arange(8.0), P("model", lengths=(4, 3, 0, 1)), mesh).shards[1]
+    tensor([4., 5., 6.])
 
-    Raises ShardingError for an axis named twice and for an entry that is not an axis.
+    Raises ShardingError for an axis named twice, for an entry that is not an axis, and for lengths that are not for one
+    axis. Placing a leaf raises it if the lengths do not sum to its dim, or if the axis has another number of ranks.
     """
 
-    __slots__ = ("axes", "entries", "memory")
+    __slots__ = ("axes", "entries", "lengths", "memory")
     entries: tuple[Axis | EllipsisType, ...]
     axes: tuple[str, ...]  # all axes that the spec names, in order
+    lengths: dict[str, tuple[int, ...]]  # of the parts over an axis, where they are chosen
     memory: str
 
-    def __init__(self, *entries: Axis | EllipsisType, memory: str = "device") -> None:
+    def __init__(
+        self, *entries: Axis | EllipsisType, memory: str = "device",
+        lengths: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
+    ) -> None:  # fmt: skip
         if not isinstance(memory, str) or memory not in ("device", "host"):
             raise fail(f"P: memory={memory!r}", fix="'device' or 'host'")
         names: list[str] = []
@@ -66,6 +81,9 @@ class P:
         object.__setattr__(self, "entries", tuple(trimmed))
         object.__setattr__(self, "axes", tuple(names))
         object.__setattr__(self, "memory", memory)
+        object.__setattr__(self, "lengths", {})
+        if lengths is not None:
+            object.__setattr__(self, "lengths", _chosen_lengths(self, lengths))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a P is immutable: make another")
@@ -87,15 +105,40 @@ class P:
         unsplit: list[Axis | EllipsisType] = [None] * (ndim - len(listed))
         return tuple(names_of(e) for e in [*listed[:at], *unsplit, *listed[at:]] if e is not ...)
 
+    def sizes(self, shape: Sequence[int], mesh: Mapping[str, int]) -> tuple[Size, ...]:
+        """Return the size of each dim of a leaf: where lengths are chosen, the lengths of its parts.
+
+        >>> P("data", "model", lengths={"data": (1, 4)}).sizes((5, 8), {"data": 2, "model": 4})
+        ((1, 4), 8)
+        """
+        if not self.lengths:
+            return tuple(shape)
+        firsts = [axes[0] if axes else "" for axes in self.parts(len(shape))]
+        return tuple(as_size(self.lengths[a], (mesh[a],)) if a in self.lengths and mesh[a] > 1 else n
+                     for n, a in zip(shape, firsts, strict=True))  # fmt: skip
+
+    def with_entries(self, *entries: Axis | EllipsisType, memory: str | None = None) -> P:
+        """Return a spec with other entries, in the same memory, and with the lengths for the axes that it still names.
+
+        >>> P("stage", lengths=(2, 1)).with_entries(None, "stage")
+        P(None, 'stage', lengths=(2, 1))
+        """
+        named = {a for e in entries if e is not ... for a in names_of(e)}
+        lengths = {a: n for a, n in self.lengths.items() if a in named}
+        return P(*entries, memory=memory or self.memory, lengths=lengths)
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, P) and self.entries == other.entries and self.memory == other.memory
+        return (isinstance(other, P) and self.entries == other.entries and self.memory == other.memory
+                and self.lengths == other.lengths)  # fmt: skip
 
     def __hash__(self) -> int:
-        return hash(("P", self.entries, self.memory))
+        return hash(("P", self.entries, self.memory, *self.lengths.items()))
 
     def __repr__(self) -> str:
-        entries = ["..." if e is ... else repr(e) for e in self.entries]
-        return f"P({', '.join([*entries, *[f'memory={self.memory!r}'] * (self.memory != 'device')])})"
+        texts = ["..." if e is ... else repr(e) for e in self.entries]
+        texts += [f"memory={self.memory!r}"] * (self.memory != "device")
+        lengths = next(iter(self.lengths.values())) if self.lengths and len(self.axes) == 1 else self.lengths
+        return f"P({', '.join([*texts, *[f'lengths={lengths}'] * bool(lengths)])})"
 
     def _repr_html_(self) -> str:
         """Show the axes that split each dim, below each other."""
@@ -104,12 +147,33 @@ class P:
         for i, entry in enumerate(self.entries):
             dim = "dims between" if entry is ... else f"dim {i if i < at else i - len(self.entries)}"
             axes = () if entry is ... else names_of(entry)
-            rows.append((dim, f"split over {', then over '.join(axes)}" if axes else "not split"))
+            chosen = [
+                f"{a} in parts of {', '.join(map(str, self.lengths[a]))}" if a in self.lengths else a for a in axes
+            ]
+            rows.append((dim, f"split over {', then over '.join(chosen)}" if axes else "not split"))
         rows += [("other dims", "not split")] * (... not in self.entries)
         return page(repr(self), table([*rows, *[("memory", "of the host")] * (self.memory == "host")]))
 
     def __reduce__(self) -> Any:
-        return functools.partial(P, memory=self.memory), self.entries
+        return functools.partial(P, memory=self.memory, lengths=self.lengths), self.entries
+
+
+def _chosen_lengths(spec: P, lengths: Sequence[int] | Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """Return the lengths by axis, in the order of the axes. Raises ShardingError unless they are for first axes."""
+    by_axis = lengths if isinstance(lengths, Mapping) else dict.fromkeys(spec.axes, lengths)
+    what = f"{spec} with lengths={lengths}"
+    if not isinstance(lengths, Mapping) and len(by_axis) != 1:
+        fix = f"lengths={{{spec.axes[0]!r}: {lengths}}}" if spec.axes else "name the axis that splits the dim"
+        raise fail(f"{what}: lengths of the parts over one axis, and the spec names {len(by_axis)}", fix=fix)
+    first = [names_of(e)[0] for e in spec.entries if e is not ... and e is not None]
+    for axis, ns in by_axis.items():
+        if axis not in first:
+            raise fail(f"{what}: {axis!r} is not the first axis of a dim",
+                       "the parts over a minor axis are parts of several different sizes" if axis in spec.axes else
+                       f"the spec names {list(spec.axes)}", fix=f"one of {first}")  # fmt: skip
+        if not isinstance(ns, (list, tuple)) or not ns or any(type(n) is not int or n < 0 for n in ns):
+            raise fail(f"{what}: not lengths", fix=f"one int of at least 0 for each rank over {axis!r}: (7, 8, 8, 7)")
+    return {a: tuple(by_axis[a]) for a in spec.axes if a in by_axis}
 
 
 @checked
@@ -154,7 +218,7 @@ def on_host(specs: Any) -> Any:
     inside `shard_map` copies them by `to_device`. On CPUs the two memories are one.
     """
     _tree.check_leaves("on_host", "specs", specs, P)
-    return _tree.map(lambda s: P(*s.entries, memory="host"), specs)
+    return _tree.map(lambda s: s.with_entries(*s, memory="host"), specs)
 
 
 def any_on_host(specs: Any) -> bool:
@@ -174,19 +238,26 @@ def names_of(axis: Axis) -> tuple[str, ...]:
 
 def same_placement(a: P, b: P, ndim: int) -> bool:
     """Return whether two specs place a leaf of `ndim` dims alike: `P(..., "m")` and `P(None, "m")` do for a matrix."""
-    return a == b or (a.memory == b.memory and a.parts(ndim) == b.parts(ndim))
+    return a == b or (a.memory == b.memory and a.parts(ndim) == b.parts(ndim) and a.lengths == b.lengths)
 
 
 # --- arithmetic of parts --------------------------------------------------------------------------------------
 
 
-def part_range(n: int, sizes: Sequence[int], coords: Sequence[int]) -> tuple[int, int]:
-    """Return (start, length) of the part of range(n) at `coords` of axes of these `sizes`, major first.
+def part_range(n: Size, sizes: Sequence[int], coords: Sequence[int]) -> tuple[int, int]:
+    """Return (start, length) of the part of a dim of this size at `coords` of axes of these `sizes`, major first.
 
     >>> [part_range(10, (2, 2), (i, j)) for i in range(2) for j in range(2)]
     [(0, 3), (3, 2), (5, 3), (8, 2)]
+    >>> [part_range((6, 4), (2, 2), (i, j)) for i in range(2) for j in range(2)]
+    [(0, 3), (3, 3), (6, 2), (8, 2)]
     """
     start = 0
+    if isinstance(n, tuple):
+        k, at = axes_of_lengths(n, sizes), 0
+        for size, coord in zip(sizes[:k], coords[:k], strict=True):
+            at = at * size + coord
+        start, n, sizes, coords = sum(n[:at]), n[at], sizes[k:], coords[k:]
     for size, coord in zip(sizes, coords, strict=True):
         chunk = -(-n // size)
         offset = min(coord * chunk, n)
@@ -194,12 +265,15 @@ def part_range(n: int, sizes: Sequence[int], coords: Sequence[int]) -> tuple[int
     return start, n
 
 
-def part_lengths(n: int, sizes: Sequence[int]) -> list[int]:
-    """Return the length of every part of range(n), in flattened axis order.
+def part_lengths(n: Size, sizes: Sequence[int]) -> list[int]:
+    """Return the length of every part of a dim of this size, in flattened axis order.
 
-    >>> part_lengths(10, (4,))
-    [3, 3, 3, 1]
+    >>> part_lengths(10, (4,)), part_lengths((6, 4), (2, 2))
+    ([3, 3, 3, 1], [3, 3, 2, 2])
     """
+    if isinstance(n, tuple):
+        k = axes_of_lengths(n, sizes)
+        return list(n) if k == len(sizes) else [m for part in n for m in part_lengths(part, sizes[k:])]
     ranks = math.prod(sizes)
     if n % ranks == 0:
         return [n // ranks] * ranks
@@ -209,6 +283,31 @@ def part_lengths(n: int, sizes: Sequence[int]) -> list[int]:
     return out
 
 
+def axes_of_lengths(lengths: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return how many of the first axes have these lengths of parts; the other axes split each part evenly."""
+    return next(k for k in range(1, len(sizes) + 1) if math.prod(sizes[:k]) == len(lengths))
+
+
+def total(n: Size) -> int:
+    """Return the number of elements of a dim."""
+    return sum(n) if isinstance(n, tuple) else n
+
+
+def is_uneven(n: Size, ranks: int) -> bool:
+    """Return whether the parts of a dim over this number of ranks differ in length."""
+    return isinstance(n, tuple) or n % ranks != 0
+
+
+def as_size(lengths: Sequence[int], sizes: Sequence[int]) -> Size:
+    """Return the size of a dim whose parts have these lengths: an int if they are the parts of every dim of that size.
+
+    >>> as_size((3, 3, 1), (3,)), as_size((3, 1, 3), (3,))
+    (7, (3, 1, 3))
+    """
+    n = sum(lengths)
+    return n if list(lengths) == part_lengths(n, sizes) else tuple(lengths)
+
+
 def local_box(shape: Sequence[int], spec: P, sizes: Mapping[str, int], coords: Mapping[str, int]) -> Box:
     """Return the global slices of the part of the device at mesh coordinates `coords`.
 
@@ -216,7 +315,7 @@ def local_box(shape: Sequence[int], spec: P, sizes: Mapping[str, int], coords: M
     (slice(3, 5, None), slice(0, 2, None))
     """
     box = []
-    for n, axes in zip(shape, spec.parts(len(shape)), strict=True):
+    for n, axes in zip(spec.sizes(shape, sizes), spec.parts(len(shape)), strict=True):
         start, length = part_range(n, [sizes[a] for a in axes], [coords[a] for a in axes])
         box.append(slice(start, start + length))
     return tuple(box)
@@ -230,7 +329,7 @@ def part_ranks(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> dict[
     """
     parts = spec.parts(len(shape))
     lines = []  # of each dim, the bounds of the part at every position over its axes
-    for n, axes in zip(shape, parts, strict=True):
+    for n, axes in zip(spec.sizes(shape, sizes), parts, strict=True):
         cut = [sizes[a] for a in axes]
         ranges = (part_range(n, cut, coords) for coords in np.ndindex(*cut))
         lines.append([(start, start + length) for start, length in ranges])
@@ -261,18 +360,42 @@ def box_of(bounds: Sequence[tuple[int, int]]) -> Box:
     return tuple(slice(start, stop) for start, stop in bounds)
 
 
-def spec_errors(label: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> list[ShardingError]:
-    """Return the errors of placing a leaf of `shape` by `spec` on a mesh with these axis sizes."""
+def spec_errors(
+    label: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int], *, local: bool = False
+) -> list[ShardingError]:  # fmt: skip
+    """Return the errors of placing a leaf of `shape` by `spec` on a mesh with these axis sizes.
+
+    With `local`, `shape` is the shape of a part, which lengths in the spec cannot be compared with.
+    """
     unknown = [axis for axis in spec.axes if axis not in sizes]
     listed = len([e for e in spec.entries if e is not ...])
     if not unknown and listed <= len(shape):
-        return []
+        return _lengths_errors(label, shape, spec, sizes, local) if spec.lengths else []
     facts: dict[str, object] = {"shape": list(shape), "spec": spec, "mesh": format_axes(sizes)}
     errors = [fail(f"{label}: the mesh has no axis {axis!r}", fix=f"use one of {list(sizes)}", **facts)
               for axis in unknown]  # fmt: skip
     if listed > len(shape):
         errors.append(fail(f"{label}: the spec is longer than the shape", f"{listed} > {len(shape)} dims",
                            fix=f"drop {listed - len(shape)} of its entries", **facts))  # fmt: skip
+    return errors
+
+
+def _lengths_errors(
+    label: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int], local: bool
+) -> list[ShardingError]:  # fmt: skip
+    """Return the errors of lengths that are not of the ranks of their axis, or not of all elements of their dim."""
+    errors = []
+    facts: dict[str, object] = {"shape": list(shape), "spec": spec, "mesh": format_axes(sizes)}
+    for dim, axes in enumerate(spec.parts(len(shape))):
+        ns = spec.lengths.get(axes[0]) if axes else None
+        if ns is not None and sizes[axes[0]] not in (1, len(ns)):
+            errors.append(fail(f"{label}: lengths of {len(ns)} parts, and axis {axes[0]!r} has {sizes[axes[0]]} ranks",
+                               fix=f"a length for each of the {sizes[axes[0]]} ranks, or no lengths=, for equal parts",
+                               **facts))  # fmt: skip
+        elif ns is not None and not local and sum(ns) != shape[dim]:
+            errors.append(fail(f"{label}: the lengths over {axes[0]!r} do not sum to dim {dim}",
+                               f"{' + '.join(map(str, ns))} = {sum(ns)}, and dim {dim} has {shape[dim]}",
+                               fix=f"lengths that sum to {shape[dim]}", **facts))  # fmt: skip
     return errors
 
 
@@ -375,7 +498,7 @@ def _add_axes(spec: P, shape: tuple[int, ...], axes: tuple[str, ...], min_size: 
     else:
         dim = max(range(first, len(shape)), key=lambda d: (shape[d], -d))
     parts[dim] = (*parts[dim], *axes)
-    return P(*parts, memory=spec.memory)
+    return spec.with_entries(*parts)
 
 
 # --- texts ----------------------------------------------------------------------------------------------------
@@ -464,11 +587,21 @@ def describe(x: _Typed, spec: P | None = None) -> str:
 
 
 def format_tensor(dtype: torch.dtype, shape: Sequence[int], spec: P | None = None) -> str:
-    """Format dtype, global shape and axes: `f32[768, 3072@model]`; `f32<host>[...]` for a leaf in host memory."""
+    """Format dtype, global shape and axes: `f32[768, 3072@model]`; `f32<host>[...]` for a leaf in host memory.
+
+    Chosen lengths of parts follow their axis: `f32[30@stage(7+8+8+7), 64]`.
+    """
     parts = spec.parts(len(shape)) if spec is not None else ((),) * len(shape)
-    dims = [f"{n}@{'+'.join(axes)}" if axes else str(n) for n, axes in zip(shape, parts, strict=True)]
+    dims = [f"{n}@{'+'.join([a + _format_lengths(spec, a) for a in axes])}" if axes else str(n)
+            for n, axes in zip(shape, parts, strict=True)]  # fmt: skip
     memory = "<host>" if spec is not None and spec.memory == "host" else ""
     return f"{short_dtype(dtype)}{memory}[{', '.join(dims)}]"
+
+
+def _format_lengths(spec: P | None, axis: str) -> str:
+    """Format chosen lengths of parts as `(7+8+8+7)`; more than 8 are abbreviated."""
+    texts = [str(n) for n in spec.lengths.get(axis, ())] if spec is not None else []
+    return f"({'+'.join(texts if len(texts) <= 8 else [*texts[:6], '...', texts[-1]])})" if texts else ""
 
 
 def draw(title: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int], **options: Any) -> View:

@@ -303,7 +303,8 @@ def test_error_text_of_parts_that_make_up_no_dim():
         "f: result: the parts do not make up dim 0 split by ('a',)\n"
         "  the ranks hold [1, 2]\n"
         "  a dim of 3 splits into [2, 1]\n"
-        "  fix: return equal parts, or parts of ceil(n / ranks) with the short ones last"
+        "  fix: return equal parts, or parts of ceil(n / ranks) with the short ones last, or name the lengths: "
+        "P('a', lengths=(1, 2))"
     )
 
 

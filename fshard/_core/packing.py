@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fshard.spec import part_lengths, part_range
+from fshard._core.protocol import Dims, coords_of
+from fshard.spec import Size, axes_of_lengths, part_lengths, part_range, total
 
 
 def flatten(xs: Sequence[Tensor]) -> Tensor:
@@ -42,28 +43,48 @@ def pad(x: Tensor, dim: int, length: int) -> Tensor:
 Positions = tuple[slice, ...]  # of ranks, along each axis
 
 
-def longest_part(size: int, sizes: Sequence[int]) -> int:
-    """Length of the first part of a dim of this size; no other part is longer."""
+def sized_dim(x: Tensor, dim: int | tuple[int, tuple[int, ...]]) -> tuple[int, Size]:
+    """Return a dim of `Dims` and its size."""
+    return (dim, x.shape[dim]) if isinstance(dim, int) else dim
+
+
+def longest_part(size: Size, sizes: Sequence[int]) -> int:
+    """Length of the longest part of a dim of this size: of the first one, unless the lengths are chosen."""
+    if isinstance(size, tuple):
+        return max(part_lengths(size, sizes))
     return -(-size // math.prod(sizes))  # as dividing, and rounding up, by one axis after the other
 
 
-def part_shape(x: Tensor, dim: int, sizes: Sequence[int], coords: Sequence[int]) -> tuple[int, ...]:
+def part_shape(
+    x: Tensor, at: int | tuple[int, tuple[int, ...]], sizes: Sequence[int], coords: Sequence[int]
+) -> tuple[int, ...]:  # fmt: skip
     """Shape of the part of a tensor at these coordinates."""
-    return (*x.shape[:dim], part_range(x.shape[dim], sizes, coords)[1], *x.shape[dim + 1 :])
+    dim, size = sized_dim(x, at)
+    return (*x.shape[:dim], part_range(size, sizes, coords)[1], *x.shape[dim + 1 :])
 
 
-def parts_by_rank(xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:
+def parts_by_rank(xs: Sequence[Tensor], dims: Dims, sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:
     """Return for each rank its parts of all tensors, as views."""
-    parts = [x.split_with_sizes(part_lengths(x.shape[dim], sizes), dim) for x, dim in zip(xs, dims, strict=True)]
+    at = map(sized_dim, xs, dims)
+    parts = [x.split_with_sizes(part_lengths(size, sizes), dim) for x, (dim, size) in zip(xs, at, strict=True)]
     return list(zip(*parts, strict=True))
 
 
-def equal_parts(x: Tensor, dim: int, sizes: Sequence[int]) -> list[tuple[Positions, Tensor]]:
+def equal_parts(x: Tensor, dim: int, size: Size, sizes: Sequence[int]) -> list[tuple[Positions, Tensor]]:
     """Return the parts of a dim, one view for all of one length: [.., size, ..] -> [*positions, .., length, ..].
 
     Each view has the positions of its parts. Empty parts are left out if others are not. There is one view if
-    the axes divide the dim, and at most 2 ** len(sizes): the work of a transfer does not grow with the ranks.
+    the axes divide the dim, and at most 2 ** len(sizes): the work of a transfer does not grow with the ranks. Of chosen
+    lengths each has a view.
     """
+    if isinstance(size, tuple):
+        k, out = axes_of_lengths(size, sizes), []
+        for i, part in enumerate(x.split_with_sizes(size, dim)):
+            if part.shape[dim] or not x.shape[dim]:
+                at = tuple(slice(c, c + 1) for c in coords_of(i, sizes[:k]))
+                minor_parts = equal_parts(part, dim, part.shape[dim], sizes[k:])
+                out += [((*at, *minor), y[(None,) * k]) for minor, y in minor_parts]
+        return out
     views: list[tuple[Positions, Tensor]] = [((), x)]
     for d, n in enumerate(sizes, dim):
         views = [((*at, positions), part) for at, y in views for positions, part in _cut(y, d, n)]
@@ -82,25 +103,25 @@ def _cut(x: Tensor, dim: int, n: int) -> list[tuple[slice, Tensor]]:
     return out
 
 
-def split_padded(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+def split_padded(x: Tensor, dim: int, size: Size, sizes: Sequence[int]) -> Tensor:
     """Split a dim into padded parts, stacked in front: [.., size, ..] -> [n, .., longest, ..]."""
-    n, longest = math.prod(sizes), longest_part(x.shape[dim], sizes)
-    if len(sizes) == 1 or x.shape[dim] == n * longest:  # only the last parts are padded, or none
+    n, longest = math.prod(sizes), longest_part(size, sizes)
+    if isinstance(size, int) and (len(sizes) == 1 or size == n * longest):  # only the last parts are padded, or none
         padded = pad(x, dim, n * longest)
         return padded.view(*x.shape[:dim], n, longest, *x.shape[dim + 1 :]).movedim(dim, 0)
     out = x.new_zeros((*sizes, *x.shape[:dim], longest, *x.shape[dim + 1 :]))
-    for at, parts in equal_parts(x, dim, sizes):
+    for at, parts in equal_parts(x, dim, size, sizes):
         out[at].narrow(len(sizes) + dim, 0, parts.shape[len(sizes) + dim]).copy_(parts)
     return out.flatten(0, len(sizes) - 1)
 
 
-def join_padded(stack: Tensor, dim: int, size: int, sizes: Sequence[int]) -> Tensor:
+def join_padded(stack: Tensor, dim: int, size: Size, sizes: Sequence[int]) -> Tensor:
     """Undo `split_padded`: [n, .., longest, ..] -> [.., size, ..]."""
-    if len(sizes) == 1 or size == stack.shape[0] * stack.shape[dim + 1]:
+    if isinstance(size, int) and (len(sizes) == 1 or size == stack.shape[0] * stack.shape[dim + 1]):
         return stack.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, size)
-    out = stack.new_empty((*stack.shape[1 : dim + 1], size, *stack.shape[dim + 2 :]))
+    out = stack.new_empty((*stack.shape[1 : dim + 1], total(size), *stack.shape[dim + 2 :]))
     padded = stack.unflatten(0, sizes)  # type: ignore[no-untyped-call]
-    for at, parts in equal_parts(out, dim, sizes):
+    for at, parts in equal_parts(out, dim, size, sizes):
         parts.copy_(padded[at].narrow(len(sizes) + dim, 0, parts.shape[len(sizes) + dim]))
     return out
 
@@ -110,20 +131,21 @@ def join_padded(stack: Tensor, dim: int, size: int, sizes: Sequence[int]) -> Ten
 # A tensor begins at the same column in every row, and has as many columns as its longest part has elements.
 
 
-def column_counts(xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int]) -> list[int]:
+def column_counts(xs: Sequence[Tensor], dims: Dims, sizes: Sequence[int]) -> list[int]:
     """Return the number of columns of each tensor."""
-    coords = [0] * len(sizes)  # of the first rank, which has the longest part
-    return [math.prod(part_shape(x, dim, sizes, coords)) for x, dim in zip(xs, dims, strict=True)]
+    at = map(sized_dim, xs, dims)
+    return [math.prod([*x.shape[:dim], longest_part(size, sizes), *x.shape[dim + 1 :]])
+            for x, (dim, size) in zip(xs, at, strict=True)]  # fmt: skip
 
 
 def match_rows(
-    rows: Tensor, xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int]
+    rows: Tensor, xs: Sequence[Tensor], dims: Dims, sizes: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """Return views of the parts of tensors, and views of the same elements in rows [*sizes, width]."""
     of_xs, of_rows = [], []
     split = rows.split_with_sizes(column_counts(xs, dims, sizes), -1)
     for x, dim, of_x in zip(xs, dims, split, strict=True):
-        for at, parts in equal_parts(x, dim, sizes):
+        for at, parts in equal_parts(x, *sized_dim(x, dim), sizes):
             length = parts.shape[len(sizes) :].numel()
             of_xs.append(parts)
             of_rows.append(of_x[at][..., :length].view(parts.shape))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 Axes = tuple[str, ...]
+Dims = Sequence[int | tuple[int, tuple[int, ...]]]  # of each tensor, a dim; and the lengths of its parts, if chosen
 PendingTransfer = Callable[[], list[Tensor]]  # a pending transfer: call it once, to wait for the results
 
 
@@ -81,13 +82,13 @@ class Comm(Place, Protocol):
     # All ranks start the same transfers in one order, and wait for them in one order, which may differ from the order
     # of the starts. Until a rank has waited for a transfer, it must not write to its arguments.
 
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Dims, axes: Axes) -> PendingTransfer:
         """Start to join the ranks' xs[i] along dim dims[i], in the contiguous into[i]. The result is empty.
 
         into[i] is split as by a spec: rank r's part has the r-th of `part_lengths`, and xs[i] has this shape.
         """
 
-    def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
+    def scatter(self, xs: Sequence[Tensor], dims: Dims, axes: Axes) -> PendingTransfer:
         """Start to sum each xs[i] over the ranks; the result is this rank's part of dim dims[i], contiguous."""
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import fail
-from fshard.spec import Axis, P, format_axes, names_of
+from fshard.spec import Axis, P, Size, format_axes, names_of
 
 from . import callsite
 from .protocol import Comm
@@ -20,10 +20,10 @@ from .torch import storage_id
 
 
 class UnevenSize(NamedTuple):
-    """A size that its axes do not divide, so that ranks have different parts; `name` is `dim 0 of x`."""
+    """A size whose parts differ in length: the axes do not divide it, or it is lengths; `name` is `dim 0 of x`."""
 
     name: str
-    size: int
+    size: Size
     axes: tuple[str, ...]
 
 
@@ -37,7 +37,7 @@ class Region:
     # axis -> the first size that it does not divide: gathers of unknown size over the axis exchange sizes first
     uneven: dict[str, UnevenSize] = field(default_factory=dict)
     # axes -> sizes of dims that they split, for an abstract mesh, where ranks cannot exchange them
-    split_sizes: dict[tuple[str, ...], set[int]] = field(default_factory=dict)
+    split_sizes: dict[tuple[str, ...], set[Size]] = field(default_factory=dict)
     donated: frozenset[int] = frozenset()  # `storage_key` of each tensor that the call may overwrite
     checker: Any = None  # the `Checker` of a call that is checked
     scratch: dict[Any, Any] = field(default_factory=dict)  # objects that a rank keeps from one call to the next

@@ -27,7 +27,7 @@ from fshard.random.orders import Rows
 from fshard.spec import Axis, P, describe, is_spec, local_box, spec_errors
 
 from .order import indices, steps_per_epoch
-from .placed_batch import load
+from .placed_batch import load, of_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +156,7 @@ def batches(loader: DataLoader[Any], *, spec: Any = None) -> Iterator[Any]:
     for leaf in tree.leaves(spec):
         if not is_spec(leaf):
             raise must_be("batches: spec", "a P or a tree of them", leaf)
-        if leaf.parts(max(1, len(leaf.entries)))[0] != made_by.spec.parts(1)[0]:
+        if of_rows(leaf, max(1, len(leaf.entries))) != made_by.spec:
             raise fail(f"batches: spec={leaf} splits dim 0 by other axes than the sampler, {made_by.spec}",
                        fix="sampler(..., axis=) and spec= name the same axes")  # fmt: skip
     return _load_batches(loader, made_by, spec)

@@ -48,11 +48,11 @@ def load(fetch: Callable[[Rows], Any], indices: Integers, *, mesh: Mesh, spec: A
     examples = integers("load: indices", indices)
     if examples.ndim != 1:
         raise fail(f"load: indices of shape {list(examples.shape)}", fix="one dim: the examples of the batch")
-    split = next((s.parts(max(1, len(s.entries)))[0] for s in tree.leaves(spec) if is_spec(s)), ())
-    raise_all(spec_errors("load", examples.shape, P(split), mesh.axes))
+    split = next((of_rows(s, max(1, len(s.entries))) for s in tree.leaves(spec) if is_spec(s)), P())
+    raise_all(spec_errors("load", examples.shape, split, mesh.axes))
     parts: dict[RowRange, Any] = {}
     for rank in mesh.ranks:
-        (rows,) = local_box(examples.shape, P(split), mesh.axes, mesh.coords(rank))
+        (rows,) = local_box(examples.shape, split, mesh.axes, mesh.coords(rank))
         if (rows.start, rows.stop) not in parts:
             parts[rows.start, rows.stop] = fetch(examples[rows].copy())
 
@@ -78,6 +78,11 @@ def load(fetch: Callable[[Rows], Any], indices: Integers, *, mesh: Mesh, spec: A
     return tree.unflatten(treedef, placed)
 
 
+def of_rows(spec: P, ndim: int) -> P:
+    """Return the spec of dim 0."""
+    return spec.with_entries(spec.parts(ndim)[0], memory="device")
+
+
 def _row_shape(label: str, parts: dict[RowRange, Tensor]) -> tuple[int, ...]:
     """Return the shape of one row, the same in all parts."""
     for (start, stop), part in parts.items():
@@ -91,12 +96,10 @@ def _row_shape(label: str, parts: dict[RowRange, Tensor]) -> tuple[int, ...]:
     return next(iter(shapes.values()))
 
 
-def _place(
-    label: str, parts: dict[RowRange, Tensor], shape: tuple[int, ...], spec: P, split: tuple[str, ...], mesh: Mesh
-) -> Sharded:
+def _place(label: str, parts: dict[RowRange, Tensor], shape: tuple[int, ...], spec: P, split: P, mesh: Mesh) -> Sharded:
     raise_all(spec_errors(label, shape, spec, mesh.axes))
-    if spec.parts(len(shape))[0] != split:
-        raise fail(f"{label}: its spec is {spec}, other leaves split dim 0 by {P(split)}",
+    if of_rows(spec, len(shape)) != split:
+        raise fail(f"{label}: its spec is {spec}, other leaves split dim 0 by {split}",
                    fix="split dim 0 by the same axes in every leaf, and fs.reshard afterwards")  # fmt: skip
 
     def copy_part(box: Box) -> Tensor:

@@ -23,7 +23,7 @@ from fshard.init import Deferred
 from fshard.mesh import Mesh
 from fshard.shard_map import DryRun, ShardMapped, dry_run
 from fshard.sharded import Sharded, abstract_sharded, array_dtype
-from fshard.spec import format_axes, part_lengths, part_range, short_dtype, size
+from fshard.spec import Size, format_axes, is_uneven, part_lengths, part_range, short_dtype, size, total
 
 _MOST_ROWS = 6
 _MOST_RANKS = 3  # after the first, for each set of axes
@@ -34,7 +34,7 @@ _IN_PAIRS = "both ranks of a pair start the same messages, of the same shapes, i
 
 @dataclass(frozen=True)
 class UnevenDim:
-    """A dim that its axes do not divide, so that ranks have parts of different sizes, or empty ones.
+    """A dim whose parts differ in size: its axes do not divide it, or its spec has their lengths.
 
     `name` is the argument as the function writes it, `params['k']`, or a collective that splits the dim, and its line;
     `lengths` are the lengths of the parts, by rank over `axes`.
@@ -147,16 +147,20 @@ def _uneven_dims(run: DryRun, args: tuple[Any, ...]) -> tuple[UnevenDim, ...]:
     sizes, found = run.mesh.axes, []
     lengths = functools.cache(lambda n, ranks: tuple(part_lengths(n, ranks)))
 
-    def note(name: str, dim: int, n: int, names: Sequence[str]) -> None:
+    def note(name: str, dim: int, n: Size, names: Sequence[str]) -> None:
         axes = tuple(a for a in names if sizes[a] > 1)
         ranks = tuple(sizes[a] for a in axes)
-        if n % math.prod(ranks):
-            found.append(UnevenDim(name, dim, n, axes, lengths(n, ranks)))
+        if is_uneven(n, math.prod(ranks)):
+            found.append(UnevenDim(name, dim, total(n), axes, lengths(n, ranks)))
 
     for name, spec, x in zip(run.plan.names, run.plan.specs, tree.leaves(args), strict=True):
         if isinstance(x, (Tensor, Sharded, Deferred)) or array_dtype(x) is not None:
-            for dim, axes in enumerate(spec.parts(x.ndim)):
-                note(name, dim, x.shape[dim], axes)
+            for dim, (n, axes) in enumerate(zip(spec.sizes(x.shape, sizes), spec.parts(x.ndim), strict=True)):
+                note(name, dim, n, axes)
+    for path, x in tree.leaves_with_path(run.joined):
+        for dim, n in enumerate(x.spec.sizes(x.shape, sizes) if isinstance(x, Sharded) else ()):
+            if isinstance(n, tuple):
+                note(tree.show("result", path), dim, n, x.spec.parts(x.ndim)[dim])
     for verb, layout, axes, site in run.checker.uneven_splits if run.checker is not None else ():
         for dim, n in dict.fromkeys(layout):
             note(f"{verb} at {site}" if site else verb, dim, n, axes)
@@ -233,8 +237,8 @@ def _named_rank(rank: int, first: DryRun, uneven: Sequence[UnevenDim]) -> Iterat
     except Exception as e:
         sizes, coords = first.mesh.axes, first.mesh.coords(rank)
         lengths = [(d, d.lengths[index_of(d.axes, sizes, coords)]) for d in uneven]
-        smaller = sorted(((d, n) for d, n in lengths if n < d.lengths[0]), key=lambda pair: pair[1])
-        parts = [f"{n or 'none'} of the {d.size} of {d.name} dim {d.dim}" for d, n in smaller]
+        others = sorted(((d, n) for d, n in lengths if n != d.lengths[0]), key=lambda pair: pair[1])
+        parts = [f"{n or 'none'} of the {d.size} of {d.name} dim {d.dim}" for d, n in others]
         has = f", which has {join_limited(parts, 2)}" if parts else ""
         note = f"on rank {rank} ({format_axes(coords)}){has}; rank 0 does not raise it"
         if isinstance(e, ShardingError):
@@ -328,10 +332,11 @@ def _joined_result(name: str, runs: Mapping[int, DryRun], uneven: Sequence[Uneve
     rows = zip(tree.leaves_with_path(first.joined), *(run.result.leaves for run in runs.values()), strict=True)
     for (path, x), *parts in rows:
         leaves.append(x)
-        if not isinstance(x, Sharded) or len({p.shape for p in parts}) == 1:
+        if not isinstance(x, Sharded) or (len({p.shape for p in parts}) == 1 and not x.spec.lengths):
             continue
-        lengths = zip(*(p.shape for p in parts), strict=True)
-        shape = [fitting(axes, column) for axes, column in zip(x.spec.parts(x.ndim), lengths, strict=True)]
+        dims = zip(x.spec.parts(x.ndim), x.spec.sizes(x.shape, first.mesh.axes),
+                   zip(*(p.shape for p in parts), strict=True), strict=True)  # fmt: skip
+        shape = [fitting(*dim) for dim in dims]
         known = [n for n in shape if n is not None]
         if len(known) == len(shape):
             leaves[-1] = abstract_sharded(known, x.dtype, x.spec, first.mesh)
@@ -349,19 +354,22 @@ def _joined_result(name: str, runs: Mapping[int, DryRun], uneven: Sequence[Uneve
 
 
 def _fitting_size(
-    runs: Mapping[int, DryRun], uneven: Sequence[UnevenDim], axes: tuple[str, ...], lengths: tuple[int, ...]
-) -> int | None:
+    runs: Mapping[int, DryRun], uneven: Sequence[UnevenDim], axes: tuple[str, ...], chosen: Size,
+    lengths: tuple[int, ...],
+) -> int | None:  # fmt: skip
     """Return a size that `axes` split so that each of these ranks has its length; None if there is none.
 
-    If all have the same length, all other ranks are assumed to have it; else a size of an uneven argument goes first.
+    `chosen` may be the lengths that the spec of the result names. Otherwise, if all have the same length, all other
+    ranks are assumed to have it; else a size of an uneven argument goes first.
     """
     sizes = runs[0].mesh.axes
     ranks = math.prod(sizes[a] for a in axes)
     largest, smallest = lengths[0] * ranks, max(0, (lengths[0] - 1) * ranks + 1)  # as rank 0 has ceil(n / ranks)
     known = [d.size for d in uneven if d.axes == tuple(a for a in axes if sizes[a] > 1)]
     coords = [runs[rank].mesh.coords(rank) for rank in runs]
-    for n in [largest] if len(set(lengths)) == 1 else [*known, *range(largest, smallest - 1, -1)]:
+    sought: Sequence[Size] = [largest] if len(set(lengths)) == 1 else [*known, *range(largest, smallest - 1, -1)]
+    for n in [chosen] if isinstance(chosen, tuple) else sought:
         parts = [part_range(n, [sizes[a] for a in axes], [c[a] for a in axes])[1] for c in coords]
         if parts == list(lengths):
-            return n
+            return total(n)
     return None

@@ -233,7 +233,7 @@ def _scale_spec(cfg: Config, name: str, leaf: Leaf, ndim: int, by_name: Mapping[
     bias = _bias_of(name, by_name)
     if bias is not None and not cfg.scales_inputs(leaf.module):
         return by_name[bias]
-    return P(*(axes or None for axes in _of_side(cfg, leaf, by_name[name].parts(ndim))))
+    return by_name[name].with_entries(*_of_side(cfg, leaf, by_name[name].parts(ndim)), memory="device")
 
 
 __all__ = ["Config", "ScaledWeight", "apply", "init", "specs"]

@@ -229,8 +229,7 @@ def _errors(label: str, leaf: Leaf, x: Any) -> list[ShardingError]:
 
 
 def _outputs_of(spec: P, ndim: int, inputs: int, layout: str | None) -> P:
-    outputs = split_dims(spec.parts(ndim), inputs, layout)[1]
-    return P(*(axes or None for axes in outputs), memory=spec.memory)
+    return spec.with_entries(*split_dims(spec.parts(ndim), inputs, layout)[1])
 
 
 def _largest(w: Tensor, leaf: Leaf) -> Tensor:

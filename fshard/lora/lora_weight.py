@@ -17,14 +17,14 @@ from torch import Tensor
 from fshard import nn, random, tree
 from fshard._core.host_memory import to_device
 from fshard._core.microbatch import flattened_rows
-from fshard._core.ops import global_sizes
+from fshard._core.ops import known_sizes
 from fshard._core.region import known_axes, region
 from fshard._core.weight import Leaf, Part, Weight, is_weight
 from fshard.collectives import pslice, psum, pvary
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.nn.decoding import global_batch
 from fshard.random import fold_in
-from fshard.spec import Axis, P, describe, is_spec, names_of, same_placement
+from fshard.spec import Axis, P, describe, is_spec, names_of, same_placement, total
 
 from .adapted import AdaptedWeight
 from .config import Config
@@ -232,13 +232,16 @@ def apply(
     return tree.unflatten(tree.flatten(params, is_weight)[1], [found.get(name, x) for name, (_, x) in named.items()])
 
 
+_SlicedDim = tuple[str, int, tuple[str, ...], tuple[int, ...] | None]  # (part, dim, axes, lengths)
+
+
 class _Placed(NamedTuple):
     """The placement of the factors as a leaf uses them, and the changes that the placement of the adapters needs."""
 
     specs: tuple[P, P, P]  # of a, b, magnitude
     inputs: tuple[Axis, ...]  # the axes over which each input dim stays split inside the model
     outputs: Axis  # the axes of all output dims
-    slices: tuple[tuple[str, int, tuple[str, ...]], ...]  # (part, dim, axes): a dim to slice
+    slices: tuple[_SlicedDim, ...]
     varied: tuple[tuple[str, tuple[str, ...]], ...]  # (part, axes) to vary over
     same: tuple[tuple[str, int, int | None], ...]  # (part, dim, dim of the base): of one local size; None: of the rank
     misplaced: tuple[tuple[str, int, tuple[str, ...], tuple[str, ...]], ...]  # (part, dim, its axes, the base's)
@@ -252,23 +255,23 @@ def _placed(
     wanted, dims = specs_of(leaf, base, ndim, "specs"), leaf.split(tuple(range(ndim)))
     like: dict[str, tuple[int | None, ...]] = {"a": (*dims[0], None), "b": (None, *dims[1]), "magnitude": dims[1]}
     specs: list[P] = []
-    slices: list[tuple[str, int, tuple[str, ...]]] = []
+    slices: list[_SlicedDim] = []
     varied: list[tuple[str, tuple[str, ...]]] = []
     same: list[tuple[str, int, int | None]] = []
     misplaced: list[tuple[str, int, tuple[str, ...], tuple[str, ...]]] = []
     for spec, (part, base_dims) in zip(given, like.items(), strict=True):
-        spec = wanted[part] if spec is None else P(*spec.entries)
+        spec = wanted[part] if spec is None else spec
         own_axes = list(parts_of(f"adapter_specs of {part!r}", spec, len(base_dims)))
         for dim, (axes, base_axes) in enumerate(zip(own_axes, wanted[part].parts(len(base_dims)), strict=True)):
             over, base_over = (tuple(a for a in of if a in model) for of in (axes, base_axes))
             if over != base_over and axes:
                 misplaced.append((part, dim, axes, base_axes))
             elif over != base_over:
-                slices.append((part, dim, base_over))
+                slices.append((part, dim, base_over, base.lengths.get((*base_over, "")[0])))
                 own_axes[dim] = base_over
             elif axes == base_axes:
                 same.append((part, dim, base_dims[dim]))
-        specs.append(P(*(axes or None for axes in own_axes)))
+        specs.append(wanted[part].with_entries(*own_axes))
         missing = tuple(a for a in base.axes if a in model and a not in specs[-1].axes)
         if missing:
             varied.append((part, missing))
@@ -297,14 +300,14 @@ def _aligned(
         pairs = [(name, part) for name in sorted(out) for part in sorted(out[name])]
         own_specs = dict(zip(pairs, flat, strict=True))
     placed: dict[str, _Placed] = {}
-    slices: dict[tuple[tuple[str, ...], int], list[tuple[str, str]]] = {}
+    slices: dict[Any, list[tuple[str, str]]] = {}
     varied: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     errors: list[ShardingError] = []
     for name, _, x, leaf in leaves:
         base, factors = base_specs.get(name, P()), out[name]
         if leaf is None:
             spec = own_specs.get((name, "value"), base)
-            if not same_placement(P(*spec.entries), P(*base.entries), x.ndim):
+            if not same_placement(spec.with_entries(*spec, memory=base.memory), base, x.ndim):
                 errors.append(fail(f"lora.apply: adapters[{name!r}]['value'] replaces a leaf with another spec",
                                    value=spec, leaf=base, fix="the specs of lora.specs"))  # fmt: skip
             continue
@@ -327,15 +330,15 @@ def _aligned(
                  factors[part].shape[dim] != (rank if of_base is None else x.shape[of_base])}  # fmt: skip
         errors += [another_shape(f"lora.apply: adapters[{name!r}]", part, factors[part], x, rank) for part in
                    sorted(wrong)]  # fmt: skip
-        for part, dim, axes in here.slices:
+        for part, dim, axes, lengths in here.slices:
             if part in factors:
-                slices.setdefault((axes, dim), []).append((name, part))
+                slices.setdefault((axes, dim, lengths), []).append((name, part))
         for part, axes in here.varied:
             if part in factors:
                 varied.setdefault(axes, []).append((name, part))
     raise_all(errors)
-    for (axes, dim), which in slices.items():
-        _replace(out, which, pslice([out[name][part] for name, part in which], axes, dim))
+    for (axes, dim, lengths), which in slices.items():
+        _replace(out, which, pslice([out[name][part] for name, part in which], axes, dim, lengths=lengths))
     for axes, which in varied.items():
         _replace(out, which, pvary([out[name][part] for name, part in which], axes))
     return out, placed
@@ -363,7 +366,7 @@ def _input_sizes(
             if axes:
                 by_axes.setdefault(axes, []).append((name, dim))
     for axes, which in by_axes.items():
-        sizes = global_sizes("lora.apply", [local[name][dim] for name, dim in which], axes, word="shapes=")
+        sizes = known_sizes("lora.apply", [local[name][dim] for name, dim in which], axes, word="shapes=")
         for (name, dim), n in zip(which, sizes, strict=True):
-            local[name][dim] = n
+            local[name][dim] = total(n)
     return {name: tuple(sizes) for name, sizes in local.items()}

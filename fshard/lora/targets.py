@@ -150,8 +150,9 @@ def near(name: str, modules: list[str]) -> list[str]:
 
 def specs_of(leaf: Leaf, spec: P, ndim: int, label: str) -> dict[str, P]:
     """Return the specs of factors that are placed like their base: a as its inputs, b as its outputs."""
-    inputs, outputs = leaf.split(tuple(axes or None for axes in parts_of(label, spec, ndim)))
-    return {"a": P(*inputs), "b": P(None, *outputs), "magnitude": P(*outputs)}
+    inputs, outputs = leaf.split(parts_of(label, spec, ndim))
+    entries = {"a": inputs, "b": (None, *outputs), "magnitude": outputs}
+    return {part: spec.with_entries(*of_part, memory="device") for part, of_part in entries.items()}
 
 
 def parts_of(label: str, spec: P, ndim: int) -> tuple[tuple[str, ...], ...]:

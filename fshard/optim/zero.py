@@ -18,7 +18,7 @@ from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.grad import is_differentiated
 from fshard.reshard import reshard
 from fshard.sharded import Sharded
-from fshard.spec import Axis, P, is_spec, names_of
+from fshard.spec import Axis, P, Size, is_spec, names_of
 
 from .formula import Optimizer, like_params
 from .fused import donation_test
@@ -139,7 +139,7 @@ class _Part:
     """
 
     axes: tuple[str, ...]
-    place: tuple[int, int]
+    place: tuple[int, Size]
     unsummed: tuple[str, ...]
 
 
@@ -162,7 +162,8 @@ def _parts(verb: str, specs: Any, split: Any, params: Any, axis: Axis, summed: b
                                fix="split = fs.fully_shard(specs, tree, axis=...)"))  # fmt: skip
             continue
         more = live_axes(current.comm, after[dims[0]][len(before[dims[0]]) :]) if dims else ()
-        place = split_layout(verb, more, [x], dims[0])[0] if more else (0, 0)
+        lengths = split_spec.lengths.get(after[dims[0]][0]) if more and not before[dims[0]] else None
+        place = split_layout(verb, more, [x], dims[0], lengths)[0] if more else (0, 0)
         out.append(_Part(more, place, () if summed or set(names) & set(spec.axes) else live_axes(current.comm, names)))
     raise_all(errors)
     return out

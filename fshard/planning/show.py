@@ -24,7 +24,7 @@ from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
 from fshard.init import Deferred, describe_initializer
 from fshard.mesh import Mesh, mesh_grid
 from fshard.sharded import Sharded
-from fshard.spec import P, draw, format_axes, format_tensor, format_value, is_spec, part_range, size, spec_errors
+from fshard.spec import P, Size, draw, format_axes, format_tensor, format_value, is_spec, part_range, size, spec_errors
 
 from .table import aligned
 
@@ -207,15 +207,15 @@ def _spec_errors(where: str, shape: tuple[int, ...], spec: P, sizes: Sizes) -> l
 def _bytes_per_device(shape: tuple[int, ...], spec: P, axes: tuple[tuple[str, int], ...], itemsize: int) -> Bytes:
     """Return the bytes of a leaf on every device."""
     out: Bytes = itemsize
-    for n, names in zip(shape, spec.parts(len(shape)), strict=True):
+    for n, names in zip(spec.sizes(shape, dict(axes)), spec.parts(len(shape)), strict=True):
         ranks = math.prod(k for a, k in axes if a in names)
-        start, stop = (0, n // ranks) if n % ranks == 0 else _ranges(n, names, axes)
+        start, stop = _ranges(n, names, axes) if isinstance(n, tuple) or n % ranks else (0, n // ranks)
         out = out * (stop - start)
     return out
 
 
 @functools.lru_cache(maxsize=4096)
-def _ranges(n: int, names: tuple[str, ...], axes: tuple[tuple[str, int], ...]) -> tuple[Bytes, Bytes]:
+def _ranges(n: Size, names: tuple[str, ...], axes: tuple[tuple[str, int], ...]) -> tuple[Bytes, Bytes]:
     """Return the start and the stop of the part of range(n) on every device: arrays that broadcast over the mesh."""
     sizes = dict(axes)
     cut = [sizes[a] for a in names]
@@ -254,6 +254,9 @@ def _spec_picture(spec: Any, shape: tuple[int, ...], mesh: Mesh | Sizes | None) 
 # --- two layouts ----------------------------------------------------------------------------------------------
 
 
+_Split = tuple[Size, tuple[str, ...]]  # of a dim: its size, and the axes that split it
+
+
 def _moved(a: _Node, b: _Node, sizes: Sizes) -> _Node:
     """Return a row for a move between the two layouts of a leaf: its bytes are those that each device receives."""
     if not a.has_bytes:
@@ -262,29 +265,31 @@ def _moved(a: _Node, b: _Node, sizes: Sizes) -> _Node:
     axes = tuple(sizes.items())
     wanted: Bytes = a.itemsize
     kept: Bytes = a.itemsize
-    for n, one, other in zip(a.shape, old.parts(len(a.shape)), new.parts(len(a.shape)), strict=True):
-        (start, stop), (new_start, new_stop) = _ranges(n, one, axes), _ranges(n, other, axes)
+    of_old, of_new = (list(zip(p.sizes(a.shape, sizes), p.parts(len(a.shape)), strict=True)) for p in (old, new))
+    for one, other in zip(of_old, of_new, strict=True):
+        (start, stop), (new_start, new_stop) = _ranges(*one, axes), _ranges(*other, axes)
         wanted = wanted * (new_stop - new_start)
         kept = kept * np.maximum(np.minimum(stop, new_stop) - np.maximum(start, new_start), 0)
-    init = _collectives(old.parts(len(a.shape)), new.parts(len(a.shape)), sizes)
+    init = _collectives(of_old, of_new, sizes)
     if old.memory != new.memory:
         init = f"{init}, copy to {'host' if new.memory == 'host' else 'the device'}".removeprefix("stays, ")
     same = a.type == b.type
     return replace(a, type=a.type if same else f"{a.type} → {b.type}", init=init, local=wanted - kept, host=0)
 
 
-def _collectives(old: Sequence[Sequence[str]], new: Sequence[Sequence[str]], sizes: Sizes) -> str:
+def _collectives(old: Sequence[_Split], new: Sequence[_Split], sizes: Sizes) -> str:
     """Return the collectives that move the parts, in the order that moves least.
 
     The last axes of a dim can be gathered, new ones slice it; an axis that does both, on two dims, is an all_to_all.
-    Where one dim loses axes and gets others, or another order of them, no such collective has the same effect.
+    Where one dim loses axes and gets others, another order of them, or other lengths of its parts, no such collective
+    has the same effect.
     """
     lost: list[str] = []
     got: list[str] = []
     is_exchange = False
-    for one, other in zip(old, new, strict=True):
+    for (n, one), (m, other) in zip(old, new, strict=True):
         first, second = ([a for a in axes if sizes[a] > 1] for axes in (one, other))
-        pairs = zip(first, second, strict=False)
+        pairs = zip(first, second, strict=False) if n == m else ()
         same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         lost, got = lost + first[same:], got + second[same:]
         is_exchange = is_exchange or len(first) > same < len(second)

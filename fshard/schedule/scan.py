@@ -201,7 +201,7 @@ def _unstack(params: Any, specs: Any, shapes: Any) -> tuple[Any, Any, Any]:
         raise fail("scan: stacked parameters must all have the number of blocks as dim 0", *shown,
                    fix="stack every leaf, [blocks, ...], or pass a list of trees")  # fmt: skip
     n = len(leaves[0])
-    rest = [P(*(axes or None for axes in dims[1:]), memory=s.memory) for s, dims in zip(flat, parts, strict=True)]
+    rest = [s.with_entries(*dims[1:]) for s, dims in zip(flat, parts, strict=True)]
     rows = zip(*(x.unbind(0) for x in leaves), strict=True)
     known = None if shapes is None else tree.map(lambda s: SimpleNamespace(shape=s.shape[1:]), shapes)
     return [tree.unflatten(treedef, row) for row in rows], [tree.unflatten(treedef, rest)] * n, [known] * n

@@ -68,7 +68,7 @@ class Strategy:
     def state_specs(self, optimizer: Optimizer, param_specs: Any) -> Any:
         """Return the specs of an optimizer's state: split as the parameters are, in the memory of the strategy."""
         _tree.check_leaves("state_specs", "param_specs", param_specs, P)
-        specs = optimizer.specs(_tree.map(lambda s: P(*s.entries), param_specs))
+        specs = optimizer.specs(_tree.map(lambda s: s.with_entries(*s, memory="device"), param_specs))
         return on_host(specs) if self.offload_optimizer else specs
 
 

@@ -16,7 +16,7 @@ from fshard._core.region import Region, known_axes, live_axes, region
 from fshard._core.weight import Part, Weight, is_weight
 from fshard.collectives import by_dtype
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
-from fshard.spec import Axis, P, any_on_host, is_spec, part_range, spec_errors
+from fshard.spec import Axis, P, Size, any_on_host, is_spec, part_range, spec_errors
 
 
 @checked
@@ -92,11 +92,11 @@ def _cast(xs: Sequence[Tensor], cast: Precision | None) -> Sequence[Tensor]:
 
 @dataclass(frozen=True)
 class Joined:
-    """A dim whose parts over `axes` are to be joined; `size` is the sum of their sizes, if known."""
+    """A dim whose parts over `axes` are to be joined; `size` is its size, if known."""
 
     axes: tuple[str, ...]
     dim: int
-    size: int | None
+    size: Size | None
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,10 @@ def routes(
             errors.append(fail(f"{label(i)} has {x.ndim} dims, and {len(shape)} in shapes", leaf=list(x.shape),
                                shapes=list(shape), fix="pass the tree that params were materialized from"))  # fmt: skip
             continue
-        if spec_errors(verb, x.shape, spec, sizes):
-            errors += spec_errors(label(i), tuple(x.shape), spec, sizes)
+        if spec_errors(verb, x.shape, spec, sizes, local=True):
+            errors += spec_errors(label(i), tuple(x.shape), spec, sizes, local=True)
             continue
+        known = spec.sizes(shape or x.shape, sizes)
         for dim, split in enumerate(spec.parts(x.ndim) if spec.axes else ()):
             joined = tuple(a for a in split if a in names)
             major = split[: len(split) - len(joined)]
@@ -150,7 +151,9 @@ def routes(
                                    fix=f"make {joined} the minor axes: {(*first, *joined)}"))  # fmt: skip
             elif any(a in live for a in joined):
                 position = [sizes[a] for a in major], [region.coords[a] for a in major]
-                n = None if shape is None else part_range(shape[dim], *position)[1]
+                n: Size | None = None
+                if shape is not None or isinstance(known[dim], tuple):
+                    n = part_range(known[dim], *position)[1] if major else known[dim]
                 gathers.append(Joined(tuple(a for a in joined if a in live), dim, n))
         varied = tuple([a for a in live if a not in spec.axes])
         out.append(Route(varied, tuple(gathers), spec.memory == "host"))

@@ -26,7 +26,8 @@ from tests.lib.assertions import assert_same
 class Case:
     """A linear collective: `f(x, axis)`, the types of argument and result, and the argument's shape on a rank.
 
-    `shape(n)` is the global shape (n: ranks along the axis); `dim` is the dim the axis splits in the argument, if any.
+    `shape(n)` is the global shape (n: ranks along the axis); `dim` is the dim the axis splits in the argument, if any:
+    in parts of `chosen_lengths` for a `chosen` case.
     """
 
     name: str
@@ -35,6 +36,12 @@ class Case:
     target: str
     shape: Callable[[int], tuple[int, ...]]
     dim: int | None = None
+    chosen: bool = False
+
+
+def chosen_lengths(n: int) -> tuple[int, ...]:
+    """Return lengths of parts: 2 for one rank, 2, 0, 3, 1 for four."""
+    return tuple((3 * i + 2) % 5 % 4 for i in range(n))
 
 
 def _shift(x: Any, axis: Any) -> Any:
@@ -85,6 +92,18 @@ CASES = [
     Case("all_gather invariant", lambda x, a: fs.all_gather(x, a, to="invariant"), "V", "I", lambda n: (2 * n, 3), 0),
     Case("all_gather invariant uneven", lambda x, a: fs.all_gather(x, a, 1, size=7, to="invariant"), "V", "I",
          lambda n: (2, 7), 1),
+    Case("all_gather lengths", lambda x, a: fs.all_gather(x, a, 1, size=chosen_lengths(fs.axis_size(a))), "V", "V",
+         lambda n: (3, sum(chosen_lengths(n))), 1, chosen=True),
+    Case("all_gather invariant lengths",
+         lambda x, a: fs.all_gather(x, a, size=chosen_lengths(fs.axis_size(a)), to="invariant"), "V", "I",
+         lambda n: (sum(chosen_lengths(n)), 2), 0, chosen=True),
+    Case("psum_scatter lengths", lambda x, a: fs.psum_scatter(x, a, lengths=chosen_lengths(fs.axis_size(a))), "V", "V",
+         lambda n: (sum(chosen_lengths(n)), 2)),
+    Case("pslice lengths", lambda x, a: fs.pslice(x, a, -1, lengths=chosen_lengths(fs.axis_size(a))), "I", "V",
+         lambda n: (2, sum(chosen_lengths(n)))),
+    Case("all_to_all lengths",
+         lambda x, a: fs.all_to_all(x, a, split=1, concat=0, size=chosen_lengths(fs.axis_size(a))), "V", "V",
+         lambda n: (sum(chosen_lengths(n)), 5), 0, chosen=True),
     Case("psum_scatter", fs.psum_scatter, "V", "V", lambda n: (2 * n, 3)),
     Case("psum_scatter dim 1", lambda x, a: fs.psum_scatter(x, a, 1), "V", "V", lambda n: (3, n)),
     Case("psum_scatter uneven", lambda x, a: fs.psum_scatter(x, a, -1), "V", "V", lambda n: (2, 5)),
@@ -120,7 +139,7 @@ def _local_shape(case: Case, axes: tuple[str, ...]) -> tuple[int, ...]:
         me = index_of(axes, region().sizes, region().coords)
         shape[0] = sum(rows_between(me, j, n) for j in range(n))
     if case.dim is not None:
-        shape[case.dim] = part_range(shape[case.dim], sizes, coords)[1]
+        shape[case.dim] = part_range(chosen_lengths(n) if case.chosen and n > 1 else shape[case.dim], sizes, coords)[1]
     return tuple(shape)
 
 
@@ -292,16 +311,18 @@ def check_pending_transfers(run: Run, sizes: dict[str, int], axes: tuple[str, ..
     n = math.prod(sizes[a] for a in axes)
     of_axes = [sizes[a] for a in axes]
     # Shape of each whole tensor, and the dim that is split over the ranks: even; a short part, if n > 1; columns, some
-    # empty if n > 2; one part that is not empty, or none; large; large columns.
+    # empty if n > 2; one part that is not empty, or none; large; large columns; two of chosen lengths.
     cases = [((2 * n, 3), 0), ((3, 2 * n - 1, 2), 1), ((4, n + 1), 1), ((1, 3), 0), ((0, 2), 0), ((2 * n, 0), 0),
-             ((17_001 * n + 2,), 0), ((2, 8_201 * n + 1), 1)]  # fmt: skip
+             ((17_001 * n + 2,), 0), ((2, 8_201 * n + 1), 1), ((sum(chosen_lengths(n)), 2), 0),
+             ((3, sum(range(n))), 1)]  # fmt: skip
     whole = [(5, 3), (0, 2), (), (4 * n + 1, 3), (20_001,)]
-    dims = [dim for _, dim in cases]
+    dims = [dim for _, dim in cases[:-2]] + [(0, chosen_lengths(n)), (1, tuple(range(n)))]
     numbers = functools.cache(_small_numbers)  # once for all ranks of this process, which do not write to them
     total = functools.cache(lambda *at: _summed([numbers(*at[:2], rank, *at[2:]) for rank in range(n)]))
 
-    def parts(x: Tensor, dim: int) -> tuple[Tensor, ...]:
-        return x.split(part_lengths(x.shape[dim], of_axes), dim)
+    def parts(x: Tensor, at: Any) -> tuple[Tensor, ...]:
+        dim, size = at if isinstance(at, tuple) else (at, x.shape[at])
+        return x.split(part_lengths(size, of_axes), dim)
 
     def gathering(comm: Any, me: int, dtype: torch.dtype, salt: int) -> Any:
         want = [numbers(shape, dtype, 0, salt + i) for i, (shape, _) in enumerate(cases)]
@@ -324,9 +345,9 @@ def check_pending_transfers(run: Run, sizes: dict[str, int], axes: tuple[str, ..
 
         def wait() -> None:
             got = pending()
-            for i, (y, (shape, dim)) in enumerate(zip(got, cases, strict=True)):
+            for i, (y, (shape, _)) in enumerate(zip(got, cases, strict=True)):
                 assert y.is_contiguous()
-                assert_same(y, parts(total(shape, dtype, salt + i), dim)[me], f"scatter {i} of {dtype}")
+                assert_same(y, parts(total(shape, dtype, salt + i), dims[i])[me], f"scatter {i} of {dtype}")
             for y in got:  # nothing else may use these tensors
                 y.fill_(1)
 

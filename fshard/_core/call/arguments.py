@@ -24,7 +24,7 @@ from fshard.errors import ShardingError, fail, join_limited, number_of, raise_al
 from fshard.init import Deferred
 from fshard.mesh import Mesh
 from fshard.sharded import Sharded, array_dtype, array_part, local_parts, no_parts_errors
-from fshard.spec import Box, P, box_shape, is_spec, local_box, same_placement, spec_errors
+from fshard.spec import Box, P, Size, box_shape, is_spec, is_uneven, local_box, same_placement, spec_errors
 
 from .plan import CallPlan
 
@@ -78,21 +78,21 @@ def make_plan(
         ])  # fmt: skip
     tensors = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, Sharded, Deferred))]
     uneven: dict[str, UnevenSize] = {}
-    split_sizes: dict[tuple[str, ...], set[int]] = {}
+    in_parts: dict[tuple[str, ...], set[Size]] = {}
     shapes: dict[int, tuple[int, ...]] = {}
     for i in tensors:
-        for dim, axes in enumerate(specs[i].parts(leaves[i].ndim)):
+        dims = zip(specs[i].sizes(leaves[i].shape, mesh.axes), specs[i].parts(leaves[i].ndim), strict=True)
+        for dim, (n, axes) in enumerate(dims):
             if axes:
-                n, live = leaves[i].shape[dim], tuple(a for a in axes if mesh.axes[a] > 1)
-                split_sizes.setdefault(live, set()).add(n)
-                for a in axes if n % math.prod(mesh.axes[a] for a in axes) else ():
+                in_parts.setdefault(tuple(a for a in axes if mesh.axes[a] > 1), set()).add(n)
+                for a in axes if is_uneven(n, math.prod(mesh.axes[a] for a in axes)) else ():
                     shapes[i] = tuple(leaves[i].shape)
                     uneven.setdefault(a, UnevenSize(f"dim {dim} of {names[i]}", n, axes))
     donated = [i for i in _donated_positions(name, donate, args) if isinstance(leaves[i], (Sharded, Deferred))]
     kept = [i for i in tensors if i not in set(donated)]
     ties = {id(leaves[i]) for i in donated}
     placed = {i for i in kept if isinstance(leaves[i], (Sharded, Deferred)) and id(leaves[i]) not in ties}
-    return CallPlan(name, mesh, out_specs, treedef, call_signature(passed), specs, names, slices, uneven, split_sizes,
+    return CallPlan(name, mesh, out_specs, treedef, call_signature(passed), specs, names, slices, uneven, in_parts,
                     list(shapes.items()), donated, kept, placed)  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fshard._core.region import UnevenSize
 from fshard.mesh import Mesh
 from fshard.sharded import Placement
-from fshard.spec import Box, P
+from fshard.spec import Box, P, Size
 
 
 class ResultTypes(NamedTuple):
@@ -72,8 +72,8 @@ class CallPlan:
     specs: list[P]
     names: list[str]  # as the function would write them: `params['up']`
     slices: list[list[tuple[int, Box | None]]]  # by rank: each leaf that is not a local shard yet, and the rank's box
-    uneven: dict[str, UnevenSize]  # axis -> the first size of a leaf that it does not divide
-    split_sizes: dict[tuple[str, ...], set[int]]  # axes of several ranks -> the sizes of dims that they split
+    uneven: dict[str, UnevenSize]  # axis -> the first size of a leaf whose parts over it differ
+    split_sizes: dict[tuple[str, ...], set[Size]]  # axes of several ranks -> the sizes of dims that they split
     global_shapes: list[tuple[int, tuple[int, ...]]]  # of each leaf whose parts differ in size
     donated: list[int]  # leaves of arguments that the call may overwrite
     kept: list[int]  # all other leaves that are tensors inside

@@ -21,7 +21,7 @@ from fshard._core.torch import FakeTensor
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.mesh import Mesh
 from fshard.sharded import Placement, arrays_as_tensors, joined, no_parts_errors
-from fshard.spec import P, describe, is_spec, local_box, part_lengths, short_dtype, spec_errors
+from fshard.spec import P, box_shape, describe, is_spec, local_box, part_lengths, short_dtype, spec_errors, total
 
 from .plan import CallPlan, OutputPlan, RankResult, ResultTypes, leaf_types
 
@@ -199,7 +199,7 @@ def _place_result(
         return None, [fail(f"{label}: the ranks returned different types", f"{texts}")]
     if not isinstance(leaf, Tensor):
         return None, no_parts_errors(label, leaf, spec) or _value_errors(label, parts)
-    if wrong := spec_errors(label, tuple(leaf.shape), spec, mesh.axes):
+    if wrong := spec_errors(label, tuple(leaf.shape), spec, mesh.axes, local=True):
         return None, wrong
     shape, wrong = _global_shape(label, mesh, shapes, spec)
     return None if wrong else Placement(shape, leaf.dtype, spec, mesh), wrong
@@ -215,25 +215,31 @@ def _global_shape(
 ) -> tuple[tuple[int, ...], list[ShardingError]]:
     """Return the shape whose parts by `spec` have these shapes, rank by rank, or errors.
 
-    On an abstract mesh all parts are taken to be as large as the first.
+    On an abstract mesh all parts are taken to be as large as the first, unless the spec has their lengths.
     """
     ndim = len(shapes[0])
     if any(len(s) != ndim for s in shapes):
         return (), [fail(f"{label}: the ranks returned {sorted(set(map(len, shapes)))} dims")]
     if mesh.kind == "abstract":
         ranks = [math.prod(mesh.axes[a] for a in axes) for axes in spec.parts(ndim)]
-        return tuple(n * k for n, k in zip(shapes[0], ranks, strict=True)), []
-    shape = []
-    for dim, axes in enumerate(spec.parts(ndim)):
-        sizes = [shapes[rank][dim] for rank in ranks_over(axes, mesh.axes, mesh.coords(0))]
-        total = sum(sizes)
-        expected = part_lengths(total, [mesh.axes[a] for a in axes])
-        if expected != sizes:
+        found = spec.sizes([n * k for n, k in zip(shapes[0], ranks, strict=True)], mesh.axes)
+        box = local_box(list(map(total, found)), spec, mesh.axes, mesh.coords(mesh.ranks[0]))
+        wrong = [] if box_shape(box) == shapes[0] else [
+            fail(f"{label}: rank {mesh.ranks[0]} returned {list(shapes[0])}, its part is {list(box_shape(box))}",
+                 spec=spec)]  # fmt: skip
+        return tuple(map(total, found)), wrong
+    sizes = [[shapes[rank][dim] for rank in ranks_over(axes, mesh.axes, mesh.coords(0))]
+             for dim, axes in enumerate(spec.parts(ndim))]  # fmt: skip
+    shape = list(map(sum, sizes))
+    for dim, (axes, n) in enumerate(zip(spec.parts(ndim), spec.sizes(shape, mesh.axes), strict=True)):
+        expected = part_lengths(n, [mesh.axes[a] for a in axes])
+        if expected != sizes[dim]:
             fix = "return equal parts, or parts of ceil(n / ranks) with the short ones last"
+            if len(axes) == 1:
+                fix = f"{fix}, or name the lengths: P({axes[0]!r}, lengths={tuple(sizes[dim])})"
             return (), [fail(f"{label}: the parts do not make up dim {dim} split by {axes}",
-                             f"the ranks hold {sizes}", f"a dim of {total} splits into {expected}",
+                             f"the ranks hold {sizes[dim]}", f"a dim of {total(n)} splits into {expected}",
                              fix=fix)]  # fmt: skip
-        shape.append(total)
     for rank, returned in enumerate(shapes):
         part = tuple(s.stop - s.start for s in local_box(shape, spec, mesh.axes, mesh.coords(rank)))
         if returned != part:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard._core.packing import column_counts, flatten, match_rows, pack, pad, part_shape, unpack
-from fshard._core.protocol import PendingTransfer, coords_of
+from fshard._core.protocol import Dims, PendingTransfer, coords_of
 from fshard._core.torch import foreach_copy_, functional_collectives, group_named
 from fshard.errors import fail
 
@@ -111,7 +111,7 @@ class FunctionalGroup:
         parts = [torch.view_as_real(x) if x.is_complex() else x for x in xs]
         return [dist.P2POp(op, x, group=group, group_peer=self._group_rank(position)) for x in parts]
 
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int]) -> PendingTransfer:
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Dims) -> PendingTransfer:
         widths = column_counts(into, dims, self.sizes)
         row = flatten([pad(x.reshape(-1), 0, width) for x, width in zip(xs, widths, strict=True)])
         started = self._start(_ops.all_gather_into_tensor, row, self.n, self.name)
@@ -123,7 +123,7 @@ class FunctionalGroup:
 
         return wait
 
-    def scatter(self, xs: Sequence[Tensor], dims: Sequence[int]) -> PendingTransfer:
+    def scatter(self, xs: Sequence[Tensor], dims: Dims) -> PendingTransfer:
         widths, coords = column_counts(xs, dims, self.sizes), coords_of(self.me, self.sizes)
         even = sum(widths) * self.n == sum(x.numel() for x in xs)
         rows = (torch.empty if even else torch.zeros)((self.n, sum(widths)), dtype=xs[0].dtype, device=xs[0].device)

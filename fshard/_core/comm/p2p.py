@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard._core.packing import parts_by_rank, reduce_in_order
-from fshard._core.protocol import Axes, PendingTransfer
+from fshard._core.protocol import Axes, Dims, PendingTransfer
 from fshard._core.region import storage_key
 from fshard._core.torch import foreach_copy_
 from fshard._core.transfers import reduction
@@ -59,7 +59,7 @@ class PeerGroup:
         """Raise ShardingError on every rank unless all pass an equal description."""
         self._exchange(description, {}, {}).wait()
 
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int]) -> PendingTransfer:
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Dims) -> PendingTransfer:
         rows = parts_by_rank(into, dims, self.sizes)
         description = self._describe("all_gather", into, dims)
         messages = self._exchange(description, dict.fromkeys(self.others, xs), {r: rows[r] for r in self.others})
@@ -71,7 +71,7 @@ class PeerGroup:
 
         return wait
 
-    def scatter(self, xs: Sequence[Tensor], dims: Sequence[int]) -> PendingTransfer:
+    def scatter(self, xs: Sequence[Tensor], dims: Dims) -> PendingTransfer:
         rows = parts_by_rank(xs, dims, self.sizes)
         mine = rows[self.me]
         parts = _Parts(self, self._describe("reduce_scatter", xs, dims),

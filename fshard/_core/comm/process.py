@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard._core.packing import pad
-from fshard._core.protocol import Axes, PendingTransfer, index_of, ranks_over
+from fshard._core.protocol import Axes, Dims, PendingTransfer, index_of, ranks_over
 from fshard._core.torch import assume_constant_result, backend_of, timeout_of
 from fshard._core.transfers import Split, call_site, note, reduction
 
@@ -60,11 +60,11 @@ class GroupComm:
         self._note("permute", [x], axes, pairs)
         return self._group(axes, x).permute(x, pairs)
 
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Dims, axes: Axes) -> PendingTransfer:
         self._note("all_gather", xs, axes)
         return self._group(axes, xs[0]).gather(xs, into, dims)
 
-    def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
+    def scatter(self, xs: Sequence[Tensor], dims: Dims, axes: Axes) -> PendingTransfer:
         self._note("reduce_scatter", xs, axes, dims)
         return self._group(axes, xs[0]).scatter(xs, dims)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fshard._core.callsite import Site, site, user_frame
 from fshard._core.packing import flatten, pack, parts_by_rank, reduce_in_order, unpack
-from fshard._core.protocol import Axes, Comm, PendingTransfer, index_of, ranks_over
+from fshard._core.protocol import Axes, Comm, Dims, PendingTransfer, index_of, ranks_over
 from fshard._core.torch import foreach_copy_
 from fshard._core.transfers import call_site, note, reduction
 from fshard.errors import ShardingError, fail
@@ -264,7 +264,7 @@ class SimulatedComm:
 
     # All tensors are copied at the start, so that a rank that has waited may write to its arguments.
 
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Dims, axes: Axes) -> PendingTransfer:
         note(self, "all_gather", xs, axes)
         rows = parts_by_rank(into, dims, [self.sizes[a] for a in axes])
         shape = tuple(rows[0][0].shape) if len(xs) == 1 else (sum(part.numel() for part in rows[0]),)
@@ -275,7 +275,7 @@ class SimulatedComm:
             foreach_copy_(list(parts), unpack(flat, parts))
         return list
 
-    def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
+    def scatter(self, xs: Sequence[Tensor], dims: Dims, axes: Axes) -> PendingTransfer:
         note(self, "reduce_scatter", xs, axes, dims)
         rows = parts_by_rank(xs, dims, [self.sizes[a] for a in axes])
         flats = [flatten(parts) for parts in rows]
@@ -315,7 +315,7 @@ class SimulatedComm:
         return lambda: self._run.receive(self._rank, message, signature)
 
 
-def _joined(xs: Sequence[Tensor], dims: Sequence[int]) -> list[tuple[Any, ...]]:
+def _joined(xs: Sequence[Tensor], dims: Dims) -> list[tuple[Any, ...]]:
     """Shapes and joined dims: ranks that differ in one would cut their flat tensors in other places."""
     return [(tuple(x.shape), dim) for x, dim in zip(xs, dims, strict=True)]
 

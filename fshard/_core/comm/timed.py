@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fshard._core.protocol import Axes, Comm, PendingTransfer
+from fshard._core.protocol import Axes, Comm, Dims, PendingTransfer
 from fshard._core.transfers import Split, Transfer, reduction, transfer
 
 
@@ -102,10 +102,10 @@ class TimedComm:
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
         return self._block("permute", x, axes, lambda: self._comm.permute(x, pairs, axes), pairs)
 
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Dims, axes: Axes) -> PendingTransfer:
         return self._start("all_gather", xs, axes, lambda: self._comm.gather(xs, into, dims, axes), into=into)
 
-    def scatter(self, xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> PendingTransfer:
+    def scatter(self, xs: Sequence[Tensor], dims: Dims, axes: Axes) -> PendingTransfer:
         return self._start("reduce_scatter", xs, axes, lambda: self._comm.scatter(xs, dims, axes), dims)
 
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:

@@ -8,8 +8,8 @@ from .dim_sizes import (
     gather_layout,
     global_shape,
     global_size,
-    global_sizes,
     keep_placed,
+    known_sizes,
     local_range,
     own_range,
     split_layout,
@@ -45,7 +45,7 @@ __all__ = [
     "AllToAll", "AllToAllRows", "CastMap", "Counts", "Gather", "GatherInvariant", "Map", "Permute", "Precision",
     "Scatter", "Slice", "Sum", "Vary", "apply_function", "apply_map", "argument_shape", "check_counts",
     "check_types", "described_size", "differentiable_dtype", "dim_of", "evenly", "exchange_padded", "exchange_rows",
-    "gather_layout", "global_shape", "global_size", "global_sizes", "host_numbers", "keep_placed", "local_range",
+    "gather_layout", "global_shape", "global_size", "host_numbers", "keep_placed", "known_sizes", "local_range",
     "make_functions", "minmax", "own_range", "row_counts", "run_map", "split_layout", "start_map",
     "tally",
 ]  # fmt: skip

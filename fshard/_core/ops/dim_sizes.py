@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -10,8 +13,10 @@ from torch import Tensor
 from fshard._core.protocol import index_of, size_of
 from fshard._core.region import UnevenSize, checker, known_axes, live_axes, region, unchecked, user_line
 from fshard._core.torch import unwrapped, without_functorch
-from fshard.errors import fail, raise_all
-from fshard.spec import Axis, P, names_of, part_lengths, part_range, spec_errors
+from fshard.errors import fail, number_of, raise_all
+from fshard.spec import Axis, P, Size, as_size, is_uneven, names_of, part_lengths, part_range, spec_errors, total
+
+from .linear_maps import Layout
 
 
 def dim_of(verb: str, x: Tensor, dim: int) -> int:
@@ -21,13 +26,20 @@ def dim_of(verb: str, x: Tensor, dim: int) -> int:
     return dim % x.ndim
 
 
-def split_layout(verb: str, axes: tuple[str, ...], xs: Sequence[Tensor], dim: int) -> tuple[tuple[int, int], ...]:
-    """Return the (dim, size) that is split, of each tensor. Mark the region uneven if pieces differ in size."""
-    layout = tuple((d, x.shape[d]) for x in xs for d in [dim_of(verb, x, dim)])
+def split_layout(
+    verb: str, axes: tuple[str, ...], xs: Sequence[Tensor], dim: int, lengths: Sequence[int] | None = None
+) -> Layout:
+    """Return the (dim, size) that is split, of each tensor. Mark the region uneven if pieces differ in size.
+
+    `lengths` are the chosen lengths of the parts, over the first axis or several of them.
+    """
     current = region(verb)
+    ns = [current.sizes[a] for a in axes]
+    layout = tuple((d, x.shape[d] if lengths is None else checked_size(verb, lengths, ns, x.shape[d]))
+                   for x in xs for d in [dim_of(verb, x, dim)])  # fmt: skip
     if not current.comm.has_values:
         current.split_sizes.setdefault(axes, set()).update(size for _, size in layout)
-    if uneven := [(d, size) for d, size in layout if size % size_of(axes, current.sizes)]:
+    if uneven := [(d, size) for d, size in layout if is_uneven(size, size_of(axes, current.sizes))]:
         d, size = uneven[0]
         for a in axes:
             if a not in current.uneven:
@@ -37,9 +49,21 @@ def split_layout(verb: str, axes: tuple[str, ...], xs: Sequence[Tensor], dim: in
     return layout
 
 
+def checked_size(verb: str, lengths: Sequence[int], ns: Sequence[int], size: int | None = None) -> Size:
+    """Return lengths as a size. Raises ShardingError unless they are of the ranks over the axes, and sum to `size`."""
+    if math.prod(ns) != 1 and len(lengths) not in itertools.accumulate(ns, operator.mul):
+        raise fail(f"{verb}: {number_of(len(lengths), 'length')}, for {math.prod(ns)} ranks", *user_line(),
+                   fix="one for each rank over the axis, or over the first of several axes")  # fmt: skip
+    if size is not None and sum(lengths) != size:
+        raise fail(f"{verb}: the lengths do not sum to the dim", *user_line(), fix=f"lengths that sum to {size}",
+                   lengths=f"{' + '.join(map(str, lengths))} = {sum(lengths)}", dim=size)  # fmt: skip
+    return sum(lengths) if math.prod(ns) == 1 else as_size(part_lengths(tuple(lengths), ns), ns)
+
+
 def gather_layout(
-    verb: str, axes: tuple[str, ...], xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int | None]
-) -> tuple[tuple[int, int], ...]:
+    verb: str, axes: tuple[str, ...], xs: Sequence[Tensor], dims: Sequence[int],
+    sizes: Sequence[int | Sequence[int] | None],
+) -> Layout:  # fmt: skip
     """Return the (dim, global size) of each gathered dim; exchange sizes that are `None`, if they can differ."""
     current = region(verb)
     ns = [current.sizes[a] for a in axes]
@@ -49,18 +73,19 @@ def gather_layout(
         collective = verb in ("all_gather", "all_to_all")
         word = "size=, the global size" if collective else "shapes=, the described tree, such as init()"
         sizes = _exchange_sizes(verb, axes, local, word)
-    known = [n * size_of(axes, current.sizes) if s is None else s for n, s in zip(local, sizes, strict=True)]
+    known = [n * size_of(axes, current.sizes) if s is None else s if isinstance(s, int) else checked_size(verb, s, ns)
+             for n, s in zip(local, sizes, strict=True)]  # fmt: skip
     for n, size in zip(local, known, strict=True):
         if part_range(size, ns, coords)[1] != n:
             me = index_of(axes, current.sizes, current.coords)
-            raise fail(f"{verb}: the part of rank {me} has the wrong size for a dim of global size {size}",
-                       f"{size} over {axes} splits into {part_lengths(size, ns)}; rank {me} has {n}", *user_line(),
-                       fix="pass the global size of the gathered dim")  # fmt: skip
+            raise fail(f"{verb}: the part of rank {me} has the wrong size for a dim of global size {total(size)}",
+                       f"{total(size)} over {axes} splits into {part_lengths(size, ns)}; rank {me} has {n}",
+                       *user_line(), fix="pass the global size of the gathered dim")  # fmt: skip
     return tuple(zip(dims, known, strict=True))
 
 
-def _exchange_sizes(verb: str, axes: tuple[str, ...], local: Sequence[int], word: str) -> list[int]:
-    """Return the sums over the ranks of local sizes, by a transfer. `word` is the argument that states them."""
+def _exchange_sizes(verb: str, axes: tuple[str, ...], local: Sequence[int], word: str) -> list[Size]:
+    """Return the sizes of dims from the lengths of all ranks' parts. `word` is the argument that states the sizes."""
     current = region(verb)
     comm = current.comm
     if comm.static_sizes:
@@ -68,28 +93,37 @@ def _exchange_sizes(verb: str, axes: tuple[str, ...], local: Sequence[int], word
         cause = next(current.uneven[a] for a in axes if a in current.uneven)
         size, n, over = cause.size, size_of(cause.axes, comm.sizes), " and ".join([f"'{a}'" for a in cause.axes])
         parts = " and ".join(dict.fromkeys([f"{n}" for n in local]))
+        if isinstance(size, tuple):
+            why, other = f"in parts of {list(size)}", "leave out lengths= in its spec"
+        else:
+            why, other = f"{size} % {n} = {size % n}", f"make {cause.name} a multiple of {n}: {size - size % -n}"
         raise fail(f"{verb}: sizes that the axis does not divide must be known to {program}",
-                   f"{cause.name} is {size}, split over the {n} ranks of {over}: {size} % {n} = {size % n}",
+                   f"{cause.name} is {total(size)}, split over the {n} ranks of {over}: {why}",
                    f"so where this rank has {parts}, another may have another size", *user_line(),
-                   fix=f"pass {word}; or make {cause.name} a multiple of {n}: {size - size % -n}")  # fmt: skip
+                   fix=f"pass {word}; or {other}")  # fmt: skip
     # Tensors made inside a transform of torch.func would be wrapped, and could not be sent.
     with unchecked(), without_functorch():
         gathered = comm.all_gather(torch.tensor(local, dtype=torch.int64, device=current.device), axes)
-        return [int(n) for n in gathered.sum(0).tolist()]
+        ranks = [current.sizes[a] for a in axes]
+        return [as_size(column, ranks) for column in gathered.t().tolist()]
 
 
 def global_size(verb: str, n: int, axis: Axis, *, word: str = "size=") -> int:
-    """Return the global size of a dim that `axis` splits; this rank has `n` entries of it.
+    """Return the global size of a dim that `axis` splits evenly; this rank has `n` entries of it. See `known_sizes`."""
+    (size,) = known_sizes(verb, [n], axis, word=word)
+    if isinstance(size, tuple):
+        raise fail(f"{verb}: the ranks of {axis!r} have {list(size)} entries of a dim", *user_line(),
+                   fix=f"equal parts: {verb} does not take chosen lengths")  # fmt: skip
+    return size
 
-    If no argument of the region is uneven over the axis, that is a product. Otherwise the ranks exchange their sizes.
-    A compiled program cannot: the error names `word` as the argument to pass. Nor can an abstract mesh, where it is the
-    size of an argument's dim if only one fits.
+
+def known_sizes(verb: str, ns: Sequence[int], axis: Axis, *, word: str = "size=") -> list[Size]:
+    """Return the sizes of dims that `axis` splits; this rank has `ns` entries of them.
+
+    If no argument of the region is uneven over the axis, they are products. Otherwise the ranks exchange their sizes,
+    once. A compiled program cannot: the error names `word` as the argument to pass. Nor can an abstract mesh, where it
+    is the size of an argument's dim if only one fits.
     """
-    return global_sizes(verb, [n], axis, word=word)[0]
-
-
-def global_sizes(verb: str, ns: Sequence[int], axis: Axis, *, word: str = "size=") -> list[int]:
-    """Return the global sizes of several dims, as `global_size`, by at most one exchange."""
     current = region(verb)
     axes = live_axes(current.comm, known_axes(verb, current, axis))
     if not any(a in current.uneven for a in axes):
@@ -100,7 +134,7 @@ def global_sizes(verb: str, ns: Sequence[int], axis: Axis, *, word: str = "size=
     return _exchange_sizes(verb, axes, ns, word)
 
 
-def described_size(n: int, axis: Axis) -> int | None:
+def described_size(n: int, axis: Axis) -> Size | None:
     """Return, on an abstract mesh, the one size of arguments' dims whose part here has `n` entries; None if unsure."""
     current = region()
     if current.comm.has_values:
@@ -110,7 +144,7 @@ def described_size(n: int, axis: Axis) -> int | None:
     return fitting[0] if len(fitting) == 1 else None
 
 
-def _length_here(size: int, axes: Sequence[str]) -> int:
+def _length_here(size: Size, axes: Sequence[str]) -> int:
     """Return the length of this rank's part of a dim."""
     current = region()
     return part_range(size, [current.sizes[a] for a in axes], [current.coords[a] for a in axes])[1]
@@ -118,20 +152,23 @@ def _length_here(size: int, axes: Sequence[str]) -> int:
 
 def global_shape(verb: str, x: Tensor, spec: P, *, word: str) -> tuple[int, ...]:
     """Return the shape whose part by `spec` is `x` on this rank; sizes are found as by `global_size`."""
-    raise_all(spec_errors(verb, tuple(x.shape), spec, region(verb).sizes))
+    raise_all(spec_errors(verb, tuple(x.shape), spec, region(verb).sizes, local=True))
     described = x.shape if region().comm.has_values else getattr(unwrapped(x), "global_sizes", x.shape)
     if len(described) != x.ndim:  # the examples of a vmap
         described = x.shape
     shape = []
+    described = spec.sizes(described, region().sizes)
     for n, known, axes in zip(x.shape, described, spec.parts(x.ndim), strict=True):
         fits = known != n and _length_here(known, axes) == n
-        shape.append(known if fits else global_size(verb, n, axes, word=word) if axes else n)
-        if (length := _length_here(shape[-1], axes)) != n:
-            lengths = part_lengths(shape[-1], [region().sizes[a] for a in axes])
+        size = known if fits or isinstance(known, tuple) else total(known_sizes(verb, [n], axes, word=word)[0])
+        if (length := _length_here(size, axes)) != n:
+            lengths = part_lengths(size, [region().sizes[a] for a in axes])
             raise fail(f"{verb}: x is not this rank's part of an array with spec {spec}",
-                       f"{shape[-1]} over {axes} splits into {lengths}; this rank has {n}, and its part is {length}",
+                       f"{total(size)} over {axes} splits into {lengths}; this rank has {n}, and its part is {length}",
                        *user_line(),
-                       fix="parts of ceil(n / ranks), the last ones shorter", shape=list(x.shape))  # fmt: skip
+                       fix="parts of ceil(n / ranks), the last ones shorter; for others, lengths= in the spec",
+                       shape=list(x.shape))  # fmt: skip
+        shape.append(total(size))
     return tuple(shape)
 
 
@@ -140,8 +177,9 @@ def argument_shape(x: Tensor, spec: P) -> tuple[int, ...] | None:
     if torch.compiler.is_dynamo_compiling():
         return None
     shape, placed = getattr(unwrapped(x), "placed", ((), None))
-    same = placed is not None and len(shape) == x.ndim and placed.parts(x.ndim) == spec.parts(x.ndim)
-    return shape if same else None
+    if placed is None or len(shape) != x.ndim or placed.parts(x.ndim) != spec.parts(x.ndim):
+        return None
+    return shape if placed.lengths == spec.lengths else None
 
 
 def keep_placed(xs: Sequence[Tensor], like: Sequence[Tensor]) -> None:
@@ -151,28 +189,34 @@ def keep_placed(xs: Sequence[Tensor], like: Sequence[Tensor]) -> None:
             x.placed = y.placed  # type: ignore[attr-defined]
 
 
-def own_range(verb: str, size: int, axis: Axis) -> tuple[int, int]:
+def own_range(verb: str, size: Size, axis: Axis) -> tuple[int, int]:
     """Return (start, length) of this rank's part of a dim of this global size: all of it without an axis."""
     if not names_of(axis):
-        return 0, size
+        return 0, total(size)
     current = region(verb)
     names = known_axes(verb, current, axis)
     if current.checker is not None:
-        current.checker.record_shape(verb, [size], names)
+        current.checker.record_shape(verb, [total(size)], names)
     return part_range(size, [current.sizes[a] for a in names], [current.coords[a] for a in names])
 
 
-def local_range(verb: str, n: int, axis: Axis, size: int | None, *, word: str = "the vocabulary") -> tuple[int, int]:
+def local_range(
+    verb: str, n: int, axis: Axis, size: int | Sequence[int] | None, *, word: str = "the vocabulary"
+) -> tuple[int, int]:  # fmt: skip
     """Return (start, size): the offset of this rank's `n` entries, and the number of entries over `axis`.
 
-    Raises ShardingError if this rank's part of `size` is not `n`.
+    `size` may be the lengths of all parts. Raises ShardingError if this rank's part of `size` is not `n`.
     """
     names = names_of(axis)
-    size = size if size is not None else global_size(verb, n, axis) if names else n
-    start, length = own_range(verb, size, axis)
+    sizes = [region(verb).sizes[a] for a in known_axes(verb, region(verb), axis)] if names else []
+    known: Size = n
+    if size is None and names:
+        (known,) = known_sizes(verb, [n], axis)
+    elif size is not None:
+        known = size if isinstance(size, int) else checked_size(verb, size, sizes)
+    start, length = own_range(verb, known, axis)
     if length != n:
-        sizes = [region(verb).sizes[a] for a in names]
         raise fail(f"{verb}: this rank holds {n} of {word}, its part is {length}",
-                   f"{size} over {axis!r} splits into {part_lengths(size, sizes)}",
-                   fix=f"pass size=, {word.replace('the', 'the whole')}")  # fmt: skip
-    return start, size
+                   f"{total(known)} over {axis!r} splits into {part_lengths(known, sizes)}",
+                   fix=f"pass size=, {word.replace('the', 'the whole')}, or the lengths of its parts")  # fmt: skip
+    return start, total(known)

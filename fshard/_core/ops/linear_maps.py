@@ -18,11 +18,11 @@ from torch import Tensor
 
 from fshard._core.callsite import Site
 from fshard._core.packing import join_padded, longest_part, pack, pad, split_padded, unpack
-from fshard._core.protocol import Comm, PendingTransfer, size_of
+from fshard._core.protocol import Comm, Dims, PendingTransfer, size_of
 from fshard.errors import must_be
-from fshard.spec import part_range
+from fshard.spec import Size, part_range, total
 
-Layout = tuple[tuple[int, int], ...]
+Layout = tuple[tuple[int, Size], ...]
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,11 @@ class _DimMap(Map):
     def extent(self, xs: Sequence[Tensor]) -> Any:
         return self.layout
 
+    @property
+    def dims(self) -> Dims:
+        """The dims of the layout, with lengths that are chosen."""
+        return [dim if isinstance(size, int) else (dim, size) for dim, size in self.layout]
+
 
 @dataclass(frozen=True)
 class Gather(_DimMap):
@@ -156,9 +161,9 @@ class Gather(_DimMap):
         out = list(into or [])
         for x, (dim, size) in zip(xs, self.layout, strict=True):
             if into is None:
-                shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+                shape = (*x.shape[:dim], total(size), *x.shape[dim + 1 :])
                 out.append(torch.empty(shape, dtype=x.dtype, device=x.device))
-        pending = self.comm.gather(xs, out, [dim for dim, _ in self.layout], self.axes)
+        pending = self.comm.gather(xs, out, self.dims, self.axes)
 
         def wait() -> list[Tensor]:
             pending()
@@ -200,12 +205,12 @@ class Scatter(_DimMap):
     verb = "psum_scatter"
 
     def start(self, xs: Sequence[Tensor]) -> PendingTransfer:
-        return self.comm.scatter(xs, [dim for dim, _ in self.layout], self.axes)
+        return self.comm.scatter(xs, self.dims, self.axes)
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         if self.comm.direct:
             return self.start(xs)()
-        stacks = [split_padded(x, dim, self.sizes) for x, (dim, _) in zip(xs, self.layout, strict=True)]
+        stacks = [split_padded(x, dim, size, self.sizes) for x, (dim, size) in zip(xs, self.layout, strict=True)]
         rows = [s.reshape(self.n, -1) for s in stacks]
         total = self.comm.reduce_scatter(rows[0] if len(rows) == 1 else torch.cat(rows, 1), self.axes)
         parts = torch.split(total, [r.shape[1] for r in rows])
@@ -249,8 +254,8 @@ class AllToAll(Map):
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         sizes, coords, stacks = self.sizes, self.coords, []
-        for x, (s_dim, _), (c_dim, c_size) in zip(xs, self.split, self.concat, strict=True):
-            stacks.append(split_padded(pad(x, c_dim, longest_part(c_size, sizes)), s_dim, sizes))
+        for x, (s_dim, s_size), (c_dim, c_size) in zip(xs, self.split, self.concat, strict=True):
+            stacks.append(split_padded(pad(x, c_dim, longest_part(c_size, sizes)), s_dim, s_size, sizes))
         rows = [s.reshape(self.n, -1) for s in stacks]
         received = self.comm.all_to_all(rows[0] if len(rows) == 1 else torch.cat(rows, 1), self.axes)
         parts = torch.split(received, [r.shape[1] for r in rows], dim=1)

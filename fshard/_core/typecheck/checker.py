@@ -41,7 +41,7 @@ from fshard._core.protocol import index_of, size_of
 from fshard._core.torch import in_backward, storage_id, unwrapped, without_torch_function
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
-from fshard.spec import P
+from fshard.spec import P, Size
 
 from . import messages
 from .differentiated import Differentiated, leaves_of
@@ -121,7 +121,7 @@ class Checker(OperationMode):
         self.pvaried: set[callsite.Site | None] = set()  # lines
         self.asked: set[str] = set()  # axes on which the program asked for the rank's place: a number may depend on it
         # (collective, (dim, size) of each tensor, axes, line) that splits a dim into parts of different sizes
-        self.uneven_splits: dict[tuple[str, tuple[tuple[int, int], ...], tuple[str, ...], Any], None] = {}
+        self.uneven_splits: dict[tuple[str, tuple[tuple[int, Size], ...], tuple[str, ...], Any], None] = {}
         self._argument_storages: set[int] = set()
         self._single_rows: dict[int, set[str]] = {}  # axes by whose ranks an argument has one row each, by their size
         self._placed: dict[int, Tensor] = {}  # arguments that the caller keeps as placed leaves, by storage
@@ -243,8 +243,8 @@ class Checker(OperationMode):
         """Record a global shape that ranks of these axes take parts of: it must be the same on each."""
         self._record_numbers(verb, (GlobalShape(shape),), frozenset(axes) & self.axes)
 
-    def record_split(self, verb: str, layout: tuple[tuple[int, int], ...], axes: tuple[str, ...]) -> None:
-        """Record a collective that splits dims which its axes do not divide."""
+    def record_split(self, verb: str, layout: tuple[tuple[int, Size], ...], axes: tuple[str, ...]) -> None:
+        """Record a collective that splits dims into parts that differ in length."""
         self.uneven_splits[verb, layout, axes, callsite.site()] = None
 
     def group_by_type(self, xs: Sequence[Tensor]) -> list[list[int]]:

@@ -16,7 +16,7 @@ from fshard._core.region import checker, known_axes, region
 from fshard.collectives import axis_size
 from fshard.errors import checked, fail
 from fshard.random import fold_in
-from fshard.spec import Axis, P, names_of
+from fshard.spec import Axis, P, names_of, total
 
 from .beams import search
 from .decoder import Decoder, check_ids, ended, on_any_rank
@@ -117,5 +117,5 @@ def global_batch(verb: str, n: int, axis: Axis, *, word: str) -> int:
     6
     """
     if axis and not region(verb).comm.has_values:
-        return described_size(n, axis) or n * axis_size(axis)
+        return total(described_size(n, axis) or n * axis_size(axis))
     return global_size(verb, n, axis, word=word) if axis else n

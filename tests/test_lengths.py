@@ -1,0 +1,166 @@
+"""Parts of chosen lengths, `P("stage", lengths=(7, 8, 8, 7))`: every layout has the values of one device."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P
+from tests.lib.assertions import assert_same, error_text
+
+MESH = {"stage": 4, "model": 2}
+
+
+@functools.cache
+def mesh(**axes):
+    return fs.make_mesh(**(axes or MESH))
+
+
+def some_lengths(n, seed):
+    """Return four lengths that sum to n: the last seeds give one rank all."""
+    if seed < 4:
+        return tuple(n * (i == seed) for i in range(4))
+    cuts = sorted(random.Random(seed).choices(range(n + 1), k=3))
+    return tuple(b - a for a, b in itertools.pairwise([0, *cuts, n]))
+
+
+def layouts(n, seed):
+    """Return specs of an [n, 6] leaf, all with the same lengths of dim 0 over the stages."""
+    ns = some_lengths(n, seed)
+    return [P("stage", lengths=ns), P("stage", "model", lengths={"stage": ns}),
+            P(("stage", "model"), lengths={"stage": ns}), P("stage", lengths=ns, memory="host")]  # fmt: skip
+
+
+# --- placement ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_leaves_have_the_parts_of_their_lengths_and_the_values_of_one_device(seed):
+    n = (6, 1, 9, 30)[seed % 4]
+    described = {"w": fs.init.normal((n, 6), std=0.02)}
+    want = fs.device_get(fs.materialize(described, P(), mesh(), key=fs.key(3)))["w"]
+    for spec in layouts(n, seed):
+        placed = fs.materialize(described, spec, mesh(), key=fs.key(3))["w"]
+        rows = [sum(len(x) for x in placed.shards[2 * i : 2 * i + 2]) for i in range(4)]
+        copies = 2 - (spec.entries[0] == ("stage", "model"))
+        assert rows == [copies * length for length in some_lengths(n, seed)]
+        assert_same(fs.device_get(placed), want)
+        assert_same(fs.device_get(fs.device_put(want, spec, mesh())), want)
+        for other in (P("stage"), P(None, ("model", "stage")), *layouts(n, seed + 1)):
+            there = fs.reshard(placed, other)
+            assert there.spec == other
+            assert_same(fs.device_get(there), want)
+            for part, again in zip(there.shards, fs.device_put(want, other, mesh()).shards, strict=True):
+                assert_same(part, again)
+
+
+def test_lengths_on_an_axis_of_one_rank_are_the_undivided_leaf():
+    spec = P("stage", None, "model", lengths={"stage": (3, 0, 1, 2)})
+    x = torch.arange(24.0).view(6, 2, 2)
+    small = mesh(stage=1, model=2)
+    assert [tuple(part.shape) for part in fs.device_put(x, spec, small).shards] == [(6, 2, 1)] * 2
+    assert_same(fs.device_get(fs.reshard(fs.device_put(x, spec, mesh()), spec, small)), x)
+
+
+def test_error_texts_of_lengths_that_do_not_fit():
+    spec = P("stage", lengths=(7, 8, 8, 7))
+    facts = "  shape  [{}]    spec  P('stage', lengths=(7, 8, 8, 7))    mesh  {}\n"
+    assert error_text(fs.device_put, torch.zeros(31), spec, mesh()) == (
+        "device_put: tree: the lengths over 'stage' do not sum to dim 0\n"
+        + facts.format(31, "stage=4, model=2")
+        + "  7 + 8 + 8 + 7 = 30, and dim 0 has 31\n"
+        "  fix: lengths that sum to 31"
+    )
+    assert error_text(fs.device_put, torch.zeros(30), spec, mesh(stage=2)) == (
+        "device_put: tree: lengths of 4 parts, and axis 'stage' has 2 ranks\n"
+        + facts.format(30, "stage=2")
+        + "  fix: a length for each of the 2 ranks, or no lengths=, for equal parts"
+    )
+    assert "7 + 8 + 8 + 7 = 30" in error_text(fs.device_put, torch.zeros(31), spec, mesh(stage=1))
+
+
+def test_pictures_and_tables_show_the_lengths():
+    spec = P("stage", lengths=(3, 0, 4, 1))
+    assert str(fs.show(spec, (8,), mesh={"stage": 4})).splitlines() == [
+        "P('stage', lengths=(3, 0, 4, 1)): [8@stage(3+0+4+1)] on stage=4",
+        "      0:3       3:7       7:8",
+        "  ┌─────────┬─────────┬─────────┐",
+        "  │  rank 0 │  rank 2 │  rank 3 │",
+        "  │  0 1 2  │ 3 4 5 6 │    7    │",
+        "  └─────────┴─────────┴─────────┘",
+        "empty on 1",
+        "dim 0 is split over stage",
+    ]
+    described = {"w": fs.init.zeros((8, 2))}
+    shown = fs.show(described, specs=spec, mesh={"stage": 4})
+    assert "f32[8@stage(3+0+4+1), 2]" in str(shown)
+    assert shown.per_device == 4 * 2 * 4
+    moved = str(fs.show(described, specs=spec, against=P("stage"), mesh={"stage": 4}))
+    assert "exchange stage" in moved  # to ranks 1 and 3 go 2 rows and 1
+    assert "moves  24 B" in moved
+    assert "stays" in str(fs.show(described, specs=spec, against=spec, mesh={"stage": 4}))
+    assert (
+        "split over stage in parts of 3, 0, 4, 1, then over model"
+        in P(("stage", "model"), lengths={"stage": (3, 0, 4, 1)})._repr_html_()
+    )
+
+
+# --- programs ----------------------------------------------------------------------------------------------
+
+
+def loss(params, x, specs, shapes):
+    full = fs.unshard(params, specs, ("stage", "model"), shapes=shapes)
+    return fs.psum((full["w"] * x).sum().square(), ("stage", "model"))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_unshard_gathers_chosen_parts_and_its_transpose_scatters_them(seed):
+    x, w = torch.randn(2, 9, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    want, grad = torch.func.grad_and_value(lambda w: 8 * (w * x).sum().square())(w)[::-1]
+    for spec in layouts(9, seed)[seed % 3 : seed % 3 + 1]:
+        for shapes in (None, {"w": fs.init.zeros((9, 6))}):
+            f = functools.partial(loss, specs={"w": spec}, shapes=shapes)
+            step = fs.shard_map(fs.value_and_grad(f), mesh=mesh(), in_specs=({"w": spec}, P()),
+                                out_specs=(P(), {"w": spec}))  # fmt: skip
+            value, grads = step({"w": w}, x)
+            assert_same(fs.device_get(value), want, rtol=1e-12, atol=1e-12)
+            assert grads["w"].spec == spec
+            assert_same(fs.device_get(grads)["w"], grad, rtol=1e-12, atol=1e-12)
+            described = {"w": fs.init.zeros((9, 6), dtype=torch.float64)}
+            checked = fs.check(step, described, fs.init.zeros((9, 6), dtype=torch.float64))
+            assert checked.result[1]["w"].shape == (9, 6)
+
+
+def test_results_must_have_the_parts_of_their_lengths():
+    spec = P("stage", lengths=(2, 1, 4, 1))
+    right = fs.shard_map(lambda x: fs.pslice(x, "stage", lengths=(2, 1, 4, 1)), mesh=mesh(stage=4), out_specs=spec)
+    assert_same(fs.device_get(right(torch.arange(8))), torch.arange(8))
+    wrong = fs.shard_map(lambda x: fs.pslice(x, "stage"), mesh=mesh(stage=4), out_specs=spec)
+    assert "the ranks hold [2, 2, 2, 2]\n  a dim of 8 splits into [2, 1, 4, 1]" in error_text(wrong, torch.arange(8))
+    assert "rank 2 returned [2], its part is [4]" in error_text(fs.check, wrong, fs.init.zeros(8))
+    even = fs.shard_map(lambda x: x, mesh=mesh(stage=4), in_specs=spec, out_specs=P("stage"))
+    assert "P('stage', lengths=(2, 1, 4, 1))" in error_text(even, torch.arange(8))
+
+
+@pytest.mark.parametrize("lengths", [(12, 0, 0, 0), (5, 0, 6, 1), (0, 0, 0, 12)])
+@pytest.mark.parametrize("axis", ["stage", ("stage", "model")])
+def test_vocabulary_in_chosen_parts_has_the_loss_and_gradients_of_one_device(lengths, axis):
+    spec = P(axis, lengths={"stage": lengths})
+    make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))  # noqa: E731
+    table, ids = make(12, 4), torch.arange(10).view(2, 5) % 12
+
+    def f(table, ids, axis=axis):
+        h = fs.nn.embedding(ids, table, axis=axis, out="whole")
+        return fs.nn.cross_entropy(fs.pvary(h, axis) @ table.T, ids.roll(1, 1), axis=axis)
+
+    want, grad = torch.func.grad_and_value(functools.partial(f, axis=None))(table, ids)[::-1]
+    step = fs.shard_map(fs.value_and_grad(f), mesh=mesh(), in_specs=(spec, P()), out_specs=(P(), spec))
+    value, grads = step(table, ids)
+    assert_same(fs.device_get(value), want, rtol=1e-12, atol=1e-12)
+    assert_same(fs.device_get(grads), grad, rtol=1e-12, atol=1e-12)
+    fs.verify(step, table, ids)
