@@ -78,7 +78,8 @@ class Plan:
         device: the device of the estimates, if one was named.
         time: estimate of the seconds, with a device.
         warnings: operations that may compute much, and have no formula for their FLOPs, which `flops` and `time` lack.
-        branches_on: the axes whose positions the program asks for by `fs.axis_position`.
+        branches_on: the axes whose positions the program asks for by `fs.axis_position`, or whose parts have chosen
+            lengths.
         positions: the plan of each of these positions, this one included: the stages of a pipeline. They send each
             other messages, so the time of each has its waits for the others.
     """
@@ -188,8 +189,8 @@ def plan(f: ShardMapped, *args: Any, device: Device | None = None) -> Plan:
     Counted are the bytes of tensors, and not the scratch memory inside a kernel, nor what an allocator rounds up.
 
     The first rank has the longest part of every dim. Where axes do not divide a dim of an argument the last rank is
-    planned too, and the one with the higher peak is returned. A program that asks for `fs.axis_position` is planned at
-    each position of these axes, and `Plan.positions` has them all.
+    planned too, and the one with the higher peak is returned. A program that asks for `fs.axis_position`, or has
+    parts of chosen lengths, is planned at each position of these axes: `Plan.positions` has them all.
 
     >>> step = shard_map(lambda x: psum(x.sum(), "data"), mesh=make_mesh(data=4), in_specs=(P("data"),), out_specs=P())
     >>> plan(step, fs.init.zeros((8, 3))).memory.peak
@@ -235,6 +236,7 @@ def _run_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device |
 
     def observe(plan: CallPlan, g: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         uneven.update(plan.uneven)
+        branches_on.update(u.axes[0] for u in plan.uneven.values() if isinstance(u.size, tuple))  # chosen lengths
         recorder.begin(plan.names, tree.leaves_with_path(inputs))
         with _Gradients(recorder.note_gradients), recorder:
             out = g(*inputs)
