@@ -17,6 +17,7 @@ from fshard._core.call import CallPlan
 from fshard._core.callsite import Site, site
 from fshard._core.display import Row, bar, page, table
 from fshard._core.operations import OperationMode, tensors_in
+from fshard._core.protocol import index_of
 from fshard._core.torch import in_backward, storage_id, unwrapped
 from fshard._core.transfers import Transfer, recording, transfer_rows, transfer_table
 from fshard._core.typecheck import leaves_of
@@ -141,8 +142,8 @@ def plan(f: ShardMapped, *args: Any, device: Device | None = None) -> Plan:
     of accelerators, transfers are collectives of torch, host memory is counted apart, and attention is a fused kernel.
     Counted are the bytes of tensors, and not the scratch memory inside a kernel, nor what an allocator rounds up.
 
-    The first rank has the longest part of every dim. Where axes do not divide a dim of an argument the last rank is
-    planned too, and the one with the higher peak is returned.
+    The first rank has the longest part of every dim that is split evenly. Where parts of an argument differ, the last
+    rank is planned too, and the rank with the longest of chosen lengths. The plan with the highest peak is returned.
 
     >>> step = shard_map(lambda x: psum(x.sum(), "data"), mesh=make_mesh(data=4), in_specs=(P("data"),), out_specs=P())
     >>> plan(step, fs.init.zeros((8, 3))).memory.peak
@@ -156,20 +157,28 @@ def plan(f: ShardMapped, *args: Any, device: Device | None = None) -> Plan:
 
 
 def plan_ranks(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> list[Plan]:
-    """Return the plan of the first rank, and of the last one where axes do not divide a dim."""
-    first, uneven = _plan_rank(f, args, 0, device)
-    return [first, _plan_rank(f, args, f.mesh.size - 1, device)[0]] if uneven else [first]
+    """Return the plan of the first rank, and of others where ranks have parts of different sizes."""
+    first, others = _plan_rank(f, args, 0, device)
+    return [first, *(_plan_rank(f, args, rank, device)[0] for rank in others)]
 
 
-def _plan_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device | None) -> tuple[Plan, bool]:
-    """Return the plan of a rank, and whether ranks have parts of different sizes."""
-    recorder, uneven = _Recorder(), False
+def _other_ranks(plan: CallPlan) -> list[int]:
+    """Return the last rank if parts differ in size, and ranks with the longest of the parts of chosen lengths."""
+    sizes = plan.mesh.axes
+    found = [{a: n - 1 for a, n in sizes.items()}][: len(plan.uneven)]
+    for axes, ns in plan.split_sizes.items():
+        found += [{**dict.fromkeys(sizes, 0), axes[0]: n.index(max(n))} for n in ns if isinstance(n, tuple)]
+    return sorted({index_of(tuple(sizes), sizes, at) for at in found} - {0})
+
+
+def _plan_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device | None) -> tuple[Plan, list[int]]:
+    """Return the plan of a rank, and the other ranks to plan."""
+    recorder, others = _Recorder(), list[int]()
     accelerator = device is not None or f.mesh.device.type != "cpu"
     mesh = planned_mesh(f.mesh.axes, rank, recorder, accelerator=accelerator)
 
     def observe(plan: CallPlan, g: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-        nonlocal uneven
-        uneven = bool(plan.uneven)
+        others[:] = _other_ranks(plan)
         recorder.begin(plan.names, tree.leaves_with_path(inputs))
         with _Gradients(recorder.note_gradients), recorder:
             out = g(*inputs)
@@ -180,7 +189,7 @@ def _plan_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device 
         for _ in planned_calls(f, args, mesh, observe):
             if not recorder.replaced_buffers():
                 break
-    return plan_of(dict(f.mesh.axes), rank, *recorder.outcome(), device), uneven
+    return plan_of(dict(f.mesh.axes), rank, *recorder.outcome(), device), others
 
 
 def plan_of(mesh: dict[str, int], rank: int, events: Sequence[Event], memory: Memory, device: Device | None) -> Plan:
