@@ -152,8 +152,8 @@ _xavier = {"gain": 1.0, "in_dim": -2, "out_dim": -1, "dtype": torch.float32}
 
 CALLS = [
     # spec, mesh
-    Call("P", lambda entry, memory: P(entry, memory=memory), {"entry": "data", "memory": "device"},
-         words={"entry": "^P: .* names no axis"}),
+    Call("P", lambda entry, memory, lengths: P(entry, memory=memory, lengths=lengths),
+         {"entry": "data", "memory": "device", "lengths": (3, 1)}, words={"entry": "^P: .* names no axis"}),
     outside(fs.row, axis="data"),
     outside(fs.column, axis="data"),
     outside(fs.on_host, specs=SPECS),
@@ -198,8 +198,8 @@ CALLS = [
     inside(fs.pmax, x=TREE, axis="data", grad=None),
     inside(fs.pmin, x=TREE, axis="data", grad="tied"),
     inside(fs.all_gather, x=W, axis="data", dim=0, size=None, to="varying"),
-    inside(fs.psum_scatter, x=W, axis="data", dim=0),
-    inside(fs.pslice, x=W, axis="data", dim=0),
+    inside(fs.psum_scatter, x=W, axis="data", dim=0, lengths=None),
+    inside(fs.pslice, x=W, axis="data", dim=0, lengths=None),
     inside(fs.all_to_all, x=W, axis="data", split=0, concat=1, size=None),
     inside(fs.all_to_all_rows, x=W, axis="data", send=[1, len(W) - 1], receive=None, most=None),
     inside(fs.take_rows, x=W, axis="data", rows=torch.tensor([0, 1])),

@@ -257,20 +257,19 @@ def _check_result(name: str, moments: Sequence[str], old: Sequence[Tensor], new:
 
 # --- full leaves, of formulas that take `spec` --------------------------------------------------------------
 
-Axes = Sequence[tuple[str, ...]]  # the mesh axes of each dim
 
-
-def join_parts(x: Tensor, axes: Axes, sizes: Sequence[int | None] | None = None) -> Tensor:
+def join_parts(x: Tensor, spec: P, sizes: Sequence[int] | None = None) -> Tensor:
     """Gather the parts of a tensor from all ranks: [N@axes, ..] -> [N, ..]{I}. `sizes` are the full ones, if known."""
-    for dim, (over, size) in enumerate(zip(axes, sizes or [None] * x.ndim, strict=True)):
-        x = all_gather(x, over or None, dim, size=size, to="invariant")
+    for dim, over in enumerate(spec.parts(x.ndim)):
+        size = sizes[dim] if sizes is not None else None
+        x = all_gather(x, over or None, dim, size=spec.lengths.get((*over, "")[0], size), to="invariant")
     return x
 
 
-def take_part(x: Tensor, axes: Axes) -> Tensor:
+def take_part(x: Tensor, spec: P) -> Tensor:
     """Return this rank's part of a tensor: [N, ..]{I} -> [N@axes, ..]."""
-    for dim, over in enumerate(axes):
-        x = pslice(x, over or None, dim)
+    for dim, over in enumerate(spec.parts(x.ndim)):
+        x = pslice(x, over or None, dim, lengths=spec.lengths.get((*over, "")[0]))
     return x
 
 

@@ -486,14 +486,6 @@ def test_uneven_rows_and_positions_are_planned_together() -> None:
     assert [[p.rank for p in group.positions] for group in planned] == [[0, 1], [4, 5]]
 
 
-def test_the_peak_is_that_of_the_longest_part_of_chosen_lengths() -> None:
-    run = fs.shard_map(lambda x: fs.psum((x * 2).sum(), "data"), mesh=fs.make_mesh(data=3),
-                       in_specs=(P("data", lengths=(1, 5, 2)),), out_specs=P())  # fmt: skip
-    planned = fs.plan(run, fs.init.zeros((8, 100)))
-    assert planned.rank == 1
-    assert [p.memory.arguments for p in planned.positions] == [400, 2000, 800]
-
-
 SCHEDULES = [
     (2, 4, "gpipe", 1),
     (3, 4, "1f1b", 1),
