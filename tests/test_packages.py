@@ -41,7 +41,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "optim": 2_773,
     "planning": 4_537,
     "recipes": 2_110,
-    "schedule": 3_181,
+    "schedule": 3_226,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library
