@@ -219,6 +219,18 @@ def plan_ranks(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> 
     return [_plan_together(dict(mesh.axes), {r: runs[r] for r in group}, over, device) for group in groups]
 
 
+def _uneven_axes(plan: CallPlan) -> set[str]:
+    """Return the axes over which parts differ in size."""
+    found = set[str]()
+    for axes, ns in plan.split_sizes.items():
+        for n in ns:
+            chosen = axes[: isinstance(n, tuple)]
+            ranks = math.prod(plan.mesh.axes[a] for a in axes[len(chosen) :])
+            rest = axes[len(chosen) :] if any(k % ranks for k in (n if isinstance(n, tuple) else (n,))) else ()
+            found |= {*chosen, *rest}
+    return found
+
+
 def _other_ranks(plan: CallPlan) -> list[int]:
     """Return the last rank if parts differ in size, and ranks with the longest of the parts of chosen lengths."""
     sizes = plan.mesh.axes
@@ -245,7 +257,7 @@ def _run_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device |
     mesh = planned_mesh(f.mesh.axes, rank, recorder, accelerator=accelerator)
 
     def observe(plan: CallPlan, g: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-        uneven.update(plan.uneven)
+        uneven.update(_uneven_axes(plan))
         others[:] = _other_ranks(plan)
         recorder.begin(plan.names, tree.leaves_with_path(inputs))
         with _Gradients(recorder.note_gradients), recorder:
