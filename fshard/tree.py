@@ -406,13 +406,14 @@ def _limited(keys: list[Any]) -> str:
     return f"[{join_limited(list(map(repr, keys)), 6)}]"
 
 
-def check_leaves(verb: str, name: str, tree: Any, kind: type | tuple[type, ...]) -> None:
-    """Raise ShardingError, listing each leaf of the argument `name` of `verb` that is not of that kind."""
-    if {isinstance(x, kind) for x in leaves(tree)} <= {True}:
-        return
-    words = " or ".join(map(a_type, kind if isinstance(kind, tuple) else (kind,)))
-    raise_all([must_be(f"{verb}: {show(name, path)}", words, x)
-               for path, x in leaves_with_path(tree) if not isinstance(x, kind)])  # fmt: skip
+def check_leaves(verb: str, name: str, tree: Any, kind: type | tuple[type, ...]) -> tuple[list[Any], Any]:
+    """Flatten the argument `name` of `verb`. Raises ShardingError, listing each leaf that is not of that kind."""
+    found, treedef = flatten(tree)
+    if not {isinstance(x, kind) for x in found} <= {True}:
+        words = " or ".join(map(a_type, kind if isinstance(kind, tuple) else (kind,)))
+        raise_all([must_be(f"{verb}: {show(name, path)}", words, x)
+                   for path, x in leaves_with_path(tree) if not isinstance(x, kind)])  # fmt: skip
+    return found, treedef
 
 
 def _keys(tree: dict[Any, Any]) -> list[Any]:

@@ -68,6 +68,10 @@ WORKS = {
         o = fs.optim
         print(o.linear(1.0, 10, end=0.5)(10), o.cosine(1.0, 10, end=0.5)(10), o.warmup(1.0, 10, start=0.5)(0))
         """, "0.5 0.5 0.5"),
+    "stacked layers with the scale of one": ("""
+        layer = {"up": fs.init.xavier_normal((64, 256)), "b": fs.init.zeros(256)}
+        print(fs.init.stacked(layer, 12))
+        """, "{'up': f32[12, 64, 256] = normal(std=0.07906), 'b': f32[12, 256] = zeros}"),
     "a state_dict in memory": ("""
         module = nn.Linear(4, 4)
         print(module.load_state_dict(fs.state_dict.gather(fs.materialize(tree, P(), mesh, key=fs.key(0)))))
@@ -147,6 +151,50 @@ wanted
         "fs.optim.chain(fs.optim.clip_by_global_norm(1.0, P()), opt).update(params, ())", f"""
         chain(clip_by_global_norm, adamw): update without params
           fix: {UPDATE}
+        """),
+    "an update of zero without parameters": (
+        "fs.optim.zero(opt, P(), P('data'), axis='data').update(params, ())", f"""
+        zero(adamw): update without params
+          fix: {UPDATE}
+        """),
+    "an update of a loss scale's optimizer without parameters": (
+        "fs.LossScale().guard(opt, P()).update(params, ())", f"""
+        guarded adamw: update without params
+          fix: {UPDATE}
+        """),
+    "specs of a clip that name another axis": ("""
+        opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0, P("data")), opt)
+        fs.shard_map(lambda p, s: opt.update(p, s, p), mesh=mesh, out_specs=P())(params, opt.init(params))
+        """, """
+        program.py:3 in <lambda>: clip_by_global_norm: grads['w'] is the same on each rank of 'data', which its spec \
+P('data') names
+          fix: pass the specs by which these leaves are placed
+        """),
+    "specs of a clip without an axis": ("""
+        split = fs.device_put({"w": torch.ones(4, 4), "b": torch.ones(4)}, P("data"), mesh)
+        clip = fs.optim.clip_by_global_norm(1.0, {"w": P("data"), "b": P()})
+        fs.shard_map(lambda p: clip.update(p, {})[0], mesh=mesh, out_specs=P("data"))(split)
+        """, """
+        program.py:4 in <lambda>: clip_by_global_norm: grads['b'] varies over 'data', which its spec P() does not name
+          fix: pass the specs by which these leaves are placed
+        """),
+    "specs of a loss scale with an axis that the mesh lacks": ("""
+        opt = fs.LossScale().guard(opt, P("model"))
+        fs.shard_map(lambda p, s: opt.update(p, s, p), mesh=mesh, out_specs=P())(params, opt.init(params))
+        """, """
+        guard: specs: the mesh has no axis 'model'
+          mesh  data=2
+          at program.py:3 in <lambda>
+          fix: use one of ['data'], or None
+        """),
+    "specs with an axis that the mesh lacks": ("""
+        specs = {"a": P("model"), "b": P(None, "model"), "c": [P("model"), P(("data", "model"))]}
+        fs.device_put({"a": x, "b": y, "c": [torch.ones(2), y + 1]}, specs, mesh)
+        """, """
+        device_put: tree['a']: the mesh has no axis 'model'
+          shape  [8, 4]    spec  P('model')    mesh  data=2
+          fix: use one of ['data']
+          the same for tree['b'], tree['c'][0], tree['c'][1]
         """),
     "options of peft": ("fs.lora.Config(['q_proj'], lora_alpha=16)", """
         Config: no argument is called 'lora_alpha'
@@ -333,6 +381,30 @@ torch.save(fs.device_get(tree), path), of full tensors
           TypeError: new(): invalid data type 'str'
           fix: fs.scan(block, params, x, specs=, axis=, each=), with block(params, x), which returns x
         """),
+    "scan with the arguments of lax.scan, and specs": ("""
+        stacked = fs.device_put({"w": torch.ones(3, 4, 4)}, P(), mesh)
+        f = lambda p, x: fs.scan(lambda p, x: x @ p["w"], x, p, specs={"w": P(None, "data")}, axis="data")
+        fs.shard_map(f, mesh=mesh, out_specs=P())(stacked, x)
+        """, """
+        scan: the arguments seem to be in the order of lax.scan
+          params is f32[8, 4], one tensor, and x and specs are trees
+          fix: fs.scan(block, params, x, specs=, axis=, each=), with block(params, x), which returns x
+        """),
+    "scan of a block that captures a shared weight": ("""
+        @fs.shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        def grads(p, x):
+            def loss(p):
+                scale = p["w"][0]
+                block = lambda p, x: x @ p["w"] * scale
+                return fs.pmean(fs.scan(block, [p, p], x, specs=P(), axis="data").mean(), "data")
+            return fs.grad(loss)(p)
+        grads(params, x)
+        """, """
+        scan(<lambda>): captures 'scale', which is being differentiated
+          its gradient would be lost
+          fix: pass 'scale' as the block's third argument: each=[scale] * (number of blocks), and \
+block(params, x, scale)
+        """),
     "scan with the body of lax.scan": ("""
         stacked = fs.device_put({"w": torch.ones(3, 4, 4)}, P(), mesh)
         f = lambda p, x: fs.scan(lambda carry, p: carry @ p["w"], p, x, specs=P(), axis=None)
@@ -422,6 +494,8 @@ ATTRIBUTES = {
     "fs.optim.AdamW": "fs.optim has no attribute 'AdamW': it is fs.optim.adamw",
     "fs.nn.relu": "fs.nn has no attribute 'relu': it is torch.nn.functional.relu",
     "fs.init.xavier_normal_": "fs.init has no attribute 'xavier_normal_': it is fs.init.xavier_normal",
+    "fs.init.lecun_normal":
+        "fs.init has no attribute 'lecun_normal': it is fs.init.kaiming_normal(..., nonlinearity=\"linear\")",
     "fs.random.PRNGKey": "fs.random has no attribute 'PRNGKey': it is fs.key",
     "fs.checkpoint.load": "fs.checkpoint has no attribute 'load': it is fs.checkpoint.restore",
     "fs.no_such_name": "fs has no attribute 'no_such_name'",

@@ -29,19 +29,19 @@ EXTRAS = ("transformers", "peft", "accelerate", "datasets", "nbformat", "nbclien
 MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
-    "cli": 1_559,
-    "core": 17_132,
+    "cli": 1_591,
+    "core": 17_212,
     "data": 1_056,
-    "defer": 5_257,
+    "defer": 5_256,
     "interop": 4_440,
     "law": 1_376,
     "lora": 1_743,
-    "models": 4_842,
-    "nn": 3_777,
-    "optim": 2_773,
+    "models": 4_865,
+    "nn": 3_917,
+    "optim": 2_812,
     "planning": 4_549,
     "recipes": 2_110,
-    "schedule": 3_226,
+    "schedule": 3_231,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,8 @@ from .train_step import AXES, Job, read_job, train_step
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _FLAGS = {"yes": True, "no": False, "": True}
 _NUMBERS = (*AXES, "accumulate", "prefetch", "batch")
-_SETTINGS = f"{', '.join(AXES)}: axis sizes; accumulate, prefetch, batch: numbers; remat, sequence, release: yes or no"
+_SWITCHES = ("remat", "sequence", "experts", "release")
+_SETTINGS = f"{', '.join(AXES)}: axis sizes; accumulate, prefetch, batch: numbers; {', '.join(_SWITCHES)}: yes or no"
 _MOST_DEVICES = 1 << 20
 
 
@@ -34,7 +36,8 @@ def add(commands: Any) -> None:
     command = commands.add_parser(
         "plan", help="print the memory, transfers and time of a train step on many devices, for layouts side by side",
         description="Plan the train step of a model for each layout: AdamW in float32, weights gathered in bfloat16, "
-                    "split over data (FSDP) and model (tensor and sequence parallel). Nothing is computed or loaded.",
+                    "split over data and context (FSDP, positions) and model (tensor and sequence parallel). Nothing "
+                    "is computed or loaded.",
     )  # fmt: skip
     option = command.add_argument
     option("model", metavar="MODEL", help="a Hugging Face folder, or its config.json")
@@ -156,7 +159,7 @@ def _layouts(texts: Sequence[str]) -> list[dict[str, Any]]:
             known: Any = None
             if name in _NUMBERS and value.isdecimal() and len(value) < 10 and int(value) >= (name != "prefetch"):
                 known = int(value)
-            elif name in ("remat", "sequence", "release") and value in _FLAGS and bool(value) == bool(equals):
+            elif name in _SWITCHES and value in _FLAGS and bool(value) == bool(equals):
                 known = _FLAGS[value]
             elif name == "dtype":
                 known = DTYPES.get(value)
@@ -189,25 +192,34 @@ def _complete(layouts: Sequence[dict[str, Any]], devices: int) -> list[dict[str,
 def _candidates(
     job: Job, device: devices.Device, count: int, batch: int, settings: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the layouts of a search: axis sizes, remat, microbatches.
+    """Yield the layouts of a search: axis sizes, experts, remat, microbatches.
 
     The model is split at most over the nearest links of the device, and each data rank has equally many examples.
-    `settings` are fixed. One microbatch is first, which is the fastest if it fits, and shows if many can fit; then the
-    most of them: if they do not fit, fewer do not either.
+    Positions are split only where each data rank has one example: to split examples sends less. `settings` are fixed.
+    One microbatch is first, which is the fastest if it fits, and shows if many can fit; then the most of them: if they
+    do not fit, fewer do not either.
     """
     batch, nearest = settings.get("batch", batch), _nearest(device, count)
     fixed = {axis: settings[axis] for axis in AXES if axis in settings}
-    for sizes in divisions(count // settings.get("replica", 1), data=count, model=min(count, nearest)):
+    longest = count if job.splits_positions else 1
+    for sizes in divisions(count // settings.get("replica", 1), data=count, context=longest, model=min(count, nearest)):
         sizes = {**sizes, **({"replica": settings["replica"]} if "replica" in settings else {})}
         if any(sizes[axis] != n for axis, n in fixed.items()):
             continue
         rows, rest = divmod(batch, sizes["data"] * sizes.get("replica", 1))
-        if rest or not rows:
+        ranks = sizes["data"] * sizes["context"]
+        if rest or not rows or (sizes["context"] > 1 < rows and "context" not in settings):
             continue
-        for remat in [settings["remat"]] if "remat" in settings else [True, False]:
-            steps = [n for n in (1, 4, 2) if rows % n == 0 and (n == 1 or job.model is not models.resnet)]
-            for accumulate in [settings["accumulate"]] if "accumulate" in settings else steps:
-                yield {**sizes, "remat": remat, "accumulate": accumulate, **settings}
+        sizes = {name: n for name, n in sizes.items() if name != "context" or n > 1}
+        choices: dict[str, list[Any]] = {
+            "experts": [False, True] if 1 < ranks <= job.experts else [False],
+            "remat": [True, False],
+            "accumulate": [n for n in (1, 4, 2) if rows % n == 0 and (n == 1 or job.model is not models.resnet)],
+        }
+        choices |= {name: [value] for name, value in settings.items() if name in choices}
+        for experts, remat, accumulate in itertools.product(*choices.values()):
+            by_expert = {"experts": experts} if job.experts else {}
+            yield {**sizes, **by_expert, "remat": remat, "accumulate": accumulate, **settings}
 
 
 def _nearest(device: devices.Device, count: int) -> int:
@@ -237,7 +249,8 @@ def _heavier(a: dict[str, Any], b: dict[str, Any]) -> float:
     Of n times as many microbatches each needs 1/n of the memory that grows with the batch, and all of the rest. Several
     microbatches need a second copy of the gradients, and so one of them may need less than two.
     """
-    same = a.get("model", 1) == b.get("model", 1)
+    same = all(a.get(name, 1) == b.get(name, 1) for name in ("context", "model"))
+    same = same and a.get("experts", False) == b.get("experts", False)
     split = a.get("replica", 1) >= b.get("replica", 1)
     kept = a["remat"] <= b["remat"] and a.get("release", True) <= b.get("release", True)
     if not (same and split and kept) or a["accumulate"] == 1 < b["accumulate"]:

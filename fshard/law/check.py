@@ -76,10 +76,10 @@ class Checked:
         n = math.prod(self.mesh.values())
         count = f"{len(self.transfers)} transfers" if len(self.transfers) != 1 else "1 transfer"
         sent = size(sum(t.sent for t in self.transfers))
-        at, whose = f", at each position of {', '.join(self.branches_on)}", "rank 0"
+        at, each = f", at each position of {', '.join(self.branches_on)}", "rank 0"
         if not self.branches_on:
-            at, whose = "", "each"
-        return f"checked on {n} ranks ({format_axes(self.mesh)}){at}: {count} of {whose}, which sends {sent}"
+            at, each = "", "each"
+        return f"checked on {n} ranks ({format_axes(self.mesh)}){at}: {each} makes {count} and sends {sent}"
 
     def _uneven_rows(self) -> list[str]:
         unequal = [d for d in self.uneven if not _is_settled(d, self.branches_on, self.mesh)]
@@ -107,10 +107,10 @@ def check(f: ShardMapped, *args: Any) -> Checked:
 
     >>> step = shard_map(lambda x: psum(x.sum(), "data"), mesh=make_mesh(data=4), in_specs=(P("data"),), out_specs=P())
     >>> check(step, fs.init.zeros((8, 3)))
-    checked on 4 ranks (data=4): 1 transfer of each, which sends 6 B
+    checked on 4 ranks (data=4): each makes 1 transfer and sends 6 B
           1  all_reduce  data  forward         6 B  ...:1 in <lambda>
     >>> check(step, fs.init.zeros((2, 3)))
-    checked on 4 ranks (data=4): 1 transfer of each, which sends 6 B
+    checked on 4 ranks (data=4): each makes 1 transfer and sends 6 B
           1  all_reduce  data  forward         6 B  ...:1 in <lambda>
     uneven parts (checked as ranks 0 and 3) are right, but ranks with less to do wait for the others
       2 over data=4: 2 ranks have 1, 2 have none    x dim 0

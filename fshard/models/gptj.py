@@ -143,9 +143,8 @@ def _forward(
     described = shapes_of(init, cfg)
     top = layout.unshard(names, params, specs, described)
 
-    t = tokens.t
     x = layout.embed(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
-    x = layout.dropout(x, cfg.embd_pdrop, key, "embd", t)
+    x = layout.dropout(x, cfg.embd_pdrop, key, "embd", tokens.total)
 
     rates, _ = rope.frequencies({"rope_theta": 10_000.0}, cfg.rotary_dim, cfg.n_positions, device=ids.device)
     angles = rope.angles(tokens.positions, rates, dtype=x.dtype)
@@ -178,8 +177,8 @@ def _block(
     # dropout mask of its own.
     if not cfg.resid_pdrop or key is None:
         return x + layout.leave(a + h) + b, cached
-    a = layout.dropout(layout.leave(a), cfg.resid_pdrop, key, "proj", t)
-    return x + a + layout.dropout(layout.leave(h) + b, cfg.resid_pdrop, key, "down", t), cached
+    a = layout.dropout(layout.leave(a), cfg.resid_pdrop, key, "proj", tokens.total)
+    return x + a + layout.dropout(layout.leave(h) + b, cfg.resid_pdrop, key, "down", tokens.total), cached
 
 
 def _logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:

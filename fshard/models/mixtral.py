@@ -4,7 +4,7 @@ No token is dropped: an expert computes however many tokens choose it. Experts m
 expert over any axis, with `Layout(experts=)`: over a data axis, tokens go to the ranks of their experts and back.
 
 Where two experts are about equally likely, rounding decides which a token goes to, which may differ between meshes. A
-compiled program, whose shapes may not depend on values, computes every expert for every token.
+compiled program computes every expert for every token, but for bfloat16: see `nn.mixture`.
 
 Legend: B batch, T time, N the tokens of a rank, D width, E experts, F hidden width of an expert, V vocabulary;
 [E@model] is a dim split over an axis; {V} varies over it, {I} does not.
@@ -35,7 +35,7 @@ from fshard.spec import Axis, P, names_of
 from . import llama
 from .activations import ACTIVATIONS
 from .hf_files import file_functions, file_tensor
-from .kv_cache import Cache, KeyValues, located
+from .kv_cache import Cache, KeyValues, Tokens, located
 from .llama import Forward
 from .transformer import (
     ONE_DEVICE,
@@ -184,7 +184,7 @@ def losses(
     {'cross_entropy': tensor(3.5229), 'balance': tensor(2.2363), 'z': tensor(4.3002)}
     """
     names = [name for name in shapes_of(init, cfg) if name != "h"]
-    ids, targets, documents = layout.to_zigzag(ids, targets, documents)
+    layout, ids, targets, mask, documents = layout.to_zigzag(ids, targets, mask, documents)
     attended = located(ids, mask, None, documents, layout.context)
     x, top, outs = _forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat, mask=attended)
     logits = head_logits(cfg, layout, top, x, ids.shape[1])
@@ -218,22 +218,20 @@ def loss(
 
 
 def _forward(
-    cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, **options: Any
-) -> tuple[Tensor, dict[str, Any], list[Any]]:
+    cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any,
+    mask: Tensor | Tokens | None, cache: Cache | None = None, **options: Any,
+) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
     """`llama.forward`, whose blocks return (cached keys and values, sums of the router).
 
     Experts that are split over the data axes are not unsharded: they go to the blocks as separate arguments.
     """
     data, axes = layout.examples, names_of(layout.experts)
-    described, mask = shapes_of(init, cfg), options["mask"]
-    counted = None
-    if isinstance(mask, Tensor):
-        counted = layout.time_slice(mask[:, -ids.shape[1] :] != 0)  # without cached tokens
-    block = functools.partial(_block, counted=counted)
+    described, tokens = shapes_of(init, cfg), Tokens.of(ids, mask, cache)
+    options |= {"mask": tokens, "cache": cache, "layout": layout, "has_aux": True}
+    block = functools.partial(_block, counted=None if tokens.real is None else layout.time_slice(tokens.real))
     _check_layout(layout)
     if not set(axes) & set(data):
-        return llama.forward(cfg, params, ids, names, described, block, layout=layout, specs=specs, has_aux=True,
-                             **options)  # fmt: skip
+        return llama.forward(cfg, params, ids, names, described, block, specs=specs, **options)
     if not isinstance(specs, Mapping) or not isinstance(specs.get("h"), Sequence):
         raise must_be("mixtral: specs", "the specs of all leaves", specs,
                       fix="those the parameters were placed with: experts are split over a data axis")  # fmt: skip
@@ -245,8 +243,7 @@ def _forward(
     params, specs, described = (
         {**x, "h": [{**block, "experts": {}} for block in x["h"]]} for x in (params, specs, described)
     )
-    return llama.forward(cfg, params, ids, names, described, block, layout=layout, specs=specs, has_aux=True, each=own,
-                         **options)  # fmt: skip
+    return llama.forward(cfg, params, ids, names, described, block, specs=specs, each=own, **options)
 
 
 def _check_layout(layout: Layout) -> None:

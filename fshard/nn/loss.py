@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard._core.ops import local_range
+from fshard._core.region import live_axis
 from fshard._core.torch import in_transform
 from fshard.collectives import pmax, psum, pvary
 from fshard.errors import checked, fail
@@ -91,6 +92,11 @@ def cross_entropy(
         check_range("cross_entropy", "target", targets, n_classes, ignore_index, kind="classes",
                     unsplit=None if axis else logits)  # fmt: skip
     is_local = is_local & counted
+    if plain and v and weight is None and classes is None and not (label_smoothing or live_axis("cross_entropy", axis)):
+        rows = logits.reshape(targets.numel(), v).to(wide)
+        losses = F.cross_entropy(rows, column.reshape(-1), reduction="none").view(targets.shape)
+        is_class, target_weight = (targets >= 0) & (targets < v), counted.to(wide)
+        return _reduced(losses, target_weight, counted, is_class if axis else None, reduction, over)
     column = column.unsqueeze(-1)[..., :v]
     # Subtract the largest logit of all ranks, a constant to the derivative, so that no exponential overflows. A part
     # whose logits are all -inf adds 0.
@@ -120,12 +126,18 @@ def cross_entropy(
     if label_smoothing:
         smooth = lse * (number if weight is None else sums["total_weight"]) - sums["all_classes"]
         losses = (1 - label_smoothing) * losses + label_smoothing / number * smooth
-    if axis or classes is not None:
-        losses = losses.where(is_class, math.nan)
+    return _reduced(losses, target_weight, counted, is_class if axis or classes is not None else None, reduction, over)
+
+
+def _reduced(
+    losses: Tensor, weight: Tensor, counted: Tensor, is_class: Tensor | None, reduction: str, over: Axis
+) -> Tensor:
+    """Reduce the loss of each target: 0 where it is not counted, NaN where it is counted and no class."""
+    losses = losses if is_class is None else losses.where(is_class, math.nan)
     losses = losses.where(counted, 0)
     if reduction == "none":
         return losses
-    total, count = losses.sum(), target_weight.sum()
+    total, count = losses.sum(), weight.sum()
     if over:
         total, count = psum((total, count), over)
     return total if reduction == "sum" else total / count

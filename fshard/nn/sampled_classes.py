@@ -120,21 +120,22 @@ def target_columns(
 
 def check_range(
     verb: str, word: str, xs: Tensor, size: int, ignored: int | None = None, *, kind: str, unsplit: Tensor | None = None
-) -> None:  # fmt: skip
-    """Raise ShardingError for integers that are not 0 to size - 1, nor `ignored`. `kind` names them.
+) -> bool:  # fmt: skip
+    """Raise ShardingError for integers that are not 0 to size - 1, nor `ignored`; else return whether it has looked.
 
-    `unsplit` are logits without an `axis`: the fix is to pass it, if they vary over one and `xs` do not.
+    `kind` names them. `unsplit` are logits without an `axis`: the fix is to pass it, if they vary over one and `xs` do
+    not.
 
     Only on a CPU, where no device is waited for; not in a compiled program, under vmap or without values.
     """
     if torch.compiler.is_dynamo_compiling() or xs.device.type != "cpu" or not has_values() or is_wrapped(xs):
-        return
+        return False
     with unchecked():
         if not xs.numel():
-            return
+            return True
         least, most = xs.aminmax()  # the common case, without an array of their size
         if least >= 0 and most < size:
-            return
+            return True
         wrong = xs[(xs < 0) | (xs >= size)]
         if ignored is not None:
             wrong = wrong[wrong != ignored]
@@ -149,6 +150,7 @@ def check_range(
                 fix = f'{verb}(..., axis="{axis}"), which splits the {kind}'
             raise fail(f"{verb}: {word} {int(wrong[0])} is out of range, of {size} {kind}",
                        f"so are {len(wrong)} of {xs.numel()}", *user_line(), fix=fix)  # fmt: skip
+        return True
 
 
 def checked_targets(verb: str, logits: Tensor, targets: Tensor) -> Tensor:

@@ -51,8 +51,7 @@ def unshard(
     joined.
     """
     current = region("unshard")
-    tree.check_leaves("unshard", "params", params, Tensor)
-    leaves, treedef = tree.flatten(params)
+    leaves, treedef = tree.check_leaves("unshard", "params", params, Tensor)
     leaf_specs, sizes = placements("unshard", params, specs, shapes)
     leaf_routes = routes("unshard", current, params, leaves, leaf_specs, axis, sizes)
     casts = [Precision.make(x, dtype, reduce_dtype) for x in leaves]

@@ -89,6 +89,13 @@ def test_a_model_of_each_kind_is_planned(kind: str):
     job = read_job("config.json", 16 if kind == "resnet" else 8)
     f, args = train_step(job, data=2, model=2, batch=4, remat=True)
     assert fs.check(f, *args).transfers
+    if job.splits_positions or job.experts:
+        more = {"context": 2} if job.splits_positions else {}
+        f, args = train_step(job, data=2, **more, model=2, batch=4, experts=bool(job.experts))
+        assert job.splits_positions == ("permute" in {t.op for t in fs.check(f, *args).transfers})
+    else:
+        with pytest.raises(fs.ShardingError, match=f"plan: context=2: {job.name} has no form for it"):
+            train_step(job, context=2, batch=4)
     want = {"resnet": (None, "images", 4), "t5": (2, "tokens", 64)}.get(kind, (2, "tokens", 32))
     assert (job.blocks, job.unit, job.units(4)) == want
     if job.blocks:
@@ -133,6 +140,14 @@ def test_candidates_use_all_devices_and_rule_out_each_other():
     assert len({str(x) for x in found}) == len(found) == 2 * (1 + 2 + 3 + 3)
     fixed = list(_candidates(job, H100, 32, 32, {"replica": 2, "model": 4, "remat": True}))
     assert {(x["replica"], x["data"], x["model"], x["remat"]) for x in fixed} == {(2, 4, 4, True)}
+    long = list(_candidates(job, H100, 16, 4, {}))
+    assert {(x["data"], x.get("context", 1), x["model"]) for x in long} == {
+        (4, 4, 1), (4, 2, 2), (4, 1, 4), (2, 1, 8)}  # fmt: skip
+    mixture = Job(fs.models.mixtral, fs.models.mixtral.Config(), 8)
+    found = list(_candidates(mixture, H100, 16, 16, {"remat": False, "accumulate": 1}))
+    assert {x["data"] for x in found if not x["experts"]} == {16, 8, 4, 2}
+    assert {x["data"] for x in found if x["experts"]} == {8, 4, 2}  # of 8 experts
+    assert not _heavier({**found[0], "experts": True}, found[0])
     one, two, four = ({"data": 4, "model": 2, "remat": True, "accumulate": n} for n in (1, 2, 4))
     assert _heavier(two, four) == 1
     assert _heavier(one, two) == 0  # the gradients of several microbatches are there twice
@@ -142,6 +157,7 @@ def test_candidates_use_all_devices_and_rule_out_each_other():
     assert _heavier({**two, "replica": 2, "data": 2}, two)
     assert _heavier({**two, "release": False}, two)
     assert not _heavier({**two, "model": 4}, two)
+    assert not _heavier({**two, "context": 4}, two)
     assert _slower(two, one)
     assert not _slower({**two, "remat": False}, one)
 

@@ -88,7 +88,7 @@ def test_recorded_transfers_equal_those_of_a_run():
 def test_repr_counts_transfers_and_bytes():
     line = inspect.getsourcelines(loss_fn)[1]
     assert repr(fs.check(mapped(mesh=fs.make_mesh(data=4, model=2)), init(), fs.init.zeros((8, 16)))) == (
-        "checked on 8 ranks (data=4, model=2): 3 transfers of each, which sends 6.1 KiB\n"
+        "checked on 8 ranks (data=4, model=2): each makes 3 transfers and sends 6.1 KiB\n"
         f"      1  all_reduce  model  forward        128 B  test_check.py:{line + 3} in loss_fn\n"
         f"      1  all_reduce  data   forward          6 B  test_check.py:{line + 4} in loss_fn\n"
         f"      1  all_reduce  data   backward     6.0 KiB  test_check.py:{line + 1} in loss_fn"
