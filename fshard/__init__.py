@@ -46,7 +46,7 @@ from .planning import Plan, devices, plan, plan_table, plot, trace
 from .planning.show import show
 from .random import fold_in, key, split
 from .reshard import device_get, reshard
-from .schedule.pipeline import pipelined
+from .schedule.pipeline import on_stages, pipelined
 from .schedule.remat import remat
 from .schedule.scan import scan
 from .schedule.strategy import Strategy, strategy
@@ -64,11 +64,11 @@ __all__ = [
     "axis_size", "cast", "check", "checkpoint", "column", "combine", "data", "decoding", "defer", "device_get",
     "device_put", "devices", "fold_in", "from_callback", "fully_shard", "gather_for_metrics", "global_shape", "grad",
     "hf", "ia3", "init", "interop", "key", "local_range", "lora", "main_first", "make_mesh", "materialize", "models",
-    "nn", "on_host", "optim", "partition", "peft", "pipelined", "plan", "plan_table", "planning", "plot", "pmax",
-    "pmean", "pmin", "ppermute", "preempted", "print", "pslice", "psum", "psum_scatter", "pvary", "random", "recording",
-    "remat", "replicated", "reshard", "row", "rules", "scan", "schedule_table", "shard_map", "show", "split",
-    "state_dict", "strategy", "take_rows", "to_device", "trace", "tree", "unshard", "validate", "value_and_grad",
-    "value_and_update", "verify", "wait",
+    "nn", "on_host", "on_stages", "optim", "partition", "peft", "pipelined", "plan", "plan_table", "planning", "plot",
+    "pmax", "pmean", "pmin", "ppermute", "preempted", "print", "pslice", "psum", "psum_scatter", "pvary", "random",
+    "recording", "remat", "replicated", "reshard", "row", "rules", "scan", "schedule_table", "shard_map", "show",
+    "split", "state_dict", "strategy", "take_rows", "to_device", "trace", "tree", "unshard", "validate",
+    "value_and_grad", "value_and_update", "verify", "wait",
 ]  # fmt: skip
 
 # Names of JAX and torch, and the names here.

@@ -34,14 +34,14 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "data": 1_056,
     "defer": 5_256,
     "interop": 4_440,
-    "law": 1_365,
+    "law": 1_376,
     "lora": 1_743,
     "models": 4_865,
     "nn": 3_917,
     "optim": 2_812,
-    "planning": 4_521,
+    "planning": 4_549,
     "recipes": 2_110,
-    "schedule": 3_183,
+    "schedule": 3_231,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

@@ -234,6 +234,7 @@ CALLS = [
          words=_BY_POSITION),
     outside(fs.remat, f=block),
     outside(fs.schedule_table, kind="interleaved", n=2, m=4, chunks=2),
+    outside(fs.on_stages, specs=[P(), P()], layers=[DESCRIBED, DESCRIBED], axis="stage", n=2, chunks=1),
     Call("pipelined", lambda params, batch, each, **how: fs.pipelined(**how)(params, batch, each=each),
          {"first": block, "stage": lambda p, h, b, e: h * p * e, "last": lambda ends, h, b: (h.sum(), 4),
           "axis": "model", "microbatches": 2, "schedule": "1f1b", "chunks": 1, "gather": None, "counted": True,

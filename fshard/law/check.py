@@ -82,7 +82,8 @@ class Checked:
         return f"checked on {n} ranks ({format_axes(self.mesh)}){at}: {each} makes {count} and sends {sent}"
 
     def _uneven_rows(self) -> list[str]:
-        return _uneven_rows(self.uneven, self.mesh, self.ranks)
+        unequal = [d for d in self.uneven if not _is_settled(d, self.branches_on, self.mesh)]
+        return _uneven_rows(unequal, self.mesh, self.ranks)
 
 
 @checked
@@ -194,8 +195,18 @@ def _arithmetic(n: int, axes: Sequence[str], lengths: Sequence[int], sizes: Mapp
 
 def _ranks_to_run(uneven: Sequence[UnevenDim], branches_on: Collection[str], mesh: Mesh) -> set[int]:
     """Return ranks that together have the lengths of every uneven dim, at each position of the axes `branches_on`."""
-    ranks = {0, *_uneven_ranks(uneven, mesh.axes)}
+    ranks = {0, *_uneven_ranks([d for d in uneven if not _is_settled(d, branches_on, mesh.axes)], mesh.axes)}
     return {r for rank in ranks for r in ranks_over(tuple(branches_on), mesh.axes, mesh.coords(rank))}
+
+
+def _is_settled(d: UnevenDim, branches_on: Collection[str], sizes: Mapping[str, int]) -> bool:
+    """Return whether a position on these axes decides on the length of a part, such as of a layer on one stage."""
+    found: dict[Any, int] = {}
+    for i, n in enumerate(d.lengths):
+        coords = zip(d.axes, coords_of(i, [sizes[a] for a in d.axes]), strict=True)
+        if found.setdefault(tuple(at for a, at in coords if a in branches_on), n) != n:
+            return False
+    return True
 
 
 def _uneven_ranks(uneven: Sequence[UnevenDim], sizes: Mapping[str, int]) -> list[int]:

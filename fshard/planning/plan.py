@@ -18,7 +18,7 @@ from fshard._core.call import CallPlan
 from fshard._core.callsite import Site, site
 from fshard._core.display import Row, bar, page, table
 from fshard._core.operations import OperationMode, tensors_in
-from fshard._core.protocol import coords_of, ranks_over
+from fshard._core.protocol import coords_of, index_of, ranks_over
 from fshard._core.region import region
 from fshard._core.torch import in_backward, storage_id, unwrapped
 from fshard._core.transfers import Transfer, recording, transfer_rows, transfer_table
@@ -142,7 +142,8 @@ class Plan:
 
     def _peak(self) -> str:
         where = f", at {self.memory.where}" if self.memory.where else ""
-        return f"peak {size(self.memory.peak)} of each device{where}"
+        whose = "the device with the most" if self.positions else "each device"
+        return f"peak {size(self.memory.peak)} of {whose}{where}"
 
     def _parts(self) -> list[tuple[str, int]]:
         return [(part, n) for part, n in self.memory.parts.items() if n]
@@ -187,9 +188,9 @@ def plan(f: ShardMapped, *args: Any, device: Device | None = None) -> Plan:
     of accelerators, transfers are collectives of torch, host memory is counted apart, and attention is a fused kernel.
     Counted are the bytes of tensors, and not the scratch memory inside a kernel, nor what an allocator rounds up.
 
-    The first rank has the longest part of every dim. Where axes do not divide a dim of an argument the last rank is
-    planned too, and the one with the higher peak is returned. A program that asks for `fs.axis_position` is planned at
-    each position of these axes, and `Plan.positions` has them all.
+    The first rank has the longest part of every dim that is split evenly. Where parts of an argument differ, the last
+    rank is planned too, and the rank with the longest of chosen lengths. The plan with the highest peak is returned. A
+    program that asks for `fs.axis_position` is planned at each position of these axes: `Plan.positions` has them all.
 
     >>> step = shard_map(lambda x: psum(x.sum(), "data"), mesh=make_mesh(data=4), in_specs=(P("data"),), out_specs=P())
     >>> plan(step, fs.init.zeros((8, 3))).memory.peak
@@ -203,38 +204,61 @@ def plan(f: ShardMapped, *args: Any, device: Device | None = None) -> Plan:
 
 
 def plan_ranks(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> list[Plan]:
-    """Return the plan of the first rank, and of the last one where axes do not divide a dim.
+    """Return the plan of the first rank, and of others where ranks have parts of different sizes.
 
     Of a program that branches on its position, each is the plan of the position with the highest peak.
     """
     runs: dict[int, _RankRun] = {}
-    mesh, over, ends, missing = f.mesh, tuple[str, ...](), [0], {0}
+    mesh, missing = f.mesh, {0}
     while missing:
         runs |= {rank: _run_rank(f, args, rank, device) for rank in sorted(missing)}
         over = tuple(a for a in mesh.axes if any(a in run.branches_on for run in runs.values()))
-        ends = [0, mesh.size - 1] if any(run.uneven - {*over} for run in runs.values()) else [0]
-        missing = {r for end in ends for r in ranks_over(over, mesh.axes, mesh.coords(end))} - runs.keys()
-    groups = [{r: runs[r] for r in ranks_over(over, mesh.axes, mesh.coords(end))} for end in ends]
-    return [_plan_together(dict(mesh.axes), group, over, device) for group in groups]
+        ends = [0, *(r for run in runs.values() if run.uneven - {*over} for r in run.others)]
+        groups = list(dict.fromkeys(tuple(ranks_over(over, mesh.axes, mesh.coords(end))) for end in ends))
+        missing = {rank for group in groups for rank in group} - runs.keys()
+    return [_plan_together(dict(mesh.axes), {r: runs[r] for r in group}, over, device) for group in groups]
+
+
+def _uneven_axes(plan: CallPlan) -> set[str]:
+    """Return the axes over which parts differ in size."""
+    found = set[str]()
+    for axes, ns in plan.split_sizes.items():
+        for n in ns:
+            chosen = axes[: isinstance(n, tuple)]
+            ranks = math.prod(plan.mesh.axes[a] for a in axes[len(chosen) :])
+            rest = axes[len(chosen) :] if any(k % ranks for k in (n if isinstance(n, tuple) else (n,))) else ()
+            found |= {*chosen, *rest}
+    return found
+
+
+def _other_ranks(plan: CallPlan) -> list[int]:
+    """Return the last rank if parts differ in size, and ranks with the longest of the parts of chosen lengths."""
+    sizes = plan.mesh.axes
+    found = [{a: n - 1 for a, n in sizes.items()}][: len(plan.uneven)]
+    for axes, ns in plan.split_sizes.items():
+        found += [{**dict.fromkeys(sizes, 0), axes[0]: n.index(max(n))} for n in ns if isinstance(n, tuple)]
+    return sorted({index_of(tuple(sizes), sizes, at) for at in found} - {0})
 
 
 class _RankRun(NamedTuple):
-    """The run of one rank, the axes over which parts differ in size, and those that it branches on."""
+    """The run of one rank; axes over which parts differ, ranks with other parts, and axes that it branches on."""
 
     events: Sequence[Event]
     memory: Memory
     uneven: set[str]
+    others: list[int]
     branches_on: set[str]
 
 
 def _run_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device | None) -> _RankRun:
     """Run a step as one rank."""
-    recorder, uneven, branches_on = _Recorder(), set[str](), set[str]()
+    recorder, uneven, others, branches_on = _Recorder(), set[str](), list[int](), set[str]()
     accelerator = device is not None or f.mesh.device.type != "cpu"
     mesh = planned_mesh(f.mesh.axes, rank, recorder, accelerator=accelerator)
 
     def observe(plan: CallPlan, g: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-        uneven.update(plan.uneven)
+        uneven.update(_uneven_axes(plan))
+        others[:] = _other_ranks(plan)
         recorder.begin(plan.names, tree.leaves_with_path(inputs))
         with _Gradients(recorder.note_gradients), recorder:
             out = g(*inputs)
@@ -246,7 +270,7 @@ def _run_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device |
         for _ in planned_calls(f, args, mesh, observe):
             if not recorder.replaced_buffers():
                 break
-    return _RankRun(*recorder.outcome(), uneven, branches_on)
+    return _RankRun(*recorder.outcome(), uneven, others, branches_on)
 
 
 def _plan_together(

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,10 +43,10 @@ from fshard.grad import (
     split_rows,
     stacked,
 )
-from fshard.spec import Axis, names_of
+from fshard.spec import Axis, P, is_spec, names_of
 
 from .split_backward import backward_of_inputs
-from .tables import Kind, Operation, ScheduleTable, Timed, schedule_table, table
+from .tables import Kind, Operation, ScheduleTable, schedule_table, table
 
 
 @checked
@@ -63,8 +64,8 @@ def pipelined(
     layer in order, and `last`. h is a tensor of floating numbers or a tree of them, of one shape throughout.
 
     - `layers` are stacked, [L, ...], in specs P(axis): a rank has L/n neighbouring layers, or any other number. With
-      `chunks=v` they are [v, L/v, ...], in specs P(None, axis): `x.reshape(v, L // v, *x.shape[1:])`. A layer may
-      itself be several blocks, on which `stage` calls `scan`.
+      `chunks=v` they are [v, L/v, ...], in specs P(None, axis): `x.reshape(v, L // v, *x.shape[1:])`. Or they are a
+      list, a tree for each layer, in specs of `on_stages`: each on one rank. A layer may itself be several blocks.
     - `ends` are the parameters of `first` and `last`, as embeddings. Both may use the same one. Their gradients are
       summed over the axis.
     - `batch` is split along dim 0, as in `accumulate`. All ranks of the axis have the same batch.
@@ -106,6 +107,7 @@ class Pipelined:
     gather: Callable[..., Any] | None
     counted: bool
     has_aux: bool
+    _outlines: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # by the shapes of arguments
 
     @api_boundary
     def __call__(self, params: Any, batch: Any, *, each: Any = None) -> Any:
@@ -121,7 +123,8 @@ class Pipelined:
         del parts
         grads = transpose(grads)
         if self.counted or self.microbatches > 1:
-            loss, grads = tree.map(lambda x: divided(x, count), (loss, grads))
+            in_place = not isinstance(count, Tensor)
+            loss, grads = tree.map(lambda x: x.div_(count) if in_place else divided(x, count), (loss, grads))
         return ((loss, aux) if self.has_aux else loss), grads
 
     @api_boundary
@@ -133,22 +136,19 @@ class Pipelined:
             if n > 1:
                 order = table("forward", n, self.microbatches, self.chunks)
                 return _Run(self, order, axes, parts, batch, each).results()
-            steps = [self._model(parts, part, each) for part in _split(batch, self.microbatches)]
-            return stacked("pipelined", steps)
+            return stacked("pipelined", [self._model(parts, b, each) for b in _split(batch, self.microbatches)])
 
     def _prepare(self, params: Any) -> Any:
         """Return the parameters as the stages use them, gathered: the ends vary over the axis."""
-        ends, layers = params
-        varying = pvary(ends, self.axis), layers
+        varying = pvary(params[0], self.axis), params[1]
         return varying if self.gather is None else self.gather(varying)
 
     def _model(self, params: Any, batch: Any, each: Any) -> Any:
         """Return the loss of the model on one device: what a pipeline computes."""
-        ends, layers = params
-        h = self.first(ends, batch)
-        for layer, extra in _join(_unbind(layers, "layers", self.chunks), _unbind(each, "each", self.chunks)):
+        h = self.first(params[0], batch)
+        for layer, extra in _layers(params[1], each, self.chunks):
             h = self.stage(layer, h, batch, *extra)
-        return self.last(ends, h, batch)
+        return self.last(params[0], h, batch)
 
     def _check(self, params: Any, batch: Any, each: Any) -> tuple[tuple[str, ...], int]:
         """Return the axes of more than one rank, and the number of stages, after a check of the arguments."""
@@ -164,24 +164,71 @@ class Pipelined:
         _split(batch, self.microbatches)
         if not names_of(self.axis):
             return (), 1
-        names, current = known_axes("pipelined", region("pipelined"), self.axis), region()
+        current = region("pipelined")
+        names, dim = known_axes("pipelined", current, self.axis), int(self.chunks > 1)
         specs = {id(x): spec for x, spec in zip(*current.arguments, strict=True)}
-        dim = int(self.chunks > 1)
         for name, part in (("params[0]", params[0]), ("params[1]", params[1]), ("each", each)):
             for path, x in tree.leaves_with_path(part):
-                spec = specs.get(id(x))
+                spec, where = specs.get(id(x)), f"pipelined: {tree.show(name, path)}"
                 if spec is None:
                     continue
                 if name == "params[0]" and set(names) & set(spec.axes):
-                    raise fail(f"pipelined: {tree.show(name, path)}: the ends are split over the axis of the stages",
-                               shape=list(x.shape), spec=spec, fix=f"leave {self.axis!r} out of the spec")  # fmt: skip
-                if name != "params[0]" and spec.parts(x.ndim)[dim : dim + 1] != (names,):
+                    raise fail(f"{where}: the ends are split over the axis of the stages", shape=list(x.shape),
+                               spec=spec, fix=f"leave {self.axis!r} out of the spec")  # fmt: skip
+                listed = isinstance(part, (list, tuple))
+                if name != "params[0]" and not (set(names) <= set(spec.axes) if listed else
+                                                spec.parts(x.ndim)[dim : dim + 1] == (names,)):  # fmt: skip
                     wanted = f"[{self.chunks}, layers of a chunk, ...]" if dim else "[layers, ...]"
-                    raise fail(f"pipelined: {tree.show(name, path)}: the layers are not split over the axis",
-                               f"they are stacked as {wanted}", shape=list(x.shape), spec=spec, chunks=self.chunks,
-                               fix=f"P({'None, ' * dim}{self.axis!r}, ...)")  # fmt: skip
+                    raise fail(f"{where}: the layers are not split over the axis",
+                               *[] if listed else [f"they are stacked as {wanted}"], shape=list(x.shape), spec=spec,
+                               chunks=self.chunks, fix="the specs of fs.on_stages" if listed else
+                               f"P({'None, ' * dim}{self.axis!r}, ...)")  # fmt: skip
         live = live_axes(current.comm, names)
         return live, size_of(live, current.sizes)
+
+
+# --- layers and microbatches ------------------------------------------------------------------------------------
+
+
+@checked
+def on_stages(
+    specs: Sequence[Any], layers: Sequence[Any], axis: str, n: int, *, chunks: int = 1,
+    lengths: Sequence[int] | None = None,
+) -> list[Any]:  # fmt: skip
+    """Return specs that place each layer of a list on one of the n ranks of `axis`, for `pipelined`.
+
+    A rank has neighbouring layers: `lengths` numbers of them, or as many on each, the first ranks one more where n does
+    not divide them. With `chunks` it has that many groups of neighbours. Dim 0 of a leaf is split first over `axis`, in
+    parts of which one has all rows, and then as in `specs`, a list of the specs of each layer.
+
+    >>> on_stages([P(), P()], [{"w": fs.init.zeros((4, 4))}] * 2, "stage", 2)[1]
+    {'w': P('stage', lengths=(0, 4))}
+
+    Raises ShardingError for a leaf without dims, and for lengths that do not sum to the number of layers.
+    """
+    counts = _counts(len(layers), n * chunks) if lengths is None else list(lengths)
+    if n < 1 or chunks < 1 or len(specs) != len(layers) or len(counts) != n * chunks or sum(counts) != len(layers):
+        raise fail(f"on_stages: {len(specs)} specs, {len(layers)} layers, n={n}, chunks={chunks}, lengths={lengths}",
+                   fix="specs and a length for each layer and stage")  # fmt: skip
+    out, places = [], [place for place, count in enumerate(counts) for _ in range(count)]
+    for layer, of_layer, place in zip(layers, specs, places, strict=True):
+        leaves, treedef = tree.flatten(layer)
+        placed = []
+        for x, spec in zip(leaves, tree.broadcast(of_layer, layer, name="on_stages: specs", leaf=is_spec), strict=True):
+            if not getattr(x, "shape", ()):
+                raise fail(f"on_stages: {shown(x)} among the layers has no dims", fix="a leaf of shape (1,)")
+            here = {axis: tuple(x.shape[0] * (stage == place % n) for stage in range(n))}
+            major, *rest = spec.parts(len(x.shape))
+            entries = [(axis, *major) if major else axis, *(names or None for names in rest)]
+            last = max(i for i, entry in enumerate(entries) if entry)
+            placed.append(P(*entries[: last + 1], memory=spec.memory, lengths={**spec.lengths, **here}))
+        out.append(tree.unflatten(treedef, placed))
+    return out
+
+
+def _counts(layers: int, places: int) -> list[int]:
+    """Return the number of layers of each place: as many, and the first places one more."""
+    return [layers // places + (place < layers % places) for place in range(places)]
 
 
 def _split(batch: Any, m: int) -> list[Any]:
@@ -189,59 +236,56 @@ def _split(batch: Any, m: int) -> list[Any]:
     return [split_rows("pipelined: batch", batch, i, m, "by a closure") for i in range(m)]
 
 
+def _layers(layers: Any, each: Any, chunks: int) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Return each layer of this rank, of all chunks in order, with its extra argument, if there is one."""
+    rows, extra = _unbind(layers, "layers", chunks), _unbind(each, "each", chunks)
+    if each is not None and len(extra) != len(rows):
+        raise fail(f"pipelined: each has {len(extra)} rows for {len(rows)} layers of this stage",
+                   fix="stack and split it like the layers")  # fmt: skip
+    return [(row, () if each is None else (extra[i],)) for i, row in enumerate(rows)]
+
+
 def _unbind(stacked: Any, name: str, chunks: int) -> list[Any]:
-    """Return a tree for each layer of this rank, of all chunks in order; the leaves are views, unbound once."""
-    if stacked is None:
-        return []
+    """Return a tree for each layer of this rank, unbound once; of a list, the trees whose leaves are not empty."""
+    if isinstance(stacked, (list, tuple)):
+        return [layer for layer in stacked if any(x.numel() for x in tree.leaves(layer))]
     leaves, treedef = tree.flatten(stacked)
     dims = 2 if chunks > 1 else 1
     shapes = {tuple(x.shape[:dims]) if isinstance(x, Tensor) and x.ndim >= dims else None for x in leaves}
-    if len(shapes) != 1 or None in shapes or (dims == 2 and {shape[0] for shape in shapes if shape} != {chunks}):
-        shown_ = [f"{tree.show(name, path)} {list(x.shape) if isinstance(x, Tensor) else shown(x)}"
+    if leaves and (len(shapes) != 1 or None in shapes or (dims == 2 and {s[0] for s in shapes if s} != {chunks})):
+        listed = [f"{tree.show(name, path)} {list(x.shape) if isinstance(x, Tensor) else shown(x)}"
                   for path, x in tree.leaves_with_path(stacked)]  # fmt: skip
         raise fail("pipelined: the leaves must be stacked, with the layers of this stage as "
                    f"{f'dims 0 and 1, [{chunks}, layers of a chunk, ...]' if dims == 2 else 'dim 0, [layers, ...]'}",
-                   *shown_, fix=f"x.reshape({chunks}, L // {chunks}, *x.shape[1:]) of a leaf of L layers" if dims == 2
+                   *listed, fix=f"x.reshape({chunks}, L // {chunks}, *x.shape[1:]) of a leaf of L layers" if dims == 2
                    else "torch.stack the leaves of the layers")  # fmt: skip
     rows = [(x.flatten(0, 1) if dims == 2 else x).unbind(0) for x in leaves]
     return [tree.unflatten(treedef, row) for row in zip(*rows, strict=True)]
 
 
-def _join(layers: list[Any], each: list[Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Return each layer with its extra argument, if there is one."""
-    if each and len(each) != len(layers):
-        raise fail(f"pipelined: each has {len(each)} rows for {len(layers)} layers of this stage",
-                   fix="stack and split it like the layers")  # fmt: skip
-    return [(layer, (extra,)) for layer, extra in zip(layers, each, strict=True)] if each else \
-        [(layer, ()) for layer in layers]  # fmt: skip
-
-
 # --- messages ---------------------------------------------------------------------------------------------------
+
+Key = tuple[str, int, int]  # of a message: F for h, B for its gradient; the microbatch; the place of the receiver
 
 
 class _Message(NamedTuple):
-    """A message: h of a microbatch to the next place ("F"), or its gradient to the one before ("B")."""
-
     end: float  # of the operation that makes it
-    kind: str
+    key: Key
     source: int
     target: int
-    microbatch: int
-    place: int  # of the receiver
 
 
 @functools.cache
 def _messages_of(order: ScheduleTable, stage: int) -> dict[int, tuple[_Message, ...]]:
     """Return the messages between a stage and each other one, in the order in which both start them."""
-    n, final = order.stages, order.stages * order.chunks - 1
+    n = order.stages
     found: dict[int, list[_Message]] = {}
     for source, row in enumerate(order.times()):
         for _, end, op in row:
-            place = op.chunk * n + source
-            kind, step, outer = ("F", 1, final) if op.kind == "F" else ("B", -1, 0)
+            place, step = op.chunk * n + source, 1 if op.kind == "F" else -1
             target = (source + step) % n
-            if op.kind != "W" and place != outer and stage in (source, target):
-                message = _Message(end, kind, source, target, op.microbatch, place + step)
+            if op.kind != "W" and 0 <= place + step < n * order.chunks and stage in (source, target):
+                message = _Message(end, ("F" if step == 1 else "B", op.microbatch, place + step), source, target)
                 found.setdefault(target if stage == source else source, []).append(message)
     return {other: tuple(sorted(messages)) for other, messages in found.items()}
 
@@ -253,38 +297,37 @@ class _Messages:
 
     def __init__(self, order: ScheduleTable, axes: tuple[str, ...], stage: int, like: Sequence[Tensor]) -> None:
         self._comm, self._axes, self._stage = region().comm, axes, stage
-        self._queues = {other: list(reversed(ms)) for other, ms in _messages_of(order, stage).items()}
         self._like, self._groups = like, by_dtype(like)
+        messages = _messages_of(order, stage)
+        self._queues = {other: list(reversed(ms)) for other, ms in messages.items()}
+        self._queue_of = {m.key: self._queues[other] for other, ms in messages.items() for m in ms}
         self._empty = list(map(_zeros, like))  # where nothing is sent, only the shapes and dtypes count
-        self._arriving: dict[tuple[str, int, int], list[PendingTransfer]] = {}
+        self._arriving: dict[Key, list[PendingTransfer]] = {}
         self._sent: list[list[PendingTransfer]] = []
 
-    def begin(self, t: Timed) -> None:
-        """Start the receives of what others compute until the end of an operation, and wait for older sends."""
+    def begin(self, end: float) -> None:
+        """Start the receives of what others compute until `end`, and wait for older sends."""
         for queue in self._queues.values():
-            while queue and queue[-1].target == self._stage and queue[-1].end <= t.end:
-                self._receive_next(queue)
+            while queue and queue[-1].target == self._stage and queue[-1].end <= end:
+                self._start(queue)
         while len(self._sent) > self._MOST_SENT:
             for wait in self._sent.pop(0):
                 wait()
 
-    def send(self, kind: str, microbatch: int, place: int, target: int, xs: Sequence[Tensor]) -> None:
+    def send(self, key: Key, xs: Sequence[Tensor]) -> None:
         """Start to send the leaves of h, or their gradients."""
-        queue = self._queues[target]
-        while queue[-1].target == self._stage:
-            self._receive_next(queue)
-        message = queue.pop()
-        assert message[1:] == (kind, self._stage, target, microbatch, place), message
-        self._sent.append(self._start(message, xs))
+        queue = self._queue_of[key]
+        while queue[-1].key != key:
+            self._start(queue)
+        self._start(queue, xs)
 
-    def receive(self, kind: str, microbatch: int, place: int, source: int) -> list[Tensor]:
+    def receive(self, key: Key) -> list[Tensor]:
         """Wait for the leaves of h, or their gradients."""
-        while (kind, microbatch, place) not in self._arriving:
-            self._receive_next(self._queues[source])
-        pending = self._arriving.pop((kind, microbatch, place))
-        out: list[Tensor] = list(self._empty)
+        while key not in self._arriving:
+            self._start(self._queue_of[key])
+        out = list(self._empty)
         with unchecked():
-            for wait, group in zip(pending, self._groups, strict=True):
+            for wait, group in zip(self._arriving.pop(key), self._groups, strict=True):
                 for i, x in zip(group, wait(), strict=True):
                     out[i] = x
         if (types := checker()) is not None:
@@ -296,30 +339,18 @@ class _Messages:
         """Wait for the last sends."""
         for wait in [wait for pending in self._sent for wait in pending]:
             wait()
-        assert not self._arriving
-        assert not any(self._queues.values())
 
-    def _receive_next(self, queue: list[_Message]) -> None:
-        message = queue.pop()
-        assert message.target == self._stage, message
-        self._arriving[message.kind, message.microbatch, message.place] = self._start(message, self._empty)
-
-    def _start(self, message: _Message, xs: Sequence[Tensor]) -> list[PendingTransfer]:
-        with unchecked(), transposing(site()) if message.kind == "B" else contextlib.nullcontext():
-            pair = [(message.source, message.target)]
-            return [self._comm.send([xs[i] for i in group], pair, self._axes) for group in self._groups]
-
-
-# --- the shapes of h and of the results -------------------------------------------------------------------------
-
-
-def _outline(f: Callable[[], Any], tensors: Sequence[Any]) -> Any:
-    """Return f() on tensors without values, on each rank without the others; a checked call types them."""
-    fakes = [x.fake_mode for x in tensors if hasattr(x, "fake_mode")]  # in a dry run
-    silent = replace(region(), comm=silent_comm(region().comm), scratch={})
-    mode = fakes[0] if fakes else fake_tensors()
-    with without_modes(), mode, checker() or contextlib.nullcontext(), bind(silent), torch.no_grad():
-        return f()
+    def _start(self, queue: list[_Message], xs: Sequence[Tensor] = ()) -> None:
+        """Start the next message between two stages: a receive, or a send of xs."""
+        _, key, source, target = queue.pop()
+        assert (source == self._stage) == bool(xs), key
+        with unchecked(), transposing(site()) if key[0] == "B" else contextlib.nullcontext():
+            pending = [self._comm.send([(xs or self._empty)[i] for i in group], [(source, target)], self._axes)
+                       for group in self._groups]  # fmt: skip
+        if xs:
+            self._sent.append(pending)
+        else:
+            self._arriving[key] = pending
 
 
 # --- one run ----------------------------------------------------------------------------------------------------
@@ -338,38 +369,64 @@ class _Run:
     def __init__(
         self, pipe: Pipelined, order: ScheduleTable, axes: tuple[str, ...], params: Any, batch: Any, each: Any
     ) -> None:
-        self.pipe, self.order, self.axes = pipe, order, axes
-        self.final, self.stage = order.stages * order.chunks - 1, axis_position(axes or None)
-        self.params, m = params, order.microbatches
-        self.ends, layers = params
-        self.layers = _join(_unbind(layers, "layers", order.chunks), _unbind(each, "each", order.chunks))
+        self.pipe, self.order, self.axes, self.params, self.each = pipe, order, axes, params, each
+        self.final, self.stage, m = order.stages * order.chunks - 1, axis_position(axes or None), order.microbatches
+        self.ends, self.layers = params[0], _layers(params[1], each, order.chunks)
+        self.sizes = self._chunk_sizes(params[1])
         self.parts = list(microbatches([x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.ndim], m))
         self.batches = _split(batch, m)
-        h, result = self._outline()
+        h, self.result = self._outline()
         self.h, self.h_def = tree.flatten(h)
-        self.result = tree.map(lambda x: _zeros(x) if isinstance(x, Tensor) else x, result)
         self.messages = _Messages(order, axes, self.stage, self.h)
         self.found: list[Any] = []  # what `last` returns for each microbatch
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self.later: dict[tuple[int, int], Callable[[], None]] = {}
 
+    def _chunk_sizes(self, layers: Any) -> list[int]:
+        """Return the number of layers in each chunk of this rank."""
+        n, v = self.order.stages, self.order.chunks
+        if v == 1 or not isinstance(layers, (list, tuple)):
+            return [len(self.layers) // v] * v
+        here = [i for i, layer in enumerate(layers) if any(x.numel() for x in tree.leaves(layer))]
+        counts = _counts(len(layers), n * v)
+        places = [place for place, count in enumerate(counts) for _ in range(count)]
+        if here != [i for i, place in enumerate(places) if place % n == self.stage]:
+            raise fail(f"pipelined: stage {self.stage} has layers {here}", chunks=v, stages=n,
+                       fix=f"fs.on_stages(specs, layers, axis, {n}, chunks={v})")  # fmt: skip
+        return counts[self.stage :: n]
+
     def _outline(self) -> tuple[Any, Any]:
-        """Return h and the result of `last`, without values; in a checked call a layer must not change h's type."""
+        """Return h, and zeros like the result of `last`: computed without values, on each rank without the others.
 
-        def run() -> tuple[Any, Any]:
-            with in_microbatch(self.parts[0]):
-                h = self.pipe.first(self.ends, self.batches[0])
-                for path, x in tree.leaves_with_path(h):
-                    if not isinstance(x, Tensor) or not differentiable_dtype(x):
-                        raise fail(f"pipelined: {tree.show('the h of first', path)} is {_kind(x)}, not a tensor of "
-                                   "floating numbers", fix="what is not differentiated is in the batch, which each "
-                                   "stage has")  # fmt: skip
-                if checker() is not None and self.layers:
-                    self.h, self.h_def = tree.flatten(h)
-                    self._check_h(self.pipe.stage(self.layers[0][0], h, self.batches[0], *self.layers[0][1]), "stage")
-                return h, self.pipe.last(self.ends, h, self.batches[0])
-
-        found: tuple[Any, Any] = _outline(run, tree.leaves((self.params, self.batches[0])))
+        In a checked call it types h, and a layer must not change that type.
+        """
+        types, current = checker(), region()
+        tensors = [x for x in tree.leaves((self.ends, self.batches[0])) if isinstance(x, Tensor)]
+        known: dict[Any, tuple[Any, Any]] = {}
+        if types is None and current.comm.has_values:
+            known = self.pipe._outlines
+        key = current.rank, *[(x.shape, x.dtype) for x in tensors]
+        if key in known:
+            return known[key]
+        fakes = [x.fake_mode for x in tensors if hasattr(x, "fake_mode")]  # in a dry run
+        mode = fakes[0] if fakes else fake_tensors()
+        silent = bind(replace(current, comm=silent_comm(current.comm), scratch={}))
+        part = in_microbatch(self.parts[0])
+        with without_modes(), mode, types or contextlib.nullcontext(), silent, torch.no_grad(), part:
+            h = self.pipe.first(self.ends, self.batches[0])
+            self.h, self.h_def = tree.flatten(h)
+            for path, x in tree.leaves_with_path(h):
+                if not isinstance(x, Tensor) or not differentiable_dtype(x):
+                    raise fail(f"pipelined: {tree.show('the h of first', path)} is {_kind(x)}, not a tensor of "
+                               "floating numbers", fix="what is not differentiated is in the batch, which each "
+                               "stage has")  # fmt: skip
+            if types is not None and self.layers:
+                layer, extra = self.layers[0]
+                self._check_h(self.pipe.stage(layer, h, self.batches[0], *extra), "stage")
+            result = self.pipe.last(self.ends, h, self.batches[0])
+        zeros = lambda x: _zeros(x) if isinstance(x, Tensor) else x  # noqa: E731
+        found = h if types is not None else tree.map(zeros, h), tree.map(zeros, result)
+        known[key] = found
         return found
 
     # --- results ---
@@ -381,24 +438,21 @@ class _Run:
         sums = [torch.zeros_like(x) for x in leaves]
         d_ends, d_layers = tree.unflatten(treedef, sums)
         self.ends, self.weights = _with_grads(self.ends, d_ends)
-        rows = _unbind(d_layers, "layers", self.order.chunks)
-        pairs = [_with_grads(p, d) for (p, _), d in zip(self.layers, rows, strict=True)]
-        self.weights_of = [[x for _, xs in part for x in xs] for part in _parts(pairs, self.order.chunks)]
-        self.layers = [(p, extra) for (p, _), (_, extra) in zip(pairs, self.layers, strict=True)]
+        rows = [(*_with_grads(layer, d), extra) for (layer, extra), d in
+                zip(self.layers, _unbind(d_layers, "layers", self.order.chunks), strict=True)]  # fmt: skip
+        self.layers = [(layer, extra) for layer, _, extra in rows]
+        self.weights_of = [[x for _, xs, _ in part for x in xs] for part in self._parts(rows)]
         with differentiating(), torch.enable_grad():
             self._run()
-        found = [self._of_last(x) for x in self.found]
-        total = sum([x for x, _, _ in found], torch.zeros_like(loss))
-        auxes = stacked("pipelined", [x for _, _, x in found] or [aux] * self.order.microbatches)
+        m, found = self.order.microbatches, [self._of_last(x) for x in self.found]
+        totals: dict[str, Any] = {"loss": sum([x for x, _, _ in found], torch.zeros_like(loss)),
+                                  "aux": stacked("pipelined", [x for *_, x in found] or [aux] * m)}  # fmt: skip
         if isinstance(count, Tensor):
-            counts = sum([n for _, n, _ in found], torch.zeros_like(count))
-            total, counts, auxes = self._from_last_stage((total, counts, auxes))
-        else:
-            total, auxes = self._from_last_stage((total, auxes))
-            counts = count * self.order.microbatches
+            totals["count"] = sum([n for _, n, _ in found], torch.zeros_like(count))
+        totals = {"count": None if isinstance(count, Tensor) else count * m} | self._from_last_stage(totals)
         if (types := checker()) is not None:
             types.check_gradients([], leaves, sums)
-        return total, counts, auxes, tree.unflatten(treedef, sums)
+        return totals["loss"], totals["count"], totals["aux"], tree.unflatten(treedef, sums)
 
     def results(self) -> Any:
         """Return the stacked results of `last`."""
@@ -416,23 +470,24 @@ class _Run:
     def _of_last(self, x: Any) -> tuple[Tensor, Any, Any]:
         """Return (loss, count, aux) of a result of `last`."""
         loss, aux = pair("pipelined(last)", "has_aux", x, "(loss, aux)") if self.pipe.has_aux else (x, None)
-        if self.pipe.counted:
-            loss, count = pair("pipelined(last)", "counted", loss, "(total, count)")
-        elif isinstance(loss, tuple) and len(loss) == 2:
+        if not self.pipe.counted and isinstance(loss, tuple) and len(loss) == 2:
             raise fail("pipelined(last): the loss is a pair", fix="counted=True for (total, count), has_aux=True for "
                        "(loss, aux)")  # fmt: skip
-        else:
-            count = 1
+        loss, count = pair("pipelined(last)", "counted", loss, "(total, count)") if self.pipe.counted else (loss, 1)
         check_loss("pipelined(last)", loss)
         return loss, count, aux
+
+    def _parts(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
+        """Return the rows of each chunk."""
+        rest = iter(rows)
+        return [list(itertools.islice(rest, size)) for size in self.sizes]
 
     # --- operations ---
 
     def _run(self) -> None:
-        self.chunks = _parts(self.layers, self.order.chunks)
-        for timed in self.order.times()[self.stage]:
-            op = timed.operation
-            self.messages.begin(timed)
+        self.chunks = self._parts(self.layers)
+        for _, end, op in self.order.times()[self.stage]:
+            self.messages.begin(end)
             with in_microbatch(self.parts[op.microbatch]):
                 if op.kind == "F":
                     self._forward(op)
@@ -443,15 +498,13 @@ class _Run:
         self.messages.end()
 
     def _forward(self, op: Operation) -> None:
-        n, place, batch = self.order.stages, op.chunk * self.order.stages + self.stage, self.batches[op.microbatch]
-        recorded = torch.is_grad_enabled()
+        place, batch, recorded = self._place(op), self.batches[op.microbatch], torch.is_grad_enabled()
+        inputs: list[Tensor] = []
         if place == 0:
-            inputs: list[Tensor] = []
             h = self.pipe.first(self.ends, batch)
         else:
-            inputs = self.messages.receive("F", op.microbatch, place, (self.stage - 1) % n)
-            if recorded:
-                inputs = [x.detach().requires_grad_() for x in inputs]
+            inputs = self.messages.receive(("F", op.microbatch, place))
+            inputs = [x.detach().requires_grad_() for x in inputs] if recorded else inputs
             h = tree.unflatten(self.h_def, inputs)
         for layer, extra in self.chunks[op.chunk]:
             h = self.pipe.stage(layer, h, batch, *extra)
@@ -462,23 +515,22 @@ class _Run:
             self.found.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, result))
         else:
             roots = tree.leaves(h)
-            self.messages.send("F", op.microbatch, place + 1, (self.stage + 1) % n, [x.detach() for x in roots])
+            self.messages.send(("F", op.microbatch, place + 1), [x.detach() for x in roots])
         if recorded:  # h itself is not kept: its graph does not need it
             keep: Callable[[Tensor], Any] = get_gradient_edge if checker() is None else lambda x: x
             self.graphs[op[1:]] = _Graph(inputs, [keep(x) if x.requires_grad else None for x in roots])
 
     def _backward(self, op: Operation) -> None:
-        n, place = self.order.stages, op.chunk * self.order.stages + self.stage
+        place = self._place(op)
         grads: Sequence[Any] = [None]
         if place < self.final:
-            grads = self.messages.receive("B", op.microbatch, place, (self.stage + 1) % n)
+            grads = self.messages.receive(("B", op.microbatch, place))
         elif checker() is None:
             grads = [torch.ones_like(self._of_last(self.result)[0])]
         inputs, roots = self.graphs.pop(op[1:])
         weights = [*self.weights, *self.weights_of[op.chunk]]
-        known = [(root, g) for root, g in zip(roots, grads, strict=True) if root is not None]
-        roots, grads = [root for root, _ in known], [g for _, g in known]
-        del known
+        grads = [g for root, g in zip(roots, grads, strict=True) if root is not None]
+        roots = [root for root in roots if root is not None]
         if op.kind == "D":
             self.later[op[1:]] = lambda: None
         if op.kind == "D" and inputs and roots and checker() is None:
@@ -486,8 +538,11 @@ class _Run:
         elif roots:
             torch.autograd.backward(roots, grads, inputs=[*inputs, *weights])
         if place:
-            self.messages.send("B", op.microbatch, place - 1, (self.stage - 1) % n,
-                               [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs])  # fmt: skip
+            found = [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+            self.messages.send(("B", op.microbatch, place - 1), found)
+
+    def _place(self, op: Operation) -> int:
+        return op.chunk * self.order.stages + self.stage
 
     def _check_h(self, h: Any, by: str) -> None:
         """Raise for an h of another structure, shape, dtype or type than the stages agreed on."""
@@ -503,15 +558,13 @@ class _Run:
                            "each stage sends to the next one what it receives", first=_kind(like), stage=_kind(x),
                            fix="return h as it came: x.to(h.dtype)" if same_shape else "one shape for all layers"
                            )  # fmt: skip
-            if types is not None:
-                a, b = types.info(x).type, types.info(like).type
-                other = ((a.varying & b.invariant) | (a.invariant & b.varying)) - set(self.axes)
-                if other:
-                    names = ", ".join(map(repr, sorted(other)))
-                    one, other_one = ("stage", "first") if a.varying & other else ("first", "stage")
-                    raise fail(f"pipelined: the h of {one} varies over {names}, and the h of {other_one} does not",
-                               "each stage sends to the next one what it receives",
-                               fix=f"fs.pvary(h, {names}) in {other_one}")  # fmt: skip
+            a, b = (types.info(x).type, types.info(like).type) if types is not None else (None, None)
+            if a and b and (other := ((a.varying & b.invariant) | (a.invariant & b.varying)) - set(self.axes)):
+                names = ", ".join(map(repr, sorted(other)))
+                here, there = ("stage", "first") if a.varying & other else ("first", "stage")
+                raise fail(f"pipelined: the h of {here} varies over {names}, and the h of {there} does not",
+                           "each stage sends to the next one what it receives",
+                           fix=f"fs.pvary(h, {names}) in {there}")  # fmt: skip
 
 
 def _zeros(like: Tensor) -> Tensor:
@@ -531,9 +584,3 @@ def _with_grads(params: Any, grads: Any) -> tuple[Any, list[Tensor]]:
     for x, g in zip(new, tree.leaves(grads), strict=True):
         x.grad = g
     return tree.unflatten(treedef, new), new
-
-
-def _parts(xs: Sequence[Any], chunks: int) -> list[Sequence[Any]]:
-    """Return equal parts of the layers of a stage."""
-    size = len(xs) // chunks
-    return [xs[i * size : (i + 1) * size] for i in range(chunks)]

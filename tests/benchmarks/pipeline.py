@@ -59,11 +59,8 @@ class Blocks(torch.nn.Module):
 
     def __init__(self, layers: Sequence[int]) -> None:
         super().__init__()
-        of_all = weights()
-        self.layers = torch.nn.ModuleList(
-            torch.nn.ParameterDict({name: torch.nn.Parameter(x[i].clone()) for name, x in of_all.items()})
-            for i in layers
-        )
+        rows = [{name: torch.nn.Parameter(x[i].clone()) for name, x in weights().items()} for i in layers]
+        self.layers = torch.nn.ModuleList(map(torch.nn.ParameterDict, rows))
 
     def forward(self, h: Tensor) -> Tensor:
         for p in self.layers:
@@ -120,8 +117,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", nargs="+", choices=list(PEERS), default=list(PEERS))
     args = parser.parse_args(argv)
-    print(f"torch {torch.__version__}, {RANKS} processes, {LAYERS} layers of {WIDTH} x {HIDDEN}, {args.tokens} tokens "
-          f"in {MICROBATCHES} microbatches", flush=True)  # fmt: skip
+    print(f"torch {torch.__version__}, {RANKS} processes, {LAYERS} layers of {WIDTH} x {HIDDEN}, "
+          f"{args.tokens} tokens in {MICROBATCHES} microbatches", flush=True)  # fmt: skip
     missed = 0
     for kind in args.only:
         peer = PEERS[kind][0].__name__

@@ -400,6 +400,14 @@ def test_each_position_of_a_program_that_branches_on_it_is_checked():
     assert fs.check(stages.mapped(stage=1, data=2), *stages.arguments()).branches_on == ()
 
 
+def test_layers_on_one_stage_each_are_checked_once_at_each_stage():
+    step, args = stages.listed(3)
+    checked = fs.check(step, *args)
+    assert checked.ranks == (0, 1, 2)
+    assert {d.lengths for d in checked.uneven} == {(4, 4, 0, 0, 0, 0), (0, 0, 4, 4, 0, 0), (0, 0, 0, 0, 4, 4)}
+    assert "uneven" not in repr(checked)  # a stage with fewer layers is in the schedule
+
+
 def test_an_axis_that_only_a_later_position_asks_for_is_checked_too():
     def f(x):
         is_last = fs.axis_position("b") == 1 and fs.axis_position("a") == 2

@@ -65,6 +65,21 @@ def mapped(step: Callable[..., Any] | None = None, **axes: int) -> Any:
     return fs.shard_map(step or layers(), mesh=mesh, in_specs=SPECS, out_specs=(P(), P("stage"), P()))
 
 
+def listed(n: int, d: int = 8) -> tuple[Any, Any]:
+    """Return a pipeline of n + 1 listed layers on n stages, sharded over data=2 (FSDP), and its arguments."""
+    layers = [{"w": fs.init.zeros((d, d))} for _ in range(n + 1)]
+    specs = P(), fs.on_stages([P("data")] * len(layers), layers, "stage", n)
+
+    def layer(p: Any, h: Tensor, batch: Tensor) -> Tensor:
+        return torch.relu(h @ fs.unshard(p, P("data"), "data", shapes=layers[0])["w"])
+
+    f = fs.pipelined(lambda ends, x: x * fs.pvary(ends, "data"), layer, lambda ends, h, x: fs.pmean(h.mean(), "data"),
+                     axis="stage", microbatches=2)  # fmt: skip
+    mesh = fs.make_mesh(kind="abstract", data=2, stage=n)
+    step = fs.shard_map(f, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs))
+    return step, ((fs.init.zeros((d,)), layers), fs.init.zeros((8, d)))
+
+
 def arguments(n: int = 4, rows: int = 4, d: int = 8) -> tuple[Tensor, Tensor, Tensor]:
     """Return `n` layers, the scale and the batch."""
     g = torch.Generator().manual_seed(0)

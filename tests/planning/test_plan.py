@@ -484,6 +484,8 @@ def test_uneven_rows_and_positions_are_planned_together() -> None:
     f, args = stages.mapped(stage=2, data=3), stages.arguments(2)
     planned = plan_ranks(f, args, None)
     assert [[p.rank for p in group.positions] for group in planned] == [[0, 1], [4, 5]]
+    step, listed = stages.listed(3)
+    assert [[p.rank for p in group.positions] for group in plan_ranks(step, listed, None)] == [[0, 1, 2]]
 
 
 SCHEDULES = [

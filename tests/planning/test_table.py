@@ -257,12 +257,13 @@ def test_a_layout_whose_arguments_do_not_fit_is_not_planned():
 def test_argument_bytes_are_those_that_a_plan_counts():
     mesh = fs.make_mesh(kind="abstract", data=3)
     x = fs.init.zeros((7, 5))
-    tree = {"uneven": x, "whole": fs.init.zeros((4,)), "host": fs.init.zeros((6,)), "n": 3}
-    specs = {"uneven": P("data"), "whole": P(), "host": P("data", memory="host"), "n": P()}
+    tree = {"uneven": x, "whole": fs.init.zeros((4,)), "host": fs.init.zeros((6,)), "n": 3, "chosen": fs.init.zeros(6)}
+    specs = {"uneven": P("data"), "whole": P(), "host": P("data", memory="host"), "n": P(),
+             "chosen": P("data", lengths=(0, 4, 2))}  # fmt: skip
     f = fs.shard_map(lambda t: t["whole"].sum(), mesh=mesh, in_specs=(specs,), out_specs=P())
-    assert rank_bytes(tree, specs, mesh.axes) == 4 * (3 * 5 + 4)  # of 7 rows, 3 and 3 and 1
+    assert rank_bytes(tree, specs, mesh.axes) == 4 * (3 * 5 + 4 + 4)  # of 7 rows, 3 and 3 and 1
     memory = fs.plan(f, tree, device=H100).memory
-    assert memory.arguments - memory.host == 4 * (3 * 5 + 4)
+    assert memory.arguments - memory.host == 4 * (3 * 5 + 4 + 4)
 
 
 def test_layouts_that_others_rule_out_are_not_made():

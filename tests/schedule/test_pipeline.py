@@ -107,6 +107,33 @@ def test_stages_may_have_different_numbers_of_layers_and_none(n, layers):
     compare(fs.make_mesh(stage=n), 2, "interleaved", 2, 2 * layers)
 
 
+@pytest.mark.parametrize(("kind", "v", "n", "layers"), [("1f1b", 1, 2, 5), ("zero_bubble", 1, 4, 3),
+                                                       ("interleaved", 2, 2, 5)])  # fmt: skip
+def test_layers_may_be_a_list_each_on_one_stage(kind, v, n, layers):
+    """With matrices split over data, the rows of which are first on one stage."""
+    ends, stacked = parameters(layers)
+    listed = [{name: x[i] for name, x in stacked.items()} for i in range(layers)]
+    wanted = [{"up": P("data"), "down": P(None, "data"), "scale": P()}] * layers
+    specs = (P(), fs.on_stages(wanted, listed, "stage", n, chunks=v))
+    stages = [spec["up"].lengths["stage"].index(D) for spec in specs[1]]
+    assert stages == {"1f1b": [0, 0, 0, 1, 1], "zero_bubble": [0, 1, 2], "interleaved": [0, 0, 1, 0, 1]}[kind]
+    assert str(specs[1][0]["up"]) == f"P(('stage', 'data'), lengths={{'stage': {(D,) + (0,) * (n - 1)}}})"
+
+    def block(p, h, b):
+        return layer(fs.unshard(p, wanted[0], "data", shapes=listed[0]), h, b)
+
+    f = fs.pipelined(lambda ends, b: first(fs.pvary(ends, "data"), b), block,
+                     lambda ends, h, b: fs.pmean(mean(fs.pvary(ends, "data"), h, b), "data"), axis="stage",
+                     microbatches=3, schedule=kind, chunks=v)  # fmt: skip
+    b = {"ids": torch.arange(18).view(6, 3) % VOCAB, "targets": 1 + torch.arange(18).view(6, 3) % (VOCAB - 1)}
+    step = fs.shard_map(f, mesh=fs.make_mesh(data=2, stage=n), in_specs=(specs, P("data")), out_specs=(P(), specs),
+                        check="always")  # fmt: skip
+    loss, (d_ends, d_layers) = fs.device_get(step((ends, listed), b))
+    want, (want_ends, want_layers) = dense((ends, stacked), b, 3)
+    got = {name: torch.stack([d[name] for d in d_layers]) for name in stacked}
+    assert_same((loss, d_ends, got), (want, want_ends, want_layers), **CLOSE)
+
+
 def pipelines_on_two_processes():
     """A job for `ranks`: see tests/_core/comm/test_process.py."""
     for kind, v in KINDS:
