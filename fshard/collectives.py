@@ -49,7 +49,7 @@ from ._core.protocol import Comm, index_of, size_of
 from ._core.region import has_values, known_axes, live_axes, region, user_line
 from ._core.transfers import refuse_tracing
 from .errors import ShardingError, checked, fail, must_be, number_of, raise_all
-from .spec import Axis, P, part_lengths, total
+from .spec import Axis, P, Size, part_lengths, total
 
 
 @checked
@@ -130,7 +130,7 @@ def pmin(x: Any, axis: Axis, *, grad: Literal["tied"] | None = None) -> Any:
 
 @checked
 def all_gather(
-    x: Any, axis: Axis, dim: int = 0, *, size: int | Sequence[int] | None = None,
+    x: Any, axis: Axis, dim: int = 0, *, size: Size | None = None,
     to: Literal["varying", "invariant"] = "varying",
 ) -> Any:  # fmt: skip
     """Concatenate the ranks' parts along a dim.
@@ -193,7 +193,7 @@ def pslice(x: Any, axis: Axis, dim: int = 0, *, lengths: Sequence[int] | None = 
 
 @checked
 def all_to_all(
-    x: Any, axis: Axis, *, split: int, concat: int, size: int | Sequence[int] | None = None
+    x: Any, axis: Axis, *, split: int, concat: int, size: Size | None = None
 ) -> Any:  # fmt: skip
     """Split one dim over the ranks and gather another: move the sharding from dim to dim.
 
@@ -392,7 +392,7 @@ def global_shape(x: Tensor, spec: P) -> tuple[int, ...]:
 
 
 @checked
-def local_range(n: int, axis: Axis, *, size: int | Sequence[int] | None = None) -> tuple[int, int]:
+def local_range(n: int, axis: Axis, *, size: Size | None = None) -> tuple[int, int]:
     """Return (start, stop): the global indices of this rank's `n` entries of a dim that `axis` splits.
 
     A custom layer or loss uses it to find its rows, as `nn.embedding` and `nn.cross_entropy` do. `size` is the

@@ -144,19 +144,23 @@ def test_results_must_have_the_parts_of_their_lengths():
 
 
 @pytest.mark.parametrize("lengths", [(12, 0, 0, 0), (5, 0, 6, 1), (0, 0, 0, 12)])
-@pytest.mark.parametrize("axis", ["stage", ("stage", "model")])
-def test_vocabulary_in_chosen_parts_has_the_loss_and_gradients_of_one_device(lengths, axis):
+@pytest.mark.parametrize(("axis", "is_known"), [("stage", False), ("stage", True), (("stage", "model"), True)])
+def test_vocabulary_in_chosen_parts_has_the_loss_and_gradients_of_one_device(lengths, axis, is_known):
     spec = P(axis, lengths={"stage": lengths})
     make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))  # noqa: E731
     table, ids = make(12, 4), torch.arange(10).view(2, 5) % 12
 
-    def f(table, ids, axis=axis):
-        h = fs.nn.embedding(ids, table, axis=axis, out="whole")
-        return fs.nn.cross_entropy(fs.pvary(h, axis) @ table.T, ids.roll(1, 1), axis=axis)
+    def f(table, ids, axis=axis, size=lengths if is_known else None):
+        h = fs.nn.embedding(ids, table, axis=axis, size=size, padding_idx=3, out="whole")
+        logits = fs.pvary(h, axis) @ table.T
+        loss = fs.nn.cross_entropy(logits, ids.roll(1, 1), axis=axis, size=size, label_smoothing=0.1)
+        return loss, fs.nn.accuracy(logits, ids, axis=axis, size=size)
 
-    want, grad = torch.func.grad_and_value(functools.partial(f, axis=None))(table, ids)[::-1]
-    step = fs.shard_map(fs.value_and_grad(f), mesh=mesh(), in_specs=(spec, P()), out_specs=(P(), spec))
-    value, grads = step(table, ids)
+    grad, (want, right) = torch.func.grad_and_value(lambda t: f(t, ids, None, 12), has_aux=True)(table)
+    step = fs.shard_map(fs.value_and_grad(f, has_aux=True), mesh=mesh(), in_specs=(spec, P()),
+                        out_specs=((P(), P()), spec))  # fmt: skip
+    (value, hits), grads = step(table, ids)
+    assert_same(fs.device_get(hits), right)
     assert_same(fs.device_get(value), want, rtol=1e-12, atol=1e-12)
     assert_same(fs.device_get(grads), grad, rtol=1e-12, atol=1e-12)
     fs.verify(step, table, ids)

@@ -23,7 +23,7 @@ from fshard._core.weight import Weight
 from fshard.collectives import all_gather, psum, psum_scatter, pvary
 from fshard.errors import checked, fail
 from fshard.random.draws import bernoulli_pieces
-from fshard.spec import Axis, P, describe, names_of
+from fshard.spec import Axis, P, Size, describe, names_of
 
 from .sampled_classes import check_range
 from .zigzag import local_ranges
@@ -32,7 +32,7 @@ from .zigzag import local_ranges
 @checked
 def linear(
     x: Tensor, w: Tensor | Weight, b: Tensor | None = None, *, axis: Axis = None,
-    split: Literal["column", "row"] = "column", out: Literal["split", "whole"] | None = None, size: int | None = None,
+    split: Literal["column", "row"] = "column", out: Literal["split", "whole"] | None = None, size: Size | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute x @ w + b: x [..., D], w [D, F], b [F] -> [..., F]. With `axis`, w has split columns, or split rows.
 
@@ -81,7 +81,7 @@ Product = Callable[[Tensor, Tensor | None], Tensor]  # (x, b) -> x @ w + b, with
 
 
 def column_product(
-    product: Product, x: Tensor, b: Tensor | None, axis: Axis, *, out: str | None, size: int | None
+    product: Product, x: Tensor, b: Tensor | None, axis: Axis, *, out: str | None, size: Size | None
 ) -> Tensor:
     """Multiply by split columns: x [..., D]{I}, b [F@axis] -> [..., F@axis]{V}, or [..., F]{I} for out="whole"."""
     y = product(pvary(x, axis), b)
@@ -108,7 +108,7 @@ def _sum_parts(x: Tensor, axis: Axis, out: str | None) -> Tensor:
     return total
 
 
-def _gather_columns(x: Tensor, axis: Axis, size: int | None) -> Tensor:
+def _gather_columns(x: Tensor, axis: Axis, size: Size | None) -> Tensor:
     """Join the columns of all ranks: [..., F@axis]{V} -> [..., F]{I}."""
     joined: Tensor = all_gather(x, axis, -1, size=size, to="invariant")
     return joined
@@ -145,7 +145,7 @@ def mlp(
 
 @checked
 def embedding(
-    ids: Tensor, table: Tensor | Weight, *, axis: Axis = None, size: int | None = None,
+    ids: Tensor, table: Tensor | Weight, *, axis: Axis = None, size: Size | None = None,
     split: Literal["row", "column"] = "row", out: Literal["partial", "split", "whole"] | None = None,
     padding_idx: int | None = None, max_norm: float | None = None,
 ) -> Tensor:  # fmt: skip
@@ -184,11 +184,11 @@ def embedding(
     over = axis if split == "row" else None
     v = size if over else None
     if padding_idx is not None:
-        v = local_range("embedding", table.shape[0], over, v)[1]
-        if not -v <= padding_idx < v:
-            raise fail(f"embedding: padding_idx={padding_idx}, and the table has {v} rows",
-                       fix=f"{-v} <= padding_idx < {v}")  # fmt: skip
-        padding_idx %= v
+        n = local_range("embedding", table.shape[0], over, v)[1]
+        if not -n <= padding_idx < n:
+            raise fail(f"embedding: padding_idx={padding_idx}, and the table has {n} rows",
+                       fix=f"{-n} <= padding_idx < {n}")  # fmt: skip
+        padding_idx %= n
     if (embed := getattr(table, "embed", None)) is not None:  # of a Weight, or of its stand-in in a deferred module
         rows: Tensor = embed(ids, axis=over, size=v, padding_idx=padding_idx)
     else:
@@ -202,7 +202,7 @@ def embedding(
     return rows if out == "partial" else _sum_parts(rows, axis, out)
 
 
-def _lookup(ids: Tensor, table: Tensor, axis: Axis, size: int | None) -> Tensor:
+def _lookup(ids: Tensor, table: Tensor, axis: Axis, size: Size | None) -> Tensor:
     """Look up rows of a table [V@axis, D]: zero where another rank has the row, NaN where no rank has it."""
     n = table.shape[0]
     start, end = local_range("embedding", n, axis, size)

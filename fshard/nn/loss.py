@@ -19,7 +19,7 @@ from fshard._core.region import live_axis
 from fshard._core.torch import in_transform
 from fshard.collectives import pmax, psum, pvary
 from fshard.errors import checked, fail
-from fshard.spec import Axis, describe
+from fshard.spec import Axis, Size, describe
 
 from .row_blocks import row_blocks
 from .sampled_classes import check_range, checked_targets, target_columns
@@ -33,7 +33,7 @@ _BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements of a row block: on a CPU,
 
 @checked
 def cross_entropy(
-    logits: Tensor, targets: Tensor, *, axis: Axis = None, size: int | None = None, over: Axis = None,
+    logits: Tensor, targets: Tensor, *, axis: Axis = None, size: Size | None = None, over: Axis = None,
     weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0,
     reduction: Literal["none", "mean", "sum"] = "mean", donate: bool = False, classes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip

@@ -15,7 +15,7 @@ from fshard.collectives import all_gather
 from fshard.errors import checked, fail
 from fshard.random import check_key
 from fshard.random.orders import permute
-from fshard.spec import Axis, describe, names_of
+from fshard.spec import Axis, Size, describe, names_of
 
 _INTEGERS = (torch.int64, torch.int32, torch.uint8)  # the dtypes of classes
 
@@ -94,7 +94,7 @@ def _sample(key: Tensor, targets: Tensor, size: int, count: int, axis: Axis) -> 
 
 
 def target_columns(
-    verb: str, logits: Tensor, targets: Tensor, axis: Axis, size: int | None, classes: Tensor | None
+    verb: str, logits: Tensor, targets: Tensor, axis: Axis, size: Size | None, classes: Tensor | None
 ) -> tuple[Tensor, Tensor, int]:
     """Return (column of each target [...], 0 where this rank has none; whether it has one [...]; number of classes).
 

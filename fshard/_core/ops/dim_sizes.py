@@ -209,7 +209,7 @@ def own_range(verb: str, size: Size, axis: Axis) -> tuple[int, int]:
 
 
 def local_range(
-    verb: str, n: int, axis: Axis, size: int | Sequence[int] | None, *, word: str = "the vocabulary"
+    verb: str, n: int, axis: Axis, size: Size | None, *, word: str = "the vocabulary"
 ) -> tuple[int, int]:  # fmt: skip
     """Return (start, size): the offset of this rank's `n` entries, and the number of entries over `axis`.
 
