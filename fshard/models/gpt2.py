@@ -26,7 +26,7 @@ from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
 from .kv_cache import Cache, KeyValues, Tokens
 from .transformer import (
     Layout,
-    apply_blocks,
+    Pieces,
     causal_attention,
     check_numbers,
     decoder_of,
@@ -125,22 +125,28 @@ def _forward(
     remat: bool, mask: Tensor | Tokens | None, cache: Cache | None = None,
 ) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
     """Return the normalized stream after the last block, the unsharded parameters `names`, and what to cache."""
+    run = pieces(cfg, ids, layout=layout, key=key, mask=mask, cache=cache)
+    return run.run(params, names, described=shapes_of(init, cfg), specs=specs, key=key, remat=remat, cache=cache)
+
+
+def pieces(
+    cfg: Config, ids: Tensor, *, layout: Layout, key: Tensor | None, mask: Tensor | Tokens | None,
+    cache: Cache | None = None,
+) -> Pieces:  # fmt: skip
+    """Return the parts of the model on ids [B@data, T]."""
     tokens = Tokens.of(ids, mask, cache)
     if tokens.stop > cfg.n_positions:
         raise fail(f"gpt2: {tokens.stop} tokens do not fit {cfg.n_positions} positions",
                    fix="a larger n_positions")  # fmt: skip
     layout = layout.with_batch(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
-    described = shapes_of(init, cfg)
-    top = layout.unshard(names, params, specs, described)
 
-    x = layout.embed(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
-    x = x + layout.time_slice(nn.embedding(tokens.positions, top["wpe"]), tokens.positions.ndim - 1)
-    x = layout.dropout(x, cfg.embd_pdrop, key, "embd", tokens.total)
+    def embed(top: Any) -> Tensor:  # [B, T, D], or [B, T@model, D] under sequence parallelism
+        x = layout.embed(ids, top["wte"], cfg.vocab_size)
+        x = x + layout.time_slice(nn.embedding(tokens.positions, top["wpe"]), tokens.positions.ndim - 1)
+        return layout.dropout(x, cfg.embd_pdrop, key, "embd", tokens.total)
 
-    x, blocks = apply_blocks(lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, cached),
-                             params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
-                             cache=cache)  # fmt: skip
-    return layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon), top, blocks
+    return Pieces(layout, embed, lambda _: lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, cached),
+                  lambda top, x: layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon))  # fmt: skip
 
 
 def _block(
@@ -162,11 +168,11 @@ def _block(
     return x + layout.dropout(h, cfg.resid_pdrop, key, "down", tokens.total), cached
 
 
-def _logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
+def logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
     return layout.column_linear(x, t, top["wte"].transpose(0, 1))  # [B, T, V@model]
 
 
-apply, states = decoder_of(Config, init, _forward, _logits)
+apply, states = decoder_of(Config, init, _forward, logits)
 loss = loss_of(apply, Config)
 generate = generate_of(apply, Config)
 

@@ -28,7 +28,7 @@ from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
 from .kv_cache import Cache, KeyValues, Tokens
 from .transformer import (
     Layout,
-    apply_blocks,
+    Pieces,
     causal_attention,
     check_numbers,
     decoder_of,
@@ -222,17 +222,37 @@ def forward(
     Return the normalized stream after the last block, the unsharded parameters `names`, and the outputs of
     the blocks. `described` is the tree of `init`; `each` has more arguments for each block.
     """
+    run = _pieces(cfg, ids, block, layout=layout, key=key, mask=mask, cache=cache, each=each)
+    return run.run(params, names, described=described, specs=specs, key=key, remat=remat, cache=cache, has_aux=has_aux)
+
+
+def pieces(cfg: BaseConfig, ids: Tensor, **options: Any) -> Pieces:
+    """Return the parts of the model on ids [B@data, T]; `options` are layout, key and mask."""
+    return _pieces(cfg, ids, _block, **options)
+
+
+def _pieces(
+    cfg: BaseConfig, ids: Tensor, block: Callable[..., Any], *, layout: Layout, key: Tensor | None,
+    mask: Tensor | Tokens | None, cache: Cache | None = None, each: Sequence[tuple[Any, ...]] = (),
+) -> Pieces:  # fmt: skip
     tokens = Tokens.of(ids, mask, cache)
     layout = layout.with_batch(ids, key, cfg.attention_dropout)
-    top = layout.unshard(names, params, specs, described)
-    x = layout.embed(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
-    angles = rope_angles(cfg.rope_parameters, cfg.width, cfg.max_position_embeddings, tokens=tokens, layout=layout,
-                         dtype=x.dtype)  # fmt: skip
-    run = Forward(cfg, layout, tokens, angles)
+
+    def forward_of(x: Tensor) -> Forward:
+        angles = rope_angles(cfg.rope_parameters, cfg.width, cfg.max_position_embeddings, tokens=tokens, layout=layout,
+                             dtype=x.dtype)  # fmt: skip
+        return Forward(cfg, layout, tokens, angles)
+
     own = [(window, *more) for window, more in zip(cfg.windows, each or [()] * cfg.num_hidden_layers, strict=True)]
-    x, outs = apply_blocks(functools.partial(block, run), params, x, layout=layout, described=described, specs=specs,
-                           key=key, remat=remat, cache=cache, each=own, has_aux=has_aux)  # fmt: skip
-    return run.norm(x, top["norm_f"]), top, outs
+    # x: [B, T, D], or [B, T@model, D] under sequence parallelism
+    return Pieces(layout, lambda top: layout.embed(ids, top["wte"], cfg.vocab_size),
+                  lambda x: functools.partial(block, forward_of(x)),
+                  lambda top, x: norm(cfg, layout, x, top["norm_f"]), own)  # fmt: skip
+
+
+def norm(cfg: BaseConfig, layout: Layout, x: Tensor, p: Any) -> Tensor:
+    """Normalize the stream."""
+    return nn.rms_norm(x, layout.replicated(p["w"]), eps=cfg.rms_norm_eps)
 
 
 class Forward(NamedTuple):
@@ -245,7 +265,7 @@ class Forward(NamedTuple):
 
     def norm(self, x: Tensor, p: Any) -> Tensor:
         """Normalize the stream."""
-        return nn.rms_norm(x, self.layout.replicated(p["w"]), eps=self.cfg.rms_norm_eps)
+        return norm(self.cfg, self.layout, x, p)
 
     def attention(
         self, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +64,8 @@ class Layout:
     `varied`: the parameters are whole over `data` and vary over it already, as `fs.pvary(params, "data")` before
     `value_and_grad`, so that each rank has the gradients of its own examples, which `optim.zero` takes.
     `context`: the positions, of ids, targets and results in their order; between them decoders have the zigzag order
-    (`nn.context_attention`). With `zigzag` the ids, targets and results are in it, too. Without caches.
+    (`nn.context_attention`). With `zigzag` the ids, targets and results are in it, too. Without caches. `stage`: the
+    blocks, by block (`fs.on_stages`), for `models.pipelined`.
 
     >>> Layout("data", "model", sequence=True).stream
     P('data', 'model')
@@ -83,6 +84,7 @@ class Layout:
     varied: bool = False
     context: Axis = None
     zigzag: bool = False
+    stage: Axis = None
 
     @property
     def examples(self) -> tuple[str, ...]:
@@ -405,6 +407,9 @@ def apply_blocks(
     all blocks share and pass on: those that are differentiated cannot be captured. Errors call the parameters `label`.
     """
     keep = has_aux or cache is not None
+    if layout.stage:
+        raise fail("model: its blocks are on stages, and each rank has some of them", layout=layout,
+                   fix="fs.models.pipelined(model, cfg, layout=..., ...) for gradients, losses and logits")  # fmt: skip
 
     def one(p: Any, x: Tensor, inputs: tuple[Any, ...]) -> Any:
         out = block(p, x, *inputs)
@@ -420,6 +425,26 @@ def apply_blocks(
                prefetch=layout.prefetch, backward_prefetch=layout.backward_prefetch, dtype=layout.dtype,
                reduce_dtype=layout.reduce_dtype)  # fmt: skip
     return out if keep else (out, [])
+
+
+class Pieces(NamedTuple):
+    """The parts of a decoder on one batch, as a pipeline runs them on several ranks."""
+
+    layout: Layout
+    embed: Callable[[Any], Tensor]  # unsharded parameters that are not blocks -> the stream
+    block_for: Callable[[Tensor], Block]  # the stream, or one like it -> the block
+    norm: Callable[[Any, Tensor], Tensor]  # these parameters, the stream -> the normalized stream
+    each: Sequence[tuple[Any, ...]] | None = None  # more arguments for each block
+
+    def run(
+        self, params: Any, names: Sequence[str], *, described: Any, specs: Any, **options: Any
+    ) -> tuple[Tensor, dict[str, Any], list[Any]]:
+        """Return the normalized stream after the last block, the unsharded `names`, and the outputs of the blocks."""
+        top = self.layout.unshard(names, params, specs, described)
+        x = self.embed(top)
+        x, outs = apply_blocks(self.block_for(x), params, x, layout=self.layout, described=described, specs=specs,
+                               each=self.each, **options)  # fmt: skip
+        return self.norm(top, x), top, outs
 
 
 def loss_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor]:

@@ -198,8 +198,8 @@ def on_stages(
     """Return specs that place each layer of a list on one of the n ranks of `axis`, for `pipelined`.
 
     A rank has neighbouring layers: `lengths` numbers of them, or as many on each, the first ranks one more where n does
-    not divide them. With `chunks` it has that many groups of neighbours. Dim 0 of a leaf is split first over `axis`, in
-    parts of which one has all rows, and then as in `specs`, a list of the specs of each layer.
+    not divide them. With `chunks` it has that many groups of neighbours. Dim 0 of a leaf is split first over `axis`:
+    one rank has all rows. Then it is split as in `specs`, a list of the specs of each layer.
 
     >>> on_stages([P(), P()], [{"w": fs.init.zeros((4, 4))}] * 2, "stage", 2)[1]
     {'w': P('stage', lengths=(0, 4))}
@@ -238,17 +238,27 @@ def _split(batch: Any, m: int) -> list[Any]:
 
 def _layers(layers: Any, each: Any, chunks: int) -> list[tuple[Any, tuple[Any, ...]]]:
     """Return each layer of this rank, of all chunks in order, with its extra argument, if there is one."""
-    rows, extra = _unbind(layers, "layers", chunks), _unbind(each, "each", chunks)
-    if each is not None and len(extra) != len(rows):
-        raise fail(f"pipelined: each has {len(extra)} rows for {len(rows)} layers of this stage",
-                   fix="stack and split it like the layers")  # fmt: skip
+    if isinstance(layers, (list, tuple)):
+        extra: Any = each
+        rows = [layers[i] for i in _here(layers)]
+        if isinstance(each, (list, tuple)) and len(each) == len(layers):
+            extra = [each[i] for i in _here(layers)]
+    else:
+        rows, extra = _unbind(layers, "layers", chunks), None if each is None else _unbind(each, "each", chunks)
+    if each is not None and (not isinstance(extra, list) or len(extra) != len(rows)):
+        count = f"{len(extra)} rows" if isinstance(extra, list) else shown(each)
+        raise fail(f"pipelined: each has {count} for {len(rows)} layers of this stage",
+                   fix="stack and split it like the layers, or pass a list for a list")  # fmt: skip
     return [(row, () if each is None else (extra[i],)) for i, row in enumerate(rows)]
 
 
+def _here(layers: Sequence[Any]) -> list[int]:
+    """Return the numbers of the layers of a list whose leaves are not empty."""
+    return [i for i, layer in enumerate(layers) if any(x.numel() for x in tree.leaves(layer))]
+
+
 def _unbind(stacked: Any, name: str, chunks: int) -> list[Any]:
-    """Return a tree for each layer of this rank, unbound once; of a list, the trees whose leaves are not empty."""
-    if isinstance(stacked, (list, tuple)):
-        return [layer for layer in stacked if any(x.numel() for x in tree.leaves(layer))]
+    """Return a tree for each layer of this rank; the leaves are views, unbound once."""
     leaves, treedef = tree.flatten(stacked)
     dims = 2 if chunks > 1 else 1
     shapes = {tuple(x.shape[:dims]) if isinstance(x, Tensor) and x.ndim >= dims else None for x in leaves}
@@ -387,7 +397,7 @@ class _Run:
         n, v = self.order.stages, self.order.chunks
         if v == 1 or not isinstance(layers, (list, tuple)):
             return [len(self.layers) // v] * v
-        here = [i for i, layer in enumerate(layers) if any(x.numel() for x in tree.leaves(layer))]
+        here = _here(layers)
         counts = _counts(len(layers), n * v)
         places = [place for place, count in enumerate(counts) for _ in range(count)]
         if here != [i for i, place in enumerate(places) if place % n == self.stage]:
@@ -439,7 +449,7 @@ class _Run:
         d_ends, d_layers = tree.unflatten(treedef, sums)
         self.ends, self.weights = _with_grads(self.ends, d_ends)
         rows = [(*_with_grads(layer, d), extra) for (layer, extra), d in
-                zip(self.layers, _unbind(d_layers, "layers", self.order.chunks), strict=True)]  # fmt: skip
+                zip(self.layers, [d for d, _ in _layers(d_layers, None, self.order.chunks)], strict=True)]  # fmt: skip
         self.layers = [(layer, extra) for layer, _, extra in rows]
         self.weights_of = [[x for _, xs, _ in part for x in xs] for part in self._parts(rows)]
         with differentiating(), torch.enable_grad():

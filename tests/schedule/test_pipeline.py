@@ -389,7 +389,7 @@ pipelined: params[1]['key'] is int64, which has no gradient
   fix: pass it by each=, or capture it"""),
     "rows of each": ({"f": lambda run: lambda p, b: run(p, b, each=b["ids"] + 0)}, """\
 pipelined: each has 4 rows for 2 layers of this stage
-  fix: stack and split it like the layers"""),
+  fix: stack and split it like the layers, or pass a list for a list"""),
 }  # fmt: skip
 
 
