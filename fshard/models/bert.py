@@ -18,11 +18,10 @@ from torch import Tensor
 from fshard import init as initial
 from fshard import nn
 from fshard._core.files.io import StrPath
-from fshard._core.ops import total_size
+from fshard._core.ops import global_size, own_range
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.interop.hf import FileTensor, WeightHeaders
 from fshard.nn.decoding import check_ids
-from fshard.nn.zigzag import positions_of
 from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
@@ -185,7 +184,7 @@ def _encode(
               fail(f"bert: {name} must have one entry for each token", got=list(x.shape), needed=list(ids.shape))
               for name, x in (("mask", mask), ("types", types))
               if x is not None and (not isinstance(x, Tensor) or x.shape != ids.shape)]  # fmt: skip
-    size = total_size("bert", t, layout.context) if layout.context else t
+    size = global_size("bert", t, layout.context) if layout.context else t
     if size > cfg.max_position_embeddings:
         errors.append(fail(f"bert: {size} tokens do not fit {cfg.max_position_embeddings} positions",
                            fix="a larger max_position_embeddings"))  # fmt: skip
@@ -199,8 +198,8 @@ def _encode(
         x = torch.where(layout.time_slice(ids != cfg.pad_token_id).unsqueeze(-1), x, x.detach())
     table = layout.replicated(top["type"])
     x = x + (table[0] if types is None else nn.embedding(layout.time_slice(types), table))
-    at = positions_of("bert", size, layout.context, "contiguous") if layout.context else slice(t)
-    x = x + layout.time_slice(top["position"][at], 0)
+    first, _ = own_range("bert", size, layout.context)
+    x = x + layout.time_slice(top["position"][first : first + t], 0)
     x = layout.dropout(layout.layer_norm(x, top["ln"], cfg.layer_norm_eps), cfg.hidden_dropout_prob, key, "embd", size)
     attended = None if mask is None else mask != 0
     out: Tensor

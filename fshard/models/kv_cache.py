@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard import nn, tree
-from fshard._core.ops import total_size
+from fshard._core.ops import global_size
 from fshard.collectives import all_gather
 from fshard.errors import fail
 from fshard.nn.decoding import check_ids
@@ -116,7 +116,7 @@ def located(
         raise fail("model: a mask, or documents, must have one number for each token", got=list(numbers.shape),
                    ids=list(ids.shape))  # fmt: skip
     t, attended = ids.shape[1], None
-    size = total_size("model", t, context, word="an even T") if context else t
+    size = global_size("model", t, context, word="an even T") if context else t
     positions = nn.zigzag_positions(size, context) if context else torch.arange(t, device=ids.device)
     if numbers is not None:
         in_order = nn.from_zigzag(numbers, context, size=size) if context else numbers

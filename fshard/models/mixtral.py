@@ -83,7 +83,7 @@ class BaseConfig(llama.BaseConfig):
 
     def route(self, logits: Tensor, bias: Tensor | None) -> nn.Routing:
         """Choose experts by the logits [N, E]."""
-        return nn.route(logits, self.num_experts_per_tok)
+        return nn.route(logits, self.num_experts_per_tok, renormalize=getattr(self, "norm_topk_prob", True))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,11 +115,6 @@ class Config(BaseConfig):
         """Sizes of the experts."""
         return Experts(self.num_local_experts, self.intermediate_size)
 
-    @property
-    def windows(self) -> list[int | None]:
-        """The sliding window of each layer, in tokens; None attends to all before."""
-        return [self.sliding_window] * self.num_hidden_layers
-
 
 @checked
 def init(cfg: BaseConfig) -> Any:
@@ -128,20 +123,15 @@ def init(cfg: BaseConfig) -> Any:
     >>> init(Config())["h"][0]["experts"]["down"]
     f32[8, 14336, 4096] = normal(std=0.02)
     """
-    e, d, std = cfg.experts.number, cfg.hidden_size, cfg.initializer_range
-
-    def mlp(f: int) -> Any:
-        return {name: linear_params(*io, std, bias=False) for name, io in
-                {"gate": ((d,), (f,)), "up": ((d,), (f,)), "down": ((f,), (d,))}.items()}  # fmt: skip
+    e, f, d, std = cfg.experts.number, cfg.experts.width, cfg.hidden_size, cfg.initializer_range
+    shapes = {"gate": (e, d, f), "up": (e, d, f), "down": (e, f, d)}
 
     def mixture() -> Any:
-        f = cfg.experts.width
-        shapes = {"gate": (e, d, f), "up": (e, d, f), "down": (e, f, d)}
         return {"router": linear_params((d,), (e,), std, bias=cfg.experts.biased),
                 "experts": {name: initial.normal(shape, std=std) for name, shape in shapes.items()},
-                **({"shared": mlp(cfg.experts.shared)} if cfg.experts.shared else {})}  # fmt: skip
+                **({"shared": llama.mlp_params(cfg, cfg.experts.shared)} if cfg.experts.shared else {})}  # fmt: skip
 
-    return _with_dense_layers(cfg, llama.init_with(cfg, mixture), mlp(cfg.intermediate_size))
+    return _with_dense_layers(cfg, llama.init_with(cfg, mixture), llama.mlp_params(cfg, cfg.intermediate_size))
 
 
 @checked
@@ -154,8 +144,7 @@ def specs(cfg: BaseConfig, *, model: Axis = None, experts: Axis = None) -> Any:
     P('model')
     """
     width = tuple(name for name in names_of(model) if name not in names_of(experts)) or None
-    hidden = P(experts, None, width)
-    dense = {"gate": {"w": P(None, model)}, "up": {"w": P(None, model)}, "down": {"w": P(model)}}
+    hidden, dense = P(experts, None, width), llama.mlp_specs(cfg, model)
     mixture = {"router": P(), "experts": {"gate": hidden, "up": hidden, "down": P(experts, width)},
                **({"shared": dense} if cfg.experts.shared else {})}  # fmt: skip
     return _with_dense_layers(cfg, llama.specs_with(cfg, model, mixture), dense)
@@ -292,8 +281,7 @@ def _no_sums(cfg: BaseConfig, x: Tensor) -> RouterSums:
 
 def _mlp(cfg: BaseConfig, p: Any, h: Tensor) -> Tensor:
     """Compute this rank's part of an MLP, to be summed."""
-    return nn.linear(ACTIVATIONS[cfg.hidden_act](nn.linear(h, p["gate"]["w"])) * nn.linear(h, p["up"]["w"]),
-                     p["down"]["w"])  # fmt: skip
+    return nn.linear(llama.hidden_units(cfg, p, h), p["down"]["w"])
 
 
 def _mixture(cfg: BaseConfig, p: Any, h: Tensor, routing: nn.Routing, layout: Layout) -> Tensor:

@@ -30,7 +30,7 @@ from fshard.spec import Axis, P
 
 from .flash import additive, apply_fused, block, block_backward, has_kernel, plain
 from .layers import check_groups, has_dropout
-from .zigzag import Order, Piece, Split, positions
+from .zigzag import Order, Piece, Split, compact, positions, take
 
 # --- which queries meet which keys -----------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ def context_attention(
             have no document in common with the queries are not computed, but in a compiled program, which reads no
             values.
         window: a position attends to the last `window` positions up to itself, or less than `window` away.
-        size: T, needed only if the axis does not divide it.
+        size: T, needed only by a compiled program where the axis does not divide it.
         rate, key: dropout of weights, as in `attention`, by the positions of a query and a key.
         spec, shape: of the global weights, [B, H, T, T] or [B, G, H/G, T, T]; `axis` splits T in any case.
 
@@ -189,44 +189,44 @@ def context_attention(
     check_groups(verb, q.shape[1], k.shape[1])
     inner = live_axes(current.comm, names[-1:] if len(methods) == 2 else names if methods == ("ulysses",) else ())
     outer = tuple([a for a in live_axes(current.comm, names) if a not in inner])
-    split = Split.make(verb, "q", q.shape[2], (*outer, *inner), order, size)
+    split = Split.make(verb, (*outer, *inner), order, size, q.shape[2])
     if (types := checker()) is not None:
         types.check_operands("attention", [q, k, v])
     numbers = None
     if given:
         of_query = torch.zeros_like(given[0]).long() if documents is None else documents.long()
         of_key = of_query if mask is None else torch.where(mask != 0, of_query, torch.iinfo(torch.int64).min)
-        numbers = _gather(torch.stack([of_query, of_key], -1), (*outer, *inner), split.longest,
-                          split.joined(range(split.n)), 1)  # fmt: skip
+        numbers = all_gather(torch.stack([of_query, of_key], -1), (*outer, *inner), 1, size=split.size)
+        numbers = take(numbers, sorted(split.pieces(*range(len(split.lengths)))), 1)
     rule = _Rule(causal, window, numbers)
 
     # 1. Over the inner axis exchange positions for heads. A group of ranks then has the same positions.
     batch, heads, n_inner, n = *q.shape[:2], size_of(inner, current.sizes), size_of(outer, current.sizes)
     me = split.me // n_inner
-    groups = [split.joined(range(g * n_inner, (g + 1) * n_inner)) for g in range(n)]
+    groups = [sorted(split.pieces(*range(g * n_inner, (g + 1) * n_inner))) for g in range(n)]
+    lengths = [sum(p.length for p in pieces) for pieces in groups]
     if inner:
         k, v = (_split_heads(x, heads, n_inner) for x in (k, v))
-        q, k, v = (_take(all_to_all(pad(x, 2, split.longest), inner, split=1, concat=2, size=n_inner * split.longest),
-                         groups[me], 2) for x in (q, k, v))  # fmt: skip
+        q, k, v = (take(all_to_all(x, inner, split=1, concat=2, size=lengths[me]), groups[me], 2) for x in (q, k, v))
     # 2. Over the outer axis bring keys and values to the queries.
-    groups = [_compact(pieces) for pieces in groups]
-    longest = max(sum(p.length for p in pieces) for pieces in groups)
+    groups = [compact(pieces) for pieces in groups]
     ring, drops = None, has_dropout(verb, rate, key)
     is_fused = has_kernel(q, k, v) and not drops
     if n > 1 and methods[0] == "ring" and is_fused:
         ring = Permute(current.comm, outer, tuple([(i, (i + 1) % n) for i in range(n)]))
-        k, v = pad(k, 2, longest), pad(v, 2, longest)
+        k, v = (pad(x, 2, max(lengths)) for x in (k, v))
         steps = [rule.blocks(groups[me], groups[(me - i) % n]) for i in range(n)]
     else:
-        every = sorted(p._replace(at=g * longest + p.at) for g in range(n) for p in groups[g])
-        k, v = (_gather(x, outer, longest, every, 2) for x in (k, v))
-        steps = [rule.blocks(groups[me], _compact(every))]
+        every = sorted(compact(list(itertools.chain(*groups))))
+        k, v = (take(all_gather(x, outer, 2, size=split.size), every, 2) for x in (k, v))
+        every = compact(every)
+        steps = [rule.blocks(groups[me], every)]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out: Tensor
     if is_fused:
         out, _ = apply_fused(_Schedule(steps, ring, rule, scale), q, k, v, numbers)
     else:  # in one block, since merges have no second derivatives
-        rows, columns = (tuple(pieces) or (Piece(0, 0, 0),) for pieces in (groups[me], _compact(every)))
+        rows, columns = (tuple(pieces) or (Piece(0, 0, 0),) for pieces in (groups[me], every))
         drop = None
         if drops and key is not None:
             dims = (spec or P()).parts(len(shape or q.shape))[:-2]
@@ -242,36 +242,14 @@ def context_attention(
         out, _ = plain(q, k, v, False, rule.mask(_Block(rows, columns, "mask"), numbers, q), scale, drop)
     # 3. Exchange back.
     if inner:
-        places = {p[:2]: p.at for p in groups[me]}
-        parts = [[p._replace(at=places[p[:2]]) for p in split.pieces(me * n_inner + i) if p.length]
-                 for i in range(n_inner)]  # fmt: skip
-        joined = torch.cat([pad(_take(out, pieces, 2), 2, split.longest) for pieces in parts], 2)
-        out = all_to_all(joined, inner, split=2, concat=1, size=heads)
-        out = out.narrow(2, 0, sum(p.length for p in split.pieces(split.me)))
+        places = {p.start: p for p in groups[me]}
+        by_rank = [places[p.start] for p in split.pieces(*range(me * n_inner, (me + 1) * n_inner))]
+        out = all_to_all(take(out, by_rank, 2), inner, split=2, concat=1, size=heads)
     return out
 
 
 def _drop(keep: Tensor, rate: float, weights: Tensor) -> Tensor:
     return torch.where(keep, weights / (1 - rate), 0)
-
-
-def _compact(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return pieces with their places once `_take` has copied them."""
-    ends = itertools.accumulate([p.length for p in pieces], initial=0)
-    return [p._replace(at=at) for p, at in zip(pieces, ends, strict=False)]
-
-
-def _take(x: Tensor, pieces: Sequence[Piece], dim: int) -> Tensor:
-    """Return the pieces of a dim end to end."""
-    if list(pieces) == _compact(pieces):
-        return x.narrow(dim, 0, sum(p.length for p in pieces))
-    return torch.cat([x.narrow(dim, p.at, p.length) for p in pieces], dim)
-
-
-def _gather(x: Tensor, axes: tuple[str, ...], longest: int, pieces: Sequence[Piece], dim: int) -> Tensor:
-    """Gather parts, padded to the `longest`, and take the pieces."""
-    n = size_of(axes, region().sizes)
-    return _take(all_gather(pad(x, dim, longest), axes, dim, size=n * longest), pieces, dim)
 
 
 def _split_heads(x: Tensor, heads: int, n: int) -> Tensor:

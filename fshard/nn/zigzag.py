@@ -7,7 +7,7 @@ Source: Zhu, 2024, "ring-flash-attention".
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -16,18 +16,17 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._core.ops import Permute, apply_map, dim_of, total_size
-from fshard._core.packing import pad
-from fshard._core.protocol import coords_of, index_of
+from fshard._core.ops import Counts, dim_of, exchange_rows, global_size
+from fshard._core.protocol import index_of
 from fshard._core.region import known_axes, live_axes, region
 from fshard.errors import checked, fail, must_be
-from fshard.spec import Axis, P, part_range
+from fshard.spec import Axis, P, part_lengths, part_range
 
 Order = Literal["zigzag", "contiguous"]
 
 
 class Piece(NamedTuple):
-    """Neighbouring positions, from `start` to before `stop`, that are in one rank's memory from `at` on."""
+    """Neighbouring positions, from `start` to before `stop`, that are in memory from `at` on."""
 
     start: int
     stop: int
@@ -41,69 +40,56 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """The positions of a sequence of `size` over the ranks of axes of these `sizes`; this rank is number `me`."""
+    """A sequence of `size` positions over ranks, whose parts have these lengths in each order; this rank is `me`."""
 
     size: int
-    sizes: tuple[int, ...]
+    lengths: tuple[int, ...]
     me: int
     order: Order
 
     @staticmethod
-    def make(verb: str, name: str, n: int, axes: tuple[str, ...], order: Order, size: int | None) -> Split:
-        """Return the split of the positions of an argument with this `name`; this rank has `n` positions."""
-        split = Split.from_size(verb, total_size(verb, n, axes) if size is None else size, axes, order)
-        if n != (mine := sum(p.length for p in split.pieces(split.me))):
-            raise fail(f"{verb}: {name} has {n} positions here, and this rank's part in {order} order is {mine}",
-                       size=split.size, axis=axes, fix="pass the global size=")  # fmt: skip
-        return split
-
-    @staticmethod
-    def from_size(verb: str, size: int, axes: tuple[str, ...], order: Order) -> Split:
-        """Return the split of a sequence of this size."""
+    def make(verb: str, axes: tuple[str, ...], order: Order, size: int | None, n: int | None = None) -> Split:
+        """Return the split over these axes; this rank has `n` positions, by which the size is known."""
         current = region(verb)
+        if size is None:
+            assert n is not None
+            size = global_size(verb, n, axes)
         if size < 0:
             raise fail(f"{verb}: size={size}", fix="0 or more")
+        lengths = tuple(part_lengths(size, [current.sizes[a] for a in axes]))
         me = index_of(axes, current.sizes, current.coords)
-        return Split(size, tuple([current.sizes[a] for a in axes]), me, order)
+        if n not in (None, lengths[me]):
+            raise fail(f"{verb}: this rank has {n} positions, and its part is {lengths[me]}", size=size, axis=axes,
+                       fix="pass the global size=")  # fmt: skip
+        return Split(size, lengths, me, order)
 
-    @property
-    def n(self) -> int:
-        """The number of ranks."""
-        return math.prod(self.sizes)
+    def pieces(self, *ranks: int) -> list[Piece]:
+        """Return the positions of some ranks as they are in memory if their parts are joined."""
+        out, at = [], 0
+        for r in ranks:
+            length, before = self.lengths[r], sum(self.lengths[:r])
+            ends = [before, before + length]
+            if self.order == "zigzag":  # the first halves of all parts, then the second ones, from the last rank on
+                first, firsts = -(-length // 2), sum(-(-n // 2) for n in self.lengths[:r])
+                stop = self.size - (before - firsts)
+                ends = [firsts, firsts + first, stop - (length - first), stop]
+            for start, stop in zip(ends[::2], ends[1::2], strict=True):
+                out.append(Piece(start, stop, at))
+                at += stop - start
+        return [p for p in out if p.length]
 
-    @property
-    def longest(self) -> int:
-        """The length of the longest part, by any order."""
-        return -(-self.size // self.n)
 
-    @property
-    def half(self) -> int:
-        """The length of the longest chunk."""
-        return -(-self.longest // 2)
+def compact(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return pieces with their places once `take` has copied them."""
+    ends = itertools.accumulate([p.length for p in pieces], initial=0)
+    return [p._replace(at=at) for p, at in zip(pieces, ends, strict=False)]
 
-    @property
-    def chunks(self) -> list[tuple[int, int]]:
-        """The (start, stop) of 2n chunks: two for each rank, if it has its positions in order."""
-        out = []
-        for r in range(self.n):
-            start, length = part_range(self.size, self.sizes, coords_of(r, self.sizes))
-            middle = start + min(self.half, length)
-            out += [(start, middle), (middle, start + length)]
-        return out
 
-    def numbers(self, rank: int) -> tuple[int, int]:
-        """Return the numbers of the two chunks of a rank."""
-        return (rank, 2 * self.n - 1 - rank) if self.order == "zigzag" else (2 * rank, 2 * rank + 1)
-
-    def pieces(self, rank: int) -> list[Piece]:
-        """Return the two pieces of a rank; one or both may be empty."""
-        (a, b), (c, d) = (self.chunks[i] for i in self.numbers(rank))
-        return [Piece(a, b, 0), Piece(c, d, b - a)]
-
-    def joined(self, ranks: range) -> list[Piece]:
-        """Return the pieces of some ranks by position, with their places where their padded parts are joined."""
-        pieces = [p._replace(at=i * self.longest + p.at) for i, r in enumerate(ranks) for p in self.pieces(r)]
-        return sorted(p for p in pieces if p.length)
+def take(x: Tensor, pieces: Sequence[Piece], dim: int) -> Tensor:
+    """Return the pieces of a dim end to end."""
+    if list(pieces) == compact(pieces):
+        return x.narrow(dim, 0, sum(p.length for p in pieces))
+    return torch.cat([x.narrow(dim, p.at, p.length) for p in pieces], dim)
 
 
 # --- the order of the tokens ------------------------------------------------------------------------------------
@@ -115,7 +101,8 @@ def to_zigzag(x: Any, axis: Axis, dim: int = 1, *, size: int | None = None) -> A
 
         [B, T@axis]{V} -> [B, T@axis in zigzag order]{V}     transpose: from_zigzag     cost: at most bytes
 
-    `size` is the global T, needed only if the axis does not divide it. x may be a tree.
+    All ranks have as many positions as before. `size` is the global T, needed only by a compiled program where the axis
+    does not divide it. x may be a tree.
 
     >>> moved = to_zigzag(ids, "seq")                                # seq=2, T=8: ranks get 0 1 6 7 and 2 3 4 5
 
@@ -142,23 +129,24 @@ def _reorder(verb: str, x: Any, axis: Axis, dim: int, size: int | None) -> Any:
         if not isinstance(x, Tensor):
             raise must_be(f"{verb}: x", "a Tensor or a tree of Tensors", x)
         d = dim_of(f"{verb}: x", x, dim)
-        before = Split.make(verb, "x", x.shape[d], axes, orders[0], size)
+        before = Split.make(verb, axes, orders[0], size, x.shape[d])
         if not axes:
             return x
-        after = replace(before, order=orders[1])
-        sent, kept = before.numbers(before.me), after.numbers(after.me)
-        chunks = {i: pad(x.narrow(d, p.at, p.length), d, before.half)
-                  for i, p in zip(sent, before.pieces(before.me), strict=True)}  # fmt: skip
-        holders = {i: r for r in range(after.n) for i in after.numbers(r)}
-        # Of two chunks of a rank one has an even number and one an odd number, in each order: a permute for each.
-        for parity in (0, 1):
-            pairs = tuple([(r, holders[i]) for r in range(before.n) for i in before.numbers(r) if i % 2 == parity])
-            mine = next(i for i in sent if i % 2 == parity)
-            (chunks[-1 - parity],) = apply_map(Permute(region(verb).comm, axes, pairs), [chunks[mine]])
-        parts = [chunks[-1 - i % 2].narrow(d, 0, p.length) for i, p in zip(kept, after.pieces(after.me), strict=True)]
-        return torch.cat(parts, d)
+        after, ranks = replace(before, order=orders[1]), range(len(before.lengths))
+        sent = [_common(before.pieces(before.me), after.pieces(r)) for r in ranks]
+        received = [_common(before.pieces(r), after.pieces(after.me)) for r in ranks]
+        to, of = (tuple([sum(p.length for p in pieces) for pieces in runs]) for runs in (sent, received))
+        rows = take(x, list(itertools.chain(*sent)), d).movedim(d, 0)
+        (rows,) = exchange_rows(axes, Counts(to, of, True), [rows])
+        return take(rows, sorted(compact(list(itertools.chain(*received)))), 0).movedim(0, d)
 
     return tree.map(move, x)
+
+
+def _common(pieces: Sequence[Piece], others: Sequence[Piece]) -> list[Piece]:
+    """Return the positions that are in two parts, with their places in the first one's memory."""
+    both = [(p, max(p.start, q.start), min(p.stop, q.stop)) for p in pieces for q in others]
+    return [Piece(start, stop, p.at + start - p.start) for p, start, stop in both if start < stop]
 
 
 @checked
@@ -168,22 +156,17 @@ def zigzag_positions(size: int, axis: Axis) -> Tensor:
     >>> zigzag_positions(8, "seq")                                # seq=2: the first rank
     tensor([0, 1, 6, 7])
     """
-    return positions_of("zigzag_positions", size, axis, "zigzag")
-
-
-def positions_of(verb: str, size: int, axis: Axis, order: Order) -> Tensor:
-    """Return the global positions of this rank's tokens in this order."""
-    current = region(verb)
-    axes = known_axes(verb, current, axis)
-    split = Split.from_size(verb, size, axes, order)
+    current = region("zigzag_positions")
+    axes = known_axes("zigzag_positions", current, axis)
+    split = Split.make("zigzag_positions", axes, "zigzag", size)
     out = positions(split.pieces(split.me), current.device)
     if current.checker is not None:
-        current.checker.set_integer_type(out, verb, varies=axes)
+        current.checker.set_integer_type(out, "zigzag_positions", varies=axes)
     return out
 
 
 def positions(pieces: Sequence[Piece], device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(p.start, p.stop, device=device) for p in pieces])
+    return torch.cat([torch.arange(p.start, p.stop, device=device) for p in pieces or [Piece(0, 0, 0)]])
 
 
 def local_ranges(verb: str, shape: Sequence[int], spec: P, axis: Axis) -> tuple[int, list[slice]]:
@@ -197,9 +180,9 @@ def local_ranges(verb: str, shape: Sequence[int], spec: P, axis: Axis) -> tuple[
         raise fail(f"{verb}: zigzag={axis!r} is not the first axis of a dim of spec {spec}", shape=list(shape),
                    fix="the axis that to_zigzag moved positions over")  # fmt: skip
     dim, others = found[0]
-    split = Split.from_size(verb, shape[dim], names, "zigzag")
+    split = Split.make(verb, names, "zigzag", shape[dim])
     pieces = split.pieces(split.me)
-    start, length = part_range(sum(p.length for p in pieces), [current.sizes[a] for a in others],
+    start, length = part_range(split.lengths[split.me], [current.sizes[a] for a in others],
                                [current.coords[a] for a in others])  # fmt: skip
     cut = [(max(p.at, start) - p.at, min(p.at + p.length, start + length) - p.at) for p in pieces]
     return dim, [slice(p.start + a, p.start + max(a, b)) for p, (a, b) in zip(pieces, cut, strict=True)]

@@ -29,6 +29,19 @@ from .step_cost import measure_step
 
 WITHIN = 0.03
 ROWS, T, VOCAB = 4, 128, 4096  # examples of each rank, tokens, classes
+
+
+@dataclass(frozen=True)
+class Balanced(mixtral.Config):
+    """A Mixtral whose tokens choose the experts in turn, as a plan assumes: values decide what else a step needs."""
+
+    def route(self, logits: Tensor, bias: Tensor | None) -> fs.nn.Routing:
+        routing = super().route(logits, bias)
+        k, (n, e) = self.num_experts_per_tok, logits.shape
+        experts = (torch.arange(n * k, device=logits.device) % e).view(n, k)
+        return routing._replace(experts=experts, weights=routing.probabilities.gather(1, experts))
+
+
 MODELS: dict[str, tuple[Any, Any]] = {
     "gpt2": (gpt2, gpt2.Config(vocab_size=VOCAB, n_positions=T, n_embd=256, n_layer=4, n_head=4)),
     "llama": (llama, llama.Config(vocab_size=VOCAB, hidden_size=256, intermediate_size=704, num_hidden_layers=4,
@@ -36,8 +49,8 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "t5": (t5, t5.Config(vocab_size=VOCAB, d_model=256, d_kv=64, d_ff=512, num_layers=3, num_heads=4,
                          dropout_rate=0.0)),
     "resnet": (resnet, resnet.Config.of(18, num_labels=VOCAB)),
-    "mixtral": (mixtral, mixtral.Config(vocab_size=VOCAB, hidden_size=256, intermediate_size=256, num_hidden_layers=4,
-                                        num_attention_heads=4, num_key_value_heads=2, num_local_experts=8)),
+    "mixtral": (mixtral, Balanced(vocab_size=VOCAB, hidden_size=256, intermediate_size=256, num_hidden_layers=4,
+                                  num_attention_heads=4, num_key_value_heads=2, num_local_experts=8)),
 }  # fmt: skip
 BF16 = {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 

@@ -53,15 +53,15 @@ def packed(t, n):
     return cuts if n else None
 
 
-def attend(axis, t, documents=None, order="zigzag", mask=None, **options):
+def attend(axis, documents=None, order="zigzag", mask=None, **options):
     """Return a function of q, k and v in order, with the result in order."""
 
     def f(q, k, v):
         moved = order == "zigzag"
-        there = (lambda x, dim: nn.to_zigzag(x, axis, dim, size=t)) if moved else (lambda x, dim: x)
+        there = (lambda x, dim: nn.to_zigzag(x, axis, dim)) if moved else (lambda x, dim: x)
         of_tokens = {name: there(x, 1) for name, x in (("documents", documents), ("mask", mask)) if x is not None}
-        out = nn.context_attention(*there((q, k, v), 2), axis, order=order, **of_tokens, size=t, **options)
-        return nn.from_zigzag(out, axis, 2, size=t) if moved else out
+        out = nn.context_attention(*there((q, k, v), 2), axis, order=order, **of_tokens, **options)
+        return nn.from_zigzag(out, axis, 2) if moved else out
 
     return f
 
@@ -72,7 +72,7 @@ def on_mesh(sizes, args, documents=None, check="never", mask=None, **options):
     spec = P(None, None, axis)
 
     def run(q, k, v, grad, documents, mask):
-        y, pull = torch.func.vjp(attend(axis, args[0].shape[2], documents, mask=mask, **options), q, k, v)
+        y, pull = torch.func.vjp(attend(axis, documents, mask=mask, **options), q, k, v)
         return y, pull(grad)
 
     return on(sizes, run, (*args, rand(*args[0].shape, seed=50).to(args[0].dtype), documents, mask),
@@ -189,7 +189,7 @@ def test_second_derivatives_of_the_ring_by_the_plain_formula():
 
     def summed(q, k, v):  # each rank has its part of the fixed tensor
         part = rand(2, 4, 6, 8, seed=1)[:, :, fs.axis_index("s") * 2 :][:, :, :2]
-        return torch.func.vjp(squared(attend("s", 6)), q, k, v)[1](part)
+        return torch.func.vjp(squared(attend("s")), q, k, v)[1](part)
 
     with sdpa_kernel(SDPBackend.MATH):
         got = on({"s": 3}, summed, args, (P(None, None, "s"),) * 3, P(None, None, "s"), check="never")
@@ -218,7 +218,7 @@ def test_a_second_call_before_the_backward_pass_of_the_first_keeps_its_keys():
         return lambda *xs: f(*xs[:3]) + 2 * f(*xs[3:])
 
     def run(*xs):
-        _, pull = torch.func.vjp(both(attend("s", 8)), *xs[:6])
+        _, pull = torch.func.vjp(both(attend("s")), *xs[:6])
         return pull(xs[6])
 
     got = on({"s": 2}, run, (*a, *b, rand(*a[0].shape, seed=50)), (P(None, None, "s"),) * 7, P(None, None, "s"))
@@ -238,7 +238,7 @@ def test_types_of_context_attention_and_its_law(method):
     def step(w, q, k, v):
         def loss(w):
             w = fs.pvary(w, ("data", "s"))
-            out = attend("s", 12, method=method)(q @ w, k, v)
+            out = attend("s", method=method)(q @ w, k, v)
             return fs.pmean(out.square().mean(), ("data", "s"))
 
         return fs.value_and_grad(loss)(w)
@@ -308,7 +308,7 @@ def _pairs(n, t, documents=None, **options):
 
     def run(q, k, v, documents):
         with Pairs(counts):
-            return attend("s", t, documents, **options)(q, k, v)
+            return attend("s", documents, **options)(q, k, v)
 
     spec = P(None, None, "s")
     on({"s": n}, run, (*inputs(t), documents), (*[spec] * 3, P(None, "s")), spec, check="never")
@@ -396,7 +396,7 @@ def test_errors_of_context_attention():
         return error_text(on, {"s": 2}, f, args, specs, P(None, None, "s"))
 
     assert text(lambda q, k, v: nn.context_attention(q, k, v, "s", size=10), q, k, v).startswith(
-        "context_attention: q has 4 positions here, and this rank's part in zigzag order is 5\n"
+        "context_attention: this rank has 4 positions, and its part is 5\n"
         "  size  10    axis  ('s',)\n  fix: pass the global size="
     )
     assert "the heads of k and v must divide those of q\n  q  4    k  3\n  4 % 3 = 1" in text(

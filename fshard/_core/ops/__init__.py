@@ -14,7 +14,6 @@ from .dim_sizes import (
     local_range,
     own_range,
     split_layout,
-    total_size,
 )
 from .linear_maps import (
     AllToAll,
@@ -49,5 +48,4 @@ __all__ = [
     "checked_size", "described_size", "differentiable_dtype", "dim_of", "evenly", "exchange_padded", "exchange_rows",
     "gather_layout", "global_shape", "global_size", "host_numbers", "keep_placed", "known_sizes", "local_range",
     "make_functions", "minmax", "own_range", "row_counts", "run_map", "split_layout", "start_map", "tally",
-    "total_size",
 ]  # fmt: skip

@@ -120,11 +120,6 @@ def global_size(verb: str, n: int, axis: Axis, *, word: str = "size=") -> int:
     return size
 
 
-def total_size(verb: str, n: int, axis: Axis, *, word: str = "size=") -> int:
-    """Return the global size of a dim that `axis` splits into any parts; this rank has `n` entries of it."""
-    return total(known_sizes(verb, [n], axis, word=word)[0])
-
-
 def known_sizes(verb: str, ns: Sequence[int], axis: Axis, *, word: str = "size=") -> list[Size]:
     """Return the sizes of dims that `axis` splits; this rank has `ns` entries of them.
 
@@ -168,7 +163,7 @@ def global_shape(verb: str, x: Tensor, spec: P, *, word: str) -> tuple[int, ...]
     described = spec.sizes(described, region().sizes)
     for n, known, axes in zip(x.shape, described, spec.parts(x.ndim), strict=True):
         fits = known != n and _length_here(known, axes) == n
-        size = known if fits or isinstance(known, tuple) else total_size(verb, n, axes, word=word)
+        size = known if fits or isinstance(known, tuple) else total(known_sizes(verb, [n], axes, word=word)[0])
         if (length := _length_here(size, axes)) != n:
             lengths = part_lengths(size, [region().sizes[a] for a in axes])
             raise fail(f"{verb}: x is not this rank's part of an array with spec {spec}",
