@@ -161,7 +161,7 @@ def live_axes(comm: Comm, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def live_axis(verb: str, axis: Axis) -> Axis:
-    """Return the axes of more than one rank among those of an argument; None without any: nothing is split then."""
+    """Return the axes of an argument that have more than one rank; None without any, where nothing is split."""
     if not names_of(axis):
         return None
     current = region(verb)

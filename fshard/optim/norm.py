@@ -32,23 +32,20 @@ def global_norm(x: Any, specs: Any) -> Tensor:
 
     Raises ShardingError listing every leaf that is not a tensor of floats.
     """
-    leaves, treedef = tree.check_leaves("global_norm", "x", x, Tensor)
+    leaves, _ = tree.check_leaves("global_norm", "x", x, Tensor)
     raise_all([must_be(f"global_norm: {tree.show('x', path)}", "a tensor of floats", leaf)
                for path, leaf in (tree.leaves_with_path(x) if any(map(_has_no_norm, leaves)) else ())
                if _has_no_norm(leaf)])  # fmt: skip
-    return norm_of(leaves, axes_of(specs, x, treedef))
+    return norm_of(leaves, axes_of(specs, x))
 
 
 def _has_no_norm(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex()) or x.layout is not torch.strided
 
 
-def axes_of(specs: Any, x: Any, treedef: Any) -> list[tuple[str, ...]]:
+def axes_of(specs: Any, x: Any) -> list[tuple[str, ...]]:
     """Return the axes that each leaf of `x` varies over, by a prefix tree of specs."""
-    flat, same = tree.flatten(specs)
-    if same != treedef or not all(map(is_spec, flat)):
-        flat = tree.broadcast(specs, x, name="specs", leaf=is_spec)
-    return [s.axes for s in flat]
+    return [s.axes for s in tree.broadcast(specs, x, name="specs", leaf=is_spec)]
 
 
 def norm_of(leaves: Sequence[Tensor], axes: Sequence[tuple[str, ...]]) -> Tensor:
