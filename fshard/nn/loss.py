@@ -88,9 +88,8 @@ def cross_entropy(
         losses: Tensor = F.cross_entropy(rows, targets.reshape(-1), weight, ignore_index=ignore_index, reduction=here)
         if not over or reduction == "none":
             return losses.view(targets.shape) if reduction == "none" else losses
-        total, count = losses, (targets != ignore_index).sum().to(wide)
-        total, count = psum((total, count), over)
-        return total if reduction == "sum" else total / count
+        both: list[Tensor] = psum([losses, (targets != ignore_index).sum().to(wide)], over)
+        return both[0] if reduction == "sum" else both[0] / both[1]
 
     counted = targets != ignore_index
     if not axis and classes is None:
