@@ -76,27 +76,26 @@ def cross_entropy(
     if weight is not None:
         weight = weight.detach().to(wide)
     plain = torch.compiler.is_dynamo_compiling() or logits.numel() <= _PLAIN_UP_TO
-    if plain and classes is None and not (axis or over or label_smoothing):  # torch cannot vmap its label smoothing
-        check_range("cross_entropy", "target", targets, v, ignore_index, kind="classes", unsplit=logits)
-        rows, classes = logits.reshape(targets.numel(), v).to(wide), targets.reshape(-1)
-        losses = F.cross_entropy(rows, classes, weight, ignore_index=ignore_index, reduction=reduction)
-        return losses.view(targets.shape) if reduction == "none" else losses
-
-    counted = targets != ignore_index
+    n_classes = v
     if axis or classes is not None:
         column, is_local, n_classes = target_columns("cross_entropy", logits, targets, axis, size, classes)
-    else:
-        column, is_local = targets.where(counted, 0), counted
-        _, n_classes = local_range("cross_entropy", v, axis, size)
-    if classes is None:
-        check_range("cross_entropy", "target", targets, n_classes, ignore_index, kind="classes",
-                    unsplit=None if axis else logits)  # fmt: skip
-    is_local = is_local & counted
-    if plain and v and weight is None and classes is None and not (label_smoothing or live_axis("cross_entropy", axis)):
+    in_range = classes is None and check_range("cross_entropy", "target", targets, n_classes, ignore_index,
+                                               kind="classes", unsplit=None if axis else logits)  # fmt: skip
+    is_whole = classes is None and (not axis or (in_range and not live_axis("cross_entropy", axis)))
+    if plain and is_whole and not (label_smoothing or (over and weight is not None)):  # torch cannot vmap its smoothing
         rows = logits.reshape(targets.numel(), v).to(wide)
-        losses = F.cross_entropy(rows, column.reshape(-1), reduction="none").view(targets.shape)
-        is_class, target_weight = (targets >= 0) & (targets < v), counted.to(wide)
-        return _reduced(losses, target_weight, counted, is_class if axis else None, reduction, over)
+        here: str = "sum" if over and reduction == "mean" else reduction
+        losses: Tensor = F.cross_entropy(rows, targets.reshape(-1), weight, ignore_index=ignore_index, reduction=here)
+        if not over or reduction == "none":
+            return losses.view(targets.shape) if reduction == "none" else losses
+        both: list[Tensor] = psum([losses, (targets != ignore_index).sum().to(wide)], over)
+        return both[0] if reduction == "sum" else both[0] / both[1]
+
+    counted = targets != ignore_index
+    if not axis and classes is None:
+        column, is_local = targets.where(counted, 0), counted
+        local_range("cross_entropy", v, axis, size)  # raises for another size
+    is_local = is_local & counted
     column = column.unsqueeze(-1)[..., :v]
     # Subtract the largest logit of all ranks, a constant to the derivative, so that no exponential overflows. A part
     # whose logits are all -inf adds 0.
@@ -126,18 +125,12 @@ def cross_entropy(
     if label_smoothing:
         smooth = lse * (number if weight is None else sums["total_weight"]) - sums["all_classes"]
         losses = (1 - label_smoothing) * losses + label_smoothing / number * smooth
-    return _reduced(losses, target_weight, counted, is_class if axis or classes is not None else None, reduction, over)
-
-
-def _reduced(
-    losses: Tensor, weight: Tensor, counted: Tensor, is_class: Tensor | None, reduction: str, over: Axis
-) -> Tensor:
-    """Reduce the loss of each target: 0 where it is not counted, NaN where it is counted and no class."""
-    losses = losses if is_class is None else losses.where(is_class, math.nan)
+    if axis or classes is not None:
+        losses = losses.where(is_class, math.nan)
     losses = losses.where(counted, 0)
     if reduction == "none":
         return losses
-    total, count = losses.sum(), weight.sum()
+    total, count = losses.sum(), target_weight.sum()
     if over:
         total, count = psum((total, count), over)
     return total if reduction == "sum" else total / count

@@ -98,8 +98,7 @@ def clip_by_global_norm(max_norm: float, specs: Any) -> Transform:
         return tree.unflatten(treedef, clipped), state
 
     def factors(grads: Any, state: Any, params: Any) -> tuple[list[Tensor], Any]:
-        leaves, treedef = tree.flatten(grads)
-        axes = axes_of("clip_by_global_norm", "grads", grads, specs, treedef)
+        leaves, axes = tree.leaves(grads), axes_of("clip_by_global_norm", "grads", grads, specs)
         norm = norm_of(leaves, axes)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         scales = {a: pvary(scale, a) if a else scale for a in dict.fromkeys(axes)}

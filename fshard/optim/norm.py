@@ -34,26 +34,24 @@ def global_norm(x: Any, specs: Any) -> Tensor:
 
     Raises ShardingError listing every leaf that is not a tensor of floats, or whose spec does not name its axes.
     """
-    leaves, treedef = tree.check_leaves("global_norm", "x", x, Tensor)
+    leaves, _ = tree.check_leaves("global_norm", "x", x, Tensor)
     raise_all([must_be(f"global_norm: {tree.show('x', path)}", "a tensor of floats", leaf)
                for path, leaf in (tree.leaves_with_path(x) if any(map(_has_no_norm, leaves)) else ())
                if _has_no_norm(leaf)])  # fmt: skip
-    return norm_of(leaves, axes_of("global_norm", "x", x, specs, treedef))
+    return norm_of(leaves, axes_of("global_norm", "x", x, specs))
 
 
 def _has_no_norm(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex()) or x.layout is not torch.strided
 
 
-def axes_of(verb: str, label: str, x: Any, specs: Any, treedef: Any) -> list[tuple[str, ...]]:
+def axes_of(verb: str, label: str, x: Any, specs: Any) -> list[tuple[str, ...]]:
     """Return the axes that each leaf of `x` varies over, by a prefix tree of specs.
 
     Raises ShardingError for axes that the mesh lacks, and in a checked call for leaves that vary over other axes.
     """
-    flat, same = tree.flatten(specs)
-    if same != treedef or not all(map(is_spec, flat)):
-        flat = tree.broadcast(specs, x, name=f"{verb}: specs", leaf=is_spec)
-    axes, errors = [s.axes for s in flat], []
+    flat, errors = tree.broadcast(specs, x, name=f"{verb}: specs", leaf=is_spec), []
+    axes = [spec.axes for spec in flat]
     if used := {a for names in axes for a in names}:
         known_axes(f"{verb}: specs", region(verb), tuple(sorted(used)))
     if (types := checker()) is not None:

@@ -144,7 +144,7 @@ class LossScale:
         # Half precision is widened: the inverse of the scale may be too small for it.
         wide = [g if g.dtype.itemsize >= 4 else g.float() for g in leaves]
         new = [(x * inverses[g.device]).to(g.dtype) for x, g in zip(wide, leaves, strict=True)]
-        axes = [tuple(sorted(names)) for names in axes_of(verb, "grads", grads, specs, treedef)]
+        axes = [tuple(sorted(names)) for names in axes_of(verb, "grads", grads, specs)]
         return tree.unflatten(treedef, new), _all_finite(new, axes)
 
     @checked
