@@ -109,7 +109,7 @@ def fshards(tokens: int, *, kind: str) -> Step:
 
     def step() -> tuple[Tensor, ...]:
         _, grads = call(placed, batch)
-        rows = {name: x.shards[0].flatten(0, v > 1) if v > 1 else x.shards[0] for name, x in grads.items()}
+        rows = {name: x.shards[0].flatten(0, 1) if v > 1 else x.shards[0] for name, x in grads.items()}
         return tuple([rows[name][i] for i in range(LAYERS // RANKS) for name in ("up", "down", "norm")])
 
     return step
@@ -125,8 +125,8 @@ def compare(ways: dict[str, Any], tokens: int, repeats: int) -> bool:
     """Print fshard's figures, torch's and the ratios; return whether one is above its limit."""
     rank, *_ = run_on_ranks(RANKS, timed, ways, tokens, repeats)
     costs = {name: run_on_ranks(RANKS, cost, way, tokens) for name, way in ways.items()}
-    print(f"largest difference of gradients {rank['difference']:.1e}; peak of each rank, MiB: "
-          + ", ".join(f"{name} {[round(peak / MIB, 1) for peak, _ in ranks]}" for name, ranks in costs.items()))  # fmt: skip
+    peaks = ", ".join(f"{name} {[round(peak / MIB, 1) for peak, _ in ranks]}" for name, ranks in costs.items())
+    print(f"largest difference of gradients {rank['difference']:.1e}; peak of each rank, MiB: {peaks}")
     missed = False
     for what, limit in LIMITS.items():
         if "MiB" in what:
