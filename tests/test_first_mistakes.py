@@ -347,6 +347,14 @@ torch.save(fs.device_get(tree), path), of full tensors
           each of the 2 ranks would differentiate its own loss, and p['w'] has one gradient
           fix: fs.pmean(..., "data") of what acme returns to your code
         """),
+    "gathered logits with an axis": ("""
+        f = lambda x, y: fs.nn.cross_entropy(x, y, axis="data", size=4)
+        fs.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())(x, y[:, 0].long())
+        """, """
+        cross_entropy: this rank holds 4 of the vocabulary, its part is 2
+          4 over 'data' splits into [2, 2]
+          fix: leave out axis='data': this rank has all of the vocabulary
+        """),
     "a module of a package that draws": ("""
         line = "def forward(x):\\n    return nn.functional.dropout(x, 0.1)"
         exec(compile(line, "/lib/site-packages/acme/layers.py", "exec"))

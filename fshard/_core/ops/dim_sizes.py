@@ -172,7 +172,7 @@ def local_range(verb: str, n: int, axis: Axis, size: int | None, *, word: str = 
     start, length = own_range(verb, size, axis)
     if length != n:
         sizes = [region(verb).sizes[a] for a in names]
+        fix = f"leave out axis={axis!r}: this rank has all of {word}" if n == size else "pass size=, of all ranks"
         raise fail(f"{verb}: this rank holds {n} of {word}, its part is {length}",
-                   f"{size} over {axis!r} splits into {part_lengths(size, sizes)}",
-                   fix=f"pass size=, {word.replace('the', 'the whole')}")  # fmt: skip
+                   f"{size} over {axis!r} splits into {part_lengths(size, sizes)}", fix=fix)  # fmt: skip
     return start, size
