@@ -218,6 +218,10 @@ P('data') names
         make_mesh: 2 arguments by position, and it takes 0
           fix: make_mesh(data=2, model=4)
         """),
+    "a number for make_mesh": ("fs.make_mesh(4)", """
+        make_mesh: 1 argument by position, and it takes 0
+          fix: make_mesh(data=2, model=4)
+        """),
     "no key": ("fs.materialize({'w': fs.init.ones(4)}, P(), mesh)", """
         materialize: key is missing
           fix: materialize(tree, specs, mesh, key=fs.key(0), dtype=)

@@ -30,7 +30,7 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
     "cli": 1_559,
-    "core": 16_903,
+    "core": 16_904,
     "data": 1_053,
     "defer": 5_263,
     "interop": 4_440,
