@@ -218,7 +218,9 @@ def local_range(
     start, length = own_range(verb, known, axis)
     if length != n:
         sizes = [region(verb).sizes[a] for a in names]
+        fix = "pass size=, of all ranks, or the lengths of their parts"
+        if n == total(known):
+            fix = f"leave out axis={axis!r}: this rank has all of {word}"
         raise fail(f"{verb}: this rank holds {n} of {word}, its part is {length}",
-                   f"{total(known)} over {axis!r} splits into {part_lengths(known, sizes)}",
-                   fix=f"pass size=, {word.replace('the', 'the whole')}, or the lengths of its parts")  # fmt: skip
+                   f"{total(known)} over {axis!r} splits into {part_lengths(known, sizes)}", fix=fix)  # fmt: skip
     return start, total(known)
