@@ -36,12 +36,12 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "interop": 4_440,
     "law": 1_288,
     "lora": 1_743,
-    "models": 4_842,
+    "models": 5_064,
     "nn": 3_777,
     "optim": 2_774,
     "planning": 4_303,
-    "recipes": 2_110,
-    "schedule": 3_226,
+    "recipes": 2_134,
+    "schedule": 3_236,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library
