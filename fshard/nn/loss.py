@@ -88,8 +88,7 @@ def cross_entropy(
         losses: Tensor = F.cross_entropy(rows, targets.reshape(-1), weight, ignore_index=ignore_index, reduction=here)
         if not over or reduction == "none":
             return losses.view(targets.shape) if reduction == "none" else losses
-        both: list[Tensor] = psum([losses, (targets != ignore_index).sum().to(wide)], over)
-        return both[0] if reduction == "sum" else both[0] / both[1]
+        return _reduced(losses, (targets != ignore_index).sum().to(wide), over, reduction)
 
     counted = targets != ignore_index
     if not axis and classes is None:
@@ -130,7 +129,11 @@ def cross_entropy(
     losses = losses.where(counted, 0)
     if reduction == "none":
         return losses
-    total, count = losses.sum(), target_weight.sum()
+    return _reduced(losses.sum(), target_weight.sum(), over, reduction)
+
+
+def _reduced(total: Tensor, count: Tensor, over: Axis, reduction: str) -> Tensor:
+    """Return the sum, or the mean, over the ranks of `over`."""
     if over:
         total, count = psum((total, count), over)
     return total if reduction == "sum" else total / count

@@ -64,7 +64,7 @@ class Split:
         return Split(size, lengths, me, order)
 
     def pieces(self, *ranks: int) -> list[Piece]:
-        """Return the positions of some ranks as they are in memory if their parts are joined."""
+        """Return the positions of some ranks, with their places in memory if the parts are joined."""
         out, at = [], 0
         for r in ranks:
             length, before = self.lengths[r], sum(self.lengths[:r])

@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 4 -m fshard.recipes.pretrain --mesh data=2,model=2 --fsdp --sequence-parallel
     python -m fshard.recipes.pretrain --mesh data=4 --zero                    full parameters, their AdamW state split
     python -m fshard.recipes.pretrain --mesh data=2,seq=2 --context 4096      each sequence split over two devices
+    python -m fshard.recipes.pretrain --mesh data=2,stage=2 --schedule 1f1b --microbatches 4    blocks on two stages
     python -m fshard.recipes.pretrain --resume out --mesh model=4 --steps 2000  resume on another mesh
     python -m fshard.recipes.pretrain --mesh data=2,model=2 --fsdp --verify   verify the step before training
     python -m fshard.recipes.pretrain --mesh data=4 --experts 8               a Mixtral, whose experts all ranks split
@@ -22,6 +23,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import P, checkpoint, data, optim
 from fshard._core.files.io import open_file
-from fshard.models import gpt2, mixtral
+from fshard.models import gpt2, mixtral, stages
 
 from . import command
 from .command import DTYPES, POSITIVE, Refusal, at_least, option
@@ -51,7 +53,7 @@ class Options(command.Options):
 
     name = "pretrain"
     may_differ = ("fsdp", "zero", "sequence_parallel", "text", "steps", "batch", "dropout", "lr", "dtype", "compile",
-                  "remat", "verify", "sample", "prompt")  # fmt: skip
+                  "remat", "verify", "sample", "prompt", "schedule", "microbatches")  # fmt: skip
 
     steps: int = option(1900, rule=at_least(1))
     batch: int = option(8, "sequences per step, over all devices", rule=at_least(1))
@@ -71,12 +73,17 @@ class Options(command.Options):
     dtype: str = option("float32", "to compute with; parameters stay float32", choices=DTYPES)
     compile: bool = option(False, "compile the step as one graph")
     remat: bool = option(False, "recompute blocks in the backward pass")
+    schedule: str = option(
+        "1f1b", "of the stages of a mesh like data=2,stage=2", choices=("gpipe", "1f1b", "zero_bubble")
+    )
+    microbatches: int = option(4, "of a step, with stages", rule=at_least(1))
     verify: bool = option(False, "before training, compare the step on smaller meshes")
     sample: int = option(0, "at the end, generate this many bytes of text", rule=at_least(0))
     prompt: str = option("def ", "the beginning of that text")
 
     def axes(self) -> dict[str, str]:
-        return {"data": "batch", **({"seq": "context"} if "seq=" in self.mesh else {}), "model": "width"}
+        more = {name: part for name, part in (("stage", "layers"), ("seq", "context")) if f"{name}=" in self.mesh}
+        return {"data": "batch", **more, "model": "width"}
 
     def problems(self) -> list[str]:
         problems = super().problems()
@@ -84,8 +91,13 @@ class Options(command.Options):
             divisor = max(n for n in range(1, min(self.heads, self.width) + 1) if self.width % n == 0)
             problems.append(f"--heads {self.heads}: must divide --width, and {self.width} % {self.heads} = "
                             f"{self.width % self.heads}: give --heads {divisor}")  # fmt: skip
-        if "seq=" in self.mesh and (self.zero or self.dropout):
-            problems.append(f"--mesh {self.mesh}: seq= takes neither --zero nor --dropout: give --fsdp, or nothing")
+        if "seq=" in self.mesh and self.zero:
+            problems.append(f"--mesh {self.mesh} --zero: seq= does not take --zero: give --fsdp, or nothing")
+        if "stage=" in self.mesh and (self.zero or self.compile or self.experts):
+            problems.append(f"--mesh {self.mesh}: stage= takes neither --zero, --compile nor --experts: leave them out")
+        if "stage=" in self.mesh and self.batch % self.microbatches:
+            problems.append(f"--microbatches {self.microbatches}: must divide --batch, and {self.batch} % "
+                            f"{self.microbatches} = {self.batch % self.microbatches}")  # fmt: skip
         if self.experts and self.zero:
             problems.append("--experts --zero: experts are split with their state: give --fsdp for the rest")
         if self.fsdp and self.zero:
@@ -172,6 +184,11 @@ def train(args: Options) -> float:
     specs = model.specs(cfg, model="model", **split)
     if args.fsdp:
         specs = fs.fully_shard(specs, described, axis="data")
+    if "stage" in mesh.axes:
+        specs["h"] = fs.on_stages(specs["h"], described["h"], "stage", mesh.axes["stage"])
+        layout = replace(layout, stage="stage", dtype=policy.compute, reduce_dtype=torch.float32)
+    build: Any = stages.pipelined
+    staged = partial(build, cfg, layout=layout, specs=specs, schedule=args.schedule, remat=args.remat)
     optimizer = make_optimizer(args, described, specs, zero=args.zero, weight_decay=0.1)
     key = fs.key(args.seed)
     state = {"params": described, "opt": optimizer.init(described)}
@@ -200,19 +217,23 @@ def train(args: Options) -> float:
     def train_step(state: Any, batch: Any) -> Any:
         key = fs.fold_in(state["key"], state["step"]) if args.dropout else None
         params = fs.pvary(state["params"], "data") if args.zero else state["params"]
-        loss, grads = fs.value_and_grad(loss_fn)(params, batch["ids"], batch["targets"], key)
+        step = staged(microbatches=args.microbatches) if layout.stage else fs.value_and_grad(loss_fn)
+        loss, grads = step(params, batch["ids"], batch["targets"], key)
         params, opt = optimizer.update(grads, state["opt"], state["params"])
         state = {"params": params, "opt": opt, "key": state["key"], "step": state["step"] + 1}
         return state, {"loss": loss, "grad_norm": opt[0]["norm"]}
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, tokens_spec(mesh)), out_specs=P())
     def eval_step(params: Any, batch: Any) -> Tensor:
+        if layout.stage:
+            mean: Tensor = staged(microbatches=args.microbatches).loss(params, batch["ids"], batch["targets"])
+            return mean
         with torch.no_grad():
             return loss_fn(params, batch["ids"], batch["targets"], None)
 
     if args.verify:
         # A compiled step gets the shape of training, so that it is compiled once.
-        rows = args.batch if args.compile else min(args.batch, 2 * mesh.axes["data"])
+        rows = args.batch if args.compile or layout.stage else min(args.batch, 2 * mesh.axes["data"])
         batch = batches(text, args.context, rows, fs.fold_in(key, "data"), mesh)(begin)
         policy = fs.Policy(compute=torch.float32)  # rounding to half precision would hide small mistakes
         args.verify_step(train_step, say, with_second_moments(state, mesh), batch)
@@ -238,7 +259,11 @@ def train(args: Options) -> float:
     say(f"validation loss {val:.3f} nats per byte ({val / np.log(2):.2f} bits) after {took}")
     if args.sample:
         say(f"--- {args.sample} bytes, written by the model")
-        write = sampler(model, cfg, state["params"], specs, layout, args.context, mesh)
+        one_token = replace(layout, sequence=False, varied=False)  # one token has no sequence to split
+        apply: Any = partial(model.apply, cfg, layout=one_token, specs=specs)
+        if layout.stage:
+            apply = staged(layout=one_token, microbatches=1).logits
+        write = sampler(apply, cfg.vocab_size, state["params"], specs, args.context, mesh)
         say(write(args.prompt, args.until_told(mesh, range(args.sample)), fs.fold_in(key, "sample")), markup=False)
     return val
 
@@ -299,17 +324,16 @@ def architecture(args: Options) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def sampler(
-    model: Any, cfg: Any, params: Any, specs: Any, layout: gpt2.Layout, t: int, mesh: fs.Mesh
+    apply: Callable[..., Tensor], size: int, params: Any, specs: Any, t: int, mesh: fs.Mesh
 ) -> Callable[..., str]:  # fmt: skip
     """Return a function (prompt, range, key) -> text: the prompt and bytes drawn at temperature 0.8, on any mesh."""
-    layout = replace(layout, sequence=False, varied=False)  # one token has no sequence to split
     rows = mesh.axes["data"]  # every data rank generates the same text
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, P("data"), P()), out_specs=P("data"))
     def next_logits(params: Any, ids: Tensor, position: Tensor) -> Tensor:
         with torch.no_grad():
-            logits = model.apply(cfg, params, ids, layout=layout, specs=specs)[:, int(position)]  # [B@data, V@model]
-            full: Tensor = fs.all_gather(logits, layout.model, 1, size=cfg.vocab_size, to="invariant")
+            logits = apply(params, ids)[:, int(position)]  # [B@data, V@model]
+            full: Tensor = fs.all_gather(logits, "model", 1, size=size, to="invariant")
             return full
 
     def write(prompt: str, numbers: Iterable[int], key: Tensor) -> str:

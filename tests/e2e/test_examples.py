@@ -21,6 +21,7 @@ MESHES = {
     "hybrid": [{"replica": 2, "shard": 2}, {"replica": 1, "shard": 4}],
     "context": [{"data": 1, "seq": 4}, {"data": 2, "seq": 3}],
     "experts": [{"expert": 4}, {"expert": 2}],
+    "pipeline": [{"data": 1, "expert": 1, "stage": 2, "seq": 2, "model": 1}],
     "elastic": [{"data": 4}, {"data": 3}],  # the second splits the batch of 8 unevenly
     **{name: [{"data": 2, "model": 2}, {"data": 1, "model": 3}] for name in ("tensor", "sequence", "vocabulary")},
 }
@@ -57,8 +58,15 @@ def test_example_has_the_losses_of_one_device(name: str) -> None:
         assert train(fs.make_mesh(**axes)) == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.slow
+def test_pipeline_with_experts_data_positions_and_heads_on_32_ranks_has_the_losses_of_one_device() -> None:
+    train, axes = example("pipeline")["train"], ("data", "expert", "stage", "seq", "model")
+    one, many = (train(fs.make_mesh(**dict.fromkeys(axes, n))) for n in (1, 2))
+    assert many == pytest.approx(one, rel=1e-5)
+
+
 def test_every_parallelism_has_an_example() -> None:
-    assert set(EXAMPLES) == {*ONE_MODEL, "context", "elastic", "experts", "lora", "vocabulary"}
+    assert set(EXAMPLES) == {*ONE_MODEL, "context", "elastic", "experts", "lora", "pipeline", "vocabulary"}
 
 
 def test_elastic_example_goes_on_from_the_step_at_which_it_was_told_on_another_mesh(tmp_path, monkeypatch) -> None:

@@ -70,11 +70,6 @@ def test_the_loss_falls(one):
 
 
 @pytest.mark.slow
-def test_split_positions_never_change_the_curve(text, one, tmp_path):
-    assert_same_curve(run(tmp_path, text, *MESHES["data=2,seq=2 fsdp"].split()), one)
-
-
-@pytest.mark.slow
 def test_a_mixture_of_eight_experts_has_one_curve_and_norm_on_every_mesh_and_resumes_on_another(text, tmp_path):
     """The norm counts each expert once (Automodel#3816, Megatron-LM#5916)."""
     flags, out = ["--experts", "8", "--steps", "6"], tmp_path / "out"
@@ -87,7 +82,8 @@ def test_a_mixture_of_eight_experts_has_one_curve_and_norm_on_every_mesh_and_res
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["data=2,model=2 zero sequence", "data=2,model=2 fsdp sequence", "model=4"])
+@pytest.mark.parametrize("name", ["data=2,model=2 zero sequence", "data=2,model=2 fsdp sequence", "model=4",
+                                  "data=2,seq=2 fsdp"])  # fmt: skip
 def test_the_mesh_never_changes_the_curve_with_dropout(name, text, one, one_with_dropout, tmp_path):
     assert abs(one_with_dropout[9]["loss"] - one[9]["loss"]) > 1e-3
     assert_same_curve(run(tmp_path, text, "--dropout", "0.1", *MESHES[name].split()), one_with_dropout)
@@ -238,8 +234,8 @@ def refusal(*flags):
     ("--layers 0 --heads -1 --width 0",
      "--layers 0: give 1 or more; --heads -1: give 1 or more; --width 0: give 1 or more"),
     (
-        "--mesh seq=2 --dropout 0.1",
-        "--mesh seq=2: seq= takes neither --zero nor --dropout: give --fsdp, or nothing",
+        "--mesh seq=2 --zero",
+        "--mesh seq=2 --zero: seq= does not take --zero: give --fsdp, or nothing",
     ),
     (
         "--fsdp --zero",

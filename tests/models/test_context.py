@@ -138,7 +138,7 @@ def test_packed_documents_have_the_logits_of_each_document():
 def test_decoder_with_split_positions_and_padding_equals_one_device(module, cfg):
     """Positions do not count padding, on either side, and the router's losses leave it out."""
     t = min(14, getattr(cfg, "n_positions", 14))
-    mask = left_padding(4, t)
+    mask = left_padding(5, t)[1:]
     mask[1] = mask[1].flip(0)
     cfg = replace(cfg, max_position_embeddings=6) if cfg == CASES[-1][1] else cfg  # the longest on all ranks counts
     want = losses(module, cfg, {"data": 1}, t=t, mask=mask)

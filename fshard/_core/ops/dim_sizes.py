@@ -31,11 +31,12 @@ def split_layout(
     Raises ShardingError for `chosen` lengths that do not sum to the dim.
     """
     current = region(verb)
-    layout = tuple((d, x.shape[d] if chosen is None else chosen) for x in xs for d in [dim_of(verb, x, dim)])
-    for x, (d, size) in zip(xs, layout, strict=True):
-        if total(size) != x.shape[d]:
-            raise fail(f"{verb}: the lengths sum to {total(size)}, and dim {d} has {x.shape[d]}", *user_line(),
-                       fix=f"lengths that sum to {x.shape[d]}", shape=list(x.shape))  # fmt: skip
+    sizes = [(d, x.shape[d]) for x in xs for d in [dim_of(verb, x, dim)]]
+    for d, n in sizes:
+        if chosen is not None and total(chosen) != n:
+            raise fail(f"{verb}: the lengths sum to {total(chosen)}, and dim {d} has {n}", *user_line(),
+                       fix=f"lengths that sum to {n}")  # fmt: skip
+    layout = tuple((d, n if chosen is None else chosen) for d, n in sizes)
     if not current.comm.has_values:
         current.split_sizes.setdefault(axes, set()).update(size for _, size in layout)
     if uneven := [(d, size) for d, size in layout if is_uneven(size, size_of(axes, current.sizes))]:
@@ -217,7 +218,9 @@ def local_range(
     start, length = own_range(verb, known, axis)
     if length != n:
         sizes = [region(verb).sizes[a] for a in names]
+        fix = "pass size=, of all ranks, or the lengths of their parts"
+        if n == total(known):
+            fix = f"leave out axis={axis!r}: this rank has all of {word}"
         raise fail(f"{verb}: this rank holds {n} of {word}, its part is {length}",
-                   f"{total(known)} over {axis!r} splits into {part_lengths(known, sizes)}",
-                   fix=f"pass size=, {word.replace('the', 'the whole')}, or the lengths of its parts")  # fmt: skip
+                   f"{total(known)} over {axis!r} splits into {part_lengths(known, sizes)}", fix=fix)  # fmt: skip
     return start, total(known)
