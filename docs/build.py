@@ -40,8 +40,7 @@ CORE = "Specs, meshes, collectives, placed leaves, `shard_map`, gradients and tr
 
 STYLE = """
 .md-grid { max-width: 78rem; } /* lines of 120 characters */
-.md-typeset pre > code { font-size: 0.8em; }
-.md-typeset :is(.language-python, .language-pycon, .language-sh, .language-yaml) pre > code { white-space: pre-wrap; }
+.md-typeset pre > code { font-size: 0.8em; white-space: pre-wrap; }
 .md-typeset img[src*="pictures/"] { display: block; margin: 1em 0; }
 /* Tables fit the page: names break where they must. Tables of notebooks have styles of their own. */
 .md-typeset__scrollwrap { margin: 1em 0; }
@@ -50,12 +49,25 @@ STYLE = """
 .md-typeset table:not([class], [style]) { display: table; }
 .md-typeset table:not([class]) :is(th, td) { min-width: 0; padding: 0.6em 0.8em; }
 .md-typeset :not(pre) > code { overflow-wrap: anywhere; }
+.md-typeset td:first-child code { overflow-wrap: break-word; word-break: normal; }
+.md-typeset .language-text .md-code__nav { display: none; } /* an output is not to be copied */
+.md-typeset :not(.language-text) > pre > code { padding-right: 2.5em; } /* of the button that copies */
 .md-typeset td:first-child code { white-space: nowrap; }
 @media (max-width: 76rem) { .md-typeset td:first-child code { white-space: normal; } }
+/* Columns of a notebook's table are as narrow as their longest word, if no row of it collapses. */
+.md-typeset div[style*="min-width"]:not([style*="padding-left"]) { min-width: 0 !important; }
+.md-typeset div[style*="min-width"]:not([style*="padding-left"]) table { table-layout: auto !important; }
+.md-typeset div[style*="min-width"]:not([style*="padding-left"]) td[style*="width"] { width: auto !important; }
+.md-typeset td:has(> div[style*="overflow: hidden"]) { min-width: 1em; } /* of a bar */
+@media (min-width: 76rem) { .md-typeset td:has(> div[style*="overflow: hidden"]) { min-width: 6em; } }
 @media (max-width: 45rem) {
+  .md-typeset .language-text pre > code { font-size: 0.63em; }
+  .md-typeset div[style*="overflow-x"] table { font-size: 9px !important; }
+  .md-typeset div[style*="overflow-x"] > div[style*="padding-left"] { min-width: 0 !important; }
+  .md-typeset div[style*="padding-left"] table { font-size: 7px !important; }
   .md-typeset__scrollwrap { margin: 1em -0.8rem; }
   .md-typeset table:not([class], [style]) { font-size: 0.55rem; }
-  .md-typeset table:not([class], [style]) :is(th, td) { min-width: 4em; padding: 0.4em 0.25em; }
+  .md-typeset table:not([class], [style]) :is(th, td) { min-width: 4.6em; padding: 0.4em 0.25em; }
   .md-typeset table:not([class], [style]) :is(th, td) { overflow-wrap: anywhere; }
   .md-typeset table:not([class], [style]) :is(th, td):first-child { min-width: 8em; }
   .md-typeset table:not([class], [style], :has(th:nth-child(3))) :is(th, td):first-child { min-width: 12em; }

@@ -90,7 +90,7 @@ class Drawing:
 # --- blocks, from fs.show ---------------------------------------------------------------------------------------
 
 
-def draw_blocks(d: Drawing, x: float, y: float, spec: P, shape: tuple[int, int], mesh: fs.Mesh) -> tuple[float, float]:
+def draw_blocks(d: Drawing, x: float, y: float, spec: P, shape: tuple[int, ...], mesh: fs.Mesh) -> tuple[float, float]:
     """Draw the blocks of `fs.show(spec, shape, mesh=mesh)`; return the width and the height."""
     gap, top = 10, y
     left = x
@@ -133,6 +133,14 @@ def spec() -> Drawing:
                                        'P("data", "model")': P("data", "model")}.items()):  # fmt: skip
         d.text(i * 148, 10, text, anchor="start", font=MONO)
         draw_blocks(d, i * 148, 28, value, (2, 4), mesh)
+    return d
+
+
+def lengths() -> Drawing:
+    d = Drawing("Twelve layers on four stages: equal parts, and fewer layers on the first and the last stage")
+    for i, text in enumerate(['P("stage")', 'P("stage", lengths=(2, 4, 4, 2))']):
+        d.text(0, i * 92 + 10, text, anchor="start", font=MONO)
+        draw_blocks(d, 0, i * 92 + 28, eval(text), (12,), fs.make_mesh(stage=4))
     return d
 
 
@@ -397,7 +405,7 @@ def experts() -> Drawing:
     return d
 
 
-WORDS = (leaf, spec, region, varies, invariant, pvary, unit, tie, zigzag, experts)
+WORDS = (leaf, spec, lengths, region, varies, invariant, pvary, unit, tie, zigzag, experts)
 PICTURES: dict[str, Callable[[], Drawing]] = {
     "blocks": blocks,
     **{name: lambda e=e: collective(e) for name, e in COLLECTIVES.items() if name != "pvary"},

@@ -32,6 +32,7 @@ from ._core.ops import (
     apply_map,
     check_counts,
     check_types,
+    checked_size,
     dim_of,
     exchange_padded,
     exchange_rows,
@@ -48,7 +49,7 @@ from ._core.protocol import Comm, index_of, size_of
 from ._core.region import has_values, known_axes, live_axes, region, user_line
 from ._core.transfers import refuse_tracing
 from .errors import ShardingError, checked, fail, must_be, number_of, raise_all
-from .spec import Axis, P, part_lengths, total
+from .spec import Axis, P, Size, part_lengths, total
 
 
 @checked
@@ -129,7 +130,7 @@ def pmin(x: Any, axis: Axis, *, grad: Literal["tied"] | None = None) -> Any:
 
 @checked
 def all_gather(
-    x: Any, axis: Axis, dim: int = 0, *, size: int | Sequence[int] | None = None,
+    x: Any, axis: Axis, dim: int = 0, *, size: Size | None = None,
     to: Literal["varying", "invariant"] = "varying",
 ) -> Any:  # fmt: skip
     """Concatenate the ranks' parts along a dim.
@@ -137,17 +138,18 @@ def all_gather(
         [B@axis, D]{V} -> [B, D]{V}                     transpose: psum_scatter
         [B@axis, D]{V} -> [B, D]{I}   to="invariant"    transpose: pslice      cost: (n-1)/n of the result
 
-    `size` is the global size of the dim, or the lengths of all parts, needed only if parts differ (without `size`, and
-    with arguments whose parts differ, the ranks first exchange their sizes). Use "invariant" if the result is
-    one logical value, "varying" if each rank uses it differently.
+    `size` is the global size of the dim, or the lengths over the first axis as in a spec, needed only if parts differ
+    (without `size`, and with arguments whose parts differ, the ranks first exchange their sizes). Use "invariant" if
+    the result is one logical value, "varying" if each rank uses it differently.
 
     >>> all_gather(axis_index("model")[None], "model")               # model=4
     tensor([0, 1, 2, 3])
     """
+    known = checked_size("all_gather", size, axis)
 
     def gather(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
         dims = [dim_of("all_gather", t, dim) for t in xs]
-        layout = gather_layout("all_gather", axes, xs, dims, [size] * len(xs))
+        layout = gather_layout("all_gather", axes, xs, dims, [known] * len(xs))
         return apply_map((GatherInvariant if to == "invariant" else Gather)(comm, axes, layout), xs)
 
     return _on_leaves("all_gather", x, axis, gather, dim=dim)
@@ -155,7 +157,7 @@ def all_gather(
 
 @checked
 def psum_scatter(x: Any, axis: Axis, dim: int = 0, *, lengths: Sequence[int] | None = None) -> Any:
-    """Sum over the ranks, each keeping its part of a dim: an equal part, or the part of its length in `lengths`.
+    """Sum over the ranks, each keeping its part of a dim: an equal part, or as many entries as `lengths` has for it.
 
         [B, D]{V} -> [B@axis, D]{V}     transpose: all_gather     cost: (n-1)/n bytes
 
@@ -164,51 +166,54 @@ def psum_scatter(x: Any, axis: Axis, dim: int = 0, *, lengths: Sequence[int] | N
 
     Raises ShardingError for bools, as `psum`, and for lengths that do not sum to the dim.
     """
+    chosen = checked_size("psum_scatter", lengths, axis)
 
     def scatter(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return apply_map(Scatter(comm, axes, split_layout("psum_scatter", axes, xs, dim, lengths)), xs)
+        return apply_map(Scatter(comm, axes, split_layout("psum_scatter", axes, xs, dim, chosen)), xs)
 
     return _on_leaves("psum_scatter", x, axis, scatter, dim=dim)
 
 
 @checked
 def pslice(x: Any, axis: Axis, dim: int = 0, *, lengths: Sequence[int] | None = None) -> Any:
-    """Keep this rank's part of a dim of an invariant value: an equal part, or the part of its length in `lengths`.
+    """Keep this rank's part of a dim of an invariant value: an equal part, or as many entries as `lengths` has for it.
 
         [B, D]{I} -> [B@axis, D]{V}     transpose: all_gather(to="invariant")     cost: none forward
 
     >>> pslice(torch.arange(8), "model")                             # model=4: the first rank
     tensor([0, 1])
     """
+    chosen = checked_size("pslice", lengths, axis)
 
     def keep(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return apply_map(Slice(comm, axes, split_layout("pslice", axes, xs, dim, lengths)), xs)
+        return apply_map(Slice(comm, axes, split_layout("pslice", axes, xs, dim, chosen)), xs)
 
     return _on_leaves("pslice", x, axis, keep, dim=dim)
 
 
 @checked
 def all_to_all(
-    x: Any, axis: Axis, *, split: int, concat: int, size: int | Sequence[int] | None = None
+    x: Any, axis: Axis, *, split: int, concat: int, size: Size | None = None
 ) -> Any:  # fmt: skip
     """Split one dim over the ranks and gather another: move the sharding from dim to dim.
 
         [B, D@axis]{V} -> [B@axis, D]{V}   split=0, concat=1     transpose: split and concat swapped
         cost: (n-1)/n bytes
 
-    `size` is the global size of the gathered dim, or the lengths of all parts, needed only if parts differ.
+    `size` is the global size of the gathered dim, or the lengths as in a spec, needed only if parts differ.
 
     >>> all_to_all(torch.ones(4, 1), "model", split=0, concat=1).shape      # model=4
     torch.Size([1, 4])
 
     Raises ShardingError if `split` and `concat` are one dim, and where ranks have sizes that `size` does not explain.
     """
+    known = checked_size("all_to_all", size, axis)
 
     def exchange(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
         gathered = [dim_of("all_to_all", t, concat) for t in xs]
         if any(d == dim_of("all_to_all", t, split) for t, d in zip(xs, gathered, strict=True)):
             raise fail(f"all_to_all: split and concat are both dim {split}", fix="name two different dims")
-        layout = gather_layout("all_to_all", axes, xs, gathered, [size] * len(xs))
+        layout = gather_layout("all_to_all", axes, xs, gathered, [known] * len(xs))
         return apply_map(AllToAll(comm, axes, split_layout("all_to_all", axes, xs, split), layout), xs)
 
     return _on_leaves("all_to_all", x, axis, exchange, split=split, concat=concat)
@@ -387,11 +392,11 @@ def global_shape(x: Tensor, spec: P) -> tuple[int, ...]:
 
 
 @checked
-def local_range(n: int, axis: Axis, *, size: int | Sequence[int] | None = None) -> tuple[int, int]:
+def local_range(n: int, axis: Axis, *, size: Size | None = None) -> tuple[int, int]:
     """Return (start, stop): the global indices of this rank's `n` entries of a dim that `axis` splits.
 
     A custom layer or loss uses it to find its rows, as `nn.embedding` and `nn.cross_entropy` do. `size` is the
-    global size, or the lengths of all parts, needed only where parts differ; without it the ranks exchange their sizes
+    global size, or the lengths as in a spec, needed only where parts differ; without it the ranks exchange their sizes
     if they can differ. Raises ShardingError if this rank's part of `size` is not `n`. For `None` the range is (0, n).
 
     >>> local_range(3, "model", size=12)      # model=4: the first rank

@@ -161,7 +161,7 @@ def raise_all(errors: Sequence[ShardingError]) -> None:
     groups: dict[str, list[str]] = {}
     for e in errors:
         cause = _PATH.sub(r"\1*", str(e))
-        groups.setdefault(_INDEX.sub("*", _LEAF.sub("", cause)), []).append(str(e))
+        groups.setdefault(_INDEX.sub("*", _LEAF.sub("", _NO_AXIS.sub(r"\1", cause))), []).append(str(e))
     texts = [_shown_once(group) for group in groups.values()]
     if texts:
         raise ShardingError(texts[0] if len(texts) == 1 else f"{len(texts)} problems\n" + "\n".join(texts))
@@ -169,6 +169,7 @@ def raise_all(errors: Sequence[ShardingError]) -> None:
 
 _PATH = re.compile(r"""\A([^\n]*?\w)(?:\[(?:\d+|'[^'\n]*'|"[^"\n]*")\])+""")  # of a leaf: `args[0]['wte']`
 _LEAF = re.compile(r"(?m)^  leaf  .*?(?=    |$)")  # the fact that describes the leaf
+_NO_AXIS = re.compile(r"(: the mesh has no axis '\w+'\n)  shape .*")  # one cause for leaves of all shapes and specs
 _INDEX = re.compile(r"(?<=[.\[])\d+(?=[.\]])")  # of a block: `['blocks'][3]['up']`, `h.3.attn.weight`
 
 
@@ -429,6 +430,7 @@ def _too_many(
     if parameters[0].name == "self":  # of a method, which is called without it
         got, most = got - 1, most - 1
     by_name = [] if most else _by_name([*args, *kwargs.values()])
+    by_name = by_name or ["data=2", "model=4"] * (parameters[-1].name == "axes")
     fix = f"{verb}({', '.join(by_name)})" if by_name else _form_of_call(verb, parameters)
     return fail(f"{verb}: {number_of(got, 'argument')} by position, and it takes {most}", fix=fix)
 

@@ -100,6 +100,7 @@ class _RankRun(NamedTuple):
     result: RankResult
     kept: set[int]  # storages of arguments that the call must not overwrite
     checker: Checker | None
+    branches_on: set[str]
 
 
 class ShardMapped:
@@ -155,7 +156,7 @@ class ShardMapped:
         if checked:
             plan.rank_types, plan.output = None, None  # of other code, perhaps
         if checked and self._compiled:
-            dry_run(self, args)  # in a compiled program the checker sees no operation
+            dry_run(self, args, self.mesh.ranks[0])  # in a compiled program the checker sees no operation
             plan.note_checked(facts)
             checked = False
         scratch = [{} for _ in self.mesh.ranks] if checked else self._take_scratch()
@@ -278,7 +279,7 @@ class ShardMapped:
                 with _NOTHING if checker is None else checker.paused():
                     call.refuse_valueless(plan, result)
                     check_replicas(self._name, result.out, self._out_specs)
-            return _RankRun(result, kept, checker)
+            return _RankRun(result, kept, checker, region.branches_on)
 
     def _check_results(self, checker: Checker, plan: CallPlan, out: Any) -> None:
         """Raise for results that vary over an axis which their out spec does not name."""
@@ -299,13 +300,14 @@ class DryRun(NamedTuple):
     joined: Any  # the described result, if the parts of all ranks are as large as this one's
     result: RankResult
     checker: Checker | None  # None if every axis has one rank
+    branches_on: set[str]  # the axes whose positions the function asks for, as numbers
 
 
 def dry_run(f: ShardMapped, args: tuple[Any, ...], rank: int = 0) -> DryRun:
     """Check a call without data, as one rank of an abstract mesh with the same axes."""
     mesh = Mesh(f.mesh.axes, "abstract", f.mesh.device, rank=rank)
     joined, plan, (run,) = f.on(mesh, check="always")._run(tree.map(lambda x: _described(x, mesh), args))
-    return DryRun(mesh, plan, joined, run.result, run.checker)
+    return DryRun(mesh, plan, joined, run.result, run.checker, run.branches_on)
 
 
 def _described(x: Any, mesh: Mesh) -> Any:

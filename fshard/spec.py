@@ -89,7 +89,7 @@ class P:
         raise AttributeError("a P is immutable: make another")
 
     def __iter__(self) -> Iterator[Axis | EllipsisType]:
-        """Iterate over the entries: `P(None, *spec)` is the spec of stacked leaves."""
+        """Iterate over the entries: `P(None, *spec)` is the spec of stacked leaves. See `with_entries` for lengths."""
         return iter(self.entries)
 
     def __getitem__(self, i: slice) -> tuple[Axis | EllipsisType, ...]:
@@ -163,14 +163,12 @@ def _chosen_lengths(spec: P, lengths: Sequence[int] | Mapping[str, Sequence[int]
     by_axis = lengths if isinstance(lengths, Mapping) else dict.fromkeys(spec.axes, lengths)
     what = f"{spec} with lengths={lengths}"
     if not isinstance(lengths, Mapping) and len(by_axis) != 1:
-        fix = f"lengths={{{spec.axes[0]!r}: {lengths}}}" if spec.axes else "name the axis that splits the dim"
+        fix = f"lengths={{{spec.axes[0]!r}: {lengths}}}" if spec.axes else "name the axis that splits it"
         raise fail(f"{what}: lengths of the parts over one axis, and the spec names {len(by_axis)}", fix=fix)
     first = [names_of(e)[0] for e in spec.entries if e is not ... and e is not None]
     for axis, ns in by_axis.items():
         if axis not in first:
-            raise fail(f"{what}: {axis!r} is not the first axis of a dim",
-                       "the parts over a minor axis are parts of several different sizes" if axis in spec.axes else
-                       f"the spec names {list(spec.axes)}", fix=f"one of {first}")  # fmt: skip
+            raise fail(f"{what}: {axis!r} is not the first axis of a dim", fix=f"one of {first}")
         if not isinstance(ns, (list, tuple)) or not ns or any(type(n) is not int or n < 0 for n in ns):
             raise fail(f"{what}: not lengths", fix=f"one int of at least 0 for each rank over {axis!r}: (7, 8, 8, 7)")
     return {a: tuple(by_axis[a]) for a in spec.axes if a in by_axis}
@@ -315,7 +313,7 @@ def local_box(shape: Sequence[int], spec: P, sizes: Mapping[str, int], coords: M
     (slice(3, 5, None), slice(0, 2, None))
     """
     box = []
-    for n, axes in zip(spec.sizes(shape, sizes), spec.parts(len(shape)), strict=True):
+    for n, axes in zip(spec.sizes(shape, sizes) if spec.lengths else shape, spec.parts(len(shape)), strict=True):
         start, length = part_range(n, [sizes[a] for a in axes], [coords[a] for a in axes])
         box.append(slice(start, start + length))
     return tuple(box)
@@ -369,25 +367,16 @@ def spec_errors(
     """
     unknown = [axis for axis in spec.axes if axis not in sizes]
     listed = len([e for e in spec.entries if e is not ...])
-    if not unknown and listed <= len(shape):
-        return _lengths_errors(label, shape, spec, sizes, local) if spec.lengths else []
+    if not unknown and listed <= len(shape) and not spec.lengths:
+        return []
     facts: dict[str, object] = {"shape": list(shape), "spec": spec, "mesh": format_axes(sizes)}
     errors = [fail(f"{label}: the mesh has no axis {axis!r}", fix=f"use one of {list(sizes)}", **facts)
               for axis in unknown]  # fmt: skip
     if listed > len(shape):
         errors.append(fail(f"{label}: the spec is longer than the shape", f"{listed} > {len(shape)} dims",
                            fix=f"drop {listed - len(shape)} of its entries", **facts))  # fmt: skip
-    return errors
-
-
-def _lengths_errors(
-    label: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int], local: bool
-) -> list[ShardingError]:  # fmt: skip
-    """Return the errors of lengths that are not of the ranks of their axis, or not of all elements of their dim."""
-    errors = []
-    facts: dict[str, object] = {"shape": list(shape), "spec": spec, "mesh": format_axes(sizes)}
-    for dim, axes in enumerate(spec.parts(len(shape))):
-        ns = spec.lengths.get(axes[0]) if axes else None
+    for dim, axes in enumerate(() if errors else spec.parts(len(shape))):
+        ns = spec.lengths.get((*axes, "")[0])
         if ns is not None and sizes[axes[0]] not in (1, len(ns)):
             errors.append(fail(f"{label}: lengths of {len(ns)} parts, and axis {axes[0]!r} has {sizes[axes[0]]} ranks",
                                fix=f"a length for each of the {sizes[axes[0]]} ranks, or no lengths=, for equal parts",

@@ -7,6 +7,7 @@ A leaf is any object that optree does not know as a container: a tensor, a `P`, 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dataclasses
 import functools
 from collections import OrderedDict
@@ -334,10 +335,17 @@ def broadcast(
 
     Raises ShardingError where the prefix has other keys, another length or another container than the tree.
     """
-    if not torch.compiler.is_dynamo_compiling():  # most often the structures are equal, which optree finds fast
+    if not torch.compiler.is_dynamo_compiling():  # optree is fast, and has neither these errors nor all that fits
         values, structure = optree.tree_flatten(prefix, None if kind == "P" else leaf)  # a P is not a container
-        if structure == optree.tree_structure(tree, is_leaf) and builtins.all(map(leaf, values)):
-            return values
+        full = optree.tree_structure(tree, is_leaf)
+        if builtins.all(map(leaf, values)):
+            if structure == full:
+                return values
+            with contextlib.suppress(ValueError):
+                if structure.broadcast_to_common_suffix(full) == full:  # also of the same kinds of dicts
+                    below = [[x] if isinstance(x, torch.Tensor) else leaves(x, is_leaf)
+                             for x in structure.flatten_up_to(tree)]  # fmt: skip
+                    return [value for value, xs in zip(values, below, strict=True) for _ in xs]
         is_described = kind == "P" and not [x for x in values if leaf(x)]
         if is_described and [type(x).__name__ for x in leaves(tree, leaf)[:1]] == ["P"]:
             raise fail(f"{name} and the tree are swapped: the tree has leaves that are a P",
@@ -406,13 +414,14 @@ def _limited(keys: list[Any]) -> str:
     return f"[{join_limited(list(map(repr, keys)), 6)}]"
 
 
-def check_leaves(verb: str, name: str, tree: Any, kind: type | tuple[type, ...]) -> None:
-    """Raise ShardingError, listing each leaf of the argument `name` of `verb` that is not of that kind."""
-    if {isinstance(x, kind) for x in leaves(tree)} <= {True}:
-        return
-    words = " or ".join(map(a_type, kind if isinstance(kind, tuple) else (kind,)))
-    raise_all([must_be(f"{verb}: {show(name, path)}", words, x)
-               for path, x in leaves_with_path(tree) if not isinstance(x, kind)])  # fmt: skip
+def check_leaves(verb: str, name: str, tree: Any, kind: type | tuple[type, ...]) -> tuple[list[Any], Any]:
+    """Flatten the argument `name` of `verb`. Raises ShardingError, listing each leaf that is not of that kind."""
+    found, treedef = flatten(tree)
+    if not {isinstance(x, kind) for x in found} <= {True}:
+        words = " or ".join(map(a_type, kind if isinstance(kind, tuple) else (kind,)))
+        raise_all([must_be(f"{verb}: {show(name, path)}", words, x)
+                   for path, x in leaves_with_path(tree) if not isinstance(x, kind)])  # fmt: skip
+    return found, treedef
 
 
 def _keys(tree: dict[Any, Any]) -> list[Any]:

@@ -68,6 +68,10 @@ WORKS = {
         o = fs.optim
         print(o.linear(1.0, 10, end=0.5)(10), o.cosine(1.0, 10, end=0.5)(10), o.warmup(1.0, 10, start=0.5)(0))
         """, "0.5 0.5 0.5"),
+    "stacked layers with the scale of one": ("""
+        layer = {"up": fs.init.xavier_normal((64, 256)), "b": fs.init.zeros(256)}
+        print(fs.init.stacked(layer, 12))
+        """, "{'up': f32[12, 64, 256] = normal(std=0.07906), 'b': f32[12, 256] = zeros}"),
     "a state_dict in memory": ("""
         module = nn.Linear(4, 4)
         print(module.load_state_dict(fs.state_dict.gather(fs.materialize(tree, P(), mesh, key=fs.key(0)))))
@@ -148,6 +152,50 @@ wanted
         chain(clip_by_global_norm, adamw): update without params
           fix: {UPDATE}
         """),
+    "an update of zero without parameters": (
+        "fs.optim.zero(opt, P(), P('data'), axis='data').update(params, ())", f"""
+        zero(adamw): update without params
+          fix: {UPDATE}
+        """),
+    "an update of a loss scale's optimizer without parameters": (
+        "fs.LossScale().guard(opt, P()).update(params, ())", f"""
+        guarded adamw: update without params
+          fix: {UPDATE}
+        """),
+    "specs of a clip that name another axis": ("""
+        opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0, P("data")), opt)
+        fs.shard_map(lambda p, s: opt.update(p, s, p), mesh=mesh, out_specs=P())(params, opt.init(params))
+        """, """
+        program.py:3 in <lambda>: clip_by_global_norm: grads['w'] is the same on each rank of 'data', which its spec \
+P('data') names
+          fix: pass the specs by which these leaves are placed
+        """),
+    "specs of a clip without an axis": ("""
+        split = fs.device_put({"w": torch.ones(4, 4), "b": torch.ones(4)}, P("data"), mesh)
+        clip = fs.optim.clip_by_global_norm(1.0, {"w": P("data"), "b": P()})
+        fs.shard_map(lambda p: clip.update(p, {})[0], mesh=mesh, out_specs=P("data"))(split)
+        """, """
+        program.py:4 in <lambda>: clip_by_global_norm: grads['b'] varies over 'data', which its spec P() does not name
+          fix: pass the specs by which these leaves are placed
+        """),
+    "specs of a loss scale with an axis that the mesh lacks": ("""
+        opt = fs.LossScale().guard(opt, P("model"))
+        fs.shard_map(lambda p, s: opt.update(p, s, p), mesh=mesh, out_specs=P())(params, opt.init(params))
+        """, """
+        guard: specs: the mesh has no axis 'model'
+          mesh  data=2
+          at program.py:3 in <lambda>
+          fix: use one of ['data'], or None
+        """),
+    "specs with an axis that the mesh lacks": ("""
+        specs = {"a": P("model"), "b": P(None, "model"), "c": [P("model"), P(("data", "model"))]}
+        fs.device_put({"a": x, "b": y, "c": [torch.ones(2), y + 1]}, specs, mesh)
+        """, """
+        device_put: tree['a']: the mesh has no axis 'model'
+          shape  [8, 4]    spec  P('model')    mesh  data=2
+          fix: use one of ['data']
+          the same for tree['b'], tree['c'][0], tree['c'][1]
+        """),
     "options of peft": ("fs.lora.Config(['q_proj'], lora_alpha=16)", """
         Config: no argument is called 'lora_alpha'
           near  alpha
@@ -168,6 +216,10 @@ wanted
         """),
     "sizes and names for make_mesh": ("fs.make_mesh((2, 4), ('data', 'model'))", """
         make_mesh: 2 arguments by position, and it takes 0
+          fix: make_mesh(data=2, model=4)
+        """),
+    "a number for make_mesh": ("fs.make_mesh(4)", """
+        make_mesh: 1 argument by position, and it takes 0
           fix: make_mesh(data=2, model=4)
         """),
     "no key": ("fs.materialize({'w': fs.init.ones(4)}, P(), mesh)", """
@@ -299,6 +351,23 @@ torch.save(fs.device_get(tree), path), of full tensors
           each of the 2 ranks would differentiate its own loss, and p['w'] has one gradient
           fix: fs.pmean(..., "data") of what acme returns to your code
         """),
+    "gathered logits with an axis": ("""
+        f = lambda x, y: fs.nn.cross_entropy(x, y, axis="data", size=4)
+        fs.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())(x, y[:, 0].long())
+        """, """
+        cross_entropy: this rank holds 4 of the vocabulary, its part is 2
+          4 over 'data' splits into [2, 2]
+          fix: leave out axis='data': this rank has all of the vocabulary
+        """),
+    "a module of a package that draws": ("""
+        line = "def forward(x):\\n    return nn.functional.dropout(x, 0.1)"
+        exec(compile(line, "/lib/site-packages/acme/layers.py", "exec"))
+        fs.shard_map(lambda x: forward(x), mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
+        """, """
+        layers.py:2 in forward: bernoulli draws from torch's own generator
+          its numbers depend on the process and on earlier draws, so another mesh would give another answer
+          fix: apply(params, buffers, ..., key=key); without dropout, apply.eval()
+        """),
     "a placed leaf that is written to": ("""
         @fs.shard_map(mesh=mesh, in_specs=P(), out_specs=P())
         def decay(p):
@@ -332,6 +401,30 @@ torch.save(fs.device_get(tree), path), of full tensors
         scan: the arguments seem to be in the order of lax.scan
           TypeError: new(): invalid data type 'str'
           fix: fs.scan(block, params, x, specs=, axis=, each=), with block(params, x), which returns x
+        """),
+    "scan with the arguments of lax.scan, and specs": ("""
+        stacked = fs.device_put({"w": torch.ones(3, 4, 4)}, P(), mesh)
+        f = lambda p, x: fs.scan(lambda p, x: x @ p["w"], x, p, specs={"w": P(None, "data")}, axis="data")
+        fs.shard_map(f, mesh=mesh, out_specs=P())(stacked, x)
+        """, """
+        scan: the arguments seem to be in the order of lax.scan
+          params is f32[8, 4], one tensor, and x and specs are trees
+          fix: fs.scan(block, params, x, specs=, axis=, each=), with block(params, x), which returns x
+        """),
+    "scan of a block that captures a shared weight": ("""
+        @fs.shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        def grads(p, x):
+            def loss(p):
+                scale = p["w"][0]
+                block = lambda p, x: x @ p["w"] * scale
+                return fs.pmean(fs.scan(block, [p, p], x, specs=P(), axis="data").mean(), "data")
+            return fs.grad(loss)(p)
+        grads(params, x)
+        """, """
+        scan(<lambda>): captures 'scale', which is being differentiated
+          its gradient would be lost
+          fix: pass 'scale' as the block's third argument: each=[scale] * (number of blocks), and \
+block(params, x, scale)
         """),
     "scan with the body of lax.scan": ("""
         stacked = fs.device_put({"w": torch.ones(3, 4, 4)}, P(), mesh)
@@ -414,6 +507,8 @@ ATTRIBUTES = {
     "opt.step": f"an Optimizer has no attribute 'step': it is {UPDATE}, in fs.shard_map",
     "opt.zero_grad":
         "an Optimizer has no attribute 'zero_grad': it is not needed: fs.value_and_grad returns new gradients",
+    "apply.unshard(P(), 'data', release=False).draws_over('data')":
+        "the function of apply.unshard has no attribute 'draws_over': it is apply.draws_over(...).unshard(specs, axis)",
     "apply.parameters": "an Apply has no attribute 'parameters': it is tree[\"params\"], placed by fs.materialize",
     "fs.PartitionSpec": "fs has no attribute 'PartitionSpec': it is fs.P",
     "fs.jit": "fs has no attribute 'jit': it is fs.shard_map",
@@ -422,6 +517,8 @@ ATTRIBUTES = {
     "fs.optim.AdamW": "fs.optim has no attribute 'AdamW': it is fs.optim.adamw",
     "fs.nn.relu": "fs.nn has no attribute 'relu': it is torch.nn.functional.relu",
     "fs.init.xavier_normal_": "fs.init has no attribute 'xavier_normal_': it is fs.init.xavier_normal",
+    "fs.init.lecun_normal":
+        "fs.init has no attribute 'lecun_normal': it is fs.init.kaiming_normal(..., nonlinearity=\"linear\")",
     "fs.random.PRNGKey": "fs.random has no attribute 'PRNGKey': it is fs.key",
     "fs.checkpoint.load": "fs.checkpoint has no attribute 'load': it is fs.checkpoint.restore",
     "fs.no_such_name": "fs has no attribute 'no_such_name'",

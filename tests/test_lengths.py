@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import random
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import fshard as fs
 from fshard import P
+from fshard.interop import hf
 from tests.lib.assertions import assert_same, error_text
 
 MESH = {"stage": 4, "model": 2}
@@ -51,12 +53,6 @@ def test_leaves_have_the_parts_of_their_lengths_and_the_values_of_one_device(see
         assert rows == [copies * length for length in some_lengths(n, seed)]
         assert_same(fs.device_get(placed), want)
         assert_same(fs.device_get(fs.device_put(want, spec, mesh())), want)
-        for other in (P("stage"), P(None, ("model", "stage")), *layouts(n, seed + 1)):
-            there = fs.reshard(placed, other)
-            assert there.spec == other
-            assert_same(fs.device_get(there), want)
-            for part, again in zip(there.shards, fs.device_put(want, other, mesh()).shards, strict=True):
-                assert_same(part, again)
 
 
 def test_lengths_on_an_axis_of_one_rank_are_the_undivided_leaf():
@@ -148,19 +144,92 @@ def test_results_must_have_the_parts_of_their_lengths():
 
 
 @pytest.mark.parametrize("lengths", [(12, 0, 0, 0), (5, 0, 6, 1), (0, 0, 0, 12)])
-@pytest.mark.parametrize("axis", ["stage", ("stage", "model")])
-def test_vocabulary_in_chosen_parts_has_the_loss_and_gradients_of_one_device(lengths, axis):
+@pytest.mark.parametrize(("axis", "is_known"), [("stage", False), ("stage", True), (("stage", "model"), True)])
+def test_vocabulary_in_chosen_parts_has_the_loss_and_gradients_of_one_device(lengths, axis, is_known):
     spec = P(axis, lengths={"stage": lengths})
     make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))  # noqa: E731
     table, ids = make(12, 4), torch.arange(10).view(2, 5) % 12
 
-    def f(table, ids, axis=axis):
-        h = fs.nn.embedding(ids, table, axis=axis, out="whole")
-        return fs.nn.cross_entropy(fs.pvary(h, axis) @ table.T, ids.roll(1, 1), axis=axis)
+    def f(table, ids, axis=axis, size=lengths if is_known else None):
+        h = fs.nn.embedding(ids, table, axis=axis, size=size, padding_idx=3, out="whole")
+        logits = fs.pvary(h, axis) @ table.T
+        loss = fs.nn.cross_entropy(logits, ids.roll(1, 1), axis=axis, size=size, label_smoothing=0.1)
+        return loss, fs.nn.accuracy(logits, ids, axis=axis, size=size)
 
-    want, grad = torch.func.grad_and_value(functools.partial(f, axis=None))(table, ids)[::-1]
-    step = fs.shard_map(fs.value_and_grad(f), mesh=mesh(), in_specs=(spec, P()), out_specs=(P(), spec))
-    value, grads = step(table, ids)
+    grad, (want, right) = torch.func.grad_and_value(lambda t: f(t, ids, None, 12), has_aux=True)(table)
+    step = fs.shard_map(fs.value_and_grad(f, has_aux=True), mesh=mesh(), in_specs=(spec, P()),
+                        out_specs=((P(), P()), spec))  # fmt: skip
+    (value, hits), grads = step(table, ids)
+    assert_same(fs.device_get(hits), right)
     assert_same(fs.device_get(value), want, rtol=1e-12, atol=1e-12)
     assert_same(fs.device_get(grads), grad, rtol=1e-12, atol=1e-12)
     fs.verify(step, table, ids)
+
+
+# --- optimizers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["clipped adamw", "adafactor", "muon", "zero"])
+def test_optimizers_step_chosen_parts_as_one_device_does(kind):
+    described = {"w": fs.init.normal((8, 6), std=0.3), "v": fs.init.normal((16, 4), std=0.3)}
+    specs = {"w": P(None, "stage", lengths=(3, 0, 2, 1)), "v": P(("stage", "model"), lengths={"stage": (0, 16, 0, 0)})}
+
+    def run(mesh):
+        opt = {
+            "clipped adamw": lambda: fs.optim.chain(fs.optim.clip_by_global_norm(0.1, specs), fs.optim.adamw(0.1)),
+            "adafactor": lambda: fs.optim.adafactor(0.1, specs=specs),
+            "muon": lambda: fs.optim.muon(0.1, specs=specs),
+            "zero": lambda: fs.optim.zero(fs.optim.adamw(0.1), P(), specs, axis=("stage", "model"), summed=True),
+        }[kind]()
+        mine = P() if kind == "zero" else specs
+        params = fs.materialize(described, mine, mesh, key=fs.key(1))
+        state_specs = opt.specs(mine)
+        init = fs.shard_map(opt.init, mesh=mesh, in_specs=(mine,), out_specs=state_specs)
+        step = fs.shard_map(opt.update, mesh=mesh, in_specs=(mine, state_specs, mine), out_specs=(mine, state_specs))
+        state = init(params)
+        for i in range(2):
+            params, state = step(fs.materialize(described, mine, mesh, key=fs.key(5 + i)), state, params)
+        return fs.device_get((params, state))
+
+    assert_same(run(mesh()), run(mesh(stage=1, model=1)), rtol=2e-6, atol=1e-7)
+
+
+# --- files -------------------------------------------------------------------------------------------------
+
+FILES = {"wte": P(("stage", "model"), lengths={"stage": (0, 0, 0, 17)}),
+         "h": P(None, "stage", lengths=(5, 1, 0, 2)), "b": P("stage", lengths=(0, 0, 4, 0))}  # fmt: skip
+
+
+def saved_leaves():
+    return {"wte": fs.init.normal((17, 4)), "h": fs.init.normal((3, 8)), "b": fs.init.normal((4,))}
+
+
+def test_checkpoint_of_chosen_parts_restores_under_any_other_parts_bit_for_bit(tmp_path):
+    even = {"wte": P("data"), "h": P("data", "stage"), "b": P()}
+    other = {"wte": P("stage", lengths=(1, 2, 3, 11)), "h": P("stage", lengths=(3, 0, 0, 0)), "b": P("stage")}
+    places = [(FILES, mesh()), (even, mesh(data=3, stage=2)), (other, mesh(stage=4)), (P(), mesh(stage=1))]
+    for (specs, here), (new, there) in itertools.pairwise([*places, places[0]]):
+        placed = fs.materialize(saved_leaves(), specs, here, key=fs.key(2))
+        fs.checkpoint.save(tmp_path / "c", placed, overwrite=True)
+        got = fs.checkpoint.restore(tmp_path / "c", saved_leaves(), specs=new, mesh=there)
+        want = fs.materialize(saved_leaves(), new, there, key=fs.key(2))
+        for x, y in zip(fs.tree.leaves(got), fs.tree.leaves(want), strict=True):
+            assert x.spec == y.spec
+            assert_same(list(x.shards), list(y.shards))
+
+
+def test_folder_is_read_into_chosen_parts_and_written_back(tmp_path, monkeypatch):
+    names = lambda path: hf.FileTensor(path[0])  # noqa: E731
+    want = fs.materialize(saved_leaves(), P(), mesh(stage=1), key=fs.key(2))
+    hf.write(tmp_path / "a", want, names, config={})
+    reads = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: reads.append(preadv(*args)) or reads[-1])
+    stored = hf.read(tmp_path / "a", saved_leaves(), names)
+    reads.clear()
+    placed = fs.materialize(stored, FILES, mesh(), key=fs.key(0))
+    assert sum(reads) == sum(x.nbytes for x in placed.values())  # each element by one rank: replicas are copies
+    assert_same(fs.device_get(placed), fs.device_get(want))
+    hf.write(tmp_path / "b", placed, names, config={})
+    file = "model.safetensors"
+    assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()

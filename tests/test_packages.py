@@ -28,20 +28,20 @@ COMMS = ("AbstractComm", "ProcessComm", "SimulatedComm")
 EXTRAS = ("transformers", "peft", "accelerate", "datasets", "nbformat", "nbclient")
 MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
-    "checkpoint": 1_490,
-    "cli": 1_559,
-    "core": 17_123,
+    "checkpoint": 1_498,
+    "cli": 1_591,
+    "core": 17_221,
     "data": 1_056,
-    "defer": 5_257,
+    "defer": 5_262,
     "interop": 4_440,
-    "law": 1_288,
+    "law": 1_376,
     "lora": 1_743,
-    "models": 5_064,
-    "nn": 3_777,
-    "optim": 2_774,
-    "planning": 4_303,
+    "models": 5_044,
+    "nn": 3_863,
+    "optim": 2_809,
+    "planning": 4_549,
     "recipes": 2_134,
-    "schedule": 3_236,
+    "schedule": 3_254,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

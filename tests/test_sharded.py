@@ -306,11 +306,21 @@ def test_reshard_between_any_two_specs(axes, shape):
         assert len(set(pointers)) == len(pointers)  # shares storage with nothing
 
 
-@settings(max_examples=60)
+def choose_lengths(data, spec, shape, axes):
+    """Return the spec, with lengths for some of its first axes."""
+    lengths = {}
+    for n, names in zip(shape, spec.parts(len(shape)), strict=True):
+        if names and data.draw(st.booleans()):
+            cuts = data.draw(st.lists(st.integers(0, n), min_size=axes[names[0]] - 1, max_size=axes[names[0]] - 1))
+            lengths[names[0]] = [b - a for a, b in itertools.pairwise([0, *sorted(cuts), n])]
+    return P(*spec, lengths=lengths)
+
+
+@settings(max_examples=80)
 @given(st.data(), st.lists(st.integers(0, 7), max_size=3).map(tuple), st.sampled_from(MESHES), st.sampled_from(MESHES))
-def test_reshard_between_any_two_meshes(data, shape, from_axes, to_axes):
-    before = data.draw(st.sampled_from(specs_for(len(shape), from_axes)))
-    after = data.draw(st.sampled_from(specs_for(len(shape), to_axes)))
+def test_reshard_between_any_two_meshes_and_lengths(data, shape, from_axes, to_axes):
+    before = choose_lengths(data, data.draw(st.sampled_from(specs_for(len(shape), from_axes))), shape, from_axes)
+    after = choose_lengths(data, data.draw(st.sampled_from(specs_for(len(shape), to_axes))), shape, to_axes)
     source, target, x = fs.make_mesh(**from_axes), fs.make_mesh(**to_axes), numbered(*shape)
     leaf = fs.device_put(x, before, source)
     check_placed(fs.reshard(leaf, after, target), x, after, target)

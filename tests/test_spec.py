@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import P
 from fshard.spec import (
+    as_size,
     box_shape,
     describe,
     format_tensor,
@@ -24,6 +25,7 @@ from fshard.spec import (
     part_range,
     same_placement,
     spec_errors,
+    total,
 )
 from tests.lib.assertions import error_text
 
@@ -95,6 +97,39 @@ def test_repr_pickle_and_copies(spec, shown):
     for other in (pickle.loads(pickle.dumps(spec)), copy.copy(spec), copy.deepcopy(spec)):
         assert other == spec
         assert type(other) is P
+
+
+def test_lengths_are_part_of_a_spec():
+    spec = P("a", None, "b", lengths={"a": [7, 8]})
+    assert repr(spec) == "P('a', None, 'b', lengths={'a': (7, 8)})"
+    assert spec.lengths == {"a": (7, 8)}
+    assert repr(P("a", lengths=(0, 1))) == "P('a', lengths=(0, 1))"
+    assert len({spec, P("a", None, "b"), P("a", None, "b", lengths={"a": (8, 7)}), P("a", lengths=(7, 8))}) == 4
+    assert P("a", "b", lengths={"b": (1,), "a": (2,)}) == P("a", "b", lengths={"a": (2,), "b": (1,)})
+    for other in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec), eval(repr(spec), {"P": P})):
+        assert other == spec
+        assert hash(other) == hash(spec)
+    assert not same_placement(P("a", lengths=(7, 8)), P("a"), 1)
+    assert spec.with_entries(None, *spec) == P(None, "a", None, "b", lengths={"a": (7, 8)})
+    assert spec.with_entries(*spec[1:], memory="host") == P(None, "b", memory="host")
+    assert fs.on_host(spec).lengths == spec.lengths
+    wide = torch.empty(15, 64)
+    assert fs.fully_shard(P("a", lengths=(7, 8)), wide, axis="d") == P("a", "d", lengths={"a": (7, 8)})
+
+
+@pytest.mark.parametrize(
+    ("entries", "lengths", "text"),
+    [
+        (("a", "b"), (1, 2), "lengths of the parts over one axis, and the spec names 2\n  fix: lengths={'a': (1, 2)}"),
+        ((), (1, 2), "lengths of the parts over one axis, and the spec names 0\n  fix: name the axis that splits it"),
+        ((("a", "b"),), {"b": (1, 2)}, "'b' is not the first axis of a dim\n  fix: one of ['a']"),
+        (("a",), {"c": (1, 2)}, "'c' is not the first axis of a dim\n  fix: one of ['a']"),
+        *((("a",), wrong, "not lengths\n  fix: one int of at least 0 for each rank over 'a': (7, 8, 8, 7)")
+          for wrong in ((), (1, -1), (1.0, 2), (True, 2), 3, "ab")),
+    ],
+)  # fmt: skip
+def test_error_texts_of_lengths_that_are_for_no_axis(entries, lengths, text):
+    assert error_text(P, *entries, lengths=lengths) == f"{P(*entries)} with lengths={lengths}: {text}"
 
 
 def test_specs_are_immutable():
@@ -170,12 +205,22 @@ def part_ranges(n, sizes):
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 40), some_sizes)
+@given(st.integers(0, 40) | st.lists(st.integers(0, 9), min_size=1, max_size=6).map(tuple), some_sizes)
 def test_parts_cover_the_range_once_and_in_order(n, sizes):
+    sizes = [len(n), *sizes] if isinstance(n, tuple) else sizes
     cut = part_ranges(n, sizes)
     assert [length for _, length in cut] == part_lengths(n, sizes)
-    assert [i for start, length in cut for i in range(start, start + length)] == list(range(n))
-    assert all(0 <= start <= n and length >= 0 for start, length in cut)
+    assert [i for start, length in cut for i in range(start, start + length)] == list(range(total(n)))
+    assert all(0 <= start <= total(n) and length >= 0 for start, length in cut)
+
+
+@given(st.lists(st.integers(0, 9), min_size=6, max_size=6))
+def test_lengths_over_the_first_axis_or_over_all_axes_are_one_split(lengths):
+    halves = (sum(lengths[:3]), sum(lengths[3:]))
+    assert part_ranges(halves, [2]) == [(0, halves[0]), (halves[0], halves[1])]
+    assert part_lengths(tuple(lengths), [2, 3]) == lengths
+    assert part_lengths(halves, [2, 3]) == [m for half in halves for m in part_lengths(half, [3])]
+    assert part_ranges(as_size(part_lengths(halves, [2, 3]), [2, 3]), [2, 3]) == part_ranges(halves, [2, 3])
 
 
 @settings(max_examples=60)

@@ -65,8 +65,8 @@ def part_shape(
 
 def parts_by_rank(xs: Sequence[Tensor], dims: Dims, sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:
     """Return for each rank its parts of all tensors, as views."""
-    at = map(sized_dim, xs, dims)
-    parts = [x.split_with_sizes(part_lengths(size, sizes), dim) for x, (dim, size) in zip(xs, at, strict=True)]
+    parts = [x.split_with_sizes(part_lengths(size, sizes), dim) for x, at in zip(xs, dims, strict=True)
+             for dim, size in [(at, x.shape[at]) if isinstance(at, int) else at]]  # fmt: skip
     return list(zip(*parts, strict=True))
 
 

@@ -162,6 +162,14 @@ def live_axes(comm: Comm, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(a for a in names if comm.sizes[a] > 1)
 
 
+def live_axis(verb: str, axis: Axis) -> Axis:
+    """Return an argument's axes of more than one rank; None if it has no such axis: nothing is split then."""
+    if not names_of(axis):
+        return None
+    current = region(verb)
+    return live_axes(current.comm, known_axes(verb, current, axis)) or None
+
+
 def device_type(x: Tensor) -> str:
     """Return the type of the device that computes with a tensor: "cuda" where a plan for an accelerator looks on."""
     planned = in_region() and region().host.type == "meta" and x.device == region().device

@@ -175,6 +175,10 @@ functional_collectives = torch.ops._c10d_functional
 # `Tensor.copy_` of each pair starts a kernel for each; there is no public form of this one for a list.
 foreach_copy_ = torch._foreach_copy_
 
+# The kernel of torch.optim.AdamW(fused=True), by which each leaf's number of the step is a tensor: the same one here.
+# `torch.optim.adamw.adamw` adds 1 to each, and sorts the leaves by device: ten times the price for small leaves.
+fused_adamw_ = torch._fused_adamw_
+
 
 # The kernels behind torch.nn.functional.scaled_dot_product_attention, which does not return the log-sum-exp. The
 # second one, for CUDA, pads it to a multiple of 32 queries.
@@ -269,9 +273,9 @@ def default_store() -> Any:
 __all__ = [
     "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of", "backward_number",
     "default_store", "efficient_attention", "efficient_attention_backward", "flash_attention",
-    "flash_attention_backward", "foreach_copy_", "functional_collectives", "group_named", "has_tangent", "in_backward",
-    "in_transform", "innermost_transform", "is_batched", "is_grad_tracking", "is_legacy_batched", "is_traced",
-    "is_view", "is_wrapped", "level_of", "named_as", "never_traced", "next_number", "replace_dual_levels",
+    "flash_attention_backward", "foreach_copy_", "functional_collectives", "fused_adamw_", "group_named", "has_tangent",
+    "in_backward", "in_transform", "innermost_transform", "is_batched", "is_grad_tracking", "is_legacy_batched",
+    "is_traced", "is_view", "is_wrapped", "level_of", "named_as", "never_traced", "next_number", "replace_dual_levels",
     "replace_reparametrize_module", "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id", "timeout_of",
     "transform_level", "unwrapped", "unwrapped_once", "version_of", "with_legacy_batch", "with_tangents",
     "without_functorch", "without_legacy_batch", "without_modes", "without_torch_function",

@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,13 @@ from .torch import in_backward, is_traced
 Split = Sequence[Any]
 
 
+class Message(NamedTuple):
+    """A permute that only the ranks of its pairs enter: these, as positions on the axes, and the shapes of tensors."""
+
+    pairs: tuple[tuple[int, int], ...]  # (source, target)
+    shapes: tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True)
 class Transfer:
     """One collective of one rank. `bytes` is the size of its argument on that rank; `where` the line that called it.
@@ -32,7 +39,7 @@ class Transfer:
     `ranks` is the number of ranks over its axes, and `rank` the one that called it, in the mesh. `kept` are the bytes
     of the argument that stay on this rank: its part of a sum that is scattered, its rows of an exchange, and all
     that a rank without a target has in a permute. In the backward pass, `where` is the line of the forward collective
-    whose transpose it is.
+    whose transpose it is. `message`: of a permute that only some ranks enter, what these must agree on.
     """
 
     op: str
@@ -44,6 +51,7 @@ class Transfer:
     ranks: int = field(kw_only=True)
     rank: int = field(default=0, kw_only=True, compare=False)
     kept: int = field(default=0, kw_only=True)
+    message: Message | None = field(default=None, kw_only=True)
 
     @property
     def sent(self) -> int:
@@ -193,8 +201,11 @@ def transfer(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Spl
     """Return the record of a collective of these tensors, of one dtype, called at the current line.
 
     `split`: the dim of each tensor that a reduce_scatter splits, the (source, target) pairs of a permute, or
-    the number of rows to each rank.
+    the number of rows to each rank. A "send" is a permute that only the ranks of its pairs enter.
     """
+    message = None
+    if op == "send":
+        op, message = "permute", Message(tuple(sorted(split)), tuple([tuple(x.shape) for x in xs]))
     sizes, coords = [place.sizes[a] for a in axes], [place.coords[a] for a in axes]
     count, itemsize = sum(x.numel() for x in xs), xs[0].element_size()
     if op == "permute":
@@ -209,7 +220,8 @@ def transfer(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Spl
     is_backward = getattr(_thread, "transposing", False) or (in_backward() and not is_recomputing())
     return Transfer(op, axes, xs[0].dtype, count * itemsize, call_site(),
                     "backward" if is_backward else "forward", ranks=math.prod(sizes),
-                    rank=index_of(tuple(place.sizes), place.sizes, place.coords), kept=kept * itemsize)  # fmt: skip
+                    rank=index_of(tuple(place.sizes), place.sizes, place.coords), kept=kept * itemsize,
+                    message=message)  # fmt: skip
 
 
 def call_site() -> callsite.Site | None:

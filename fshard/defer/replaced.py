@@ -15,7 +15,7 @@ from fshard import tree
 from fshard._core.region import axes_of_own_values, checker, region
 from fshard.errors import ShardingError, fail, must_be, raise_all
 from fshard.nn import Replacement
-from fshard.spec import P, describe, format_axes, matches, part_range, same_placement
+from fshard.spec import P, box_shape, describe, format_axes, local_box, matches, same_placement
 
 from .module_leaves import Place, leaves_at, named_modules
 from .stand_ins import Split, SplitParameter, StandIn
@@ -231,8 +231,7 @@ def _check_part(label: str, x: SplitParameter, sizes: Mapping[str, int], coords:
     if missing := [axis for axis in spec.axes if axis not in sizes]:
         raise fail(f"{label}: the mesh has no axis {missing[0]!r}", mesh=format_axes(sizes),
                    fix=f"use one of {list(sizes)}")  # fmt: skip
-    expected = [part_range(n, [sizes[a] for a in axes], [coords[a] for a in axes])[1]
-                for n, axes in zip(x.placed.shape, spec.parts(len(x.placed.shape)), strict=True)]  # fmt: skip
+    expected = list(box_shape(local_box(x.placed.shape, spec, sizes, coords)))
     fix = 'place it by apply.specs["params"]; fs.unshard over other axes alone'
     if list(x.part.shape) != expected:
         raise fail(f"{label}: params[{x.leaf!r}] is {list(x.part.shape)} here, and not {expected}, this rank's part of "

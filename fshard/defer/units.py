@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from fshard import tree
 from fshard._core.region import Region, region
 from fshard._core.torch import has_tangent, in_transform
 from fshard._core.weight import is_weight
-from fshard.errors import fail, must_be, raise_all
+from fshard.errors import fail, must_be, no_attribute, raise_all
 from fshard.schedule.buckets import plan_buckets
 from fshard.schedule.recompute import refuse_saved_tensor_hooks
 from fshard.schedule.units import Unit, UnitCalls, UnitOptions, UnitSchedule
@@ -244,6 +244,12 @@ class UnshardedByUnit:
 
     def __repr__(self) -> str:
         return f"{self._apply!r}.unshard({self._axis!r})"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            earlier = {n: f"apply.{n}(...).unshard(specs, axis)" for n in ("draws_over", "eval", "batch_norm_over")}
+            raise no_attribute("the function of apply.unshard", name, self, earlier)
 
     def __call__(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> Any:
         """Return the result of `forward`. Raises ShardingError if it changed a buffer, which would be lost."""

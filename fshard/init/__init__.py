@@ -22,6 +22,7 @@ from .initializers import (
     normal,
     ones,
     orthogonal,
+    stacked,
     trunc_normal,
     uniform,
     xavier_normal,
@@ -33,8 +34,12 @@ from .initializers import (
 __all__ = [
     "Arange", "Deferred", "Eye", "Full", "Initializer", "Normal", "Orthogonal", "Scope", "TruncNormal", "Uniform",
     "arange", "describe_initializer", "eye", "fans", "full", "kaiming_normal", "kaiming_uniform", "normal", "ones",
-    "orthogonal", "trunc_normal", "uniform", "xavier_normal", "xavier_uniform", "zero_row", "zeros",
+    "orthogonal", "stacked", "trunc_normal", "uniform", "xavier_normal", "xavier_uniform", "zero_row", "zeros",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:
-    __getattr__ = other_names(__name__, {"constant_": "fs.init.full"})
+    __getattr__ = other_names(__name__, {
+        "constant_": "fs.init.full", "lecun_normal": 'fs.init.kaiming_normal(..., nonlinearity="linear")',
+        "he_normal": 'fs.init.kaiming_normal(..., nonlinearity="relu")', "glorot_normal": "fs.init.xavier_normal",
+        "glorot_uniform": "fs.init.xavier_uniform",
+    })  # fmt: skip

@@ -1,7 +1,8 @@
 """Initializers: each describes a leaf as a `Deferred`, without storage until it is materialized.
 
 Fans assume `[in, out]` matrices used as `x @ w`: fan_in is the size of dim -2 (times any dims before it), fan_out the
-size of dim -1; `in_dim` and `out_dim` choose other dims: `in_dim=1, out_dim=0` for a torch.nn.Linear weight.
+size of dim -1; `in_dim` and `out_dim` choose other dims: `in_dim=1, out_dim=0` for a torch.nn.Linear weight. For the
+stacked layers of `fs.scan`, [layers, in, out], describe one layer and pass it to `stacked`: dim 0 is not part of a fan.
 Every element depends only on the key and its global index, so every device fills only its part.
 """
 
@@ -10,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fshard import random
+from fshard import random, tree
 from fshard.errors import checked, fail
 from fshard.spec import Box, box_shape
 
@@ -164,6 +165,22 @@ class ZeroRow:
         return f"{describe_initializer(self.inner)}, row {self.row} zero"
 
 
+@dataclass(frozen=True)
+class _Stacked:
+    """The initializer of each layer, with a key of its index."""
+
+    inner: Initializer
+
+    def fill(self, key: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+        out = torch.empty(box_shape(box), dtype=dtype, device=device)
+        for i, row in enumerate(out, box[0].start):
+            row.copy_(self.inner.fill(random.fold_in(key, i), shape[1:], box[1:], dtype, device))
+        return out
+
+    def describe(self) -> str:
+        return f"stacked {describe_initializer(self.inner)}"
+
+
 def _describe(shape: Shape, init: Initializer, dtype: torch.dtype | None) -> Deferred:
     return Deferred((shape,) if isinstance(shape, int) else tuple(shape), dtype or torch.get_default_dtype(), init)
 
@@ -300,6 +317,26 @@ def zero_row(leaf: Deferred, row: int) -> Deferred:
     if not leaf.ndim or not 0 <= row < leaf.shape[0]:
         raise fail(f"zero_row: {list(leaf.shape)} has no row {row}", fix="an index of dim 0, counted from 0")
     return replace(leaf, init=ZeroRow(leaf.init, row))
+
+
+@checked
+def stacked(layer: Any, n: int) -> Any:
+    """Describe the leaves of `n` layers, stacked on a new dim 0 as `fs.scan` takes them, from a tree for one layer.
+
+    Each layer gets different values, of the scale that the initializer computed for one layer.
+
+    >>> stacked({"up": kaiming_normal((64, 256), nonlinearity="relu"), "b": zeros(256)}, 12)
+    {'up': f32[12, 64, 256] = normal(std=0.1768), 'b': f32[12, 256] = zeros}
+
+    Raises ShardingError listing every leaf that is not described.
+    """
+    tree.check_leaves("stacked", "layer", layer, Deferred)
+
+    def stack(leaf: Deferred) -> Deferred:
+        init = leaf.init if isinstance(leaf.init, (Normal, TruncNormal, Uniform, Full)) else _Stacked(leaf.init)
+        return replace(leaf, shape=(n, *leaf.shape), init=init)
+
+    return tree.map(stack, layer)
 
 
 @checked

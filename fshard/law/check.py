@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +15,21 @@ from torch import Tensor
 from fshard import tree
 from fshard._core.call import compare_result_types, result_types
 from fshard._core.display import page
-from fshard._core.protocol import coords_of, index_of
+from fshard._core.protocol import coords_of, index_of, ranks_over
 from fshard._core.transfers import Transfer, transfer_rows, transfer_table
 from fshard._core.typecheck import same_numbers
 from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
 from fshard.init import Deferred
+from fshard.mesh import Mesh
 from fshard.shard_map import DryRun, ShardMapped, dry_run
 from fshard.sharded import Sharded, abstract_sharded, array_dtype
 from fshard.spec import Size, format_axes, is_uneven, part_lengths, part_range, short_dtype, size, total
 
 _MOST_ROWS = 6
 _MOST_RANKS = 3  # after the first, for each set of axes
-_SAME_ORDER = "every rank must call the same collectives in the same order: do not branch on the size of a part"
+_MOST_NAMED = 8  # ranks in a text
+_SAME_ORDER = "every rank must call the same collectives in the same order"
+_IN_PAIRS = "both ranks of a pair start the same messages, of the same shapes, in one order"
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class UnevenDim:
 class Checked:
     """Outcome of `check`: the described result, and every collective of one rank with the line that called it.
 
-    `uneven`: the dims whose parts differ in length. `ranks`: the ranks that ran the program.
+    `uneven`: the dims whose parts differ in length. `ranks`: the ranks that ran the program. `branches_on`: the axes
+    whose positions the program asks for by `fs.axis_position`.
     """
 
     mesh: dict[str, int]
@@ -60,6 +64,7 @@ class Checked:
     transfers: tuple[Transfer, ...]
     uneven: tuple[UnevenDim, ...] = ()
     ranks: tuple[int, ...] = (0,)
+    branches_on: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return "\n".join([self._title(), *transfer_rows(self.transfers), *self._uneven_rows()])
@@ -71,10 +76,14 @@ class Checked:
         n = math.prod(self.mesh.values())
         count = f"{len(self.transfers)} transfers" if len(self.transfers) != 1 else "1 transfer"
         sent = size(sum(t.sent for t in self.transfers))
-        return f"checked on {n} ranks ({format_axes(self.mesh)}): {count} of each, which sends {sent}"
+        at, each = f", at each position of {', '.join(self.branches_on)}", "rank 0"
+        if not self.branches_on:
+            at, each = "", "each"
+        return f"checked on {n} ranks ({format_axes(self.mesh)}){at}: {each} makes {count} and sends {sent}"
 
     def _uneven_rows(self) -> list[str]:
-        return _uneven_rows(self.uneven, self.mesh, self.ranks)
+        unequal = [d for d in self.uneven if not _is_settled(d, self.branches_on, self.mesh)]
+        return _uneven_rows(unequal, self.mesh, self.ranks)
 
 
 @checked
@@ -92,12 +101,16 @@ def check(f: ShardMapped, *args: Any) -> Checked:
     the result differ, it has the size of an argument's dim with such parts, else the largest size with such parts. A
     mean of each rank's part is not found, though it is NaN for an empty part.
 
+    A program that asks for `fs.axis_position` may be another one at each position, so each position of these axes runs
+    it: 64 stages of a pipeline are 64 runs, each of its stage. The messages that one rank sends must be those that the
+    other one expects. Waits are not followed: `fs.plan` with a device finds ranks that wait for each other.
+
     >>> step = shard_map(lambda x: psum(x.sum(), "data"), mesh=make_mesh(data=4), in_specs=(P("data"),), out_specs=P())
     >>> check(step, fs.init.zeros((8, 3)))
-    checked on 4 ranks (data=4): 1 transfer of each, which sends 6 B
+    checked on 4 ranks (data=4): each makes 1 transfer and sends 6 B
           1  all_reduce  data  forward         6 B  ...:1 in <lambda>
     >>> check(step, fs.init.zeros((2, 3)))
-    checked on 4 ranks (data=4): 1 transfer of each, which sends 6 B
+    checked on 4 ranks (data=4): each makes 1 transfer and sends 6 B
           1  all_reduce  data  forward         6 B  ...:1 in <lambda>
     uneven parts (checked as ranks 0 and 3) are right, but ranks with less to do wait for the others
       2 over data=4: 2 ranks have 1, 2 have none    x dim 0
@@ -109,17 +122,22 @@ def check(f: ShardMapped, *args: Any) -> Checked:
     value of a tensor, and for ranks that disagree on a collective or a result. If the first rank does not raise the
     error, it names the rank and its parts.
     """
-    first = dry_run(f, args)
-    uneven = _uneven_dims(first, args)
-    runs = {0: first}
-    for rank in _ranks_to_run(uneven, first.mesh.axes):
-        with _named_rank(rank, first, uneven):
-            runs[rank] = dry_run(f, args, rank)
-    _compare_transfers(runs)
+    runs = {0: (first := dry_run(f, args))}
+    uneven, branches_on = _uneven_dims(first, args), first.branches_on
+    while missing := sorted(_ranks_to_run(uneven, branches_on, first.mesh) - runs.keys()):
+        for rank in missing:
+            with _named_rank(rank, first, uneven):
+                runs[rank] = dry_run(f, args, rank)
+            if branches_on:
+                uneven = tuple(dict.fromkeys([*uneven, *_uneven_dims(runs[rank], args)]))
+            branches_on |= runs[rank].branches_on
+    over = tuple(a for a in f.mesh.axes if a in branches_on)
+    _compare_transfers(runs, over)
+    _compare_messages(runs)
     if len(runs) > 1:
         same_numbers(first.mesh, {rank: run.checker for rank, run in runs.items() if run.checker is not None})
     result = _joined_result(f._name, runs, uneven)
-    return Checked(first.mesh.axes, result, tuple(first.mesh.transfers), uneven, tuple(runs))
+    return Checked(first.mesh.axes, result, tuple(first.mesh.transfers), uneven, tuple(runs), over)
 
 
 # --- uneven dims ----------------------------------------------------------------------------------------------
@@ -161,8 +179,9 @@ def _uneven_rows(uneven: Sequence[UnevenDim], sizes: Mapping[str, int], ranks: S
     rows = [f"  {text:<{width}}    {join_limited(names[key], 1)}" for text, key in zip(texts, order, strict=False)]
     if len(order) > _MOST_ROWS:
         rows.append(f"  and {len(order) - _MOST_ROWS} more")
-    ran = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-    head = f"uneven parts (checked as ranks {ran}) are right, but ranks with less to do wait for the others"
+    ran = f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    ran = f"{len(ranks)} ranks" if len(ranks) > _MOST_NAMED else ran
+    head = f"uneven parts (checked as {ran}) are right, but ranks with less to do wait for the others"
     return [head, *rows] if rows else []
 
 
@@ -174,7 +193,23 @@ def _arithmetic(n: int, axes: Sequence[str], lengths: Sequence[int], sizes: Mapp
     return f"{n} over {format_axes({a: sizes[a] for a in axes})}: {', '.join(words)}"
 
 
-def _ranks_to_run(uneven: Sequence[UnevenDim], sizes: Mapping[str, int]) -> list[int]:
+def _ranks_to_run(uneven: Sequence[UnevenDim], branches_on: Collection[str], mesh: Mesh) -> set[int]:
+    """Return ranks that together have the lengths of every uneven dim, at each position of the axes `branches_on`."""
+    ranks = {0, *_uneven_ranks([d for d in uneven if not _is_settled(d, branches_on, mesh.axes)], mesh.axes)}
+    return {r for rank in ranks for r in ranks_over(tuple(branches_on), mesh.axes, mesh.coords(rank))}
+
+
+def _is_settled(d: UnevenDim, branches_on: Collection[str], sizes: Mapping[str, int]) -> bool:
+    """Return whether a position on these axes decides on the length of a part, such as of a layer on one stage."""
+    found: dict[Any, int] = {}
+    for i, n in enumerate(d.lengths):
+        coords = zip(d.axes, coords_of(i, [sizes[a] for a in d.axes]), strict=True)
+        if found.setdefault(tuple(at for a, at in coords if a in branches_on), n) != n:
+            return False
+    return True
+
+
+def _uneven_ranks(uneven: Sequence[UnevenDim], sizes: Mapping[str, int]) -> list[int]:
     """Return ranks, without the first, that together have the lengths of every uneven dim.
 
     1. Over each set of axes choose the position that adds most new lengths, the last of several, until every length is
@@ -193,7 +228,7 @@ def _ranks_to_run(uneven: Sequence[UnevenDim], sizes: Mapping[str, int]) -> list
                 ranks.append(_rank_at(axes, at, sizes))
     last = {a: sizes[a] - 1 for d in uneven for a in d.axes}
     ranks += [index_of(tuple(sizes), sizes, {**dict.fromkeys(sizes, 0), **last})] if last else []
-    return sorted(set(ranks))
+    return ranks
 
 
 def _rank_at(axes: Sequence[str], at: int, sizes: Mapping[str, int]) -> int:
@@ -215,8 +250,8 @@ def _named_rank(rank: int, first: DryRun, uneven: Sequence[UnevenDim]) -> Iterat
         lengths = [(d, d.lengths[index_of(d.axes, sizes, coords)]) for d in uneven]
         others = sorted(((d, n) for d, n in lengths if n != d.lengths[0]), key=lambda pair: pair[1])
         parts = [f"{n or 'none'} of the {d.size} of {d.name} dim {d.dim}" for d, n in others]
-        note = (f"on rank {rank} ({format_axes(coords)}), which has {join_limited(parts, 2)}; "
-                "rank 0 does not raise it")  # fmt: skip
+        has = f", which has {join_limited(parts, 2)}" if parts else ""
+        note = f"on rank {rank} ({format_axes(coords)}){has}; rank 0 does not raise it"
         if isinstance(e, ShardingError):
             e.args = (f"{e}\n  {note}",)
         else:
@@ -224,17 +259,70 @@ def _named_rank(rank: int, first: DryRun, uneven: Sequence[UnevenDim]) -> Iterat
         raise
 
 
-def _compare_transfers(runs: Mapping[int, DryRun]) -> None:
-    """Raise unless each two ranks call the collectives that both take part in in the same order."""
-    for (a, one), (b, other) in itertools.combinations(runs.items(), 2):
-        here, there = one.mesh.coords(a), one.mesh.coords(b)
-        apart = {axis for axis in here if here[axis] != there[axis]}
-        columns = [[t for t in run.mesh.transfers if apart <= set(t.axes)] for run in (one, other)]
-        for x, y in itertools.zip_longest(*columns):
-            if x is None or y is None or (x.op, x.axes, x.dtype) != (y.op, y.axes, y.dtype):
-                width = len(f"rank {max(a, b)}")
-                rows = [f"{f'rank {rank}':<{width}}  {_describe(t)}" for rank, t in ((a, x), (b, y))]
-                raise fail("the ranks disagree on a collective", *rows, fix=_SAME_ORDER)
+def _compare_transfers(runs: Mapping[int, DryRun], branches_on: Sequence[str]) -> None:
+    """Raise unless the ranks of each group call the collectives that all take part in in the same order."""
+    coords = {rank: run.mesh.coords(rank) for rank, run in runs.items()}
+    pairs = itertools.combinations(coords.values(), 2)
+    for apart in dict.fromkeys(tuple(axis for axis in a if a[axis] != b[axis]) for a, b in pairs):
+        firsts: dict[tuple[int, ...], tuple[int, list[Transfer]]] = {}  # of each group, which differs in these axes
+        for rank, run in runs.items():
+            row = [t for t in run.mesh.transfers if t.message is None and set(apart) <= set(t.axes)]
+            group = tuple(at for axis, at in coords[rank].items() if axis not in apart)
+            first, expected = firsts.setdefault(group, (rank, row))
+            for x, y in itertools.zip_longest(expected, row):
+                if x is None or y is None or (x.op, x.axes, x.dtype) != (y.op, y.axes, y.dtype):
+                    rows = [[_place(r, coords[r], branches_on), _describe(t)] for r, t in ((first, x), (rank, y))]
+                    why = "" if branches_on else ": do not branch on the size of a part"
+                    raise fail("the ranks disagree on a collective", *_columns(rows), fix=_SAME_ORDER + why)
+
+
+def _compare_messages(runs: Mapping[int, DryRun]) -> None:
+    """Raise unless each two ranks start the messages between them in the same order, by the same pairs and shapes."""
+    messages: dict[tuple[int, int], list[tuple[Transfer, list[str]]]] = {}  # of a rank with another, and in words
+    for rank, run in runs.items():
+        over = functools.cache(functools.partial(ranks_over, sizes=run.mesh.axes, coords=run.mesh.coords(rank)))
+        for t in run.mesh.transfers if len(runs) > 1 else ():
+            words: dict[int, list[str]] = {}
+            for source, target in t.message.pairs if t.message is not None else ():
+                a, b = over(t.axes)[source], over(t.axes)[target]
+                if rank in (a, b) and a != b:
+                    words.setdefault(b if rank == a else a, []).append("sends" if rank == a else "expects")
+            for other, verbs in words.items():
+                if other in runs:
+                    messages.setdefault((rank, other), []).append((t, verbs))
+    for a, b in sorted({(min(pair), max(pair)) for pair in messages}):
+        for x, y in itertools.zip_longest(messages.get((a, b), ()), messages.get((b, a), ())):
+            if x is None or y is None or _agreed(x[0]) != _agreed(y[0]):
+                mesh = runs[a].mesh
+                axes = (x or y)[0].axes
+                names = [_place(rank, mesh.coords(rank), axes) for rank in (a, b)]
+                rows = [[names[0], _describe_message(x, names[1])], [names[1], _describe_message(y, names[0])]]
+                raise fail("the ranks disagree on a message", *_columns(rows), fix=_IN_PAIRS)
+
+
+def _agreed(t: Transfer) -> tuple[Any, ...]:
+    """Return what both ranks of a message must have in common."""
+    return t.axes, t.dtype, t.message
+
+
+def _place(rank: int, coords: Mapping[str, int], axes: Sequence[str]) -> str:
+    return f"rank {rank}" + (f" ({format_axes({a: coords[a] for a in axes})})" if axes else "")
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:<{width}}  {text}" for name, text in rows]
+
+
+def _describe_message(message: tuple[Transfer, list[str]] | None, other: str) -> str:
+    """Return `sends f32[2, 4] to rank 1 (stage=1) at file.py:3 in f`."""
+    if message is None:
+        return f"starts no further message with {other}"
+    t, verbs = message
+    assert t.message is not None
+    shapes = " + ".join(f"{short_dtype(t.dtype)}{list(shape)}" for shape in t.message.shapes)
+    words = f"{' and '.join(verbs)} {shapes} {'to' if verbs[0] == 'sends' else 'from'} {other}"
+    return f"{words}{f' at {t.where}' if t.where else ''}"
 
 
 def _describe(t: Transfer | None) -> str:

@@ -124,7 +124,7 @@ def verify(
     runs = [(f._name, args)]
     if examples != ():
         positions = [examples] if isinstance(examples, int) else list(examples)
-        runs += [(f"{f._name}, with the examples in another order,", a) for a in _in_other_orders(f, args, positions)]
+        runs += [(f"{f._name} (with the examples in another order)", a) for a in _in_other_orders(f, args, positions)]
     outcomes = [_compare_meshes(f, name, a, others, rtol, atol, bitwise, locate) for name, a in runs]
     return Verified(
         tuple(map(format_axes, [f.mesh.axes, *others])),
@@ -194,7 +194,7 @@ def _compare_meshes(
         text += _locate(f, args, full_args, real) if text and locate and not not_repeated else ""
         if not_repeated:
             changed = join_limited([names[i] for i in sorted(not_repeated)], 3)
-            text = str(fail(f"verify: {changed} of {name}: another run on the same mesh gives another answer",
+            text = str(fail(f"verify: {changed} of {name}: another run on the same mesh gives a different answer",
                             fix="draw with fs.random and a key, not with torch's generator"))  # fmt: skip
         if first_text := next(filter(None, f.mesh.gather_objects(text)), ""):
             raise ShardingError(first_text)

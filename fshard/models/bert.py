@@ -18,10 +18,9 @@ from torch import Tensor
 from fshard import init as initial
 from fshard import nn
 from fshard._core.files.io import StrPath
-from fshard._core.ops import global_size
+from fshard._core.ops import global_size, own_range
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.interop.hf import FileTensor, WeightHeaders
-from fshard.nn.context import positions_of
 from fshard.nn.decoding import check_ids
 from fshard.spec import Axis, P
 
@@ -190,43 +189,51 @@ def _encode(
         errors.append(fail(f"bert: {size} tokens do not fit {cfg.max_position_embeddings} positions",
                            fix="a larger max_position_embeddings"))  # fmt: skip
     raise_all(errors)
+    if layout.zigzag:
+        raise fail("bert: its tokens have no zigzag order, in which no rank would have less work", layout=layout,
+                   fix="a Layout without zigzag")  # fmt: skip
     layout = layout.with_batch(ids, key, cfg.hidden_dropout_prob, cfg.attention_probs_dropout_prob)
     x = layout.embed(ids, top["word"], cfg.vocab_size)
     if cfg.pad_token_id is not None:  # the embedding of padding has no gradient
         x = torch.where(layout.time_slice(ids != cfg.pad_token_id).unsqueeze(-1), x, x.detach())
     table = layout.replicated(top["type"])
     x = x + (table[0] if types is None else nn.embedding(layout.time_slice(types), table))
-    at = positions_of("bert", size, layout.context, "contiguous") if layout.context else slice(t)
-    x = x + layout.time_slice(top["position"][at], 0)
-    x = layout.dropout(layout.layer_norm(x, top["ln"], cfg.layer_norm_eps), cfg.hidden_dropout_prob, key, "embd", t)
+    first, _ = own_range("bert", size, layout.context)
+    x = x + layout.time_slice(top["position"][first : first + t], 0)
+    x = layout.dropout(layout.layer_norm(x, top["ln"], cfg.layer_norm_eps), cfg.hidden_dropout_prob, key, "embd", size)
     attended = None if mask is None else mask != 0
     out: Tensor
-    out, _ = apply_blocks(lambda p, x, key, _: (_block(cfg, p, x, layout, key, t, attended), None), params, x,
+    out, _ = apply_blocks(lambda p, x, key, _: (_block(cfg, p, x, layout, key, t, size, attended), None), params, x,
                           layout=layout, described=shapes_of(init, cfg), specs=specs, key=key, remat=remat)  # fmt: skip
     return out
 
 
 def _block(
-    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, t: int, attended: Tensor | None
+    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, t: int, size: int, attended: Tensor | None
 ) -> Tensor:
-    """Compute norm(x + attention(x)), then norm(x + mlp(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
+    """Compute norm(x + attention(x)), then norm(x + mlp(x)); x [B, T, D]{I model}, or [B, T@model, D].
+
+    A rank has `t` positions of `size`.
+    """
     h = layout.enter(x, t)
     q, k, v = (project_heads(h, p[name]) for name in ("q", "k", "v"))  # each [B, H@model, T, K]
-    drops = key is not None and cfg.attention_probs_dropout_prob
-    weights = layout.global_shape((len(q), cfg.num_attention_heads, t, t)) if drops else None
-    if layout.context:  # padding attends to padding: its states have no meaning
-        a = nn.context_attention(q, k, v, layout.context, order="contiguous", causal=False, documents=attended)
+    rate, weights = cfg.attention_probs_dropout_prob, None
+    if rate and key is not None:
+        weights = layout.global_shape((len(q), cfg.num_attention_heads, size, size))
+    dropout: Any = {"rate": rate, "key": fold_name(key, "attn"), "spec": P(layout.data, layout.model), "shape": weights}
+    if layout.context:
+        a = nn.context_attention(q, k, v, layout.context, order="contiguous", causal=False, mask=attended,
+                                 size=size, **dropout)  # fmt: skip
     else:
         mask = None if attended is None else attended[:, None, None, :]  # [B, 1, 1, T]
-        a = nn.attention(q, k, v, mask=mask, rate=cfg.attention_probs_dropout_prob,
-                         key=fold_name(key, "attn"), spec=P(layout.data, layout.model), shape=weights)  # fmt: skip
+        a = nn.attention(q, k, v, mask=mask, **dropout)
     a = layout.row_linear(a.transpose(1, 2).flatten(2), p["proj"]["w"].flatten(0, 1), p["proj"]["b"])
-    a = layout.dropout(a, cfg.hidden_dropout_prob, key, "proj", t)
+    a = layout.dropout(a, cfg.hidden_dropout_prob, key, "proj", size)
     x = layout.layer_norm(x + a, p["ln_1"], cfg.layer_norm_eps)
 
     h = ACTIVATIONS[cfg.hidden_act](nn.linear(layout.enter(x, t), p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
     h = layout.row_linear(h, p["down"]["w"], p["down"]["b"])
-    x = x + layout.dropout(h, cfg.hidden_dropout_prob, key, "down", t)
+    x = x + layout.dropout(h, cfg.hidden_dropout_prob, key, "down", size)
     return layout.layer_norm(x, p["ln_2"], cfg.layer_norm_eps)
 
 

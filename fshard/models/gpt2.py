@@ -133,7 +133,7 @@ def pieces(
     def embed(top: Any) -> Tensor:  # [B, T, D], or [B, T@model, D] under sequence parallelism
         x = layout.embed(ids, top["wte"], cfg.vocab_size)
         x = x + layout.time_slice(nn.embedding(tokens.positions, top["wpe"]), tokens.positions.ndim - 1)
-        return layout.dropout(x, cfg.embd_pdrop, key, "embd", tokens.t)
+        return layout.dropout(x, cfg.embd_pdrop, key, "embd", tokens.total)
 
     return Pieces(layout, embed, lambda _: lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, cached),
                   lambda top, x: layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon))  # fmt: skip
@@ -150,12 +150,12 @@ def _block(
     a, cached = causal_attention(q, k, v, tokens, cached, layout=layout, rate=cfg.attn_pdrop, key=key,
                                  heads=cfg.n_head)  # fmt: skip
     a = layout.row_linear(a, p["proj"]["w"].flatten(0, 1), p["proj"]["b"])
-    x = x + layout.dropout(a, cfg.resid_pdrop, key, "proj", t)
+    x = x + layout.dropout(a, cfg.resid_pdrop, key, "proj", tokens.total)
 
     h = layout.layer_norm(x, p["ln_2"], cfg.layer_norm_epsilon)
     h = ACTIVATIONS[cfg.activation_function](layout.column_linear(h, t, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
     h = layout.row_linear(h, p["down"]["w"], p["down"]["b"])
-    return x + layout.dropout(h, cfg.resid_pdrop, key, "down", t), cached
+    return x + layout.dropout(h, cfg.resid_pdrop, key, "down", tokens.total), cached
 
 
 def logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:

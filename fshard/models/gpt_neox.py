@@ -147,7 +147,7 @@ def pieces(
 
     def embed(top: Any) -> Tensor:  # [B, T, D], or [B, T@model, D] under sequence parallelism
         x = layout.embed(ids, top["wte"], cfg.vocab_size)
-        return layout.dropout(x, cfg.hidden_dropout, key, "embd", tokens.t)
+        return layout.dropout(x, cfg.hidden_dropout, key, "embd", tokens.total)
 
     def block_for(x: Tensor) -> Block:
         angles = rope_angles(cfg.rope_parameters, cfg.hidden_size // cfg.num_attention_heads,
@@ -165,13 +165,13 @@ def _block(
     cached: KeyValues | None,
 ) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
     """Compute x + attention(norm(x)), then x + mlp(norm(x)), or both of one x; x [B, T, D]{I model}, or split."""
-    t, rate, eps = tokens.t, cfg.hidden_dropout, cfg.layer_norm_eps
+    t, size, rate, eps = tokens.t, tokens.total, cfg.hidden_dropout, cfg.layer_norm_eps
     if not cfg.use_parallel_residual:
         h = layout.enter(layout.layer_norm(x, p["ln_1"], eps), t)
         a, cached = _attention(cfg, p, h, layout, key, tokens, angles, cached)
-        x = x + layout.dropout(_add_bias(layout.leave(a), p["proj"], layout), rate, key, "proj", t)
+        x = x + layout.dropout(_add_bias(layout.leave(a), p["proj"], layout), rate, key, "proj", size)
         h = _mlp(cfg, p, layout.enter(layout.layer_norm(x, p["ln_2"], eps), t))
-        return x + layout.dropout(_add_bias(layout.leave(h), p["down"], layout), rate, key, "down", t), cached
+        return x + layout.dropout(_add_bias(layout.leave(h), p["down"], layout), rate, key, "down", size), cached
 
     # Both norms normalize the same x: it is normalized and enters once, and each norm scales and shifts it inside.
     h = layout.enter(nn.layer_norm(x, eps=eps), t)
@@ -182,8 +182,8 @@ def _block(
     # dropout mask of its own.
     if not rate or key is None:
         return x + _add_bias(_add_bias(layout.leave(a + h), p["proj"], layout), p["down"], layout), cached
-    a = layout.dropout(_add_bias(layout.leave(a), p["proj"], layout), rate, key, "proj", t)
-    return x + a + layout.dropout(_add_bias(layout.leave(h), p["down"], layout), rate, key, "down", t), cached
+    a = layout.dropout(_add_bias(layout.leave(a), p["proj"], layout), rate, key, "proj", size)
+    return x + a + layout.dropout(_add_bias(layout.leave(h), p["down"], layout), rate, key, "down", size), cached
 
 
 def _attention(

@@ -142,7 +142,7 @@ def pieces(
     layout = layout.with_batch(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
 
     def embed(top: Any) -> Tensor:  # [B, T, D], or [B, T@model, D] under sequence parallelism
-        return layout.dropout(layout.embed(ids, top["wte"], cfg.vocab_size), cfg.embd_pdrop, key, "embd", tokens.t)
+        return layout.dropout(layout.embed(ids, top["wte"], cfg.vocab_size), cfg.embd_pdrop, key, "embd", tokens.total)
 
     def block_for(x: Tensor) -> Block:
         rates, _ = rope.frequencies({"rope_theta": 10_000.0}, cfg.rotary_dim, cfg.n_positions, device=ids.device)
@@ -174,8 +174,8 @@ def _block(
     # dropout mask of its own.
     if not cfg.resid_pdrop or key is None:
         return x + layout.leave(a + h) + b, cached
-    a = layout.dropout(layout.leave(a), cfg.resid_pdrop, key, "proj", t)
-    return x + a + layout.dropout(layout.leave(h) + b, cfg.resid_pdrop, key, "down", t), cached
+    a = layout.dropout(layout.leave(a), cfg.resid_pdrop, key, "proj", tokens.total)
+    return x + a + layout.dropout(layout.leave(h) + b, cfg.resid_pdrop, key, "down", tokens.total), cached
 
 
 def logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:

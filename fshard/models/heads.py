@@ -25,7 +25,7 @@ from fshard.interop.hf import CONFIG, FileTensor, config_of, read, write
 from fshard.random import fold_in
 from fshard.spec import Axis, P
 
-from . import bert, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3
+from . import bert, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from .hf_files import weight_and_bias
 from .transformer import ONE_DEVICE, Layout, flat_linear, linear_params, shapes_of, spec_of
 
@@ -47,6 +47,7 @@ _MODELS = {
     "bert": _Model(bert, "classifier", "classifier"), "gpt2": _Model(gpt2, "score", "classifier"),
     "gptj": _Model(gptj, "score", None), "gpt_neox": _Model(gpt_neox, "score", "classifier"), "llama": _Model(llama),
     "mistral": _Model(mistral), "mixtral": _Model(mixtral), "qwen2": _Model(qwen2), "qwen3": _Model(qwen3),
+    "qwen3_moe": _Model(qwen3_moe),
 }  # fmt: skip
 _TASKS = {"sequence": "ForSequenceClassification", "tokens": "ForTokenClassification"}
 _PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")

@@ -57,16 +57,22 @@ class Tokens(NamedTuple):
 
     start: int  # the number of tokens before
     t: int
-    positions: Tensor  # [T], or [B, T] with a mask
+    positions: Tensor  # [T], or [B, T] with a mask or documents
     mask: Tensor | None  # [B, 1, T, S], True where a token attends to a position; None: all up to it
     capacity: int  # of the cache; 0 without one
+    real: Tensor | None = None  # [B, T], False for padding
     documents: Tensor | None = None  # [B, T@context]: numbers, if a token attends only to its document
     size: int | None = None  # of the sequence, where an axis splits it
 
     @property
+    def total(self) -> int:
+        """The number of tokens of this call, on all ranks."""
+        return self.t if self.size is None else self.size
+
+    @property
     def stop(self) -> int:
         """The number of tokens so far, on all ranks."""
-        return self.start + self.t if self.size is None else self.size
+        return self.start + self.total
 
     @staticmethod
     def of(ids: Tensor, mask: Tensor | Tokens | None = None, cache: Cache | None = None) -> Tokens:
@@ -87,9 +93,9 @@ class Tokens(NamedTuple):
             raise fail("decoding: the mask must have one entry for each token, also for those in the cache",
                        mask=list(mask.shape), needed=[len(ids), s])  # fmt: skip
         real = mask != 0
-        positions = (real.long().cumsum(1) - 1).clamp(min=0)[:, start:]
+        positions = _count_real(real)[:, start:]
         attended = real[:, None, None, :] & nn.causal_mask(t, s, device=ids.device)
-        return Tokens(start, t, positions, attended, capacity)
+        return Tokens(start, t, positions, attended, capacity, real[:, start:])
 
 
 def located(
@@ -101,27 +107,36 @@ def located(
     """
     if documents is None and not context:
         return mask
-    if mask is not None or cache is not None:
-        raise fail("model: Layout(context=) and documents take neither a mask nor a cache",
-                   fix="targets of -100 for padding at the end; generate with a Layout without context")  # fmt: skip
+    if cache is not None or (documents is not None and mask is not None):
+        raise fail("model: Layout(context=) takes no cache, and documents take neither a cache nor a mask",
+                   fix="generate with a Layout without context; padding as a document")  # fmt: skip
     check_ids("model", ids)
-    if documents is not None and documents.shape != ids.shape:
-        raise fail("model: documents must have one number for each token", documents=list(documents.shape),
+    numbers = documents if mask is None else (mask != 0).long()
+    if numbers is not None and numbers.shape != ids.shape:
+        raise fail("model: a mask, or documents, must have one number for each token", got=list(numbers.shape),
                    ids=list(ids.shape))  # fmt: skip
     t, attended = ids.shape[1], None
     size = global_size("model", t, context, word="an even T") if context else t
     positions = nn.zigzag_positions(size, context) if context else torch.arange(t, device=ids.device)
-    if documents is not None:
-        in_order = nn.from_zigzag(documents, context, size=size) if context else documents
+    if numbers is not None:
+        in_order = nn.from_zigzag(numbers, context, size=size) if context else numbers
         in_order = all_gather(in_order, context, 1, size=size)
-        begins = F.pad(in_order[:, 1:] != in_order[:, :-1], (1, 0), value=True)
-        every = torch.arange(size, device=ids.device)
-        positions = (every - torch.where(begins, every, 0).cummax(1).values)[:, positions]
-        if not context:
-            attended = (documents[:, None, :, None] == documents[:, None, None, :]) & nn.causal_mask(
-                t, t, device=ids.device
-            )
-    return Tokens(0, t, positions, attended, 0, documents, size)
+        if mask is None:
+            begins = F.pad(in_order[:, 1:] != in_order[:, :-1], (1, 0), value=True)
+            every = torch.arange(size, device=ids.device)
+            of_all = every - torch.where(begins, every, 0).cummax(1).values
+        else:
+            of_all = _count_real(in_order)
+        positions = of_all[:, positions]
+    if documents is not None and not context:
+        same = documents[:, None, :, None] == documents[:, None, None, :]
+        attended = same & nn.causal_mask(t, t, device=ids.device)
+    return Tokens(0, t, positions, attended, 0, None if mask is None else mask != 0, documents, size)
+
+
+def _count_real(real: Tensor) -> Tensor:
+    """Return positions [B, T] that do not count padding."""
+    return (real.cumsum(1) - 1).clamp(min=0)
 
 
 def append_to_cache(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -49,6 +49,7 @@ class BaseConfig:
     `rope_parameters`: see `rope.frequencies`.
     """
 
+    qk_norm: ClassVar[bool] = False  # True if each head of queries and keys is normalized before its rotation
     vocab_size: int = 32000
     hidden_size: int = 4096
     intermediate_size: int = 11008
@@ -79,18 +80,15 @@ class BaseConfig:
 
     @property
     def biased(self) -> tuple[str, ...]:
-        """The linear layers of a block that have a bias."""
-        return ()
-
-    @property
-    def qk_norm(self) -> bool:
-        """True if each head of queries and keys is normalized before its rotation."""
-        return False
+        """The linear layers of a block that have a bias, by fields that some relatives have."""
+        attention, mlp = (getattr(self, name, False) for name in ("attention_bias", "mlp_bias"))
+        return ("q", "k", "v", "proj") * attention + ("gate", "up", "down") * mlp
 
     @property
     def windows(self) -> list[int | None]:
         """The sliding window of each layer, in tokens; None attends to all before."""
-        return [None] * self.num_hidden_layers
+        window: int | None = getattr(self, "sliding_window", None)
+        return [window if getattr(self, "use_sliding_window", True) else None] * self.num_hidden_layers
 
     def __post_init__(self) -> None:
         verb = f"{type(self).__module__.rpartition('.')[2]}.Config"
@@ -123,11 +121,6 @@ class Config(BaseConfig):
     attention_bias: bool = False
     mlp_bias: bool = False
 
-    @property
-    def biased(self) -> tuple[str, ...]:
-        """The linear layers of a block that have a bias."""
-        return ("q", "k", "v", "proj") * self.attention_bias + ("gate", "up", "down") * self.mlp_bias
-
 
 @checked
 def init(cfg: BaseConfig) -> Any:
@@ -136,13 +129,14 @@ def init(cfg: BaseConfig) -> Any:
     >>> init(Config(num_key_value_heads=8))["h"][0]["q"]
     {'w': f32[4096, 8, 4, 128] = normal(std=0.02)}
     """
-    d, f, std = cfg.hidden_size, cfg.intermediate_size, cfg.initializer_range
+    return init_with(cfg, functools.partial(mlp_params, cfg, cfg.intermediate_size))
 
-    def mlp() -> Any:
-        shapes = {"gate": (d, f), "up": (d, f), "down": (f, d)}
-        return {name: linear_params((i,), (o,), std, bias=name in cfg.biased) for name, (i, o) in shapes.items()}
 
-    return init_with(cfg, mlp)
+def mlp_params(cfg: BaseConfig, f: int) -> Any:
+    """Return the described parameters of a gated MLP of hidden width `f`."""
+    d, std = cfg.hidden_size, cfg.initializer_range
+    shapes = {"gate": (d, f), "up": (d, f), "down": (f, d)}
+    return {name: linear_params((i,), (o,), std, bias=name in cfg.biased) for name, (i, o) in shapes.items()}
 
 
 def init_with(cfg: BaseConfig, mlp: Callable[[], Any]) -> Any:
@@ -179,10 +173,12 @@ def specs(cfg: BaseConfig, *, model: Axis = None) -> Any:
     >>> params["wte"]
     f32[32@model, 16]
     """
-    return specs_with(cfg, model, {
-        "gate": column_specs(cfg, "gate", model), "up": column_specs(cfg, "up", model),
-        "down": row_specs(cfg, "down", model),
-    })  # fmt: skip
+    return specs_with(cfg, model, mlp_specs(cfg, model))
+
+
+def mlp_specs(cfg: BaseConfig, model: Axis) -> Any:
+    """Return the specs of a gated MLP."""
+    return {**{name: column_specs(cfg, name, model) for name in ("gate", "up")}, "down": row_specs(cfg, "down", model)}
 
 
 def specs_with(cfg: BaseConfig, model: Axis, mlp: Any) -> Any:
@@ -283,9 +279,13 @@ def _block(
 ) -> tuple[Tensor, KeyValues | None]:
     """Compute x + attention(norm(x)), then x + mlp(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
     x, cached = run.attention(p, x, key, cached, window)
-    h = run.layout.enter(run.norm(x, p["norm_2"]), run.tokens.t)
-    h = ACTIVATIONS[run.cfg.hidden_act](flat_linear(h, p["gate"])) * flat_linear(h, p["up"])  # [B, T, F@model]
+    h = hidden_units(run.cfg, p, run.layout.enter(run.norm(x, p["norm_2"]), run.tokens.t))
     return x + run.layout.row_linear(h, p["down"]["w"], p["down"].get("b")), cached
+
+
+def hidden_units(cfg: BaseConfig, p: Any, h: Tensor) -> Tensor:
+    """Compute the hidden units of a gated MLP, [B, T, F@model]."""
+    return ACTIVATIONS[cfg.hidden_act](flat_linear(h, p["gate"])) * flat_linear(h, p["up"])
 
 
 apply, states = decoder_of(BaseConfig, init, forward_of(init, pieces))

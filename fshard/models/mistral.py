@@ -32,11 +32,6 @@ class Config(llama.BaseConfig):
     max_position_embeddings: int = 131072
     sliding_window: int | None = 4096
 
-    @property
-    def windows(self) -> list[int | None]:
-        """The sliding window of each layer, in tokens; None attends to all before."""
-        return [self.sliding_window] * self.num_hidden_layers
-
 
 loss = loss_of(apply, Config)
 generate = generate_of(apply, Config)

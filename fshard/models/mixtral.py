@@ -4,7 +4,7 @@ No token is dropped: an expert computes however many tokens choose it. Experts m
 expert over any axis, with `Layout(experts=)`: over a data axis, tokens go to the ranks of their experts and back.
 
 Where two experts are about equally likely, rounding decides which a token goes to, which may differ between meshes. A
-compiled program, whose shapes may not depend on values, computes every expert for every token.
+compiled program computes every expert for every token, but for bfloat16: see `nn.mixture`.
 
 Legend: B batch, T time, N the tokens of a rank, D width, E experts, F hidden width of an expert, V vocabulary;
 [E@model] is a dim split over an axis; {V} varies over it, {I} does not.
@@ -35,7 +35,7 @@ from fshard.spec import Axis, P, names_of
 from . import llama
 from .activations import ACTIVATIONS
 from .hf_files import file_functions, file_tensor
-from .kv_cache import Cache, KeyValues, located
+from .kv_cache import Cache, KeyValues, Tokens, located
 from .llama import Forward
 from .transformer import (
     ONE_DEVICE,
@@ -83,7 +83,7 @@ class BaseConfig(llama.BaseConfig):
 
     def route(self, logits: Tensor, bias: Tensor | None) -> nn.Routing:
         """Choose experts by the logits [N, E]."""
-        return nn.route(logits, self.num_experts_per_tok)
+        return nn.route(logits, self.num_experts_per_tok, renormalize=getattr(self, "norm_topk_prob", True))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,11 +115,6 @@ class Config(BaseConfig):
         """Sizes of the experts."""
         return Experts(self.num_local_experts, self.intermediate_size)
 
-    @property
-    def windows(self) -> list[int | None]:
-        """The sliding window of each layer, in tokens; None attends to all before."""
-        return [self.sliding_window] * self.num_hidden_layers
-
 
 @checked
 def init(cfg: BaseConfig) -> Any:
@@ -128,20 +123,15 @@ def init(cfg: BaseConfig) -> Any:
     >>> init(Config())["h"][0]["experts"]["down"]
     f32[8, 14336, 4096] = normal(std=0.02)
     """
-    e, d, std = cfg.experts.number, cfg.hidden_size, cfg.initializer_range
-
-    def mlp(f: int) -> Any:
-        return {name: linear_params(*io, std, bias=False) for name, io in
-                {"gate": ((d,), (f,)), "up": ((d,), (f,)), "down": ((f,), (d,))}.items()}  # fmt: skip
+    e, f, d, std = cfg.experts.number, cfg.experts.width, cfg.hidden_size, cfg.initializer_range
+    shapes = {"gate": (e, d, f), "up": (e, d, f), "down": (e, f, d)}
 
     def mixture() -> Any:
-        f = cfg.experts.width
-        shapes = {"gate": (e, d, f), "up": (e, d, f), "down": (e, f, d)}
         return {"router": linear_params((d,), (e,), std, bias=cfg.experts.biased),
                 "experts": {name: initial.normal(shape, std=std) for name, shape in shapes.items()},
-                **({"shared": mlp(cfg.experts.shared)} if cfg.experts.shared else {})}  # fmt: skip
+                **({"shared": llama.mlp_params(cfg, cfg.experts.shared)} if cfg.experts.shared else {})}  # fmt: skip
 
-    return _with_dense_layers(cfg, llama.init_with(cfg, mixture), mlp(cfg.intermediate_size))
+    return _with_dense_layers(cfg, llama.init_with(cfg, mixture), llama.mlp_params(cfg, cfg.intermediate_size))
 
 
 @checked
@@ -154,8 +144,7 @@ def specs(cfg: BaseConfig, *, model: Axis = None, experts: Axis = None) -> Any:
     P('model')
     """
     width = tuple(name for name in names_of(model) if name not in names_of(experts)) or None
-    hidden = P(experts, None, width)
-    dense = {"gate": {"w": P(None, model)}, "up": {"w": P(None, model)}, "down": {"w": P(model)}}
+    hidden, dense = P(experts, None, width), llama.mlp_specs(cfg, model)
     mixture = {"router": P(), "experts": {"gate": hidden, "up": hidden, "down": P(experts, width)},
                **({"shared": dense} if cfg.experts.shared else {})}  # fmt: skip
     return _with_dense_layers(cfg, llama.specs_with(cfg, model, mixture), dense)
@@ -184,7 +173,7 @@ def losses(
     {'cross_entropy': tensor(3.5229), 'balance': tensor(2.2363), 'z': tensor(4.3002)}
     """
     names = [name for name in shapes_of(init, cfg) if name != "h"]
-    ids, targets, documents = layout.to_zigzag(ids, targets, documents)
+    layout, ids, targets, mask, documents = layout.to_zigzag(ids, targets, mask, documents)
     attended = located(ids, mask, None, documents, layout.context)
     x, top, outs = _forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat, mask=attended)
     logits = head_logits(cfg, layout, top, x, ids.shape[1])
@@ -218,22 +207,20 @@ def loss(
 
 
 def _forward(
-    cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, **options: Any
-) -> tuple[Tensor, dict[str, Any], list[Any]]:
+    cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any,
+    mask: Tensor | Tokens | None, cache: Cache | None = None, **options: Any,
+) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
     """`llama.forward`, whose blocks return (cached keys and values, sums of the router).
 
     Experts that are split over the data axes are not unsharded: they go to the blocks as separate arguments.
     """
     data, axes = layout.examples, names_of(layout.experts)
-    described, mask = shapes_of(init, cfg), options["mask"]
-    counted = None
-    if isinstance(mask, Tensor):
-        counted = layout.time_slice(mask[:, -ids.shape[1] :] != 0)  # without cached tokens
-    block = functools.partial(_block, counted=counted)
+    described, tokens = shapes_of(init, cfg), Tokens.of(ids, mask, cache)
+    options |= {"mask": tokens, "cache": cache, "layout": layout, "has_aux": True}
+    block = functools.partial(_block, counted=None if tokens.real is None else layout.time_slice(tokens.real))
     _check_layout(layout)
     if not set(axes) & set(data):
-        return llama.forward(cfg, params, ids, names, described, block, layout=layout, specs=specs, has_aux=True,
-                             **options)  # fmt: skip
+        return llama.forward(cfg, params, ids, names, described, block, specs=specs, **options)
     if not isinstance(specs, Mapping) or not isinstance(specs.get("h"), Sequence):
         raise must_be("mixtral: specs", "the specs of all leaves", specs,
                       fix="those the parameters were placed with: experts are split over a data axis")  # fmt: skip
@@ -245,8 +232,7 @@ def _forward(
     params, specs, described = (
         {**x, "h": [{**block, "experts": {}} for block in x["h"]]} for x in (params, specs, described)
     )
-    return llama.forward(cfg, params, ids, names, described, block, layout=layout, specs=specs, has_aux=True, each=own,
-                         **options)  # fmt: skip
+    return llama.forward(cfg, params, ids, names, described, block, specs=specs, each=own, **options)
 
 
 def _check_layout(layout: Layout) -> None:
@@ -295,8 +281,7 @@ def _no_sums(cfg: BaseConfig, x: Tensor) -> RouterSums:
 
 def _mlp(cfg: BaseConfig, p: Any, h: Tensor) -> Tensor:
     """Compute this rank's part of an MLP, to be summed."""
-    return nn.linear(ACTIVATIONS[cfg.hidden_act](nn.linear(h, p["gate"]["w"])) * nn.linear(h, p["up"]["w"]),
-                     p["down"]["w"])  # fmt: skip
+    return nn.linear(llama.hidden_units(cfg, p, h), p["down"]["w"])
 
 
 def _mixture(cfg: BaseConfig, p: Any, h: Tensor, routing: nn.Routing, layout: Layout) -> Tensor:

@@ -6,6 +6,7 @@ Source: Yang et al., 2025, "Qwen3 technical report"; weights as in Hugging Face 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from fshard.errors import checked
 
@@ -25,18 +26,9 @@ class Config(qwen2.BaseConfig):
     128
     """
 
+    qk_norm: ClassVar[bool] = True
     head_dim: int | None = 128
     attention_bias: bool = False
-
-    @property
-    def biased(self) -> tuple[str, ...]:
-        """The linear layers of a block that have a bias."""
-        return ("q", "k", "v", "proj") * self.attention_bias
-
-    @property
-    def qk_norm(self) -> bool:
-        """True: each head of queries and keys is normalized before its rotation."""
-        return True
 
 
 loss = loss_of(apply, Config)

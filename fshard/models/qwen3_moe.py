@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from torch import Tensor
-
-from fshard import nn
 from fshard.errors import checked
 
 from . import llama, mixtral
@@ -25,20 +22,11 @@ from .transformer import Layout, generate_of
 class BaseConfig(mixtral.BaseConfig):
     """The options that Qwen 3 and its relatives with experts share."""
 
+    qk_norm: ClassVar[bool] = True
     moe_intermediate_size: int = 768
     norm_topk_prob: bool = False
     attention_bias: bool = False
     sliding_window: int | None = 4096
-
-    @property
-    def biased(self) -> tuple[str, ...]:
-        """The linear layers of a block that have a bias."""
-        return ("q", "k", "v", "proj") * self.attention_bias
-
-    @property
-    def qk_norm(self) -> bool:
-        """True: each head of queries and keys is normalized before its rotation."""
-        return True
 
 
 @checked
@@ -70,15 +58,6 @@ class Config(BaseConfig):
         step, layers = self.decoder_sparse_step, range(self.num_hidden_layers)
         dense = frozenset(i for i in layers if i in self.mlp_only_layers or (i + 1) % step)
         return mixtral.Experts(self.num_experts, self.moe_intermediate_size, dense_layers=dense)
-
-    @property
-    def windows(self) -> list[int | None]:
-        """The sliding window of each layer, in tokens; None attends to all before."""
-        return [self.sliding_window if self.use_sliding_window else None] * self.num_hidden_layers
-
-    def route(self, logits: Tensor, bias: Tensor | None) -> nn.Routing:
-        """Choose experts by the logits [N, E]."""
-        return nn.route(logits, self.num_experts_per_tok, renormalize=self.norm_topk_prob)
 
 
 generate = generate_of(apply, Config)

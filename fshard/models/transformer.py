@@ -18,7 +18,7 @@ from torch import Tensor
 from fshard import init as initial
 from fshard import nn, tree
 from fshard._core.ops import Gather, Vary
-from fshard._core.region import live_axes, region
+from fshard._core.region import live_axis, region
 from fshard._core.weight import Weight, is_weight
 from fshard.collectives import all_gather, pmax, pslice, psum, psum_scatter, pvary
 from fshard.errors import checked, fail, must_be, raise_all
@@ -64,8 +64,8 @@ class Layout:
     `varied`: the parameters are whole over `data` and vary over it already, as `fs.pvary(params, "data")` before
     `value_and_grad`, so that each rank has the gradients of its own examples, which `optim.zero` takes.
     `context`: the positions, of ids, targets and results in their order; between them decoders have the zigzag order
-    (`nn.context_attention`). With `zigzag` the ids, targets and results are in it, too. Without dropout, masks and
-    caches. `stage`: the blocks, by block (`fs.on_stages`), for `models.pipelined`.
+    (`nn.context_attention`). With `zigzag` the ids, targets and results are in it, too. Without caches. `stage`: the
+    blocks, by block (`fs.on_stages`), for `models.pipelined`.
 
     >>> Layout("data", "model", sequence=True).stream
     P('data', 'model')
@@ -152,7 +152,7 @@ class Layout:
 
         In backward, the sum of x's gradient over `model` overlaps with computing the gradients of w and b.
         """
-        axes = () if self.model is None else live_axes(region("linear").comm, names_of(self.model))
+        axes = names_of(live_axis("linear", self.model))
         if not axes:
             return nn.linear(x, w, b)
         comm = region("linear").comm
@@ -161,7 +161,7 @@ class Layout:
 
     def row_linear(self, x: Tensor, w: Tensor | Weight, b: Tensor | None = None) -> Tensor:
         """Leave a model-parallel region by its last layer: x [B, T, F@model] @ w [F@model, D] + b [D] -> stream."""
-        if not self.model:
+        if not live_axis("linear", self.model):
             return nn.linear(x, w, b)  # one operation
         out = self.leave(nn.linear(x, w))
         return out if b is None else out + self.replicated(b)
@@ -189,14 +189,16 @@ class Layout:
         """Return the layout with `batch` set, if dropout at one of the rates needs it; ids [B, T] are this rank's."""
         if key is None or not any(rates):
             return self
-        self.refuse_context("dropout")
         return replace(self, batch=self.global_shape(ids.shape)[0])
 
     def to_zigzag(self, *xs: Any) -> tuple[Any, ...]:
-        """Move tokens [B, T@context] to the zigzag order, if they are not in it; some may be None."""
+        """Return the layout of a region whose tokens are in the zigzag order, and tokens [B, T@context], moved to it.
+
+        Some may be None, and all may be in it.
+        """
         if not self.context or self.zigzag:
-            return xs
-        return tuple([None if x is None else nn.to_zigzag(x, self.context) for x in xs])
+            return self, *xs
+        return replace(self, zigzag=True), *[None if x is None else nn.to_zigzag(x, self.context) for x in xs]
 
     def from_zigzag(self, x: Tensor) -> Tensor:
         """Move a result [B, T@context, ..] back to the order of the tokens."""
@@ -221,7 +223,8 @@ class Layout:
         if not rate or key is None:
             return x
         shape = self.global_shape((len(x), t, x.shape[2]))
-        return nn.dropout(x, rate, key=fold_in(key, name), spec=self.stream, shape=shape)
+        return nn.dropout(x, rate, key=fold_in(key, name), spec=self.stream, shape=shape,
+                          zigzag=self.context if self.zigzag else None)  # fmt: skip
 
 
 ONE_DEVICE = Layout()
@@ -329,9 +332,10 @@ def rope_angles(
     length: int | Tensor | None = None
     if parameters.get("rope_type") in ("dynamic", "longrope"):
         length = tokens.stop
-        if tokens.mask is not None:
+        if tokens.positions.ndim == 2:
             ends = tokens.positions + 1
-            length = pmax(ends.max() if ends.numel() else ends.new_zeros(()), layout.data)  # a rank may have no rows
+            last = ends.max() if ends.numel() else ends.new_zeros(())  # a rank may have no rows
+            length = pmax(last, layout.examples)
     rates, factor = rope.frequencies(parameters, width, longest, length=length, device=tokens.positions.device)
     return rope.angles(tokens.positions, rates, factor, dtype=dtype)
 
@@ -346,9 +350,12 @@ def causal_attention(
     dropout of weights by `key` needs it. With a `window` a token attends to itself and the `window` - 1 before it,
     padding included, and no more are cached.
     """
+    drops = rate and key is not None
     if layout.context:
-        a = nn.context_attention(q, k, v, layout.context, documents=tokens.documents, window=window, scale=scale,
-                                 size=tokens.size)  # fmt: skip
+        weights = layout.global_shape((len(q), heads // group, group, tokens.total, tokens.total)) if drops else None
+        a = nn.context_attention(q, k, v, layout.context, mask=tokens.real, documents=tokens.documents,
+                                 window=window, scale=scale, size=tokens.size, rate=rate, key=fold_name(key, "attn"),
+                                 spec=P(layout.data, layout.model), shape=weights)  # fmt: skip
         return a.transpose(1, 2).flatten(2), None
     if window is None:
         k, v, cached = append_to_cache(k, v, tokens, cached)
@@ -357,10 +364,10 @@ def causal_attention(
         k, v, cached = _append_to_window(k, v, tokens, cached, window)
         mask = _window_mask(tokens, k.shape[2], window)
     shape = [heads]
-    if group > 1 and rate and key is not None:  # the split is by groups, so the drawn mask must have a dim of groups
+    if group > 1 and drops:  # the split is by groups, so the drawn mask must have a dim of groups
         q, k, v = q.unflatten(1, (k.shape[1], group)), k.unsqueeze(2), v.unsqueeze(2)  # type: ignore[no-untyped-call]
         mask, shape = None if mask is None else mask.unsqueeze(1), [heads // group, group]
-    weights = layout.global_shape((len(q), *shape, tokens.t, k.shape[-2])) if rate and key is not None else None
+    weights = layout.global_shape((len(q), *shape, tokens.t, k.shape[-2])) if drops else None
     a = nn.attention(q, k, v, causal=mask is None, mask=mask, scale=scale, rate=rate,
                      key=fold_name(key, "attn"), spec=P(layout.data, layout.model), shape=weights)  # fmt: skip
     return a.flatten(1, -3).transpose(1, 2).flatten(2), cached
@@ -467,8 +474,7 @@ def loss_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor]:
         tensor(3.19...)
         """
         check_config("loss", cfg, config)
-        ids, targets, documents = layout.to_zigzag(ids, targets, documents)
-        layout = replace(layout, zigzag=bool(layout.context))  # the logits need not move back
+        layout, ids, targets, mask, documents = layout.to_zigzag(ids, targets, mask, documents)  # and so are logits
         logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
                        documents=documents)  # fmt: skip
         return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.examples or None,
@@ -558,8 +564,8 @@ def decoder_of(
         """
         check_config("apply", cfg, config)
         names = [name for name in shapes_of(init, cfg) if name != "h"]
-        ids, documents = layout.to_zigzag(ids, documents)
-        x, top, blocks = forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat,
+        inside, ids, mask, documents = layout.to_zigzag(ids, mask, documents)
+        x, top, blocks = forward(cfg, params, ids, names, layout=inside, specs=specs, key=key, remat=remat,
                                  mask=located(ids, mask, cache, documents, layout.context), cache=cache)  # fmt: skip
         out = layout.from_zigzag(logits(cfg, layout, top, x, ids.shape[1]))
         return out if cache is None else (out, cache.updated(blocks, ids.shape[1]))
@@ -578,8 +584,8 @@ def decoder_of(
         """
         check_config("states", cfg, config)
         names = [name for name in shapes_of(init, cfg) if name not in ("h", "head")]
-        ids, documents = layout.to_zigzag(ids, documents)
-        x, *_ = forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat,
+        inside, ids, mask, documents = layout.to_zigzag(ids, mask, documents)
+        x, *_ = forward(cfg, params, ids, names, layout=inside, specs=specs, key=key, remat=remat,
                         mask=located(ids, mask, None, documents, layout.context))  # fmt: skip
         return layout.from_zigzag(layout.whole(x, ids.shape[1]))
 

@@ -7,7 +7,7 @@ from torch.nn import functional
 from fshard.errors import other_names
 
 from .batch_norm import batch_norm
-from .context import context_attention, from_zigzag, to_zigzag, zigzag_positions
+from .context import context_attention
 from .convolution import avg_pool2d, conv2d, max_pool2d
 from .experts import Balance, Routing, balance, grouped_linear, mixture, route
 from .flash import attention_lse
@@ -17,6 +17,7 @@ from .margins import arcface, cosface, cosine_logits, margin
 from .ranking import accuracy, top_k
 from .replacement import Replacement, column_embedding, column_linear, row_embedding, row_linear
 from .sampled_classes import sample_classes
+from .zigzag import from_zigzag, to_zigzag, zigzag_positions
 
 __all__ = [
     "Balance", "Replacement", "Routing", "accuracy", "arcface", "attention", "attention_lse", "avg_pool2d",

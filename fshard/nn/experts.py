@@ -141,7 +141,8 @@ def balance_of_sums(sums: RouterSums) -> Balance:
     return Balance(sums.counts, loss, sums.z / tokens)
 
 
-Run = Callable[[Any, Tensor, Sequence[int]], Tensor]
+Numbers = Sequence[int] | Tensor  # of rows, by expert
+Run = Callable[[Any, Tensor, Any], Tensor]  # (params, rows, Numbers) -> results
 
 
 @checked
@@ -161,7 +162,9 @@ def mixture(
     - "gather": every rank gets the tokens of all; fewer bytes than "rows" where n < K.
     - "partial": the ranks have the same tokens, and the result is this rank's part of a sum over the axis.
 
-    A compiled program, whose shapes may not depend on values, gathers, and computes every expert for every token.
+    A compiled program, whose shapes may not depend on values, gathers. In bfloat16, if widths are multiples of 8, it
+    computes the same rows, by one kernel with `counts` as a tensor, in buffers for min(K, E/n) rows of each token.
+    Torch's compiler has no such kernel for other dtypes: there every expert computes every token.
 
     >>> logits, w = torch.eye(8)[:6], torch.ones(2, 3, 5)                          # w [E@model, D, F]; model=4
     >>> def run(w, rows, counts):
@@ -188,33 +191,44 @@ def mixture(
     experts, weights = routing.experts, routing.weights
     if method != "partial":
         x, experts, weights = all_gather((x, experts, weights), axis)
-    of_every_token = _of_every_token if compiling else _of_its_tokens
-    out = of_every_token(x, experts, weights, params, run, start, here, e)
+    if compiling and not (x.dtype == torch.bfloat16 and all(_has_kernel(leaf) for leaf in leaves)):
+        out = _of_every_token(x, experts, weights, params, run, start, here, e)
+    else:
+        out = _of_its_tokens(x, experts, weights, params, run, start, here, e)
     return out if method == "partial" else psum_scatter(out, axis)
 
 
 @checked
-def grouped_linear(x: Tensor, w: Tensor, counts: Sequence[int]) -> Tensor:
+def grouped_linear(x: Tensor, w: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
     """Multiply each group of rows by its matrix: x [M, D], w [E, D, F], counts [E] -> [M, F].
 
-    In bfloat16 on CUDA one kernel computes all groups, if D and F are multiples of 8.
+    In bfloat16 on CUDA one kernel computes all groups, if D and F are multiples of 8. It takes counts in a tensor, also
+    on CPUs, and does not compute rows after the last group.
 
     >>> grouped_linear(torch.ones(3, 2), torch.stack([torch.eye(2), 2 * torch.eye(2)]), [1, 2])[:, 0]
     tensor([1., 2., 2.])
 
     Raises ShardingError for shapes and counts that do not fit.
     """
-    if x.ndim != 2 or w.ndim != 3 or len(counts) != len(w) or (len(w) and sum(counts) != len(x)):
+    known, has_kernel = not isinstance(counts, Tensor), x.dtype == torch.bfloat16 and _has_kernel(w)
+    if x.ndim != 2 or w.ndim != 3 or len(counts) != len(w) or (known and len(w) and sum(counts) != len(x)):
         raise fail("nn.grouped_linear: x, w and counts do not fit", x=list(x.shape), w=list(w.shape),
                    counts=list(counts), fix="x [M, D], w [E, D, F], and E counts whose sum is M")  # fmt: skip
+    if not known and not has_kernel:
+        raise fail("nn.grouped_linear: counts in a tensor need the kernel", x=x.dtype, w=list(w.shape),
+                   fix="bfloat16, and D and F that are multiples of 8; or counts in a list")  # fmt: skip
     if not len(w):
         return x @ w.sum(0)  # no rows, with a gradient
-    if device_type(x) == "cuda" and x.dtype == torch.bfloat16 and len(x) and not w.shape[1] % 8 and not w.shape[2] % 8:
-        ends = torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
+    if not known or (device_type(x) == "cuda" and len(x) and has_kernel):
+        ends = torch.as_tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
         out: Tensor = functional.grouped_mm(x, w.to(x.dtype), offs=ends)
         return out
     groups = zip(x.split_with_sizes(list(counts)), w.unbind(), strict=True)
     return torch.cat([rows @ matrix.to(rows.dtype) for rows, matrix in groups])
+
+
+def _has_kernel(w: Tensor) -> bool:
+    return w.ndim == 3 and not w.shape[-1] % 8 and not w.shape[-2] % 8
 
 
 def _by_rows(x: Tensor, routing: Routing, params: Any, run: Run, axis: Axis, here: int) -> Tensor:
@@ -260,16 +274,20 @@ def _of_its_tokens(
     x: Tensor, experts: Tensor, weights: Tensor, params: Any, run: Run, start: int, here: int, e: int
 ) -> Tensor:
     """Sum the results of this rank's experts, for the tokens that choose them."""
-    pairs = experts.flatten() - start
+    pairs, k = experts.flatten() - start, experts.shape[1]
     pairs = torch.where((pairs >= 0) & (pairs < here), pairs, here)  # others are last
-    order = pairs.argsort(stable=True)
-    if has_values():
-        (counts,) = host_numbers([tally(pairs, here + 1)[:here]])
+    order, of_expert = pairs.argsort(stable=True), tally(pairs, here + 1)[:here]
+    if torch.compiler.is_dynamo_compiling():
+        most = len(x) * min(k, here)  # an expert computes a token once
+        token, chosen = order[:most] // k, (torch.arange(most, device=x.device) < of_expert.sum()).unsqueeze(-1)
+        rows = torch.where(chosen, x[token], 0)  # where, in both directions: the kernel leaves other rows undefined
+        y = torch.where(chosen, run(params, rows, of_expert), 0)
     else:
-        counts = evenly(len(pairs) * here // e, here)
-    order = order[: sum(counts)]
-    token = order // experts.shape[1]
-    y = run(params, x[token], counts) * weights.flatten()[order].unsqueeze(-1)
+        (counts,) = host_numbers([of_expert]) if has_values() else (evenly(len(pairs) * here // e, here),)
+        order = order[: sum(counts)]
+        token = order // k
+        y = run(params, x[token], counts)
+    y = y * weights.flatten()[order[: len(y)]].unsqueeze(-1)
     return x.new_zeros(len(x), *y.shape[1:]).index_add(0, token, y.to(x.dtype))
 
 

@@ -9,10 +9,10 @@ Source: Dao et al., 2022, "FlashAttention"; Milakov & Gimelshein, 2018, for the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -22,6 +22,7 @@ from fshard._core.callsite import Site, site
 from fshard._core.ops import apply_function
 from fshard._core.region import checker, device_type
 from fshard._core.torch import (
+    assume_constant_result,
     efficient_attention,
     efficient_attention_backward,
     flash_attention,
@@ -66,7 +67,7 @@ def attention_lse(
         mask, causal = causal_mask(t, s, device=q.device), False
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not has_kernel(q, k, v) or (mask is not None and mask.requires_grad):
-        return _plain(q, k, v, causal, mask, scale)
+        return plain(q, k, v, causal, mask, scale)
     if (types := checker()) is not None:
         types.check_operands("attention", [q, k, v])
     if mask is not None:  # with the batch as its first dim
@@ -76,12 +77,15 @@ def attention_lse(
 
 def has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether torch has a fused kernel for these tensors, and the user has not turned it off."""
-    is_enabled = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-    widths = {x.shape[-1] for x in (q, k, v)}
-    if torch.compiler.is_dynamo_compiling() or not is_enabled or len(widths) > 1:
+    if not _is_enabled() or q.shape[-1] != k.shape[-1] or k.shape[-1] != v.shape[-1]:
         return False
     on_cuda = device_type(q) == "cuda" and q.shape[-1] % 8 == 0 and q.dtype != torch.float64
     return q.is_floating_point() and (on_cuda or device_type(q) == "cpu")
+
+
+@assume_constant_result
+def _is_enabled() -> bool:
+    return bool(torch.backends.cuda.flash_sdp_enabled())  # type: ignore[no-untyped-call]
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -94,7 +98,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return attention and its log-sum-exp, without autograd; `mask` is a number to add, or None."""
     if not has_kernel(q, k, v) or not q.numel() or not k.numel():
-        return _plain(q, k, v, causal, mask, scale)
+        return plain(q, k, v, causal, mask, scale)
     if device_type(q) == "cpu":
         out, lse = flash_attention(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     else:
@@ -148,13 +152,18 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return F.pad(mask, (0, -s % 16))[..., :s].expand(*q.shape[:3], k.shape[2])
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float,
+    drop: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return attention and its log-sum-exp by torch's operations, with dropout of the weights [B, H, T, S]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = _scores(q, k, causal, mask, scale).to(wide)
     none = (scores == -math.inf).all(-1, keepdim=True)
     scores = scores.masked_fill(none, 0)
     lse = scores.logsumexp(-1, keepdim=True)
     weights = (scores - lse).exp().masked_fill(none, 0).to(v.dtype)
+    weights = weights if drop is None else drop(weights)
     return weights @ repeat_heads(q.shape[1], v), lse.masked_fill(none, -math.inf).squeeze(-1)
 
 
@@ -170,25 +179,16 @@ def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: floa
 # --- autograd ---------------------------------------------------------------------------------------------------
 
 
-class Fused(Protocol):
-    """A function of tensors with a formula of its gradients, both without autograd. All tensors have a dim of examples.
+def apply_fused(f: Any, *xs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Apply a function so that autograd and transforms of torch.func differentiate it, once.
 
-    `verb` names it in errors.
+    `f.forward(*xs)` returns attention and its log-sum-exp; `f.backward`, from these, the results and the gradients of
+    the results, the gradients by `xs`: both without autograd. `f.verb` names it in errors. All have a dim of examples.
     """
-
-    verb: str
-
-    def forward(self, *xs: Any) -> tuple[Tensor, Tensor]:
-        """Return attention and its log-sum-exp; an optional argument may be None."""
-
-    def backward(self, *xs: Any) -> tuple[Any, ...]:
-        """Return the gradients by the arguments; `xs` are these, the results, and the gradients of the results."""
-
-
-def apply_fused(f: Fused, *xs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Apply a function so that autograd and transforms of torch.func differentiate it, once."""
-    out: tuple[Tensor, Tensor] = apply_function(f.verb, _Fused, f, *xs)
-    return out
+    if torch.compiler.is_dynamo_compiling():
+        # Of views: dynamo drops the backward of a Function that is applied to an argument of torch.func.grad.
+        return _Traced.apply(f, *[None if x is None else x.view_as(x) for x in xs])  # type: ignore[no-any-return,no-untyped-call]
+    return apply_function(f.verb, _Fused, f, *xs)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class _Once(torch.autograd.Function):
 
 class _Fused(_Once):
     @staticmethod
-    def forward(f: Fused, *xs: Any) -> tuple[Tensor, Tensor]:
+    def forward(f: Any, *xs: Any) -> Any:
         return f.forward(*xs)
 
     @staticmethod
@@ -256,9 +256,27 @@ class _Fused(_Once):
         return None, *apply_function(ctx.f.verb, _FusedBackward, ctx.f, ctx.origin, *ctx.saved_tensors, *grads)
 
 
+class _Traced(torch.autograd.Function):
+    """`_Fused` for dynamo, which refuses a jvp, a vmap and arguments without names."""
+
+    @staticmethod
+    def forward(f: Any, q: Tensor, k: Tensor, v: Tensor, extra: Tensor | None) -> Any:
+        return f.forward(q, k, v, extra)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.f, q, k, v, extra = inputs
+        ctx.save_for_backward(q, k, v, extra, *output)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
+        q, k, v, extra, out, lse = ctx.saved_tensors
+        return None, *ctx.f.backward(q, k, v, extra, out, lse, d_out, d_lse)
+
+
 class _FusedBackward(_Once):
     @staticmethod
-    def forward(f: Fused, origin: Site | None, *xs: Any) -> tuple[Any, ...]:
+    def forward(f: Any, origin: Site | None, *xs: Any) -> Any:
         with transposing(origin) if origin else nullcontext():
             return f.backward(*xs)
 

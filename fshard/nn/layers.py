@@ -18,19 +18,21 @@ from torch import Tensor
 from fshard import random
 from fshard._core.microbatch import flattened_rows
 from fshard._core.ops import global_shape, local_range
-from fshard._core.region import axes_of_own_values
+from fshard._core.region import axes_of_own_values, live_axis
 from fshard._core.weight import Weight
 from fshard.collectives import all_gather, psum, psum_scatter, pvary
 from fshard.errors import checked, fail
-from fshard.spec import Axis, P, describe, names_of
+from fshard.random.draws import bernoulli_pieces
+from fshard.spec import Axis, P, Size, describe, names_of
 
 from .sampled_classes import check_range
+from .zigzag import local_ranges
 
 
 @checked
 def linear(
     x: Tensor, w: Tensor | Weight, b: Tensor | None = None, *, axis: Axis = None,
-    split: Literal["column", "row"] = "column", out: Literal["split", "whole"] | None = None, size: int | None = None,
+    split: Literal["column", "row"] = "column", out: Literal["split", "whole"] | None = None, size: Size | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute x @ w + b: x [..., D], w [D, F], b [F] -> [..., F]. With `axis`, w has split columns, or split rows.
 
@@ -79,7 +81,7 @@ Product = Callable[[Tensor, Tensor | None], Tensor]  # (x, b) -> x @ w + b, with
 
 
 def column_product(
-    product: Product, x: Tensor, b: Tensor | None, axis: Axis, *, out: str | None, size: int | None
+    product: Product, x: Tensor, b: Tensor | None, axis: Axis, *, out: str | None, size: Size | None
 ) -> Tensor:
     """Multiply by split columns: x [..., D]{I}, b [F@axis] -> [..., F@axis]{V}, or [..., F]{I} for out="whole"."""
     y = product(pvary(x, axis), b)
@@ -106,7 +108,7 @@ def _sum_parts(x: Tensor, axis: Axis, out: str | None) -> Tensor:
     return total
 
 
-def _gather_columns(x: Tensor, axis: Axis, size: int | None) -> Tensor:
+def _gather_columns(x: Tensor, axis: Axis, size: Size | None) -> Tensor:
     """Join the columns of all ranks: [..., F@axis]{V} -> [..., F]{I}."""
     joined: Tensor = all_gather(x, axis, -1, size=size, to="invariant")
     return joined
@@ -143,7 +145,7 @@ def mlp(
 
 @checked
 def embedding(
-    ids: Tensor, table: Tensor | Weight, *, axis: Axis = None, size: int | None = None,
+    ids: Tensor, table: Tensor | Weight, *, axis: Axis = None, size: Size | None = None,
     split: Literal["row", "column"] = "row", out: Literal["partial", "split", "whole"] | None = None,
     padding_idx: int | None = None, max_norm: float | None = None,
 ) -> Tensor:  # fmt: skip
@@ -182,11 +184,11 @@ def embedding(
     over = axis if split == "row" else None
     v = size if over else None
     if padding_idx is not None:
-        v = local_range("embedding", table.shape[0], over, v)[1]
-        if not -v <= padding_idx < v:
-            raise fail(f"embedding: padding_idx={padding_idx}, and the table has {v} rows",
-                       fix=f"{-v} <= padding_idx < {v}")  # fmt: skip
-        padding_idx %= v
+        n = local_range("embedding", table.shape[0], over, v)[1]
+        if not -n <= padding_idx < n:
+            raise fail(f"embedding: padding_idx={padding_idx}, and the table has {n} rows",
+                       fix=f"{-n} <= padding_idx < {n}")  # fmt: skip
+        padding_idx %= n
     if (embed := getattr(table, "embed", None)) is not None:  # of a Weight, or of its stand-in in a deferred module
         rows: Tensor = embed(ids, axis=over, size=v, padding_idx=padding_idx)
     else:
@@ -200,12 +202,12 @@ def embedding(
     return rows if out == "partial" else _sum_parts(rows, axis, out)
 
 
-def _lookup(ids: Tensor, table: Tensor, axis: Axis, size: int | None) -> Tensor:
+def _lookup(ids: Tensor, table: Tensor, axis: Axis, size: Size | None) -> Tensor:
     """Look up rows of a table [V@axis, D]: zero where another rank has the row, NaN where no rank has it."""
     n = table.shape[0]
     start, end = local_range("embedding", n, axis, size)
-    check_range("embedding", "id", ids, end, kind="rows of table")
-    if not axis:
+    in_range = check_range("embedding", "id", ids, end, kind="rows of table")
+    if not axis or (in_range and not live_axis("embedding", axis)):
         return F.embedding(ids, table)
     local = ids - start
     is_local = (local >= 0) & (local < n)
@@ -266,11 +268,11 @@ def attention(
     for name, x in {"q": q, "k": k, "v": v}.items():
         if x.ndim < 3:
             raise fail(f"attention: {name} is {list(x.shape)}", fix="[B, heads, positions, K]; B may be left out")
-    t, s, has_dropout = q.shape[-2], k.shape[-2], _has_dropout("attention", rate, key)
+    t, s, drops = q.shape[-2], k.shape[-2], has_dropout("attention", rate, key)
     k, v = (repeat_heads(q.shape[-3], x) for x in (k, v))
-    if causal and t > 1 and (has_dropout or t != s):
+    if causal and t > 1 and (drops or t != s):
         mask = causal_mask(t, s, device=q.device)
-    if not has_dropout:
+    if not drops:
         square = causal and t == s and t > 1
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=scale)
     scores = q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.transpose(-2, -1)  # [B, H, T, S]
@@ -316,27 +318,33 @@ def causal_mask(t: int, s: int, *, device: torch.device | None = None) -> Tensor
 
 @checked
 def dropout(
-    x: Tensor, rate: float, *, key: Tensor | None, spec: P | None = None, shape: tuple[int, ...] | None = None
-) -> Tensor:
+    x: Tensor, rate: float, *, key: Tensor | None, spec: P | None = None, shape: tuple[int, ...] | None = None,
+    zigzag: Axis = None,
+) -> Tensor:  # fmt: skip
     """Zero a share `rate` of the elements and scale the rest by 1 / (1 - rate).
 
     The mask is a function of `key` and of each element's global index, hence the same on every mesh, and the
     same when recomputed. `spec` is the spec of the global array, whose axes `x` varies over; `shape` is the
-    global shape, needed only where an axis does not divide it. `rate` 0 or key `None` returns `x`.
+    global shape, needed only where an axis does not divide it. `rate` 0 or key `None` returns `x`. `zigzag` is the axis
+    over which a dim is in the zigzag order (`to_zigzag`), the first of that dim in `spec`.
     Raises ShardingError if x is not this rank's part of the global array.
 
     Source: Srivastava et al., 2014.
 
     >>> nn.dropout(x, 0.1, key=fs.fold_in(key, layer), spec=P("data"))        # x [B@data, T, D]
     """
-    if not _has_dropout("dropout", rate, key):
+    if not has_dropout("dropout", rate, key):
         return x
     assert key is not None
     spec = spec or P()
     if shape is None:
         shape = global_shape("dropout", x, spec, word="shape=") if spec.axes else tuple(x.shape)
     with flattened_rows():
-        keep = random.bernoulli(key, shape, p=1 - rate, spec=spec, device=x.device)
+        if names_of(zigzag):
+            dim, ranges = local_ranges("dropout", shape, spec, zigzag)
+            keep = bernoulli_pieces(key, shape, dim, ranges, p=1 - rate, spec=spec, device=x.device)
+        else:
+            keep = random.bernoulli(key, shape, p=1 - rate, spec=spec, device=x.device)
     if keep.shape != x.shape:
         raise fail("dropout: x is not this rank's part of the global array", fix="pass the global shape=",
                    shape=list(shape), spec=spec, part=list(keep.shape), x=list(x.shape))  # fmt: skip
@@ -353,7 +361,7 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def _has_dropout(verb: str, rate: float, key: Tensor | None) -> bool:
+def has_dropout(verb: str, rate: float, key: Tensor | None) -> bool:
     if not 0 <= rate < 1:
         raise fail(f"{verb}: rate={rate}", fix="0 <= rate < 1")
     return rate > 0 and key is not None

@@ -15,10 +15,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fshard._core.ops import local_range
+from fshard._core.region import live_axis
 from fshard._core.torch import in_transform
 from fshard.collectives import pmax, psum, pvary
 from fshard.errors import checked, fail
-from fshard.spec import Axis, describe
+from fshard.spec import Axis, Size, describe
 
 from .row_blocks import row_blocks
 from .sampled_classes import check_range, checked_targets, target_columns
@@ -32,7 +33,7 @@ _BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements of a row block: on a CPU,
 
 @checked
 def cross_entropy(
-    logits: Tensor, targets: Tensor, *, axis: Axis = None, size: int | None = None, over: Axis = None,
+    logits: Tensor, targets: Tensor, *, axis: Axis = None, size: Size | None = None, over: Axis = None,
     weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0,
     reduction: Literal["none", "mean", "sum"] = "mean", donate: bool = False, classes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -75,21 +76,24 @@ def cross_entropy(
     if weight is not None:
         weight = weight.detach().to(wide)
     plain = torch.compiler.is_dynamo_compiling() or logits.numel() <= _PLAIN_UP_TO
-    if plain and classes is None and not (axis or over or label_smoothing):  # torch cannot vmap its label smoothing
-        check_range("cross_entropy", "target", targets, v, ignore_index, kind="classes", unsplit=logits)
-        rows, classes = logits.reshape(targets.numel(), v).to(wide), targets.reshape(-1)
-        losses = F.cross_entropy(rows, classes, weight, ignore_index=ignore_index, reduction=reduction)
-        return losses.view(targets.shape) if reduction == "none" else losses
-
-    counted = targets != ignore_index
+    n_classes = v
     if axis or classes is not None:
         column, is_local, n_classes = target_columns("cross_entropy", logits, targets, axis, size, classes)
-    else:
+    in_range = classes is None and check_range("cross_entropy", "target", targets, n_classes, ignore_index,
+                                               kind="classes", unsplit=None if axis else logits)  # fmt: skip
+    is_whole = classes is None and (not axis or (in_range and not live_axis("cross_entropy", axis)))
+    if plain and is_whole and not (label_smoothing or (over and weight is not None)):  # torch cannot vmap its smoothing
+        rows = logits.reshape(targets.numel(), v).to(wide)
+        here: str = "sum" if over and reduction == "mean" else reduction
+        losses: Tensor = F.cross_entropy(rows, targets.reshape(-1), weight, ignore_index=ignore_index, reduction=here)
+        if not over or reduction == "none":
+            return losses.view(targets.shape) if reduction == "none" else losses
+        return _reduced(losses, (targets != ignore_index).sum().to(wide), over, reduction)
+
+    counted = targets != ignore_index
+    if not axis and classes is None:
         column, is_local = targets.where(counted, 0), counted
-        _, n_classes = local_range("cross_entropy", v, axis, size)
-    if classes is None:
-        check_range("cross_entropy", "target", targets, n_classes, ignore_index, kind="classes",
-                    unsplit=None if axis else logits)  # fmt: skip
+        local_range("cross_entropy", v, axis, size)  # raises for another size
     is_local = is_local & counted
     column = column.unsqueeze(-1)[..., :v]
     # Subtract the largest logit of all ranks, a constant to the derivative, so that no exponential overflows. A part
@@ -125,7 +129,11 @@ def cross_entropy(
     losses = losses.where(counted, 0)
     if reduction == "none":
         return losses
-    total, count = losses.sum(), target_weight.sum()
+    return _reduced(losses.sum(), target_weight.sum(), over, reduction)
+
+
+def _reduced(total: Tensor, count: Tensor, over: Axis, reduction: str) -> Tensor:
+    """Return the sum, or the mean, over the ranks of `over`."""
     if over:
         total, count = psum((total, count), over)
     return total if reduction == "sum" else total / count

@@ -20,7 +20,7 @@ from fshard._core.region import axes_of_own_values, checker
 from fshard._core.torch import in_transform
 from fshard._core.weight import Weight
 from fshard.errors import checked, fail
-from fshard.spec import Axis, describe, names_of
+from fshard.spec import Axis, Size, describe, names_of
 
 from .row_blocks import row_blocks
 from .sampled_classes import target_columns
@@ -65,7 +65,7 @@ def cosine_logits(x: Tensor, w: Tensor | Weight, *, eps: float = 1e-12) -> Tenso
 @checked
 def margin(
     cosines: Tensor, targets: Tensor, *, m1: float = 1.0, m2: float = 0.0, m3: float = 0.0, scale: float = 64.0,
-    axis: Axis = None, size: int | None = None, classes: Tensor | None = None,
+    axis: Axis = None, size: Size | None = None, classes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Make logits of cosines: scale * cos, and scale * (cos(m1 θ + m2) - m3) for the target, whose cosine is cos θ.
 
@@ -109,7 +109,7 @@ def margin(
 @checked
 def arcface(
     cosines: Tensor, targets: Tensor, *, m: float = 0.5, scale: float = 64.0, easy_margin: bool | None = None,
-    axis: Axis = None, size: int | None = None, classes: Tensor | None = None,
+    axis: Axis = None, size: Size | None = None, classes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Make logits of cosines: scale * cos, and scale * cos(θ + m) for the target: `margin` with m2 = m.
 
@@ -142,7 +142,7 @@ def arcface(
 @checked
 def cosface(
     cosines: Tensor, targets: Tensor, *, m: float = 0.35, scale: float = 64.0, axis: Axis = None,
-    size: int | None = None, classes: Tensor | None = None,
+    size: Size | None = None, classes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Make logits of cosines: scale * cos, and scale * (cos θ - m) for the target: `margin` with m3 = m.
 
@@ -172,7 +172,7 @@ def _rotated(c: Tensor, m1: float, m2: float) -> Tensor:
 
 
 def _change_targets(
-    verb: str, cosines: Tensor, targets: Tensor, formula: Formula, scale: float, axis: Axis, size: int | None,
+    verb: str, cosines: Tensor, targets: Tensor, formula: Formula, scale: float, axis: Axis, size: Size | None,
     classes: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Return cosines * scale, with the formula applied to the targets whose columns this rank has."""

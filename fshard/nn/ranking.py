@@ -17,7 +17,7 @@ from torch import Tensor
 from fshard._core.ops import local_range
 from fshard.collectives import all_gather, axis_size, psum
 from fshard.errors import checked, fail
-from fshard.spec import Axis, describe
+from fshard.spec import Axis, Size, describe
 
 from .sampled_classes import checked_targets
 
@@ -26,7 +26,7 @@ _ABSENT = 1 << 62  # number of a class that is not there, after all that are; ex
 
 @checked
 def top_k(
-    logits: Tensor, k: int, *, axis: Axis = None, size: int | None = None, classes: Tensor | None = None
+    logits: Tensor, k: int, *, axis: Axis = None, size: Size | None = None, classes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the k largest logits of each row and their classes: [..., C] -> ([..., K], [..., K] int64).
 
@@ -72,7 +72,7 @@ def top_k(
 
 @checked
 def accuracy(
-    logits: Tensor, targets: Tensor, k: Sequence[int] = (1, 5), *, axis: Axis = None, size: int | None = None,
+    logits: Tensor, targets: Tensor, k: Sequence[int] = (1, 5), *, axis: Axis = None, size: Size | None = None,
     over: Axis = None, ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
     """Return the share of targets that are among the k largest logits, for each k: [..., C], [...] -> [len(k)].
@@ -100,7 +100,7 @@ def accuracy(
     if not k or min(k) < 1:
         raise fail(f"accuracy: k={tuple(k)}", fix="k=(1, 5): each is 1 or more")
     _, total = local_range("accuracy", logits.shape[-1], axis, size)
-    first = top_k(logits.detach(), min(max(k), total), axis=axis, size=total)[1]
+    first = top_k(logits.detach(), min(max(k), total), axis=axis, size=size)[1]
     found = first == targets.unsqueeze(-1)  # [..., K]
     counted = targets != ignore_index
     wrong = counted & ((targets < 0) | (targets >= total))

@@ -15,7 +15,7 @@ from fshard.collectives import all_gather
 from fshard.errors import checked, fail
 from fshard.random import check_key
 from fshard.random.orders import permute
-from fshard.spec import Axis, describe, names_of
+from fshard.spec import Axis, Size, describe, names_of
 
 _INTEGERS = (torch.int64, torch.int32, torch.uint8)  # the dtypes of classes
 
@@ -94,7 +94,7 @@ def _sample(key: Tensor, targets: Tensor, size: int, count: int, axis: Axis) -> 
 
 
 def target_columns(
-    verb: str, logits: Tensor, targets: Tensor, axis: Axis, size: int | None, classes: Tensor | None
+    verb: str, logits: Tensor, targets: Tensor, axis: Axis, size: Size | None, classes: Tensor | None
 ) -> tuple[Tensor, Tensor, int]:
     """Return (column of each target [...], 0 where this rank has none; whether it has one [...]; number of classes).
 
@@ -120,21 +120,22 @@ def target_columns(
 
 def check_range(
     verb: str, word: str, xs: Tensor, size: int, ignored: int | None = None, *, kind: str, unsplit: Tensor | None = None
-) -> None:  # fmt: skip
-    """Raise ShardingError for integers that are not 0 to size - 1, nor `ignored`. `kind` names them.
+) -> bool:  # fmt: skip
+    """Raise ShardingError for integers that are not 0 to size - 1, nor `ignored`; else return whether it has looked.
 
-    `unsplit` are logits without an `axis`: the fix is to pass it, if they vary over one and `xs` do not.
+    `kind` names them. `unsplit` are logits without an `axis`: the fix is to pass it, if they vary over one and `xs` do
+    not.
 
     Only on a CPU, where no device is waited for; not in a compiled program, under vmap or without values.
     """
     if torch.compiler.is_dynamo_compiling() or xs.device.type != "cpu" or not has_values() or is_wrapped(xs):
-        return
+        return False
     with unchecked():
         if not xs.numel():
-            return
+            return True
         least, most = xs.aminmax()  # the common case, without an array of their size
         if least >= 0 and most < size:
-            return
+            return True
         wrong = xs[(xs < 0) | (xs >= size)]
         if ignored is not None:
             wrong = wrong[wrong != ignored]
@@ -149,6 +150,7 @@ def check_range(
                 fix = f'{verb}(..., axis="{axis}"), which splits the {kind}'
             raise fail(f"{verb}: {word} {int(wrong[0])} is out of range, of {size} {kind}",
                        f"so are {len(wrong)} of {xs.numel()}", *user_line(), fix=fix)  # fmt: skip
+        return True
 
 
 def checked_targets(verb: str, logits: Tensor, targets: Tensor) -> Tensor:

@@ -65,14 +65,14 @@ def _adafactor(
     p: Tensor, g: Tensor, row: Tensor, col: Tensor, *, lr: Tensor, count: Tensor, spec: P, decay: float,
     clip: float, min_scale: float, weight_decay: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    axes, t = spec.parts(p.ndim), count.to(torch.float64)
+    t = count.to(torch.float64)
     w, square = (t**-decay).to(p.dtype), g * g
     if p.ndim < 2:
-        row = row + (join_parts(square, axes, row.shape) - row) * w
-        v = take_part(row, axes)
+        row = row + (join_parts(square, spec, row.shape) - row) * w
+        v = take_part(row, spec)
     else:
-        *lead, of_rows, of_columns = axes
-        across_rows, across_columns = (*lead, of_rows), (*lead, of_columns)
+        *lead, of_rows, of_columns = spec.parts(p.ndim)
+        across_rows, across_columns = spec.with_entries(*lead, of_rows), spec.with_entries(*lead, of_columns)
         row_mean = psum(square.sum(-1), of_columns or None) / max(1, col.shape[-1])
         col_mean = psum(square.sum(-2), of_rows or None) / max(1, row.shape[-1])
         row = row + (join_parts(row_mean, across_rows, row.shape) - row) * w

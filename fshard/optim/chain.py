@@ -44,9 +44,7 @@ def chain(*steps: Transform | Optimizer) -> Optimizer:
     factors_of = getattr(steps[-2], "factors", None) if len(steps) > 1 else None
     scaled = getattr(steps[-1], "scaled", None) if factors_of is not None else None
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        if params is None:
-            raise fail(f"chain({names}): update without params", fix="params, state = opt.update(grads, state, params)")
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         if not isinstance(state, (tuple, list)) or len(state) != len(steps):
             raise fail(f"chain({names}): the state is not its state", fix="state = opt.init(params)")
         value, new = grads, []
@@ -86,23 +84,24 @@ def clip_by_global_norm(max_norm: float, specs: Any) -> Transform:
     >>> grads
     {'w': tensor([0.5000])}
 
+    Raises ShardingError in a step for specs that do not name the axes over which the gradients vary.
+
     Source: Pascanu et al., 2013, "On the difficulty of training recurrent neural networks".
     """
     not_negative("clip_by_global_norm", max_norm=max_norm)
     tree.check_leaves("clip_by_global_norm", "specs", specs, P)
 
-    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         scales, state = factors(grads, state, params)
         leaves, treedef = tree.flatten(grads)
         clipped = [(g * scale.to(g.device)).to(g.dtype) for g, scale in zip(leaves, scales, strict=True)]
         return tree.unflatten(treedef, clipped), state
 
     def factors(grads: Any, state: Any, params: Any) -> tuple[list[Tensor], Any]:
-        leaves, treedef = tree.flatten(grads)
-        axes = axes_of(specs, grads, treedef)
+        leaves, axes = tree.leaves(grads), axes_of("clip_by_global_norm", "grads", grads, specs)
         norm = norm_of(leaves, axes)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        scales = {a: pvary(scale, a) if a else scale for a in axes}
+        scales = {a: pvary(scale, a) if a else scale for a in dict.fromkeys(axes)}
         return [scales[a] for a in axes], {"norm": norm.to(torch.float32)}
 
     return Transform(lambda params: {"norm": scalar_like(params, 0, torch.float32)}, update,

@@ -101,6 +101,18 @@ class Optimizer(_Step):
     unscales: bool = False  # takes scaled gradients, as `LossScale.guard` does: what reads the true ones is inside
     reads_leaf: bool = False  # the step of an element reads others of its leaf: it cannot be of some rows only
 
+    def __post_init__(self) -> None:
+        step = self.update
+
+        def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            if params is None:
+                raise fail(
+                    f"{self.name}: update without params", fix="params, state = opt.update(grads, state, params)"
+                )
+            return step(grads, state, params)
+
+        object.__setattr__(self, "update", update)
+
 
 # --- one formula, one optimizer -----------------------------------------------------------------------------
 
@@ -170,8 +182,7 @@ def make_optimizer(
         tree.check_leaves(name, "specs", specs, P)
 
     def init(params: Any) -> Any:
-        tree.check_leaves(f"{name}.init", "params", params, (Tensor, Deferred, Sharded))
-        leaves, treedef = tree.flatten(params)
+        leaves, treedef = tree.check_leaves(f"{name}.init", "params", params, (Tensor, Deferred, Sharded))
         state = {"count": scalar_like(params, 0, torch.int64)}
         for moment in moments:
             shape_of = shapes.get(moment)
@@ -186,14 +197,12 @@ def make_optimizer(
         return {"count": P(), **{moment: tree.map(lambda _: P(), param_specs) if moment in shapes else param_specs
                                  for moment in moments}}  # fmt: skip
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        if params is None:
-            raise fail(f"{name}: update without params", fix="params, state = opt.update(grads, state, params)")
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         return scaled(grads, state, params, [])
 
     def scaled(grads: Any, state: Any, params: Any, factors: Sequence[Tensor]) -> tuple[Any, Any]:
         columns, treedef = _columns(name, moments, shapes, grads, state, params)
-        decays = _decays(name, mask, params, treedef)
+        decays = [True] * len(columns[0]) if mask is None else _decays(name, mask, params, treedef)
         places: list[dict[str, P]] = [{} for _ in decays]
         if specs is not None:
             places = [{"spec": spec} for spec in _leaf_specs(name, specs, params)]
@@ -257,20 +266,19 @@ def _check_result(name: str, moments: Sequence[str], old: Sequence[Tensor], new:
 
 # --- full leaves, of formulas that take `spec` --------------------------------------------------------------
 
-Axes = Sequence[tuple[str, ...]]  # the mesh axes of each dim
 
-
-def join_parts(x: Tensor, axes: Axes, sizes: Sequence[int | None] | None = None) -> Tensor:
+def join_parts(x: Tensor, spec: P, sizes: Sequence[int] | None = None) -> Tensor:
     """Gather the parts of a tensor from all ranks: [N@axes, ..] -> [N, ..]{I}. `sizes` are the full ones, if known."""
-    for dim, (over, size) in enumerate(zip(axes, sizes or [None] * x.ndim, strict=True)):
-        x = all_gather(x, over or None, dim, size=size, to="invariant")
+    for dim, over in enumerate(spec.parts(x.ndim)):
+        size = sizes[dim] if sizes is not None else None
+        x = all_gather(x, over or None, dim, size=spec.lengths.get((*over, "")[0], size), to="invariant")
     return x
 
 
-def take_part(x: Tensor, axes: Axes) -> Tensor:
+def take_part(x: Tensor, spec: P) -> Tensor:
     """Return this rank's part of a tensor: [N, ..]{I} -> [N@axes, ..]."""
-    for dim, over in enumerate(axes):
-        x = pslice(x, over or None, dim)
+    for dim, over in enumerate(spec.parts(x.ndim)):
+        x = pslice(x, over or None, dim, lengths=spec.lengths.get((*over, "")[0]))
     return x
 
 
@@ -311,9 +319,8 @@ def _full_like(like: Any, shape: tuple[int, ...], value: float, dtype: torch.dty
 
 def _decays(name: str, mask: Mask, params: Any, treedef: Any) -> list[bool]:
     """Return, for each leaf, whether it decays."""
-    bools: Any = True if mask is None else mask(params) if callable(mask) else mask
-    tree.check_leaves(name, "mask", bools, bool)
-    flat, structure = tree.flatten(bools)
+    bools: Any = mask(params) if callable(mask) else mask
+    flat, structure = tree.check_leaves(name, "mask", bools, bool)
     if structure == treedef:
         return flat
     return tree.broadcast(bools, params, name=f"{name}: mask", leaf=lambda x: isinstance(x, bool), kind="bool")
@@ -359,12 +366,12 @@ def like_params(name: str, params: Any, trees: Sequence[tuple[str, Any]]) -> tup
 
     Raises ShardingError unless these are trees like the parameters, of floating tensors of their shapes and dtypes.
     """
-    for label, other in [("params", params), *trees]:
-        tree.check_leaves(name, label, other, Tensor)
-    leaves, treedef = tree.flatten(params)
-    kinds = [(x.shape, x.dtype) for x in leaves]
-    flat = [(label, other, *tree.flatten(other)) for label, other in trees]
-    equal = all(d == treedef and [(x.shape, x.dtype) for x in xs] == kinds for _, _, xs, d in flat)
+    leaves, treedef = tree.check_leaves(name, "params", params, Tensor)
+    flat = [(label, other, *tree.check_leaves(name, label, other, Tensor)) for label, other in trees]
+    equal = all(
+        d == treedef and all(x.shape == p.shape and x.dtype == p.dtype for x, p in zip(xs, leaves, strict=True))
+        for _, _, xs, d in flat
+    )
     if not equal or not all(x.is_floating_point() for x in leaves):
         _refuse(name, params, treedef, flat)
     return [leaves, *[xs for _, _, xs, _ in flat]], treedef

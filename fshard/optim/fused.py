@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from fshard._core.host_memory import host_device, start_copy_to_device, start_copy_to_host, wait_for_copies_to_host
-from fshard._core.region import checker, device_type, in_region, is_scheduled, region, storage_key
-from fshard._core.torch import in_transform, is_batched
+from fshard._core.region import device_type, in_region, is_scheduled, region, storage_key
+from fshard._core.torch import fused_adamw_, in_transform, is_batched
 from fshard.errors import fail
 from fshard.grad import is_differentiated
 
@@ -37,14 +36,14 @@ _GROUP_BYTES = 1 << 28  # bytes that are copied to the device of the parameters 
 
 def has_fused_step(columns: Columns) -> list[bool]:
     """Return, for each leaf, whether a kernel may step it: no gradient and no vmap passes through a kernel."""
-    rows = list(zip(*columns, strict=True))
+    supported = list(map(_is_supported, columns[0]))
     if torch.compiler.is_dynamo_compiling():  # dynamo does not show that a gradient is taken: `step` refuses that
-        return [_is_supported(row[0]) and not any(map(is_batched, row)) for row in rows]
-    transformed = in_transform()
-    return [
-        _is_supported(row[0]) and not any((transformed or x.requires_grad) and is_differentiated(x) for x in row)
-        for row in rows
-    ]
+        rows = zip(supported, *columns, strict=True)
+        return [is_supported and not any(map(is_batched, row)) for is_supported, *row in rows]
+    if not in_transform() and not any(x.requires_grad for column in columns for x in column):
+        return supported
+    rows = zip(supported, *columns, strict=True)
+    return [is_supported and not any(map(is_differentiated, row)) for is_supported, *row in rows]
 
 
 def _is_supported(p: Tensor) -> bool:
@@ -156,15 +155,24 @@ def step(
     n, device = len(params), params[0].device
     columns = [params, grads, *[moments[i : i + n] for i in range(0, len(moments), n)]]
     rate = fixed_lr if lr is None else _kernel_rate(lr, device)
-    for pieces in _scaled_pieces(columns, factors):
-        padded, tails = _pad_to_registers(pieces) if device_type(params[0]) == "cpu" else (pieces, [])
-        if not is_scheduled():
-            # SGD's kernel has no rule for shapes, so torch would run it on zeros of the sizes of these fake tensors.
-            padded = [[x.flatten()[:1] for x in column] for column in padded]
-        if padded[0]:
-            _KERNELS[rule](padded, rate, count, *options)
-        for tail, new in tails:
-            tail.copy_(new)
+    for piece, scales in _pieces(columns, factors):
+        _step_piece(rule, piece, scales, rate, count, options)
+
+
+def _step_piece(
+    rule: str, columns: Columns, factors: Sequence[Tensor], rate: Any, count: Tensor, options: Sequence[float]
+) -> None:
+    grads = columns[GRADS]
+    scaled = list(map(_scaled, grads, factors)) if factors else [g.contiguous() for g in grads]
+    columns = [columns[0], scaled, *columns[GRADS + 1 :]]  # the caller's list would keep what is scaled
+    padded, tails = _pad_to_registers(columns) if device_type(columns[0][0]) == "cpu" else (columns, [])
+    if not is_scheduled():
+        # SGD's kernel has no rule for shapes, so torch would run it on zeros of the sizes of these fake tensors.
+        padded = [[x.flatten()[:1] for x in column] for column in padded]
+    if padded[0]:
+        _KERNELS[rule](padded, rate, count, *options)
+    for tail, new in tails:
+        tail.copy_(new)
 
 
 def _sgd(columns: Columns, lr: Any, count: Tensor, momentum: float, nesterov: float, weight_decay: float) -> None:
@@ -176,9 +184,9 @@ def _sgd(columns: Columns, lr: Any, count: Tensor, momentum: float, nesterov: fl
 
 def _adamw(columns: Columns, lr: Any, count: Tensor, b1: float, b2: float, eps: float, weight_decay: float) -> None:
     p, g, m, v = columns
-    steps = (count - 1).to(p[0].device, torch.float32).repeat(len(p))  # adamw adds 1 to each of them
-    adamw(p, g, m, v, [], list(steps.unbind()), fused=True, lr=lr, beta1=b1, beta2=b2, eps=eps,
-          weight_decay=weight_decay, amsgrad=False, maximize=False)  # fmt: skip
+    steps = [count.to(p[0].device, torch.float32)] * len(p)  # which the kernel only reads
+    fused_adamw_(p, g, m, v, [], steps, lr=lr, beta1=b1, beta2=b2, eps=eps, weight_decay=weight_decay, amsgrad=False,
+                 maximize=False)  # fmt: skip
 
 
 def _adam(columns: Columns, lr: Any, count: Tensor, b1: float, b2: float, eps: float) -> None:
@@ -205,31 +213,32 @@ def _kernel_rate(rate: Tensor, device: torch.device) -> Tensor:
     return rate.detach().to(device, torch.float64 if device.type == "cpu" else torch.float32)
 
 
-def _scaled_pieces(columns: Columns, factors: Sequence[Tensor]) -> Iterator[Columns]:
-    """Yield the leaves with scaled, contiguous gradients: all at once where nothing is copied, else piece by piece."""
-    if not factors and all(g.is_contiguous() for g in columns[GRADS]):
-        yield columns
-        return
+def _scaled(g: Tensor, factor: Tensor) -> Tensor:
+    """Return g * factor in the dtype of g, contiguous, without a third tensor."""
+    return (g * factor).to(g.dtype) if g.is_contiguous() else g.contiguous().mul_(factor)
+
+
+def _pieces(columns: Columns, factors: Sequence[Tensor]) -> Iterator[tuple[Columns, Sequence[Tensor]]]:
+    """Yield leaves and their factors: all at once where no gradient is copied, else piece by piece."""
+    sizes = [g.numel() for g in columns[GRADS]]
     kind = device_type(columns[0][0])
     most = _PIECE_ELEMENTS[kind] * (torch.get_num_threads() if kind == "cpu" else 1)
-    buffer = columns[GRADS][0].new_empty(min(most, sum(g.numel() for g in columns[GRADS])))
+    if sum(sizes) <= most or (not factors and all(g.is_contiguous() for g in columns[GRADS])):
+        yield columns, factors
+        return
     pieces: Columns = [[] for _ in columns]
+    scales: list[Tensor] = []
     used = 0
-    for i in range(len(columns[0])):
+    for i in range(len(sizes)):
         for row in _split_leaf([column[i] for column in columns], most):
-            g = row[GRADS]
-            if used + g.numel() > most and pieces[0]:
-                yield pieces
-                pieces, used = [[] for _ in columns], 0
-            end = used + g.numel()
-            # The checker keeps one type per storage, so in a checked call each gradient has a separate one.
-            fits = end <= len(buffer) and checker() is None
-            to = buffer[used:end].view(g.shape) if fits else torch.empty_like(g, memory_format=torch.contiguous_format)
-            row[GRADS] = torch.mul(g, factors[i], out=to) if factors else to.copy_(g)
+            if used + row[GRADS].numel() > most and pieces[0]:
+                yield pieces, scales
+                pieces, scales, used = [[] for _ in columns], [], 0
             for column, x in zip(pieces, row, strict=True):
                 column.append(x)
-            used = end
-    yield pieces
+            scales += factors[i : i + 1]
+            used += row[GRADS].numel()
+    yield pieces, scales
 
 
 def _split_leaf(row: list[Tensor], most: int) -> Iterator[list[Tensor]]:

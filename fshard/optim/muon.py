@@ -75,10 +75,9 @@ def _muon(
         raise _not_a_matrix("muon: a leaf", p)
     m = m + (g - m) * (1 - momentum)
     step = g + (m - g) * momentum
-    axes = spec.parts(2)
-    step = join_parts(step, axes)
+    step = join_parts(step, spec)
     scale = 0.2 * math.sqrt(max(step.shape))
-    step = take_part(_orthogonal(step), axes)
+    step = take_part(_orthogonal(step), spec)
     return decayed(p, lr, weight_decay) - (lr * scale).to(p.dtype) * step.to(p.dtype), m
 
 

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard._core import callsite
 from fshard._core.host_memory import common_device
-from fshard.collectives import axis_index, psum, pvary
-from fshard.errors import checked, must_be, raise_all
+from fshard._core.region import axes_of_own_values, checker, known_axes, region
+from fshard.collectives import axis_index, axis_size, psum, pvary
+from fshard.errors import checked, fail, must_be, raise_all
 from fshard.grad import is_differentiated
 from fshard.spec import is_spec
 
@@ -30,26 +32,39 @@ def global_norm(x: Any, specs: Any) -> Tensor:
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)}, P())
     tensor(5.)
 
-    Raises ShardingError listing every leaf that is not a tensor of floats.
+    Raises ShardingError listing every leaf that is not a tensor of floats, or whose spec does not name its axes.
     """
-    tree.check_leaves("global_norm", "x", x, Tensor)
-    leaves, treedef = tree.flatten(x)
+    leaves, _ = tree.check_leaves("global_norm", "x", x, Tensor)
     raise_all([must_be(f"global_norm: {tree.show('x', path)}", "a tensor of floats", leaf)
                for path, leaf in (tree.leaves_with_path(x) if any(map(_has_no_norm, leaves)) else ())
                if _has_no_norm(leaf)])  # fmt: skip
-    return norm_of(leaves, axes_of(specs, x, treedef))
+    return norm_of(leaves, axes_of("global_norm", "x", x, specs))
 
 
 def _has_no_norm(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex()) or x.layout is not torch.strided
 
 
-def axes_of(specs: Any, x: Any, treedef: Any) -> list[tuple[str, ...]]:
-    """Return the axes that each leaf of `x` varies over, by a prefix tree of specs."""
-    flat, same = tree.flatten(specs)
-    if same != treedef or not all(map(is_spec, flat)):
-        flat = tree.broadcast(specs, x, name="specs", leaf=is_spec)
-    return [s.axes for s in flat]
+def axes_of(verb: str, label: str, x: Any, specs: Any) -> list[tuple[str, ...]]:
+    """Return the axes that each leaf of `x` varies over, by a prefix tree of specs.
+
+    Raises ShardingError for axes that the mesh lacks, and in a checked call for leaves that vary over other axes.
+    """
+    flat, errors = tree.broadcast(specs, x, name=f"{verb}: specs", leaf=is_spec), []
+    axes = [spec.axes for spec in flat]
+    if used := {a for names in axes for a in names}:
+        known_axes(f"{verb}: specs", region(verb), tuple(sorted(used)))
+    if (types := checker()) is not None:
+        for (path, leaf), spec in zip(tree.leaves_with_path(x), flat, strict=True):
+            equal, varies = types.info(leaf).type.invariant & {*spec.axes}, axes_of_own_values(leaf) - {*spec.axes}
+            for axis in sorted(equal | varies):
+                what = "varies over {!r}, which its spec {} does not name" if axis in varies else \
+                       "is the same on each rank of {!r}, which its spec {} names"  # fmt: skip
+                place = f"{callsite.site()}: {verb}: {tree.show(label, path)}"
+                errors.append(fail(f"{place} {what.format(axis, spec)}",
+                                   fix="pass the specs by which these leaves are placed"))  # fmt: skip
+    raise_all(errors)
+    return axes
 
 
 def norm_of(leaves: Sequence[Tensor], axes: Sequence[tuple[str, ...]]) -> Tensor:
@@ -63,7 +78,8 @@ def norm_of(leaves: Sequence[Tensor], axes: Sequence[tuple[str, ...]]) -> Tensor
     for (group_axes, _), group in groups.items():
         group_sum = _sum_of_squares(group).to(device)
         others = tuple(a for a in all_axes if a not in group_axes)
-        if others:  # only the first of the ranks with equal parts counts them, so that one psum serves every leaf
+        # Only the first of the ranks with equal parts counts them, so that one psum serves every leaf.
+        if others and axis_size(others) > 1:
             group_sum = torch.where(axis_index(others) == 0, pvary(group_sum, others), 0.0)
         sums.append(group_sum)
     total = torch.stack([x.to(_sum_dtype(sums)) for x in sums]).sum() if sums else torch.zeros(())
@@ -89,11 +105,12 @@ def _block_norms(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """
     if not x.is_contiguous():  # in the order of memory, which for most strides is a view
         x = x.permute(sorted(range(x.ndim), key=lambda d: x.stride()[d], reverse=True))
-    flat = x.reshape(-1)
-    end = len(flat) // _BLOCK * _BLOCK
+    flat, n = x.reshape(-1), x.numel()
+    end = n // _BLOCK * _BLOCK
     out = []
     if end:
-        out.append(torch.linalg.vector_norm(flat[:end].view(-1, _BLOCK), dim=1, dtype=dtype))
-    if end < len(flat):
-        out.append(torch.linalg.vector_norm(flat[end:], dim=0, keepdim=True, dtype=dtype))
+        blocks = flat if end == n else flat[:end]
+        out.append(torch.linalg.vector_norm(blocks.view(-1, _BLOCK), dim=1, dtype=dtype))
+    if end < n:
+        out.append(torch.linalg.vector_norm(flat[end:] if end else flat, dim=0, keepdim=True, dtype=dtype))
     return out or [flat.to(dtype)]

@@ -14,10 +14,11 @@ from fshard._core.host_memory import common_device
 from fshard._core.region import checker
 from fshard.collectives import psum, pvary
 from fshard.errors import checked, fail, must_be
-from fshard.spec import P, is_spec
+from fshard.spec import P
 
 from .chain import refuse_outside_of_sum
 from .formula import Optimizer, scalar_like
+from .norm import axes_of
 
 
 @checked
@@ -134,14 +135,16 @@ class LossScale:
 
         `specs` are the specs of the parameters, or a prefix. With no axes in them, this works outside `shard_map` too.
         """
-        tree.check_leaves("unscale", "grads", grads, Tensor)
-        leaves, treedef = tree.flatten(grads)
-        inverse = _checked_state("unscale", state)["scale"].detach().double().reciprocal()
+        return self._unscaled("unscale", grads, state, specs)
+
+    def _unscaled(self, verb: str, grads: Any, state: Any, specs: Any) -> tuple[Any, Tensor]:
+        leaves, treedef = tree.check_leaves(verb, "grads", grads, Tensor)
+        inverse = _checked_state(verb, state)["scale"].detach().double().reciprocal()
         inverses = {device: inverse.to(device) for device in {g.device for g in leaves}}
         # Half precision is widened: the inverse of the scale may be too small for it.
         wide = [g if g.dtype.itemsize >= 4 else g.float() for g in leaves]
         new = [(x * inverses[g.device]).to(g.dtype) for x, g in zip(wide, leaves, strict=True)]
-        axes = [tuple(sorted(s.axes)) for s in tree.broadcast(specs, grads, name="specs", leaf=is_spec)]
+        axes = [tuple(sorted(names)) for names in axes_of(verb, "grads", grads, specs)]
         return tree.unflatten(treedef, new), _all_finite(new, axes)
 
     @checked
@@ -178,7 +181,7 @@ class LossScale:
         def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
             if not isinstance(state, dict) or sorted(state) != ["opt", "scale"]:
                 raise fail(f"guarded {optimizer.name}: the state is not its state", fix="state = opt.init(params)")
-            grads, finite = self.unscale(grads, state["scale"], specs)
+            grads, finite = self._unscaled("guard", grads, state["scale"], specs)
             old = (params, state["opt"])
             take = _value_now(finite)
             if take is None or checker() is not None:  # only the first call is checked: check the step, taken or not

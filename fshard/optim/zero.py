@@ -156,14 +156,15 @@ def _parts(verb: str, specs: Any, split: Any, params: Any, axis: Axis, summed: b
     ):
         before, after = spec.parts(x.ndim), split_spec.parts(x.ndim)
         dims = [d for d, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
-        if len(dims) > 1 or any(after[d][: len(before[d])] != before[d] for d in dims):
+        other_lengths = any(spec.lengths.get(a) != split_spec.lengths.get(a) for a in spec.axes)
+        if len(dims) > 1 or other_lengths or any(after[d][: len(before[d])] != before[d] for d in dims):
             errors.append(fail(f"{verb}: {tree.show('params', path)}: the state's part is not a part of the leaf's own",
                                "zero adds axes to one dim of a leaf, as its minor axes", spec=spec, split=split_spec,
                                fix="split = fs.fully_shard(specs, tree, axis=...)"))  # fmt: skip
             continue
         more = live_axes(current.comm, after[dims[0]][len(before[dims[0]]) :]) if dims else ()
-        lengths = split_spec.lengths.get(after[dims[0]][0]) if more and not before[dims[0]] else None
-        place = split_layout(verb, more, [x], dims[0], lengths)[0] if more else (0, 0)
+        chosen = split_spec.sizes(x.shape, current.sizes)[dims[0]] if more and not before[dims[0]] else None
+        place = split_layout(verb, more, [x], dims[0], chosen)[0] if more else (0, 0)
         out.append(_Part(more, place, () if summed or set(names) & set(spec.axes) else live_axes(current.comm, names)))
     raise_all(errors)
     return out

@@ -33,9 +33,9 @@ from fshard._core.torch import schema_of
 
 from .events import Kind
 
+CONSTANTS = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}  # read nothing
 _COPIES = {"_to_copy", "clone", "copy_", "copy", "_foreach_copy_", "cat", "stack", "constant_pad_nd", "fill_", "zero_",
-           "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
-           "new_full"}  # fmt: skip
+           "zeros", "ones", "full", *CONSTANTS}  # fmt: skip
 _LOOKUPS = {"embedding", "index", "index_select", "gather"}  # read as many bytes as they write
 _OVERWRITE = {"copy_", "fill_", "zero_", "_foreach_copy_", "normal_", "uniform_"}  # do not read what they write
 _STEPS = {"_fused_adamw_", "_fused_adam_", "_fused_sgd_"}  # in place: they need not run on shapes
@@ -102,6 +102,8 @@ def is_optimizer_step(op: Any) -> bool:
 def is_elementwise(op: Any) -> bool:
     """Return whether an element of a result depends on one element of each argument: a copy, a sum, an update."""
     name = name_of(op)
+    if name in CONSTANTS:
+        return False
     return (kind_of(op) == "copy" or name.startswith(("_foreach_", "_fused_")) or op.namespace == "fshard"
             or torch.Tag.pointwise in _tags(op))  # fmt: skip
 

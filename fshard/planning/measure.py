@@ -20,8 +20,9 @@ from fshard._core.transfers import Transfer
 from fshard.spec import short_dtype
 
 from .chrome import Slice, Timeline
-from .events import phase_now
+from .events import Event, Operation, Start, phase_now
 from .flops import flops_fact, flops_of, full_name_of, is_view
+from .roofline import Roofline
 
 _MOST_SHAPES = 4
 
@@ -302,3 +303,35 @@ def facts_of(transfer: Transfer) -> dict[str, Any]:
     """Return the facts of a transfer's slice."""
     return {"sent_bytes": transfer.sent, "argument_bytes": transfer.bytes, "dtype": short_dtype(transfer.dtype),
             "ranks": transfer.ranks}  # fmt: skip
+
+
+def planned_timeline(rank: int, name: str, events: Sequence[Event], estimate: Roofline, arguments: int) -> Timeline:
+    """Return the events of a planned rank, each at its time by the roofline."""
+    compute: list[Slice] = []
+    starts: dict[int, Transfer] = {}
+    of_lane: dict[str, list[tuple[int, Transfer]]] = {}
+    now, phase = 0.0, "forward"
+    for e, end in zip(events, estimate.times, strict=True):
+        if isinstance(e, Operation):
+            phase = e.phase
+            if end > now:
+                facts = {**flops_fact(e.flops), "bytes": e.bytes, "dtype": short_dtype(e.dtype)}
+                compute.append(Slice(e.name, now, end, str(e.where or ""), phase, facts))
+        elif isinstance(e, Start):
+            starts[e.number] = e.transfer
+            of_lane.setdefault("+".join(e.transfer.axes), []).append((e.number, e.transfer))
+        elif end > now:
+            t = starts[e.number]
+            what = f"wait for {t.op} over {'+'.join(t.axes)}"
+            compute.append(Slice(what, now, end, str(t.where or ""), phase, {"waits_for": t.op}))
+        now = end
+    spans = {s.number: s for s in estimate.lanes}
+    transfers = {
+        axes: tuple(
+            Slice(t.op, spans[number].start, spans[number].end, str(t.where or ""), t.phase, facts_of(t))
+            for number, t in row
+        )
+        for axes, row in of_lane.items()
+    }
+    memory = [(0.0, arguments), *zip(estimate.times, [e.live for e in events], strict=True)]
+    return Timeline(rank, name, tuple(compute), transfers, tuple(memory))

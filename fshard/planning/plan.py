@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from fshard._core.call import CallPlan
 from fshard._core.callsite import Site, site
 from fshard._core.display import Row, bar, page, table
 from fshard._core.operations import OperationMode, tensors_in
+from fshard._core.protocol import coords_of, index_of, ranks_over
+from fshard._core.region import region
 from fshard._core.torch import in_backward, storage_id, unwrapped
 from fshard._core.transfers import Transfer, recording, transfer_rows, transfer_table
 from fshard._core.typecheck import leaves_of
@@ -25,9 +28,11 @@ from fshard.mesh import planned_mesh
 from fshard.shard_map import ShardMapped, planned_calls
 from fshard.spec import format_axes, short_dtype, size
 
+from .chrome import Timeline
 from .devices import Device
 from .events import Event, Kind, Operation, Phase, Start, Wait, phase_now
 from .flops import (  # fmt: skip
+    CONSTANTS,
     bytes_of,
     dtype_of,
     flops_of,
@@ -40,10 +45,13 @@ from .flops import (  # fmt: skip
     weight_arguments,
     written_by,
 )
+from .measure import planned_timeline
 from .memory import PARTS, Memory, Storage, Storages, arguments_of, assign_parts, parts_and_largest, tensors_at
-from .roofline import Roofline, roofline
+from .roofline import Roofline, joined
+from .strip import LEGEND, letters, strip
 
 _aten = torch.ops.aten
+_SET_GRAD = cast(Any, Tensor).grad.__set__
 # Formulas of torch's gradients add into zeros that they have just made; of fake tensors they add out of place.
 _IN_PLACE = {
     _aten.scatter_add.default: _aten.scatter_add_.default, _aten.index_add.default: _aten.index_add_.default,
@@ -54,7 +62,7 @@ _IN_PLACE = {
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Outcome of `plan`, for one rank: the one with the most to keep.
+    """Outcome of `plan`, for one rank: the one with the highest peak.
 
     >>> step = shard_map(lambda x: psum(x.sum(), "data"), mesh=make_mesh(data=4), in_specs=(P("data"),), out_specs=P())
     >>> plan(step, fs.init.zeros((8, 3))).memory.parts["other"]
@@ -70,6 +78,9 @@ class Plan:
         device: the device of the estimates, if one was named.
         time: estimate of the seconds, with a device.
         warnings: operations that may compute much, and have no formula for their FLOPs, which `flops` and `time` lack.
+        branches_on: the axes whose positions the program asks for by `fs.axis_position`.
+        positions: the plan of each of these positions, this one included: the stages of a pipeline. They send each
+            other messages, so the time of each has its waits for the others.
     """
 
     mesh: dict[str, int]
@@ -81,12 +92,34 @@ class Plan:
     device: Device | None = None
     time: Roofline | None = None
     warnings: tuple[str, ...] = ()
+    branches_on: tuple[str, ...] = ()
+    positions: tuple[Plan, ...] = ()
+
+    @property
+    def bubble(self) -> float | None:
+        """Return the share of the step for which `positions` wait for each other, on average; None without a device."""
+        times = [p.time for p in self.positions if p.time is not None]
+        waits = [s for time in times for lane, s in time.exposed.items() if set(lane.split("+")) & {*self.branches_on}]
+        return sum(waits) / sum(time.seconds for time in times) if times else None
+
+    def _timeline(self) -> Timeline:
+        """Return the events of the rank by their estimated times, of a plan with a device."""
+        assert self.device is not None
+        assert self.time is not None
+        name = f"rank {self.rank} of {format_axes(self.mesh)}, {self.device.name}"
+        return planned_timeline(self.rank, name, self.events, self.time, self.memory.arguments)
 
     def __repr__(self) -> str:
         rows = [f"  {size(n):>10}  {100 * n / max(1, self.memory.peak):3.0f} %  {part}" for part, n in self._parts()]
         flops = [f"  {flops:10.3e}  {kind} in {short_dtype(dtype)}" for (kind, dtype), flops in self.flops.items()]
-        return "\n".join([self._title(), self._peak(), *rows, *self._notes(), *["FLOPs of the rank"][: len(flops)],
-                          *flops, *self._warnings(), self._sent(), *transfer_rows(self.transfers)])  # fmt: skip
+        schedule = self._position_rows(letters)
+        width = max([len(head) for head, _ in schedule[1:]], default=0)
+        positions = [
+            f"{'  ' * (i > 0)}{head:<{width}}  {picture}".rstrip() for i, (head, picture) in enumerate(schedule)
+        ]
+        return "\n".join([self._title(), self._peak(), *rows, *self._notes(), *positions,
+                          *["FLOPs of the rank"][: len(flops)], *flops, *self._warnings(), self._sent(),
+                          *transfer_rows(self.transfers)])  # fmt: skip
 
     def _repr_html_(self) -> str:
         peak = max(1, self.memory.peak)
@@ -94,10 +127,13 @@ class Plan:
             Row((what, size(nbytes), bar(nbytes / peak, f"{100 * nbytes / peak:.3g} %"), str(where or "")))
             for nbytes, what, where in self.memory.largest if what.startswith(part)
         ]) for part, n in self._parts()]  # fmt: skip
+        schedule = self._position_rows(strip)
+        positions = [*[LEGEND] * (self.bubble is not None), *filter(None, itertools.chain.from_iterable(schedule))]
         work = [(kind, short_dtype(dtype), f"{flops:.3e}") for (kind, dtype), flops in self.flops.items()]
         return page(
             self._title(), self._peak(), table(parts, head=("at the peak", "bytes", "", "line"), align="lrll", most=8),
-            *self._notes(), *[table(work, head=("FLOPs of the rank", "dtype", ""), align="llr")][: len(work)],
+            *self._notes(), *positions,
+            *[table(work, head=("FLOPs of the rank", "dtype", ""), align="llr")][: len(work)],
             *self._warnings(), self._sent(), *[transfer_table(self.transfers)][: len(self.transfers)],
         )  # fmt: skip
 
@@ -106,7 +142,8 @@ class Plan:
 
     def _peak(self) -> str:
         where = f", at {self.memory.where}" if self.memory.where else ""
-        return f"peak {size(self.memory.peak)} of each device{where}"
+        whose = "the device with the most" if self.positions else "each device"
+        return f"peak {size(self.memory.peak)} of {whose}{where}"
 
     def _parts(self) -> list[tuple[str, int]]:
         return [(part, n) for part, n in self.memory.parts.items() if n]
@@ -117,6 +154,16 @@ class Plan:
             share = 100 * self.memory.peak / self.device.memory
             notes.append(f"{self.device.name}: {share:.3g} % of its memory; {self.time!r}")
         return notes
+
+    def _position_rows(self, draw: Callable[..., str]) -> list[tuple[str, str]]:
+        """Return a title, then the place and the peak of each of `positions`, with a drawing of its schedule."""
+        bubble = "" if self.bubble is None else f", which wait for each other {self.bubble:.1%} of the step"
+        rows = [(f"{len(self.positions)} positions on {', '.join(self.branches_on)}{bubble}", "")]
+        for p in self.positions:
+            coords = dict(zip(self.mesh, coords_of(p.rank, list(self.mesh.values())), strict=True))
+            head = f"{format_axes({a: coords[a] for a in self.branches_on})}  peak {size(p.memory.peak)}"
+            rows.append((head, draw(p._timeline().compute, 0.0, p.time.seconds) if p.time else ""))
+        return rows if self.positions else []
 
     def _warnings(self) -> list[str]:
         rows = [f"  {text}" for text in self.warnings]
@@ -141,8 +188,9 @@ def plan(f: ShardMapped, *args: Any, device: Device | None = None) -> Plan:
     of accelerators, transfers are collectives of torch, host memory is counted apart, and attention is a fused kernel.
     Counted are the bytes of tensors, and not the scratch memory inside a kernel, nor what an allocator rounds up.
 
-    The first rank has the longest part of every dim. Where axes do not divide a dim of an argument the last rank is
-    planned too, and the one with the higher peak is returned.
+    The first rank has the longest part of every dim that is split evenly. Where parts of an argument differ, the last
+    rank is planned too, and the rank with the longest of chosen lengths. The plan with the highest peak is returned. A
+    program that asks for `fs.axis_position` is planned at each position of these axes: `Plan.positions` has them all.
 
     >>> step = shard_map(lambda x: psum(x.sum(), "data"), mesh=make_mesh(data=4), in_specs=(P("data"),), out_specs=P())
     >>> plan(step, fs.init.zeros((8, 3))).memory.peak
@@ -156,41 +204,99 @@ def plan(f: ShardMapped, *args: Any, device: Device | None = None) -> Plan:
 
 
 def plan_ranks(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> list[Plan]:
-    """Return the plan of the first rank, and of the last one where axes do not divide a dim."""
-    first, uneven = _plan_rank(f, args, 0, device)
-    return [first, _plan_rank(f, args, f.mesh.size - 1, device)[0]] if uneven else [first]
+    """Return the plan of the first rank, and of others where ranks have parts of different sizes.
+
+    Of a program that branches on its position, each is the plan of the position with the highest peak.
+    """
+    runs: dict[int, _RankRun] = {}
+    mesh, missing = f.mesh, {0}
+    while missing:
+        runs |= {rank: _run_rank(f, args, rank, device) for rank in sorted(missing)}
+        over = tuple(a for a in mesh.axes if any(a in run.branches_on for run in runs.values()))
+        ends = [0, *(r for run in runs.values() if run.uneven - {*over} for r in run.others)]
+        groups = list(dict.fromkeys(tuple(ranks_over(over, mesh.axes, mesh.coords(end))) for end in ends))
+        missing = {rank for group in groups for rank in group} - runs.keys()
+    return [_plan_together(dict(mesh.axes), {r: runs[r] for r in group}, over, device) for group in groups]
 
 
-def _plan_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device | None) -> tuple[Plan, bool]:
-    """Return the plan of a rank, and whether ranks have parts of different sizes."""
-    recorder, uneven = _Recorder(), False
+def _uneven_axes(plan: CallPlan) -> set[str]:
+    """Return the axes over which parts differ in size."""
+    found = set[str]()
+    for axes, ns in plan.split_sizes.items():
+        for n in ns:
+            chosen = axes[: isinstance(n, tuple)]
+            ranks = math.prod(plan.mesh.axes[a] for a in axes[len(chosen) :])
+            rest = axes[len(chosen) :] if any(k % ranks for k in (n if isinstance(n, tuple) else (n,))) else ()
+            found |= {*chosen, *rest}
+    return found
+
+
+def _other_ranks(plan: CallPlan) -> list[int]:
+    """Return the last rank if parts differ in size, and ranks with the longest of the parts of chosen lengths."""
+    sizes = plan.mesh.axes
+    found = [{a: n - 1 for a, n in sizes.items()}][: len(plan.uneven)]
+    for axes, ns in plan.split_sizes.items():
+        found += [{**dict.fromkeys(sizes, 0), axes[0]: n.index(max(n))} for n in ns if isinstance(n, tuple)]
+    return sorted({index_of(tuple(sizes), sizes, at) for at in found} - {0})
+
+
+class _RankRun(NamedTuple):
+    """The run of one rank; axes over which parts differ, ranks with other parts, and axes that it branches on."""
+
+    events: Sequence[Event]
+    memory: Memory
+    uneven: set[str]
+    others: list[int]
+    branches_on: set[str]
+
+
+def _run_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device | None) -> _RankRun:
+    """Run a step as one rank."""
+    recorder, uneven, others, branches_on = _Recorder(), set[str](), list[int](), set[str]()
     accelerator = device is not None or f.mesh.device.type != "cpu"
     mesh = planned_mesh(f.mesh.axes, rank, recorder, accelerator=accelerator)
 
     def observe(plan: CallPlan, g: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-        nonlocal uneven
-        uneven = bool(plan.uneven)
+        uneven.update(_uneven_axes(plan))
+        others[:] = _other_ranks(plan)
         recorder.begin(plan.names, tree.leaves_with_path(inputs))
         with _Gradients(recorder.note_gradients), recorder:
             out = g(*inputs)
         recorder.end(out)
+        branches_on.update(region().branches_on)
         return out
 
     with recording():
         for _ in planned_calls(f, args, mesh, observe):
             if not recorder.replaced_buffers():
                 break
-    return plan_of(dict(f.mesh.axes), rank, *recorder.outcome(), device), uneven
+    return _RankRun(*recorder.outcome(), uneven, others, branches_on)
 
 
-def plan_of(mesh: dict[str, int], rank: int, events: Sequence[Event], memory: Memory, device: Device | None) -> Plan:
+def _plan_together(
+    mesh: dict[str, int], runs: Mapping[int, _RankRun], over: tuple[str, ...], device: Device | None
+) -> Plan:  # fmt: skip
+    """Return the plan of the rank with the highest peak, of ranks at each position of the axes `over`."""
+    times = [None] * len(runs) if device is None else joined({r: run.events for r, run in runs.items()}, mesh, device)
+    plans = [plan_of(mesh, rank, run.events, run.memory, device, time)
+             for (rank, run), time in zip(runs.items(), times, strict=True)]  # fmt: skip
+    highest = max(plans, key=lambda p: p.memory.peak)
+    if not over:
+        return highest
+    warnings = tuple(dict.fromkeys(text for p in plans for text in p.warnings))
+    return replace(highest, warnings=warnings, branches_on=over, positions=tuple(plans))
+
+
+def plan_of(
+    mesh: dict[str, int], rank: int, events: Sequence[Event], memory: Memory, device: Device | None,
+    time: Roofline | None,
+) -> Plan:  # fmt: skip
     """Return the plan of a rank with these events."""
     transfers = tuple(e.transfer for e in events if isinstance(e, Start))
     flops: Counter[tuple[Kind, torch.dtype]] = Counter()
     for e in events:
         if isinstance(e, Operation) and e.flops:
             flops[e.kind, e.dtype] += e.flops
-    time = None if device is None else roofline(events, mesh, device)
     warnings = warnings_of(unknown_operations(events))
     return Plan(mesh, rank, tuple(events), memory, transfers, dict(flops), device, time, warnings)
 
@@ -222,6 +328,8 @@ class _Gradients(TorchFunctionMode):
             self._note([xs] if isinstance(xs, Tensor) else xs, out)
         elif leaves:
             self._note(leaves, [x.grad for x in leaves])
+        elif func == _SET_GRAD and isinstance(args[1], Tensor):  # backward will add to it
+            self._note([args[0]], [args[1]])
         return out
 
 
@@ -344,7 +452,8 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         if self._is_transferring:
             return "buffers"
         weights = bool(inputs) and phase != "update" and all(s.argument or s.part == "gathered" for s in inputs)
-        return "gathered" if weights and kind_of(func) == "copy" and inputs[0].dtype.is_floating_point else None
+        is_copy = kind_of(func) == "copy" and name_of(func) not in CONSTANTS
+        return "gathered" if weights and is_copy and inputs[0].dtype.is_floating_point else None
 
     def _line(self, inputs: Sequence[Storage], phase: Phase) -> Site | None:
         """Return the user's line; in backward the last line of forward that read a tensor which is read now."""

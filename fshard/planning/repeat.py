@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from .events import Event, Operation, Start, Wait
 from .memory import Memory, Tensors, parts_and_largest, tensors_at
 from .plan import Plan, line_of, plan_of
+from .roofline import roofline
 
 _Label = tuple[int, Any]  # of an event, and its work
 
@@ -82,7 +83,8 @@ class Repeats:
         parts, largest = parts_and_largest(tensors)
         memory = Memory(events[peak].live, peak, line_of(events[peak]), parts,
                         _extended((*arguments, 0), extra, 0), largest=largest)  # fmt: skip
-        return plan_of(more.mesh, more.rank, events, memory, more.device)
+        time = None if more.device is None else roofline(events, more.mesh, more.device)
+        return plan_of(more.mesh, more.rank, events, memory, more.device, time)
 
     def _places(self, extra: int) -> Iterator[_Place]:
         """Yield the events of the plan with `extra` blocks more than the smaller one."""

@@ -6,10 +6,11 @@ which programs reach the share e, `Device.efficiency`, and a memory of M bytes/s
     operation    max(FLOPs / (e F), bytes / M)        source: Williams et al., 2009, "Roofline"
 
 A transfer starts at its `Start`, or when the links that it needs are free, and overlaps the operations; a `Wait`
-holds the lane until the transfer has ended. Ranks are laid out with the last axis nearest, and a `Link` of a device
-joins groups of `ranks` consecutive ranks. The n ranks that communicate fall into k_l groups at level l: k_0 = n, and
-k_l is at most the number of groups of level l that they touch. With `sent` bytes of each rank (see
-`Transfer.sent`), a bandwidth of B_l and a latency of a_l,
+holds the lane until the transfer has ended. Where a program branches on its position, the ranks at all positions are
+followed together, and a transfer between them starts when each has reached its `Start`. Ranks are laid out with the
+last axis nearest, and a `Link` of a device joins groups of `ranks` consecutive ranks. The n ranks that communicate fall
+into k_l groups at level l: k_0 = n, and k_l is at most the number of groups of level l that they touch. With `sent`
+bytes of each rank (see `Transfer.sent`), a bandwidth of B_l and a latency of a_l,
 
     all_reduce, all_gather, reduce_scatter    rounds x sum_l (k_l-1 - k_l) a_l  +  max_l sent k_l-1 / n / B_l
     all_to_all, all_to_all_rows    a_l of the furthest level  +  max_l sent (peers at level l) / (n - 1) / B_l
@@ -29,16 +30,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fshard._core.callsite import Site
 from fshard._core.display import duration
+from fshard._core.protocol import coords_of, ranks_over
 from fshard._core.transfers import Transfer
-from fshard.errors import checked, fail
+from fshard.errors import ShardingError, checked, fail
 from fshard.spec import format_axes
 
 from .devices import Device, Link
@@ -52,7 +55,7 @@ _AT_PEAK = (*_MODEL, "linalg", "fft")  # kinds that take at least their FLOPs at
 class Span(NamedTuple):
     """One operation or transfer: its lane, its name, when it starts and ends in seconds, and the user's line.
 
-    The lane is "compute", or the axes of a transfer: "data", "data+model".
+    The lane is "compute", or the axes of a transfer: "data", "data+model", which has the `number` of its `Start`.
 
     >>> [(span.lane, span.name) for span in plan.time.lanes]
     [('compute', 'aten.mm'), ('compute', 'aten.sum'), ('data', 'all_reduce')]
@@ -63,6 +66,7 @@ class Span(NamedTuple):
     start: float
     end: float
     where: Site | None
+    number: int | None = None
 
 
 @dataclass(frozen=True)
@@ -118,50 +122,164 @@ def roofline(events: Sequence[Event], mesh: Mapping[str, int], device: Device) -
 
     Raises ShardingError for a dtype that the device has no rate for, and for ranks that its links do not reach.
     """
-    axes = tuple(mesh.items())
-    now = compute = at_peak = 0.0
-    free: dict[str, float] = {}
-    pending: dict[int, tuple[float, str]] = {}
-    exposed: dict[str, float] = {}
-    transfers: dict[str, float] = {}
-    lanes: list[Span] = []
-    times: list[float] = []
+    return joined({0: events}, mesh, device)[0]
 
-    def wait(number: int) -> None:
-        nonlocal now
-        end, lane = pending.pop(number)
-        exposed[lane] += max(end - now, 0.0)
-        now = max(now, end)
 
-    for event in events:
-        match event:
-            case Operation():
-                seconds, counted = _operation_seconds(event, device)
-                compute += seconds
-                again = 0.2 if event.kind == "attention" and event.phase == "backward" else 0.0
-                counts = event.phase != "recompute" and event.kind in _MODEL
-                at_peak += (1 - again) * counted if counts else 0.0
-                if seconds:
-                    lanes.append(Span(COMPUTE, event.name, now, now + seconds, event.where))
-                now += seconds
-            case Start():
-                transfer = event.transfer
-                lane = "+".join(transfer.axes)
-                seconds, levels = _transfer_seconds(transfer, axes, device)
-                start = max([now, *(free.get(level, 0.0) for level in levels)])
-                free.update(dict.fromkeys(levels, start + seconds))
-                pending[event.number] = start + seconds, lane
-                exposed.setdefault(lane, 0.0)
-                transfers[lane] = transfers.get(lane, 0.0) + seconds
-                lanes.append(Span(lane, transfer.op, start, start + seconds, transfer.where))
-            case Wait():
-                if event.number in pending:
-                    wait(event.number)
-        times.append(now)
-    for number in list(pending):  # a transfer that nothing waits for ends before the step does
-        wait(number)
-    lanes.sort(key=lambda span: span.start)
-    return Roofline(now, compute, exposed, transfers, tuple(lanes), tuple(times), at_peak)
+def joined(events: Mapping[int, Sequence[Event]], mesh: Mapping[str, int], device: Device) -> list[Roofline]:
+    """Return the time of each of several ranks of a mesh, by their events: they begin together, and end together.
+
+    A transfer in which several of them take part begins when all these have started it, and a message when its source
+    and its target have. The other ranks are assumed to start with these.
+
+    Raises ShardingError if the ranks wait for each other.
+    """
+    meetings = _Meetings(tuple(events), mesh, device)
+    lanes = {rank: _Lanes(rank, meetings) for rank in events}
+    runs = {rank: lanes[rank].run(row) for rank, row in events.items()}
+    clocks = dict.fromkeys(events, 0.0)  # the earliest goes on: transfers queue for links in the order of their starts
+    while clocks:
+        rank = min(clocks, key=clocks.__getitem__)
+        if clocks[rank] == math.inf:
+            raise meetings.stuck({r: lanes[r].waits_for for r in clocks})
+        then = next(runs[rank], None)
+        if then is None:
+            del clocks[rank]
+        else:
+            clocks[rank] = then
+        for r, clock in clocks.items():
+            if clock == math.inf and not any(meeting.missing for meeting in lanes[r].blocked):
+                clocks[r] = lanes[r].now
+    end = max(row.now for row in lanes.values())
+    return [row.roofline(end) for row in lanes.values()]
+
+
+@dataclass(eq=False)
+class _Meeting:
+    """A transfer of one planned rank, or of several: it begins when all have started it and the links are free."""
+
+    missing: set[int]  # the ranks that have not started it
+    senders: tuple[int, ...]
+    begin: float = 0.0
+    end: float = math.inf
+    seconds: float = 0.0
+    levels: Sequence[str] = ()  # of links
+
+
+class _Meetings:
+    """The transfers of the planned ranks: each rank uses a link for one transfer after the other."""
+
+    def __init__(self, ranks: tuple[int, ...], mesh: Mapping[str, int], device: Device) -> None:
+        self.device = device
+        self._mesh, self._free = tuple(mesh.items()), dict[tuple[int, str], float]()
+        self._coords = {r: dict(zip(mesh, coords_of(r, tuple(mesh.values())), strict=True)) for r in ranks}
+        self.apart = tuple(axis for axis in mesh if len({at[axis] for at in self._coords.values()}) > 1)
+        self._over = functools.cache(lambda axes, rank: ranks_over(axes, mesh, self._coords[rank]))
+        self._numbers: Counter[Any] = Counter()
+        self._open: dict[Any, _Meeting] = {}
+
+    def start(self, rank: int, transfer: Transfer, now: float) -> list[_Meeting]:
+        """Start a rank's part of its next transfer; return the meeting, or one for each message to or from a rank."""
+        over = self._over(transfer.axes, rank) if self.apart else []
+        groups = [(transfer.axes, tuple(r for r in over if r in self._coords))]
+        if transfer.message is not None and self.apart:
+            pairs = [(over[source], over[target]) for source, target in transfer.message.pairs]
+            groups = [((), pair) for pair in pairs if rank in pair and self._coords.keys() >= set(pair)]
+        found = []
+        for axes, group in groups:
+            if len(set(group)) > 1:
+                self._numbers[rank, axes, group] += 1
+                new = _Meeting(set(group), group[:1] if transfer.message is not None else group)
+                found.append(self._open.setdefault((axes, group, self._numbers[rank, axes, group]), new))
+        found = found or [_Meeting({rank}, (rank,))]
+        for meeting in found:
+            meeting.begin = max(meeting.begin, now)
+            meeting.missing.discard(rank)
+            if rank in meeting.senders:
+                meeting.seconds, meeting.levels = _transfer_seconds(transfer, self._mesh, self.device)
+            if not meeting.missing:
+                links = [(sender, level) for sender in meeting.senders for level in meeting.levels]
+                meeting.begin = max([meeting.begin, *(self._free.get(link, 0.0) for link in links)])
+                meeting.end = meeting.begin + meeting.seconds
+                self._free.update(dict.fromkeys(links, meeting.end))
+        return found
+
+    def stuck(self, waits: Mapping[int, Transfer | None]) -> ShardingError:
+        """Return the error of ranks that wait for each other, by the transfers that they wait for."""
+        rows = []
+        for rank, coords in self._coords.items():
+            t, place = waits.get(rank), format_axes({a: coords[a] for a in self.apart})
+            where = f" at {t.where}" if t is not None and t.where else ""
+            what = "has returned" if t is None else f"waits for {t.op} over {', '.join(t.axes)}{where}"
+            rows.append(f"rank {rank} ({place})  {what}")
+        return fail("plan: the ranks wait for each other", *rows,
+                    fix="start the messages of two ranks in one order, and before a wait for another one")  # fmt: skip
+
+
+class _Lanes:
+    """The operations and transfers of one rank, up to its time `now`."""
+
+    def __init__(self, rank: int, meetings: _Meetings) -> None:
+        self.now = self._compute = self._at_peak = 0.0
+        self.waits_for: Transfer | None = None
+        self.blocked: list[_Meeting] = []  # that it waits for
+        self._rank, self._meetings = rank, meetings
+        self._exposed: dict[str, float] = {}
+        self._spans: list[Span | tuple[Start, list[_Meeting]]] = []
+        self._times: list[float] = []
+
+    def run(self, events: Sequence[Event]) -> Iterator[float]:
+        """Yield the time before each transfer that other ranks may meet, and infinity until they have started it."""
+        pending: dict[int, tuple[Transfer, list[_Meeting]]] = {}
+        for event in events:
+            match event:
+                case Operation():
+                    seconds, counted = _operation_seconds(event, self._meetings.device)
+                    self._compute += seconds
+                    again = 0.2 if event.kind == "attention" and event.phase == "backward" else 0.0
+                    counts = event.phase != "recompute" and event.kind in _MODEL
+                    self._at_peak += (1 - again) * counted if counts else 0.0
+                    if seconds:
+                        self._spans.append(Span(COMPUTE, event.name, self.now, self.now + seconds, event.where))
+                    self.now += seconds
+                case Start():
+                    if self._meetings.apart:
+                        yield self.now
+                    found = self._meetings.start(self._rank, event.transfer, self.now)
+                    self._exposed.setdefault("+".join(event.transfer.axes), 0.0)
+                    pending[event.number] = event.transfer, found
+                    self._spans.append((event, found))
+                case Wait():
+                    if event.number in pending:
+                        yield from self._wait(*pending.pop(event.number))
+            self._times.append(self.now)
+        for transfer, found in pending.values():  # a transfer that nothing waits for ends before the step does
+            yield from self._wait(transfer, found)
+        self.waits_for = None
+
+    def _wait(self, transfer: Transfer, found: list[_Meeting]) -> Iterator[float]:
+        self.waits_for, self.blocked = transfer, found
+        while any(meeting.missing for meeting in found):
+            yield math.inf
+        end = max(meeting.end for meeting in found)
+        self._exposed["+".join(transfer.axes)] += max(end - self.now, 0.0)
+        self.now = max(self.now, end)
+
+    def roofline(self, end: float) -> Roofline:
+        """Return the time of the rank in a step that ends at `end`."""
+        transfers: dict[str, float] = {}
+        spans: list[Span] = []
+        for span in self._spans:
+            if not isinstance(span, Span):
+                start, found = span
+                last, lane = max(found, key=lambda meeting: meeting.end), "+".join(start.transfer.axes)
+                transfers[lane] = transfers.get(lane, 0.0) + last.seconds
+                span = Span(lane, start.transfer.op, last.begin, last.end, start.transfer.where, start.number)
+            spans.append(span)
+        if end > self.now:  # until the other ranks end, too
+            over = "+".join(self._meetings.apart)
+            self._exposed[over] = self._exposed.get(over, 0.0) + end - self.now
+        spans.sort(key=lambda span: span.start)
+        return Roofline(end, self._compute, self._exposed, transfers, tuple(spans), tuple(self._times), self._at_peak)
 
 
 def _operation_seconds(operation: Operation, device: Device) -> tuple[float, float]:

@@ -183,6 +183,8 @@ def _predicted(task: Task, layout: Layout, blocks: int) -> tuple[PlanRow, list[R
     A step whose events do not repeat is planned directly.
     """
     few = plan_ranks(*task.step(layout, blocks=_FEWEST), task.device)
+    if few[0].positions:  # a block more is not one more on each
+        return task.row(layout), []
     for n in range(_FEWEST, min(_MOST, blocks - 1)):
         more = plan_ranks(*task.step(layout, blocks=n + 1), task.device)
         found = [Repeats.of(n, a, b) for a, b in zip(few, more, strict=False)]
@@ -220,18 +222,22 @@ def _whole(task: Task, layout: Layout, repeats: Sequence[Repeats], blocks: int) 
 
 
 def rank_bytes(leaves: Any, specs: Any, axes: Mapping[str, int]) -> int:
-    """Return the bytes of rank 0's parts of tensors in the device's memory, which are the largest; ties count once.
+    """Return the bytes of a rank's parts of tensors in the device's memory, on the rank with most; ties count once.
 
     Without a spec, a placed leaf has the spec of its placement, and another leaf is full on every rank.
     """
     flat = tree.broadcast(specs, leaves, name="specs", leaf=lambda s: s is None or is_spec(s))
-    first = dict.fromkeys(axes, 0)
-    total, seen = 0, set()
-    for x, spec in zip(tree.leaves(leaves), flat, strict=True):
+    pairs = [(x, x.spec if spec is None and isinstance(x, Sharded) else spec or P())
+             for x, spec in zip(tree.leaves(leaves), flat, strict=True)]  # fmt: skip
+    chosen = sorted({a for _, spec in pairs for a in spec.lengths})
+    first = dict.fromkeys(axes, 0)  # has the longest parts over axes without chosen lengths
+    positions = itertools.product(*(range(axes[a]) for a in chosen))
+    ranks = [{**first, **dict(zip(chosen, at, strict=True))} for at in positions]
+    totals, seen = [0] * len(ranks), set()
+    for x, spec in pairs:
         if not isinstance(x, (Deferred, Sharded, Tensor)) or id(x) in seen:
             continue
         seen.add(id(x))
-        placed = spec if spec is not None else x.spec if isinstance(x, Sharded) else P()
-        if placed.memory == "device":
-            total += math.prod(box_shape(local_box(tuple(x.shape), placed, axes, first))) * x.dtype.itemsize
-    return total
+        for i, coords in enumerate(ranks if spec.memory == "device" else ()):
+            totals[i] += math.prod(box_shape(local_box(tuple(x.shape), spec, axes, coords))) * x.dtype.itemsize
+    return max(totals)

@@ -12,6 +12,7 @@ from fshard._core.display import Html, rgba
 from .chrome import Slice
 
 _COLUMNS = 100  # of a percent of the width each
+_LETTERS = 60
 _KINDS = ("forward", "recompute", "backward", "update", "wait")
 
 
@@ -26,7 +27,7 @@ LEGEND = Html("<div>" + " ".join(f'<span style="background: {_tint(kind)}">&nbsp
 def strip(slices: Sequence[Slice], start: float, seconds: float) -> Html:
     """Return a strip of the `seconds` from `start`: each column has the kind that takes the most of it."""
     width = seconds / _COLUMNS
-    kinds = [_kind_of(shares, width) for shares in _shares(slices, start, width)]
+    kinds = _kinds(slices, start, seconds, _COLUMNS)
     parts, at = [], 0
     for kind, run in itertools.groupby(kinds):
         n = len(list(run))
@@ -37,16 +38,23 @@ def strip(slices: Sequence[Slice], start: float, seconds: float) -> Html:
     return Html(f'<div style="overflow: hidden; line-height: 0; max-width: 75em">{"".join(parts)}</div>')
 
 
-def _shares(slices: Sequence[Slice], start: float, width: float) -> list[Counter[str]]:
-    """Return the seconds of each kind in each column."""
-    columns: list[Counter[str]] = [Counter() for _ in range(_COLUMNS)]
+def letters(slices: Sequence[Slice], start: float, seconds: float) -> str:
+    """Return the strip as a text: F, R, B or U for forward, recompute, backward and update, and a dot for a wait."""
+    kinds = _kinds(slices, start, seconds, _LETTERS)
+    return "".join("." if kind in ("", "wait") else kind[0].upper() for kind in kinds)
+
+
+def _kinds(slices: Sequence[Slice], start: float, seconds: float, count: int) -> list[str]:
+    """Return the kind that takes the most time in each of `count` columns."""
+    width = seconds / count
+    columns: list[Counter[str]] = [Counter() for _ in range(count)]
     for s in slices if width else ():
         kind = "wait" if "waits_for" in s.facts else s.phase
-        first, last = (min(_COLUMNS - 1, max(0, int((t - start) / width))) for t in (s.start, s.end))
+        first, last = (min(count - 1, max(0, int((t - start) / width))) for t in (s.start, s.end))
         for i in range(first, last + 1):
             begin = start + i * width
             columns[i][kind] += max(0.0, min(s.end, begin + width) - max(s.start, begin))  # type: ignore[assignment]
-    return columns
+    return [_kind_of(shares, width) for shares in columns]
 
 
 def _kind_of(shares: Counter[str], width: float) -> str:

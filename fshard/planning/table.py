@@ -85,6 +85,7 @@ class PlanRow:
             "devices": self.devices, "fits": self.fits, "peak_bytes": self.peak, "parts": parts,
             "sent_bytes": self.sent, "seconds": self.seconds, "tokens": self.tokens,
             "tokens_per_second_per_device": self.rate, "mfu": self.mfu,
+            "bubble": None if self.plan is None else self.plan.bubble,
             "error": None if self.error is None else _words(self.error), "note": self.note,
             "warnings": list(self.warnings),
         }  # fmt: skip
@@ -255,7 +256,8 @@ class Task:
         """Return the row of a layout with these plans."""
         found = max(plans, key=lambda p: p.memory.peak)
         tokens = self.tokens(**layout) if callable(self.tokens) else self.tokens
-        seconds, mfu = (None, None) if found.time is None else (found.time.seconds, found.time.mfu)
+        times = [p.time for p in found.positions or (found,) if p.time is not None]
+        seconds, mfu = (times[0].seconds, sum(t.mfu for t in times) / len(times)) if times else (None, None)
         return PlanRow(dict(layout), math.prod(found.mesh.values()), found, found.memory.peak,
                        sum(t.sent for t in found.transfers), seconds, tokens, mfu, self.limit,
                        warnings=found.warnings)  # fmt: skip
@@ -302,7 +304,9 @@ def _remark(row: PlanRow) -> str:
     if row.error is not None:
         return f"error: {(_words(row.error).strip().splitlines() or [''])[0]}"
     unknown = ", ".join(dict.fromkeys(text.split()[0] for text in row.warnings))
-    remarks = ("does not fit" * (row.fits is False), row.note, f"FLOPs unknown: {unknown}" * bool(unknown))
+    bubble = None if row.plan is None else row.plan.bubble
+    waits = "" if bubble is None else f"stages wait {bubble:.1%}"
+    remarks = ("does not fit" * (row.fits is False), row.note, waits, f"FLOPs unknown: {unknown}" * bool(unknown))
     return "; ".join(filter(None, remarks))
 
 

@@ -21,19 +21,16 @@ from fshard._core.comm import SLOW, TimedComm, Wait, call_distributed
 from fshard._core.display import duration, page
 from fshard._core.files.io import Ranks, StrPath, write_errors
 from fshard._core.region import region
-from fshard._core.transfers import Transfer, recording
+from fshard._core.transfers import recording
 from fshard.errors import checked, fail
 from fshard.mesh import Mesh
 from fshard.shard_map import ShardMapped
-from fshard.spec import format_axes, short_dtype, size
+from fshard.spec import format_axes, size
 
 from .chrome import LEAST_EVENTS, MOST_EVENTS, Slice, Timeline, chrome_events, fitted
 from .devices import Device
-from .events import Operation, Start
-from .flops import flops_fact
-from .measure import CudaClock, HostClock, Recorder, facts_of, own_clocks, timeline
-from .plan import Plan, plan
-from .roofline import Roofline, roofline
+from .measure import CudaClock, HostClock, Recorder, own_clocks, timeline
+from .plan import plan
 from .strip import LEGEND, strip
 from .table import aligned
 
@@ -137,7 +134,7 @@ def trace(f: ShardMapped, *args: Any, path: StrPath | None = None, device: Devic
     - Ranks of a simulated mesh are threads that take turns. Each has a clock that stops while others have
       their turn, so the timelines show ranks that compute at once, and transfers without a network.
     - With `device`, and on an abstract mesh, nothing runs: the timeline shows `fs.plan(f, *args, device=device)`,
-      for the rank with the most memory, by the roofline of the device.
+      for the rank with the most memory, by the roofline of the device; or for each position that `f` branches on.
 
     A trace of more than 200,000 events is folded: operations of one line in a row, or of one phase, become one slice;
     then later ranks, or the end, are left out. `Trace.notes` says so.
@@ -233,48 +230,15 @@ _PURPOSE = "to trace a step"
 
 
 def _planned(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> Trace:
-    """Plan `f`, and return the timeline of the planned rank."""
+    """Plan `f`, and return the timeline of the planned rank, or of the ranks at each position."""
     if device is None:
         raise fail(f"trace: {f._name} is on an abstract mesh, where nothing takes time",
                    fix="name the device to estimate the times of: device=fs.devices.H100")  # fmt: skip
     planned = plan(f, *args, device=device)
-    row = _timeline_of_plan(planned, roofline(planned.events, planned.mesh, device), device)
-    row, note = fitted(row, MOST_EVENTS)
-    notes = (*([f"rank {planned.rank}: {note}"] if note else []), *planned.warnings)
-    return Trace(planned.mesh, "planned", (row,), None, notes)
-
-
-def _timeline_of_plan(planned: Plan, estimate: Roofline, device: Device) -> Timeline:
-    """Return the events of a plan, each at its time by the roofline."""
-    compute: list[Slice] = []
-    starts: dict[int, Transfer] = {}
-    of_lane: dict[str, list[Transfer]] = {}
-    now, phase = 0.0, "forward"
-    for e, end in zip(planned.events, estimate.times, strict=True):
-        if isinstance(e, Operation):
-            phase = e.phase
-            if end > now:
-                facts = {**flops_fact(e.flops), "bytes": e.bytes, "dtype": short_dtype(e.dtype)}
-                compute.append(Slice(e.name, now, end, str(e.where or ""), phase, facts))
-        elif isinstance(e, Start):
-            starts[e.number] = e.transfer
-            of_lane.setdefault("+".join(e.transfer.axes), []).append(e.transfer)
-        elif end > now:
-            t = starts[e.number]
-            name = f"wait for {t.op} over {'+'.join(t.axes)}"
-            compute.append(Slice(name, now, end, str(t.where or ""), phase, {"waits_for": t.op}))
-        now = end
-    spans = [s for s in estimate.lanes if s.lane in of_lane]  # each lane in the order of the starts
-    transfers = {
-        axes: tuple(
-            Slice(t.op, s.start, s.end, str(t.where or ""), t.phase, facts_of(t))
-            for t, s in zip(row, [s for s in spans if s.lane == axes], strict=True)
-        )
-        for axes, row in of_lane.items()
-    }
-    memory = [(0.0, planned.memory.arguments), *zip(estimate.times, [e.live for e in planned.events], strict=True)]
-    name = f"rank {planned.rank} of {format_axes(planned.mesh)}, {device.name}"
-    return Timeline(planned.rank, name, tuple(compute), transfers, tuple(memory))
+    ranks = planned.positions or (planned,)
+    rows = [fitted(p._timeline(), MOST_EVENTS // len(ranks)) for p in ranks]
+    notes = [f"rank {p.rank}: {note}" for p, (_, note) in zip(ranks, rows, strict=True) if note]
+    return Trace(planned.mesh, "planned", tuple(row for row, _ in rows), None, (*notes, *planned.warnings))
 
 
 # --- files ----------------------------------------------------------------------------------------------------

@@ -334,11 +334,13 @@ def uniform_box(
 
 
 def _draw_local(
-    verb: str, key: Tensor, shape: Sequence[int], spec: P, distribution: _Distribution, device: torch.device | None
-) -> Tensor:
+    verb: str, key: Tensor, shape: Sequence[int], spec: P, distribution: _Distribution, device: torch.device | None,
+    pieces: tuple[int, Sequence[slice]] | None = None,
+) -> Tensor:  # fmt: skip
     """Draw this rank's part by `spec`, by default on the region's device; in a checked call, with the spec's type.
 
-    In `accumulate`, the rows of a microbatch get the numbers that they have in a draw for the full batch.
+    In `accumulate`, the rows of a microbatch get the numbers that they have in a draw for the full batch. `pieces` are
+    a dim, and the ranges of it that this rank has, if its part of that dim is not the one by `spec`.
     """
     if device is None and in_region():
         device = current_region().device
@@ -350,11 +352,19 @@ def _draw_local(
     if (part := microbatch()) is not None:
         sizes = current_region().sizes if in_region() else {}
         shape, box = part.of_batch(f"random.{verb}", shape, box, spec.parts(len(shape)), sizes)
+
+    def draw() -> Tensor:
+        if pieces is None:
+            return _draw(verb, key, shape, box, distribution, device)
+        dim, ranges = pieces
+        boxes = [(*box[:dim], s, *box[dim + 1 :]) for s in ranges]
+        return torch.cat([_draw(verb, key, shape, b, distribution, device) for b in boxes], dim)
+
     types = checker()
     if types is None:
-        return _draw(verb, key, shape, box, distribution, device)
+        return draw()
     with types.paused():
-        out = _draw(verb, key, shape, box, distribution, device)
+        out = draw()
     types.set_draw_type(out, f"random.{verb}", key, spec.axes)
     types.record_shape(f"random.{verb}", shape, types.info(out).type.invariant | set(spec.axes))
     return out
@@ -412,6 +422,13 @@ def bernoulli(
     tensor([ True, False, False, False, False,  True])
     """
     return _draw_local("bernoulli", key, shape, spec, _bernoulli(p), device)
+
+
+def bernoulli_pieces(
+    key: Tensor, shape: Sequence[int], dim: int, ranges: Sequence[slice], *, p: float, spec: P, device: torch.device
+) -> Tensor:
+    """Draw `bernoulli` for several ranges of a dim, joined, and for this rank's part by `spec` of the others."""
+    return _draw_local("bernoulli", key, shape, spec, _bernoulli(p), device, (dim, ranges))
 
 
 @checked

@@ -228,7 +228,7 @@ def _can_discard(xs: Sequence[Tensor]) -> bool:
     return is_scheduled()
 
 
-def check_captured(verb: str, f: Callable[..., Any]) -> None:
+def check_captured(verb: str, f: Callable[..., Any], fix: str = "pass {!r} as an argument") -> None:
     """Raise if `f` captures a tensor that is being differentiated: its gradient would be lost silently."""
     if torch.compiler.is_dynamo_compiling():  # which cannot look into closures
         return
@@ -241,4 +241,4 @@ def check_captured(verb: str, f: Callable[..., Any]) -> None:
         tensors = [x for x in captured if isinstance(x, Tensor)]
         if any(is_grad_tracking(x) or (recorded and x.requires_grad) for x in tensors):
             raise fail(f"{verb}({getattr(f, '__name__', f)}): captures {name!r}, which is being differentiated",
-                       "its gradient would be lost", fix=f"pass {name!r} as an argument")  # fmt: skip
+                       "its gradient would be lost", fix=fix.format(name))  # fmt: skip

@@ -18,9 +18,9 @@ from fshard import tree
 from fshard._core.region import known_axes, live_axes, region
 from fshard._core.torch import has_tangent, in_transform
 from fshard._core.weight import is_weight
-from fshard.errors import checked, fail, must_be
+from fshard.errors import ShardingError, checked, fail, must_be
 from fshard.grad import split_tensors
-from fshard.spec import Axis, P, any_on_host, is_spec
+from fshard.spec import Axis, P, any_on_host, describe, is_spec
 
 from .block_loop import Executor, FlatTree, ScanOptions, run_blocks
 from .buckets import BucketPlan, plan_buckets
@@ -86,6 +86,8 @@ def scan(
         raise fail("scan: offload=True offloads x before each block, and without remat=True more is kept",
                    fix="remat=True")  # fmt: skip
     tree.check_leaves("scan", "params", params, Tensor)
+    if isinstance(params, Tensor) and not (isinstance(x, Tensor) or specs is None or is_spec(specs)):
+        raise _swapped(f"params is {describe(params)}, one tensor, and x and specs are trees")
     blocks = _Blocks.from_args(params, specs, each.unbind() if isinstance(each, Tensor) else each, shapes)
     if not len(blocks):
         return (x, []) if has_aux else x
@@ -94,15 +96,14 @@ def scan(
     split = _check_pair if has_aux else _check_single if not isinstance(x, tuple) else lambda x: (x, None)
     plans = None
     # Neither a compiler nor a transform of torch.func can trace a schedule; its buffers have no tangents.
-    plain = (
+    if (live or host or offload) and not (
         torch.compiler.is_dynamo_compiling()
         or in_transform()
         or any(map(has_tangent, split_tensors((params, x, each))[0]))
-    )
-    if (live or host or offload) and not plain:
+    ):
         plans = blocks.plans(axis, dtype, reduce_dtype)
     if plans is not None:
-        check_captured("scan", block)
+        check_captured("scan", block, _EACH)
         step = lambda p, x, extra: split(_run(block, p, x, extra))  # noqa: E731
         flat_params, flat_each = ([FlatTree.from_tree(t) for t in trees] for trees in (blocks.params, blocks.each))
         executor = Executor(region("scan"), step, FlatTree.from_tree(x), flat_params, flat_each, plans, options)
@@ -113,7 +114,7 @@ def scan(
             return make_whole(p, specs, axis, shapes=shapes, dtype=dtype, reduce_dtype=reduce_dtype)
 
         if remat:
-            check_captured("scan", block)
+            check_captured("scan", block, _EACH)
         x, outs = _plain_loop(block, blocks, x, unsharded, split, remat)
     return (x, blocks.like_params(outs)) if has_aux else x
 
@@ -222,6 +223,7 @@ def _check_single(result: Any) -> tuple[Any, Any]:
     return result, None
 
 
+_EACH = "pass {0!r} as the block's third argument: each=[{0}] * (number of blocks), and block(params, x, {0})"
 _FIRST, _SECOND = {"x", "h", "c", "carry"}, {"p", "params", "w", "weights", "layer", "xs"}  # names in lax.scan's order
 
 
@@ -233,9 +235,13 @@ def _run(block: Block, p: Any, x: Any, extra: tuple[Any, ...]) -> Any:
         names = [*inspect.signature(block).parameters, "", ""]
         if not (isinstance(p, Tensor) > isinstance(x, Tensor) or (names[0] in _FIRST and names[1] in _SECOND)):
             raise
-        fix = "fs.scan(block, params, x, specs=, axis=, each=), with block(params, x), which returns x"
-        what = "scan: the arguments seem to be in the order of lax.scan"
-        raise fail(what, f"{type(e).__name__}: {e}", fix=fix) from e
+        raise _swapped(f"{type(e).__name__}: {e}") from e
+
+
+def _swapped(why: str) -> ShardingError:
+    return fail("scan: the arguments seem to be in the order of lax.scan", why,
+                fix="fs.scan(block, params, x, specs=, axis=, each=), with block(params, x), which returns x"
+                )  # fmt: skip
 
 
 def _plain_loop(

@@ -51,8 +51,7 @@ def unshard(
     joined.
     """
     current = region("unshard")
-    tree.check_leaves("unshard", "params", params, Tensor)
-    leaves, treedef = tree.flatten(params)
+    leaves, treedef = tree.check_leaves("unshard", "params", params, Tensor)
     leaf_specs, sizes = placements("unshard", params, specs, shapes)
     leaf_routes = routes("unshard", current, params, leaves, leaf_specs, axis, sizes)
     casts = [Precision.make(x, dtype, reduce_dtype) for x in leaves]
@@ -141,7 +140,7 @@ def routes(
         if spec_errors(verb, x.shape, spec, sizes, local=True):
             errors += spec_errors(label(i), tuple(x.shape), spec, sizes, local=True)
             continue
-        known = spec.sizes(shape or x.shape, sizes)
+        known = spec.sizes(shape or x.shape, sizes) if spec.lengths else shape or x.shape
         for dim, split in enumerate(spec.parts(x.ndim) if spec.axes else ()):
             joined = tuple(a for a in split if a in names)
             major = split[: len(split) - len(joined)]

@@ -232,6 +232,20 @@ def test_foreach_copy_():
     assert all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
 
 
+def test_fused_adamw_():
+    p, count = torch.nn.Parameter(torch.ones(16)), torch.tensor(3.0)
+    p.grad, state = torch.full((16,), 0.5), [torch.full((16,), x) for x in (0.1, 0.2)]
+    opt = torch.optim.AdamW([p], 0.1, weight_decay=0.0, fused=True)
+    opt.state[p] = {"step": count - 1, "exp_avg": state[0].clone(), "exp_avg_sq": state[1].clone()}
+    q = p.detach().clone()
+    opt.step()
+    compat.fused_adamw_([q], [p.grad], state[:1], state[1:], [], [count], lr=0.1, beta1=0.9, beta2=0.999, eps=1e-8,
+                        weight_decay=0.0, amsgrad=False, maximize=False)  # fmt: skip
+    assert torch.equal(q, p)
+    assert torch.equal(state[1], opt.state[p]["exp_avg_sq"])
+    assert count == 3
+
+
 @pytest.fixture
 def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1,

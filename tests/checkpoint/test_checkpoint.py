@@ -305,7 +305,12 @@ def _state(mesh: fs.Mesh, specs: Any) -> dict[str, Any]:
     return {"params": fs.materialize(like, specs, mesh, key=fs.key(0)), "key": fs.key(5), "n": 4}
 
 
-SPECS: list[Any] = [{"up": P(None, "data"), "down": P("data"), "b": P("data"), "e": P()}, P()]
+SPECS: list[Any] = [
+    {"up": P(None, "data"), "down": P("data"), "b": P("data"), "e": P()},
+    P(),
+    {"up": P(None, "data", lengths=(3, 7)), "down": P("data", lengths=(0, 10)), "b": P("data", lengths=(3, 0)),
+     "e": P()},
+]  # fmt: skip
 
 
 def _rank(directory: str) -> dict[str, Any]:
@@ -326,8 +331,9 @@ def _rank(directory: str) -> dict[str, Any]:
         for specs in SPECS:
             got = checkpoint.restore(out / "simulated", _state(mesh, specs))
             want = _state(mesh, specs)
-            results["same"] += [torch.equal(a.shards[0], b.shards[0]) for a, b in zip(
-                fs.tree.leaves(got["params"]), fs.tree.leaves(want["params"]), strict=True)]  # fmt: skip
+            pairs = (got["params"], want["params"]), (fs.reshard(got["params"], SPECS[0]), state["params"])
+            results["same"] += [torch.equal(a.shards[0], b.shards[0]) for both in pairs for a, b in zip(
+                *map(fs.tree.leaves, both), strict=True)]  # fmt: skip
             results["same"] += [torch.equal(got["key"], want["key"]), got["n"] == 4]
         parts.BLOCK_BYTES = 40  # type: ignore[misc]
         checked.clear()

@@ -89,6 +89,13 @@ def test_a_model_of_each_kind_is_planned(kind: str):
     job = read_job("config.json", 16 if kind == "resnet" else 8)
     f, args = train_step(job, data=2, model=2, batch=4, remat=True)
     assert fs.check(f, *args).transfers
+    if job.splits_positions or job.experts:
+        more = {"context": 2} if job.splits_positions else {}
+        f, args = train_step(job, data=2, **more, model=2, batch=4, experts=bool(job.experts))
+        assert job.splits_positions == ("permute" in {t.op for t in fs.check(f, *args).transfers})
+    else:
+        with pytest.raises(fs.ShardingError, match=f"plan: context=2: {job.name} has no form for it"):
+            train_step(job, context=2, batch=4)
     want = {"resnet": (None, "images", 4), "t5": (2, "tokens", 64)}.get(kind, (2, "tokens", 32))
     assert (job.blocks, job.unit, job.units(4)) == want
     if job.blocks:
@@ -133,6 +140,14 @@ def test_candidates_use_all_devices_and_rule_out_each_other():
     assert len({str(x) for x in found}) == len(found) == 2 * (1 + 2 + 3 + 3)
     fixed = list(_candidates(job, H100, 32, 32, {"replica": 2, "model": 4, "remat": True}))
     assert {(x["replica"], x["data"], x["model"], x["remat"]) for x in fixed} == {(2, 4, 4, True)}
+    long = list(_candidates(job, H100, 16, 4, {}))
+    assert {(x["data"], x.get("context", 1), x["model"]) for x in long} == {
+        (4, 4, 1), (4, 2, 2), (4, 1, 4), (2, 1, 8)}  # fmt: skip
+    mixture = Job(fs.models.mixtral, fs.models.mixtral.Config(), 8)
+    found = list(_candidates(mixture, H100, 16, 16, {"remat": False, "accumulate": 1}))
+    assert {x["data"] for x in found if not x["experts"]} == {16, 8, 4, 2}
+    assert {x["data"] for x in found if x["experts"]} == {8, 4, 2}  # of 8 experts
+    assert not _heavier({**found[0], "experts": True}, found[0])
     one, two, four = ({"data": 4, "model": 2, "remat": True, "accumulate": n} for n in (1, 2, 4))
     assert _heavier(two, four) == 1
     assert _heavier(one, two) == 0  # the gradients of several microbatches are there twice
@@ -142,13 +157,22 @@ def test_candidates_use_all_devices_and_rule_out_each_other():
     assert _heavier({**two, "replica": 2, "data": 2}, two)
     assert _heavier({**two, "release": False}, two)
     assert not _heavier({**two, "model": 4}, two)
+    assert not _heavier({**two, "context": 4}, two)
     assert _slower(two, one)
     assert not _slower({**two, "remat": False}, one)
+    staged = list(_candidates(job, H100, 8, 32, {"stage": 2, "remat": True, "model": 1}))
+    assert {(x["stage"], x["data"], x["accumulate"]) for x in staged} == {(2, 4, 8), (2, 4, 4), (2, 4, 2)}
+    assert {(x["schedule"], x["chunks"]) for x in staged} == {("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2)}
+    chunked = _candidates(job, H100, 8, 32, {"stage": 2, "schedule": "interleaved", "chunks": 4, "accumulate": 4})
+    assert {(x["schedule"], x["chunks"], x["accumulate"]) for x in chunked} == {("interleaved", 4, 4)}
+    assert not _slower(staged[0], {**staged[0], "accumulate": 2})  # more microbatches wait less
+    assert not _heavier({**staged[0], "stage": 4}, staged[0])
 
 
 def test_errors_name_the_option(capsys: pytest.CaptureFixture[str]):
     assert error(capsys, model="nowhere").splitlines()[0] == "plan: nowhere: there is no config.json"
     assert "'remat=3' is not a setting" in error(capsys, "--layout", "data=2,remat=3")
+    assert "'schedule=1b' is not a setting" in error(capsys, "--layout", "stage=2,schedule=1b")
     assert "it has a value already" in error(capsys, "--layout", "data=2,data=4")
     assert "2 problems" in error(capsys, "--layout", "dat=2,model=0")
     assert "4 x 4 = 16" in error(capsys, "--devices", "8", "--layout", "data=4,model=4")
@@ -171,6 +195,16 @@ def test_errors_name_the_option(capsys: pytest.CaptureFixture[str]):
         assert f"fix: {fix}" in text
     Path("config.json").write_text('{"model_type": "clip"}')
     assert "there is no model file for 'clip'" in error(capsys)
+
+
+def test_rows_of_pipelines_have_their_schedules_and_waits(capsys: pytest.CaptureFixture[str]):
+    Path("config.json").write_text(json.dumps({**GPT2, "n_layer": 2}))
+    out = run(capsys, "--device", "h100", "--batch", "4", "--layout", "stage=2,data=1,accumulate=2,schedule=gpipe")
+    row = out.splitlines()[-1]
+    assert row.split()[:4] == ["2", "1", "2", "gpipe"]
+    assert "stages wait " in row
+    Path("config.json").write_text(json.dumps({**CONFIGS["t5"], "model_type": "t5"}))
+    assert "error: plan: stage=2: t5 has no form for it" in run(capsys, "--layout", "stage=2,data=1")
 
 
 @pytest.mark.slow

@@ -62,6 +62,15 @@ def psum_twice(x):
     return fs.psum(total, "data")
 
 
+def mean_of_a_mean_loss(x):
+    return fs.pmean(fs.nn.cross_entropy(x, torch.zeros(len(x), dtype=torch.int64), over="data"), "data")
+
+
+def accuracy_of_split_classes(x):
+    y = fs.pslice(torch.zeros(4, dtype=torch.int64), "data")
+    return fs.pmean((x.argmax(-1) == y).float().mean(), "data")
+
+
 def mean_of_a_gradient(w, x):
     grads = fs.grad(lambda w: fs.psum((fs.pvary(w, "data") * x).sum(), "data"))(w)
     return fs.pmean(grads, "data")
@@ -338,6 +347,8 @@ CASES = {
     ),
     "norm_of_split_and_replicated": (norm_of_split_and_replicated, (COLUMNS, P()), P(), (W, B)),
     "psum_twice": (psum_twice, (ROWS,), P(), (X,)),
+    "mean_of_a_mean_loss": (mean_of_a_mean_loss, (ROWS,), P(), (X,)),
+    "accuracy_of_split_classes": (accuracy_of_split_classes, (P("data", "model"),), P(), (X,)),
     "mean_of_a_gradient": (mean_of_a_gradient, (P(), ROWS), P(), (B, X)),
     "gathered_again": (gathered_again, (ROWS,), P(), (X,)),
     "crossed_axes": (crossed_axes, (ROWS, COLUMNS, P()), (ROWS, COLUMNS, P()), (X, W, torch.ones(1, 1))),

@@ -98,7 +98,7 @@ ADVICE = {  # messages with one fix that is right, and that is no line of code
     "refused dropout_without_a_spec": "fix: give dropout the spec of its argument: spec=P(...), with 'data'",
     "wrong sampled_by_local_draws": "name 'data' in the spec of the draw, and pass its global shape",
     "wrong cross_entropy_over_the_wrong_axis": "fix: leave 'model' out of the axes of cross_entropy",
-    "wrong norm_by_specs_of_whole_leaves": "pass fs.optim.global_norm the axes, or the specs, that split its arguments",
+    "wrong norm_by_specs_of_whole_leaves": "fix: pass the specs by which these leaves are placed",
     "wrong unshard_by_specs_of_whole_leaves": "fix: pass unshard the spec of p['w'], which names 'data'",
     "wrong first_state_without_pvary": 'fix: state = fs.pvary(state, "data") before the loop, and state alone in it',
     "wrong function_of_the_user": 'fix: pass fs.pvary(w, "data") to the function that this line is in',

@@ -502,15 +502,15 @@ SETUP |= {
     "fshard.models.kv_cache.Cache": model("gpt2"),
     "fshard.models.resnet.config": RESNET_PLACED + 'resnet.save("my-resnet", cfg, weights)',
 }
-SETUP |= {f"fshard.nn.context.{key}_zigzag": "ids = torch.arange(4)[None]" for key in ("to", "from")}
+SETUP |= {f"fshard.nn.zigzag.{key}_zigzag": "ids = torch.arange(4)[None]" for key in ("to", "from")}
 SETUP |= {
     f"fshard.nn.{key}": "q = k = v = torch.ones(2, 4, 6, 8)"
     for key in ("context.context_attention", "flash.attention_lse")
 }
 MESHES = {
     **{
-        f"fshard.nn.context.{key}": fs.make_mesh(seq=2)
-        for key in ("context_attention", "to_zigzag", "from_zigzag", "zigzag_positions")
+        f"fshard.nn.{key}": fs.make_mesh(seq=2)
+        for key in ("context.context_attention", "zigzag.to_zigzag", "zigzag.from_zigzag", "zigzag.zigzag_positions")
     },
     "fshard.collectives.ppermute": fs.make_mesh(stage=4),
     "fshard.law.verify.verify": fs.make_mesh(data=2, model=2),

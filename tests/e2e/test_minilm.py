@@ -37,7 +37,7 @@ MESHES = {
     "data, fully sharded": ({"data": 2, "model": 1}, True, False),
     "both, fully sharded, sequence": ({"data": 2, "model": 2}, True, True),
 }
-EACH = [name if name == "both, fully sharded, sequence" else pytest.param(name, marks=pytest.mark.slow)
+EACH = [name if name == "model" else pytest.param(name, marks=pytest.mark.slow)
         for name in MESHES]  # fmt: skip
 
 

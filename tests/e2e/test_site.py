@@ -15,8 +15,10 @@ pytestmark = pytest.mark.slow
 TOO_WIDE = """(() => {
   const right = document.documentElement.clientWidth + 1
   const found = [...document.querySelectorAll('.md-content :is(table, img, h1, h2, h3, pre)')].filter(e =>
-    e.getBoundingClientRect().right > right && !e.closest('[style*="overflow-x"]'))
-  return [...found.map(e => e.tagName + ' ' + e.textContent.slice(0, 40)),
+    e.getBoundingClientRect().right > right)
+  const scroll = [...document.querySelectorAll('.md-content :is(div, pre, code)')].filter(e =>
+    ['auto', 'scroll'].includes(getComputedStyle(e).overflowX) && e.scrollWidth > e.clientWidth + 1)
+  return [...[...found, ...scroll].map(e => e.tagName + ' ' + e.textContent.slice(0, 40)),
           ...document.documentElement.scrollWidth > right ? ['the page'] : []]
 })()"""
 

@@ -472,6 +472,28 @@ def test_full_box_of_a_shape():
     assert full_box(()) == ()
 
 
+def test_stacked_layers_have_the_scale_of_one_layer_and_different_values_on_every_mesh():
+    layer = {
+        "up": fs.init.kaiming_normal((64, 48)), "q": fs.init.orthogonal((12, 12)), "one": fs.init.eye(3, gain=2.0),
+        "pad": fs.init.zero_row(fs.init.normal((5, 4)), 1),
+    }  # fmt: skip
+    leaves = fs.init.stacked(layer, 3)
+    assert repr(leaves["up"]) == "f32[3, 64, 48] = normal(std=0.1768)"
+    assert repr(leaves["q"]) == "f32[3, 12, 12] = stacked orthogonal()"
+    want = on_one(leaves)
+    for got in want["up"]:
+        assert got.std().item() == pytest.approx(0.1768, rel=0.05)  # fan_in 64, and not 3 * 64
+    assert torch.allclose(want["q"] @ want["q"].mT, torch.eye(12).expand(3, 12, 12), atol=1e-5)
+    assert torch.equal(want["one"], 2 * torch.eye(3).expand(3, 3, 3))
+    assert not want["pad"][:, 1].any()
+    assert all(len(want[k].unique(dim=0)) == 3 for k in ("up", "q", "pad"))
+    for spec in (P("a"), P(None, "a"), P("a", None, "b"), P(None, ("b", "a"))):
+        assert_same(fs.device_get(fs.materialize(leaves, spec, fs.make_mesh(a=2, b=3), key=fs.key(7))), want)
+    assert error_text(fs.init.stacked, {"w": torch.ones(2)}, 3) == (
+        "stacked: layer['w'] must be a Deferred, got tensor([1., 1.])"
+    )
+
+
 @pytest.mark.parametrize("row", [0, 5, 10])
 def test_zero_row_is_zero_on_the_rank_that_has_it(row):
     plain = fs.init.normal((11, 6), std=0.3)

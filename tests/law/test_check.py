@@ -12,6 +12,7 @@ import torch
 
 import fshard as fs
 from fshard import P, ShardingError
+from tests.lib import stages
 from tests.lib.assertions import assert_same, error_text
 
 SPECS = {"up": fs.column("model"), "down": fs.row("model")}
@@ -87,7 +88,7 @@ def test_recorded_transfers_equal_those_of_a_run():
 def test_repr_counts_transfers_and_bytes():
     line = inspect.getsourcelines(loss_fn)[1]
     assert repr(fs.check(mapped(mesh=fs.make_mesh(data=4, model=2)), init(), fs.init.zeros((8, 16)))) == (
-        "checked on 8 ranks (data=4, model=2): 3 transfers of each, which sends 6.1 KiB\n"
+        "checked on 8 ranks (data=4, model=2): each makes 3 transfers and sends 6.1 KiB\n"
         f"      1  all_reduce  model  forward        128 B  test_check.py:{line + 3} in loss_fn\n"
         f"      1  all_reduce  data   forward          6 B  test_check.py:{line + 4} in loss_fn\n"
         f"      1  all_reduce  data   backward     6.0 KiB  test_check.py:{line + 1} in loss_fn"
@@ -382,6 +383,75 @@ def test_check_of_a_model_with_empty_heads_and_an_empty_batch():
     torch.testing.assert_close(*values)
     for leaf, x in zip(fs.tree.leaves(checked.result), fs.tree.leaves(values[0]), strict=True):
         assert leaf.shape == x.shape
+
+
+# --- programs that branch on their position ---------------------------------------------------------------------
+
+
+def test_each_position_of_a_program_that_branches_on_it_is_checked():
+    checked = fs.check(stages.mapped(stage=4, data=2), *stages.arguments())
+    assert (checked.branches_on, checked.ranks) == (("stage",), (0, 1, 2, 3))
+    loss, w, _ = checked.result
+    assert (loss.shape, w.shape, w.spec) == ((), (4, 8, 8), P("stage"))
+    title = "checked on 8 ranks (data=2, stage=4), at each position of stage: rank 0 makes 5 transfers and sends 383 B"
+    assert repr(checked).splitlines()[0] == title
+    uneven = fs.check(stages.mapped(stage=4, data=3), *stages.arguments())
+    assert uneven.ranks == (*range(4), *range(8, 12))  # each stage with more and with fewer rows
+    assert fs.check(stages.mapped(stage=1, data=2), *stages.arguments()).branches_on == ()
+
+
+def test_layers_on_one_stage_each_are_checked_once_at_each_stage():
+    step, args = stages.listed(3)
+    checked = fs.check(step, *args)
+    assert checked.ranks == (0, 1, 2)
+    assert {d.lengths for d in checked.uneven} == {(4, 4, 0, 0, 0, 0), (0, 0, 4, 4, 0, 0), (0, 0, 0, 0, 4, 4)}
+    assert "uneven" not in repr(checked)  # a stage with fewer layers is in the schedule
+
+
+def test_an_axis_that_only_a_later_position_asks_for_is_checked_too():
+    def f(x):
+        is_last = fs.axis_position("b") == 1 and fs.axis_position("a") == 2
+        return x.sum() if is_last else fs.psum(x.sum(), ("a", "b"))
+
+    text = error_text(checked_parts, f, (P(("a", "b")),), P(), rows_of(6), a=3, b=2)
+    assert "result varies over 'a' and 'b', which its out spec does not name" in text
+    assert "on rank 5 (a=2, b=1); rank 0 does not raise it" in text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rows"),
+    [
+        ({"enter": lambda scale: fs.pvary(scale, "data")},
+         ["mul of an operand that is invariant (I) over 'stage' with one that varies (V) over it",
+          "  on rank 2 (data=0, stage=2); rank 0 does not raise it"]),
+        ({"back": lambda g, stage: g[:1] if stage == 2 else g},
+         ["  rank 1 (stage=1)  expects f32[4, 8] from rank 2 (stage=2) at stages.py:",
+          "  rank 2 (stage=2)  sends f32[1, 8] to rank 1 (stage=1) at stages.py:"]),
+        ({"back": lambda g, stage: g.half() if stage == 2 else g},
+         ["  rank 2 (stage=2)  sends f16[4, 8] to rank 1 (stage=1) at stages.py:"]),
+        ({"expects": lambda stage: stage != 1},
+         ["  rank 1 (stage=1)  starts no further message with rank 2 (stage=2)",
+          "  rank 2 (stage=2)  sends f32[4, 8] to rank 1 (stage=1) at stages.py:"]),
+    ],
+    ids=["pvary", "shape", "dtype", "receive"],
+)  # fmt: skip
+def test_what_only_the_last_stage_does_wrong_is_an_error(wrong, rows):
+    text = error_text(fs.check, stages.mapped(stages.layers(**wrong), stage=3), *stages.arguments(3))
+    for row in rows:
+        assert row in text
+    if "pvary" not in text:
+        assert text.startswith("the ranks disagree on a message\n")
+        assert text.endswith("fix: both ranks of a pair start the same messages, of the same shapes, in one order")
+
+
+def test_a_collective_that_one_position_leaves_out_is_an_error():
+    f = lambda x: total(x) if fs.axis_position("stage") < 2 else fs.psum(total(x), "stage")  # noqa: E731
+    text = error_text(checked_parts, f, DATA, P(), rows_of(4), data=2, stage=3)
+    assert "on rank 2 (data=0, stage=2)" in text  # a value that does not vary is summed
+    f = lambda x: total(x) + 0 * (fs.psum(fs.pvary(total(x), "stage"), "stage") if fs.axis_position("stage") else 0)  # noqa: E731
+    assert error_text(checked_parts, f, DATA, P(), rows_of(4), data=2, stage=3).splitlines()[:2] == [
+        "the ranks disagree on a collective", "  rank 0 (stage=0)  has returned"
+    ]  # fmt: skip
 
 
 def test_leaves_of_an_abstract_mesh_have_no_values():

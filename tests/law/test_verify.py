@@ -70,8 +70,8 @@ def test_second_psum_is_reported_as_a_factor_of_n(mesh):
 
     g = mapped(mesh, f, (P(), P("data")), {"w": P(), "loss": P()})
     assert error_text(fs.verify, g, torch.ones(()), torch.ones(8), locate=False) == (
-        "verify: result['loss'] of f changes with the mesh: collapsing 'data' gives another answer\n"
-        "  largest error 8, of 16 against 8\n"
+        "verify: result['loss'] of f changes with the mesh: collapsing 'data' gives a different answer\n"
+        "  largest error 8: 16 should be 8\n"
         "  every value is 2 times what it should be\n"
         "  2 is the size of data: a psum of a value that is already a total, or where a mean was meant"
     )
@@ -82,7 +82,7 @@ def test_pmean_instead_of_psum_is_reported_as_a_factor_of_1_over_n(mesh):
     text = error_text(fs.verify, f, torch.ones(8))
     assert "collapsing 'model'" in text
     assert "every value is 0.25 times what it should be" in text
-    assert "1/4, the size of model: a psum is missing, or a mean is taken of a total" in text
+    assert "1/4 is 1 / (the size of model): a psum is missing, or a pmean is used in place of a psum" in text
 
 
 def test_gradients_without_psum_are_reported(mesh):
@@ -169,21 +169,21 @@ def test_many_leaves_are_sorted_by_ratio_then_error_and_the_rest_named(mesh):
 
     x = torch.arange(1, 9.0).view(4, 2) / 8
     assert error_text(fs.verify, mapped(mesh, f, (P("data"),), P()), x, locate=False) == (
-        "verify: 7 of 8 leaves of f change with the mesh: collapsing 'data' gives another answer\n"
+        "verify: 7 of 8 leaves of f change with the mesh: collapsing 'data' gives a different answer\n"
         "  result['w1']\n"
-        "    largest error 2.5, of 5 against 2.5, at [1]\n"
+        "    largest error 2.5: 5 should be 2.5, at [1]\n"
         "    every value is 2 times what it should be\n"
         "    2 is the size of data: a psum of a value that is already a total, or where a mean was meant\n"
         "  result['w2']\n"
-        "    largest error 5, of 10 against 5, at [1]\n"
+        "    largest error 5: 10 should be 5, at [1]\n"
         "    every value is 2 times what it should be\n"
         "    2 is the size of data: a psum of a value that is already a total, or where a mean was meant\n"
         "  result['w3']\n"
-        "    largest error 7.5, of 15 against 7.5, at [1]\n"
+        "    largest error 7.5: 15 should be 7.5, at [1]\n"
         "    every value is 2 times what it should be\n"
         "    2 is the size of data: a psum of a value that is already a total, or where a mean was meant\n"
         "  result['z4']\n"
-        "    largest error 6.9, of 6.95534 against 13.8384, at [1]\n"
+        "    largest error 6.9: 6.95534 should be 13.8384, at [1]\n"
         "    no constant ratio\n"
         "  and 3 more: result['z3'], result['z2'], result['z1']\n"
         "  usual causes: a nonlinearity or a statistic of one rank's part; a mean of unequal counts; positions, "
@@ -195,8 +195,8 @@ def test_many_leaves_are_sorted_by_ratio_then_error_and_the_rest_named(mesh):
 def test_axes_with_the_same_description_share_a_paragraph(mesh):
     text = error_text(fs.verify, mapped(mesh, lambda: torch.full((2,), float("nan")), (), P()), locate=False)
     assert text == (
-        "verify: result of <lambda> changes with the mesh: collapsing 'data' or 'model' gives another answer\n"
-        "  2 of 2 elements are not finite numbers: nan against nan, at [0]"
+        "verify: result of <lambda> changes with the mesh: collapsing 'data' or 'model' gives a different answer\n"
+        "  2 of 2 elements are not finite numbers: nan should be nan, at [0]"
     )
 
 
@@ -208,7 +208,8 @@ def size(a):
     ("f", "lines"),
     [
         (lambda x: x * size("model") ** 2, ["every value is 16 times", "16 is the square of 4, the size of model"]),
-        (lambda x: x / size("model") ** 2, ["every value is 0.0625 times", "1/16, the square of 4"]),
+        (lambda x: x / size("model") ** 2,
+         ["every value is 0.0625 times", "1/16 is 1 / (the square of 4, the size of model)"]),
         (lambda x: fs.psum(x.square().sum(), "data").sqrt(), ["every value is 1.414 times", "the square root of 2"]),
         (lambda x: x * size("model") ** 0.5, ["the square root of 4", "; or each rank adjusts a scale"]),
         (lambda x: x * (size("data") == 1), ["every value is 0 times", "is missing"]),
@@ -220,7 +221,8 @@ def size(a):
         (lambda x: x[:2] * (1 + (size("data") > 1) * torch.arange(6.0).view(2, 3)), ["no constant ratio"]),
         (lambda x: x.sum() * (1 + 0.3 * (size("data") > 1)), ["largest error"]),
         (lambda x: x.to(torch.complex64) * 1j * size("data"), ["every value is 2 times what it should be"]),
-        (lambda x: x.to(torch.bfloat16) / size("model"), ["every value is 0.25 times", "1/4, the size of model"]),
+        (lambda x: x.to(torch.bfloat16) / size("model"),
+         ["every value is 0.25 times", "1/4 is 1 / (the size of model)"]),
     ],
 )  # fmt: skip
 def test_likely_causes_by_the_errors(mesh, f, lines):
@@ -228,7 +230,7 @@ def test_likely_causes_by_the_errors(mesh, f, lines):
         fs.verify, mapped(mesh, f, (P(),), P()), torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     )
     for line in lines:
-        assert line in text
+        assert line in text.partition("first different line")[0]  # which quotes this table
 
 
 def test_scalar_ratio_is_reported_only_if_it_is_a_factor_of_the_mesh(mesh):
@@ -245,7 +247,9 @@ def test_error_text_of_a_program_that_raises_on_a_smaller_mesh(mesh):
 
 def test_error_text_of_a_program_that_is_not_deterministic(mesh):
     text = error_text(fs.verify, mapped(mesh, lambda x: fs.psum(x + torch.rand(8), "data"), (P(),), P()), torch.ones(8))
-    assert text.startswith("verify: result of <lambda>: another run on the same mesh gives another answer\n  fix: draw")
+    assert text.startswith(
+        "verify: result of <lambda>: another run on the same mesh gives a different answer\n  fix: draw"
+    )
 
 
 def test_leaf_that_differs_only_when_all_axes_are_collapsed(mesh):
@@ -274,9 +278,9 @@ def test_equal_infinities_are_equal(mesh):
     assert "every value is 2 times" in error_text(fs.verify, f, torch.tensor([0.0, 2.0, 3.0, 4.0]))
     fs.verify(mapped(mesh, lambda x: x.log(), (P("data"),), P("data")), torch.tensor([0.0, 1.0, 2.0, 3.0]))
     f = mapped(mesh, lambda x: x / (size("data") == 1), (P(),), P())
-    assert "2 of 2 elements are not finite numbers: inf against 1, at [0]" in error_text(fs.verify, f, torch.ones(2))
+    assert "2 of 2 elements are not finite numbers: inf should be 1, at [0]" in error_text(fs.verify, f, torch.ones(2))
     f = mapped(mesh, lambda x: x / (size("data") > 1), (P(),), P())
-    assert "2 of 2 elements are not finite numbers: 1 against inf, at [0]" in error_text(fs.verify, f, torch.ones(2))
+    assert "2 of 2 elements are not finite numbers: 1 should be inf, at [0]" in error_text(fs.verify, f, torch.ones(2))
 
 
 # --- meshes to compare with ---------------------------------------------------------------------------------------
@@ -301,13 +305,13 @@ def test_meshes_of_other_sizes_keep_axes_that_they_leave_out(mesh):
     wrong = mapped(mesh, lambda x: x * fs.axis_size("model"), (P(),), P())
     fs.verify(wrong, torch.ones(8), meshes=[{"data": 1}])
     assert error_text(fs.verify, wrong, torch.ones(8), meshes=[{"model": 8}], locate=False) == (
-        "verify: result of <lambda> changes with the mesh: changing 'model' from 4 to 8 gives another answer\n"
-        "  largest error 4, of 4 against 8, at [0]\n"
+        "verify: result of <lambda> changes with the mesh: changing 'model' from 4 to 8 gives a different answer\n"
+        "  largest error 4: 4 should be 8, at [0]\n"
         "  every value is 0.5 times what it should be\n"
         "  1/2 is the ratio of the sizes of model: a psum of a value that is already a total, or where a mean was meant"
     )
     text = error_text(fs.verify, wrong, torch.ones(8), meshes=[{"data": 1, "model": 2}])
-    assert "changing 'data' from 2 to 1 and 'model' from 4 to 2 gives another answer" in text
+    assert "changing 'data' from 2 to 1 and 'model' from 4 to 2 gives a different answer" in text
     assert "2 is the size of data or the ratio of the sizes of model: a psum" in text
 
 
@@ -363,7 +367,7 @@ def test_other_orders_of_examples_show_a_mean_of_means_whose_counts_are_equal(me
     fs.verify(mapped(mesh, mean_of_means, specs, P()), x, kept)  # three examples on each rank
     text = error_text(fs.verify, mapped(mesh, mean_of_means, specs, P()), x, kept, examples=(0, 1))
     assert text.startswith(
-        "verify: result of mean_of_means, with the examples in another order, changes with the mesh: collapsing 'data'"
+        "verify: result of mean_of_means (with the examples in another order) changes with the mesh: collapsing 'data'"
     )
     verified = fs.verify(mapped(mesh, mean_of_kept, specs, P()), x, kept, examples=(0, 1))
     assert "data=1, model=1; in 4 orders of the examples (largest" in repr(verified)
@@ -411,7 +415,8 @@ def update(lr, line):
     [
         (0.1, lambda g: fs.psum(fs.psum(g, "data"), "data"),
          ["its change from args[0]['w'] is 2 times what it should be", "2 is the size of data: a psum of a value"]),
-        (0.1, lambda g: fs.pmean(g, "data"), ["its change from args[0]['w'] is 0.5 times", "1/2, the size of data"]),
+        (0.1, lambda g: fs.pmean(g, "data"),
+         ["its change from args[0]['w'] is 0.5 times", "1/2 is 1 / (the size of data)"]),
         (0.1, lambda g: g, ["the sum of the changes from args[0]['w'] on the ranks of 'data' is right: a psum is"]),
         (1e-6, lambda g: fs.psum(fs.psum(g, "data"), "data"), ["its change from args[0]['w'] is 2 times"]),
         (1e-6, lambda g: 1.02 * g + 0.1 * fs.axis_index("data"), ["changes with the mesh"]),

@@ -40,8 +40,13 @@ class Case:
 
 
 def chosen_lengths(n: int) -> tuple[int, ...]:
-    """Return lengths of parts: 2 for one rank, 2, 0, 3, 1 for four."""
-    return tuple((3 * i + 2) % 5 % 4 for i in range(n))
+    """Return lengths of parts that sum to 7: 2, 0, 4, 1 for four ranks."""
+    first = [2, 0, 4, *[0] * n][: n - 1]
+    return (*first, 7 - sum(first))
+
+
+def _lengths(axis: Any) -> tuple[int, ...]:
+    return chosen_lengths(fs.axis_size(axis if isinstance(axis, str) else axis[0]))
 
 
 def _shift(x: Any, axis: Any) -> Any:
@@ -92,18 +97,18 @@ CASES = [
     Case("all_gather invariant", lambda x, a: fs.all_gather(x, a, to="invariant"), "V", "I", lambda n: (2 * n, 3), 0),
     Case("all_gather invariant uneven", lambda x, a: fs.all_gather(x, a, 1, size=7, to="invariant"), "V", "I",
          lambda n: (2, 7), 1),
-    Case("all_gather lengths", lambda x, a: fs.all_gather(x, a, 1, size=chosen_lengths(fs.axis_size(a))), "V", "V",
-         lambda n: (3, sum(chosen_lengths(n))), 1, chosen=True),
+    Case("all_gather lengths", lambda x, a: fs.all_gather(x, a, 1, size=_lengths(a)), "V", "V",
+         lambda n: (3, 7), 1, chosen=True),
     Case("all_gather invariant lengths",
-         lambda x, a: fs.all_gather(x, a, size=chosen_lengths(fs.axis_size(a)), to="invariant"), "V", "I",
-         lambda n: (sum(chosen_lengths(n)), 2), 0, chosen=True),
-    Case("psum_scatter lengths", lambda x, a: fs.psum_scatter(x, a, lengths=chosen_lengths(fs.axis_size(a))), "V", "V",
-         lambda n: (sum(chosen_lengths(n)), 2)),
-    Case("pslice lengths", lambda x, a: fs.pslice(x, a, -1, lengths=chosen_lengths(fs.axis_size(a))), "I", "V",
-         lambda n: (2, sum(chosen_lengths(n)))),
+         lambda x, a: fs.all_gather(x, a, size=_lengths(a), to="invariant"), "V", "I",
+         lambda n: (7, 2), 0, chosen=True),
+    Case("psum_scatter lengths", lambda x, a: fs.psum_scatter(x, a, lengths=_lengths(a)), "V", "V",
+         lambda n: (7, 2)),
+    Case("pslice lengths", lambda x, a: fs.pslice(x, a, -1, lengths=_lengths(a)), "I", "V",
+         lambda n: (2, 7)),
     Case("all_to_all lengths",
-         lambda x, a: fs.all_to_all(x, a, split=1, concat=0, size=chosen_lengths(fs.axis_size(a))), "V", "V",
-         lambda n: (sum(chosen_lengths(n)), 5), 0, chosen=True),
+         lambda x, a: fs.all_to_all(x, a, split=1, concat=0, size=_lengths(a)), "V", "V",
+         lambda n: (7, 5), 0, chosen=True),
     Case("psum_scatter", fs.psum_scatter, "V", "V", lambda n: (2 * n, 3)),
     Case("psum_scatter dim 1", lambda x, a: fs.psum_scatter(x, a, 1), "V", "V", lambda n: (3, n)),
     Case("psum_scatter uneven", lambda x, a: fs.psum_scatter(x, a, -1), "V", "V", lambda n: (2, 5)),
@@ -139,7 +144,7 @@ def _local_shape(case: Case, axes: tuple[str, ...]) -> tuple[int, ...]:
         me = index_of(axes, region().sizes, region().coords)
         shape[0] = sum(rows_between(me, j, n) for j in range(n))
     if case.dim is not None:
-        shape[case.dim] = part_range(chosen_lengths(n) if case.chosen and n > 1 else shape[case.dim], sizes, coords)[1]
+        shape[case.dim] = part_range(chosen_lengths(sizes[0]) if case.chosen else shape[case.dim], sizes, coords)[1]
     return tuple(shape)
 
 
@@ -313,7 +318,7 @@ def check_pending_transfers(run: Run, sizes: dict[str, int], axes: tuple[str, ..
     # Shape of each whole tensor, and the dim that is split over the ranks: even; a short part, if n > 1; columns, some
     # empty if n > 2; one part that is not empty, or none; large; large columns; two of chosen lengths.
     cases = [((2 * n, 3), 0), ((3, 2 * n - 1, 2), 1), ((4, n + 1), 1), ((1, 3), 0), ((0, 2), 0), ((2 * n, 0), 0),
-             ((17_001 * n + 2,), 0), ((2, 8_201 * n + 1), 1), ((sum(chosen_lengths(n)), 2), 0),
+             ((17_001 * n + 2,), 0), ((2, 8_201 * n + 1), 1), ((7, 2), 0),
              ((3, sum(range(n))), 1)]  # fmt: skip
     whole = [(5, 3), (0, 2), (), (4 * n + 1, 3), (20_001,)]
     dims = [dim for _, dim in cases[:-2]] + [(0, chosen_lengths(n)), (1, tuple(range(n)))]

@@ -22,6 +22,7 @@ KINDS = {
     "data": (DROPS, gpt2.Layout("ranks", batch=ROWS), False, False),
     "tensor": (PLAIN, gpt2.Layout(None, "ranks"), False, False),
     "full": (PLAIN, gpt2.Layout("ranks", batch=ROWS), True, True),
+    "context": (PLAIN, gpt2.Layout(context="ranks"), False, False),
     "zero": (PLAIN, gpt2.Layout("ranks", batch=ROWS, varied=True), True, False),
 }
 
@@ -29,6 +30,7 @@ KINDS = {
 def train(mesh: fs.Mesh, kind: str, *, compile: bool = False) -> list[Any]:
     """Train with clipping, a schedule, decay of matrices and donated state: the state and loss after each step."""
     cfg, layout, full, remat = KINDS[kind]
+    tokens = P(layout.data, layout.context)
     described = gpt2.init(cfg)
     specs = gpt2.specs(cfg, model=layout.model)
     split = fs.fully_shard(specs, described, axis="ranks") if full else specs
@@ -43,21 +45,23 @@ def train(mesh: fs.Mesh, kind: str, *, compile: bool = False) -> list[Any]:
     like = {"params": described, "opt": opt.init(described), "key": fs.key(3), "step": torch.tensor(0)}
     state = fs.materialize(like, placed, mesh, key=fs.key(0))
 
-    def loss_fn(params: Any, ids: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return gpt2.loss(cfg, params, ids[:, :-1], ids[:, 1:], layout=layout, specs=specs, key=key, remat=remat)
+    def loss_fn(params: Any, ids: torch.Tensor, targets: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return gpt2.loss(cfg, params, ids, targets, layout=layout, specs=specs, key=key, remat=remat)
 
-    @fs.shard_map(mesh=mesh, in_specs=(placed, P(layout.data)), out_specs=(placed, P()), donate=0, compile=compile)
-    def step(state: Any, ids: torch.Tensor) -> Any:
+    @fs.shard_map(mesh=mesh, in_specs=(placed, tokens, tokens), out_specs=(placed, P()), donate=0, compile=compile)
+    def step(state: Any, ids: torch.Tensor, targets: torch.Tensor) -> Any:
         key = fs.fold_in(state["key"], state["step"])
         params = fs.pvary(state["params"], "ranks") if layout.varied else state["params"]
-        loss, grads = fs.value_and_grad(loss_fn)(params, ids, key)
+        loss, grads = fs.value_and_grad(loss_fn)(params, ids, targets, key)
         params, own = opt.update(grads, state["opt"], state["params"])
         return {"params": params, "opt": own, "key": state["key"], "step": state["step"] + 1}, loss
 
     history = []
     for i in range(4):
         ids = torch.randint(cfg.vocab_size, (ROWS, 9), generator=torch.Generator().manual_seed(i))
-        state, loss = step(state, ids)
+        # Placed: of a plain tensor's columns the first call takes copies, and later ones views with other strides.
+        batch = fs.materialize((ids[:, :-1], ids[:, 1:]), tokens, mesh, key=fs.key(0))
+        state, loss = step(state, *batch)
         history.append(fs.device_get((state, loss)))
     return history
 

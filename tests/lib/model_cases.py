@@ -418,7 +418,7 @@ def check_files(ref, layout, folder):
 
 def read_by_transformers(cls, folder):
     """The model that transformers reads, without anything missing or left over; experts as in `hugging_face`."""
-    options = {"experts_implementation": "eager"} if cls.__name__.startswith("Mixtral") else {}
+    options = {"experts_implementation": "eager"} if cls.__name__.startswith(("Mixtral", "Qwen3Moe")) else {}
     model, info = cls.from_pretrained(folder, output_loading_info=True, **options)
     assert not info["missing_keys"], info
     assert not info["unexpected_keys"], info

@@ -26,10 +26,9 @@ ONE, UNEVEN = "one device", "uneven"
 PAD = 7
 LABELS = {"num_labels": 3}
 SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
-EXPERTS = ("qwen3_moe", "dots1")  # without heads here
 CASES = {  # class: (model, changes of the config)
-    **{f"{d.hf}{SEQUENCE}": (name, {}) for name, d in DECODERS.items() if name not in EXPERTS},
-    **{f"{d.hf}{TOKENS}": (name, {}) for name, d in DECODERS.items() if name not in ("gptj", *EXPERTS)},
+    **{f"{d.hf}{SEQUENCE}": (name, {}) for name, d in DECODERS.items() if name != "dots1"},  # transformers has none
+    **{f"{d.hf}{TOKENS}": (name, {}) for name, d in DECODERS.items() if name not in ("gptj", "dots1")},
     f"Bert{SEQUENCE}": ("bert", {}),
     f"Bert{TOKENS}": ("bert", {"classifier_dropout": 0.3}),
 }
@@ -209,7 +208,7 @@ def test_what_no_head_can_be_is_refused(tmp_path):
     ids = cases.tokens(61)
     assert "needed  [6, 2]" in error_text(heads.loss, cfg, p, ids, ids[:, 0])
     assert "params must be a dict with 'base' and 'score'" in error_text(heads.apply, cfg, p["base"], ids)
-    assert "mixtral, qwen2, qwen3, got a Config\n  fix: cfg.base and params['base']" in (
+    assert "mixtral, qwen2, qwen3, qwen3_moe, got a Config\n  fix: cfg.base and params['base']" in (
         error_text(heads.embed, cfg, p, ids))  # fmt: skip
     assert "sequences without tokens have no last one" in error_text(heads.apply, cfg, p, ids[:, :0])
     assert "bert: the config has no mlm" in error_text(

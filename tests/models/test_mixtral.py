@@ -12,7 +12,6 @@ from fshard.models import mixtral, qwen3_moe
 from tests.lib import model_cases as cases
 from tests.lib.assertions import error_text
 from tests.lib.model_cases import DECODERS, reference
-from tests.lib.tiers import slow_unless
 
 VARIANT = "router losses, window"  # 5 experts, 3 for each token, 2 layers
 
@@ -153,7 +152,8 @@ def test_the_step_verifies_on_smaller_meshes_with_an_uneven_batch(split):
     fs.verify(step, fs.materialize(described, specs, mesh, key=fs.key(0)), cases.tokens(37, b=5))
 
 
-@pytest.mark.parametrize("experts", slow_unless([("data", "model")], ["model", "data", ("data", "model")]))
+@pytest.mark.parametrize("experts", ["model", *(pytest.param(axes, marks=pytest.mark.slow)
+                                               for axes in ("data", ("data", "model")))])  # fmt: skip
 def test_shapes_are_checked_without_values(experts):
     cfg = DECODERS["mixtral"].config(num_hidden_layers=1)
     specs, ids = mixtral.specs(cfg, model="model", experts=experts), torch.zeros(4, 6, dtype=torch.int64)

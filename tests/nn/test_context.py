@@ -16,6 +16,7 @@ import fshard as fs
 from fshard import P, nn
 from fshard._core.transfers import recording
 from tests.lib.assertions import assert_same, error_text
+from tests.lib.model_cases import left_padding
 from tests.lib.tiers import slow_unless
 from tests.nn.test_nn import close, on, rand, value_and_vjp
 
@@ -23,7 +24,7 @@ METHODS = ("ring", "gather", "ulysses")
 ORDERS = ("zigzag", "contiguous")
 
 
-def dense(q, k, v, *, causal=False, mask=None, scale=None, window=None, documents=None):
+def dense(q, k, v, *, causal=False, mask=None, scale=None, window=None, documents=None, rate=0.0, key=None):
     """Attention and its log-sum-exp by the definition, with all scores at once."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -38,7 +39,8 @@ def dense(q, k, v, *, causal=False, mask=None, scale=None, window=None, document
     scores = (scores if mask is None else scores + mask).masked_fill(~allowed, -math.inf)
     none = (scores == -math.inf).all(-1)
     weights = torch.softmax(scores.masked_fill(none[..., None], 0), -1).masked_fill(none[..., None], 0)
-    return weights @ v, scores.masked_fill(none[..., None], 0).logsumexp(-1).masked_fill(none, -math.inf)
+    lse = scores.masked_fill(none[..., None], 0).logsumexp(-1).masked_fill(none, -math.inf)
+    return nn.dropout(weights, rate, key=key) @ v, lse
 
 
 def inputs(t, heads=4, groups=2, dtype=torch.float64, k=8):
@@ -51,30 +53,30 @@ def packed(t, n):
     return cuts if n else None
 
 
-def attend(axis, t, documents=None, order="zigzag", **options):
+def attend(axis, documents=None, order="zigzag", mask=None, **options):
     """Return a function of q, k and v in order, with the result in order."""
 
     def f(q, k, v):
         moved = order == "zigzag"
-        there = (lambda x, dim: nn.to_zigzag(x, axis, dim, size=t)) if moved else (lambda x, dim: x)
-        of_tokens = None if documents is None else there(documents, 1)
-        out = nn.context_attention(*there((q, k, v), 2), axis, order=order, documents=of_tokens, size=t, **options)
-        return nn.from_zigzag(out, axis, 2, size=t) if moved else out
+        there = (lambda x, dim: nn.to_zigzag(x, axis, dim)) if moved else (lambda x, dim: x)
+        of_tokens = {name: there(x, 1) for name, x in (("documents", documents), ("mask", mask)) if x is not None}
+        out = nn.context_attention(*there((q, k, v), 2), axis, order=order, **of_tokens, **options)
+        return nn.from_zigzag(out, axis, 2) if moved else out
 
     return f
 
 
-def on_mesh(sizes, args, documents=None, check="never", **options):
+def on_mesh(sizes, args, documents=None, check="never", mask=None, **options):
     """Return the result of context attention on a mesh, and its gradients by q, k and v."""
     axis = tuple(sizes) if len(sizes) > 1 else next(iter(sizes))
     spec = P(None, None, axis)
 
-    def run(q, k, v, grad, documents):
-        y, pull = torch.func.vjp(attend(axis, args[0].shape[2], documents, **options), q, k, v)
+    def run(q, k, v, grad, documents, mask):
+        y, pull = torch.func.vjp(attend(axis, documents, mask=mask, **options), q, k, v)
         return y, pull(grad)
 
-    return on(sizes, run, (*args, rand(*args[0].shape, seed=50).to(args[0].dtype), documents),
-              (spec,) * 4 + (P(None, axis),), spec, check=check)  # fmt: skip
+    return on(sizes, run, (*args, rand(*args[0].shape, seed=50).to(args[0].dtype), documents, mask),
+              (spec,) * 4 + (P(None, axis),) * 2, spec, check=check)  # fmt: skip
 
 
 # --- attention with its log-sum-exp --------------------------------------------------------------------------
@@ -131,33 +133,42 @@ def test_attention_lse_has_second_derivatives_and_jvp_by_the_plain_formula_alone
 # --- values and gradients on every mesh ----------------------------------------------------------------------
 
 
+SOME = [("ring", "zigzag", 4), ("gather", "contiguous", 7)]  # every fourth case, every seventh
+
+
 @pytest.mark.parametrize(
-    ("method", "order"), slow_unless([("ring", "zigzag"), ("gather", "contiguous")], itertools.product(METHODS, ORDERS))
+    ("method", "order", "every"), slow_unless(SOME, [*SOME, *itertools.product(METHODS, ORDERS, [1])])
 )
-def test_context_attention_equals_one_device(method, order):
-    """Also where no axis divides T, with ranks without tokens (pytorch#183968) and with 22 tokens on 2 ranks.
+def test_context_attention_equals_one_device(method, order, every):
+    """Also where no axis divides T, with ranks without tokens (pytorch#183968), with 22 tokens on 2 ranks and padding.
 
     Megatron-LM#1464: wrong dQ, dK, dV.
     """
-    cases = [(n, t, causal, None, 0, 2) for n in (1, 2, 3, 4, 8) for t in (16, 22, 5) for causal in (True, False)]
-    cases += [(n, t, True, window, 0, 2) for n in (2, 8) for t in (16, 21) for window in (1, 5)]
-    cases += [(n, t, causal, window, documents, 2) for n in (2, 3) for t in (16, 22) for documents in (1, 4, 7)
+    cases = [(n, t, causal, None, 0, 2, 0) for n in (1, 2, 3, 4, 8) for t in (16, 22, 5) for causal in (True, False)]
+    cases += [(n, t, True, window, 0, 2, 0) for n in (2, 8) for t in (16, 21) for window in (1, 5)]
+    cases += [(n, t, causal, window, documents, 2, 0) for n in (2, 3) for t in (16, 22) for documents in (1, 4, 7)
               for causal, window in ((True, None), (True, 4), (False, None))]  # fmt: skip
-    cases += [(n, 16, True, None, 0, groups) for n in (2, 3, 4) for groups in (1, 4)]
-    for n, t, causal, window, documents, groups in cases:
+    cases += [(n, 16, True, None, 0, groups, 0) for n in (2, 3, 4) for groups in (1, 4)]
+    cases += [(n, t, True, 5, 4, 2, 0.3) for n in (1, 2, 3, 8) for t in (16, 22, 5)]
+    for n, t, causal, window, documents, groups, rate in cases[::every]:
         args, numbers, options = inputs(t, groups=groups), packed(t, documents), {"causal": causal, "window": window}
-        got = on_mesh({"s": n}, args, numbers, method=method, order=order, **options)
+        options |= {"rate": rate, "key": fs.key(5)} if rate else {}
+        real = left_padding(2, t).flip(0) != 0 if n == 3 else None
+        got = on_mesh({"s": n}, args, numbers, method=method, order=order, mask=real, **options)
+        options |= {} if real is None else {"mask": real[:, None, None]}
         want = value_and_vjp(lambda *a, n=numbers, o=options: dense(*a, documents=n, **o)[0], *args)
         close(got, want, f"{n} ranks, T {t}, G {groups}, {documents} documents, {options}", tol=1e-12)
 
 
-@pytest.mark.parametrize("method", ["ring", ("ring", "ulysses"), ("gather", "ulysses")])
+@pytest.mark.parametrize("method", [("ring", "ulysses"), *(pytest.param(method, marks=pytest.mark.slow)
+                                                          for method in ("ring", ("gather", "ulysses")))])  # fmt: skip
 def test_context_attention_over_two_axes_equals_one_device(method):
     for sizes, t, order in itertools.product(({"a": 2, "b": 2}, {"a": 3, "b": 2}, {"a": 1, "b": 2}), (16, 21), ORDERS):
         args, numbers = inputs(t), packed(t, 3)
-        got = on_mesh(sizes, args, numbers, method=method, order=order)
-        want = value_and_vjp(lambda *a, n=numbers: dense(*a, causal=True, documents=n)[0], *args)
-        close(got, want, f"{sizes} T {t} {order}", tol=1e-12)
+        for options in ({}, {"rate": 0.3, "key": fs.key(5)} if sizes["a"] == 3 else {}):
+            got = on_mesh(sizes, args, numbers, method=method, order=order, **options)
+            want = value_and_vjp(lambda *a, n=numbers, o=options: dense(*a, causal=True, documents=n, **o)[0], *args)
+            close(got, want, f"{sizes} T {t} {order} {options}", tol=1e-12)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -178,12 +189,25 @@ def test_second_derivatives_of_the_ring_by_the_plain_formula():
 
     def summed(q, k, v):  # each rank has its part of the fixed tensor
         part = rand(2, 4, 6, 8, seed=1)[:, :, fs.axis_index("s") * 2 :][:, :, :2]
-        return torch.func.vjp(squared(attend("s", 6)), q, k, v)[1](part)
+        return torch.func.vjp(squared(attend("s")), q, k, v)[1](part)
 
     with sdpa_kernel(SDPBackend.MATH):
         got = on({"s": 3}, summed, args, (P(None, None, "s"),) * 3, P(None, None, "s"), check="never")
     want = torch.func.vjp(squared(lambda *a: dense(*a, causal=True)[0]), *args)[1](rand(2, 4, 6, 8, seed=1))
     close(got, want)
+
+
+def test_a_compiled_program_computes_the_same_ring(monkeypatch):
+    """A compiler that traces is imitated; tests/e2e/test_compile.py compiles a model."""
+    args, numbers = inputs(12), packed(12, 3)
+    want = value_and_vjp(lambda *a: dense(*a, causal=True, documents=numbers)[0], *args)
+    with recording() as eager:
+        on_mesh({"s": 3}, args, numbers)
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+    with recording() as compiled:
+        close(on_mesh({"s": 3}, args, numbers), want, tol=1e-12)
+    first, second = (sorted((x.op, x.bytes) for x in log if x.rank == 0) for log in (eager, compiled))
+    assert first == second
 
 
 def test_a_second_call_before_the_backward_pass_of_the_first_keeps_its_keys():
@@ -194,7 +218,7 @@ def test_a_second_call_before_the_backward_pass_of_the_first_keeps_its_keys():
         return lambda *xs: f(*xs[:3]) + 2 * f(*xs[3:])
 
     def run(*xs):
-        _, pull = torch.func.vjp(both(attend("s", 8)), *xs[:6])
+        _, pull = torch.func.vjp(both(attend("s")), *xs[:6])
         return pull(xs[6])
 
     got = on({"s": 2}, run, (*a, *b, rand(*a[0].shape, seed=50)), (P(None, None, "s"),) * 7, P(None, None, "s"))
@@ -214,7 +238,7 @@ def test_types_of_context_attention_and_its_law(method):
     def step(w, q, k, v):
         def loss(w):
             w = fs.pvary(w, ("data", "s"))
-            out = attend("s", 12, method=method)(q @ w, k, v)
+            out = attend("s", method=method)(q @ w, k, v)
             return fs.pmean(out.square().mean(), ("data", "s"))
 
         return fs.value_and_grad(loss)(w)
@@ -284,7 +308,7 @@ def _pairs(n, t, documents=None, **options):
 
     def run(q, k, v, documents):
         with Pairs(counts):
-            return attend("s", t, documents, **options)(q, k, v)
+            return attend("s", documents, **options)(q, k, v)
 
     spec = P(None, None, "s")
     on({"s": n}, run, (*inputs(t), documents), (*[spec] * 3, P(None, "s")), spec, check="never")
@@ -348,6 +372,22 @@ def test_zigzag_order_is_undone_and_is_where_its_positions_say(t):
     assert on({"s": 2}, first, (), (), P("s")).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize(("n", "model"), [(1, 1), (2, 1), (3, 1), (2, 3)])
+def test_dropout_in_the_zigzag_order_has_the_mask_of_one_device(n, model):
+    """Also of parts that another axis splits, and of T that nothing divides."""
+    for t in (16, 22, 5):
+        x = torch.ones(4, t, 3)
+
+        def f(x, t=t):
+            moved = nn.to_zigzag(x, "s", size=t)
+            part = nn.dropout(fs.pslice(moved, "m", 1), 0.5, key=fs.key(1), spec=P(None, ("s", "m")),
+                              shape=(4, t, 3), zigzag="s")  # fmt: skip
+            return nn.from_zigzag(fs.all_gather(part, "m", 1, size=moved.shape[1]), "s", size=t)
+
+        got = on({"s": n, "m": model}, f, (x,), (P(None, "s"),), P(None, "s"), check="never")
+        close(got, nn.dropout(x, 0.5, key=fs.key(1)), f"T {t}", tol=0)
+
+
 def test_errors_of_context_attention():
     q, k, v = inputs(8)
 
@@ -356,7 +396,7 @@ def test_errors_of_context_attention():
         return error_text(on, {"s": 2}, f, args, specs, P(None, None, "s"))
 
     assert text(lambda q, k, v: nn.context_attention(q, k, v, "s", size=10), q, k, v).startswith(
-        "context_attention: q has 4 positions here, and this rank's part in zigzag order is 5\n"
+        "context_attention: this rank has 4 positions, and its part is 5\n"
         "  size  10    axis  ('s',)\n  fix: pass the global size="
     )
     assert "the heads of k and v must divide those of q\n  q  4    k  3\n  4 % 3 = 1" in text(
@@ -365,8 +405,15 @@ def test_errors_of_context_attention():
     assert "method=('ring', 'ulysses') over 's'" in text(
         lambda q, k, v: nn.context_attention(q, k, v, "s", method=("ring", "ulysses")), q, k, v
     )
-    assert "documents need a number for each position" in text(
+    assert "mask and documents need a number for each position" in text(
         lambda q, k, v, d: nn.context_attention(q, k, v, "s", documents=d[:, :1]), q, k, v, packed(8, 2)
     )
     assert "window=0" in text(lambda q, k, v: nn.context_attention(q, k, v, "s", window=0), q, k, v)
+    wrong = {"rate": 0.5, "key": fs.key(0), "shape": (2, 8, 8, 8)}
+    assert "the weights of these heads are not this rank's part of spec and shape" in text(
+        lambda q, k, v: nn.context_attention(q, k, v, "s", **wrong), q, k, v
+    )
+    assert "zigzag='s' is not the first axis of a dim of spec P()" in text(
+        lambda q: nn.dropout(q, 0.5, key=fs.key(0), spec=P(), zigzag="s"), q
+    )
     assert "do not fit" in text(lambda q, k, v: nn.context_attention(q, k[:, :, :2], v, "s"), q, k, v)

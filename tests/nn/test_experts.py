@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -9,6 +11,8 @@ import torch.nn.functional as F  # noqa: N812
 import fshard as fs
 from fshard import P, ShardingError, nn
 from tests.lib.assertions import assert_same
+from tests.lib.compile_cases import by_backend
+from tests.lib.tiers import slow_unless
 
 DOUBLE = {"dtype": torch.float64}
 D, H = 5, 4
@@ -89,6 +93,7 @@ def hot(e, *experts):
 @pytest.mark.parametrize("method", ["rows", "gather", "partial"])
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 def test_mixture_equals_the_dense_form(n, method):
+    """pytorch#160285: gradients were doubled on two ranks."""
     check(fs.make_mesh(e=n), "e", None, 8, 2, 24, method)
 
 
@@ -183,6 +188,38 @@ def test_a_compiled_program_computes_the_same_mixture(monkeypatch):
             torch.testing.assert_close(mixture(), want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("method", slow_unless(["rows"], ["rows", "gather", "partial"]))
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_a_compiled_program_computes_only_the_rows_that_are_chosen_in_bfloat16(backend, method, monkeypatch):
+    """The kernel leaves the other rows undefined, in both directions. `None` imitates the compiler."""
+    shapes = {"router": (16, 6), "up": (6, 16, 24), "down": (6, 24, 16), "x": (20, 16)}
+    p, made = {name: numbers(*shape, salt=len(name)).bfloat16() for name, shape in shapes.items()}, Counter()
+
+    def f(p):
+        def rows(p, rows, counts):
+            made[type(counts)] += len(rows)
+            return run(p, rows, counts)
+
+        def loss(p):
+            routing = nn.route((p["x"] @ p["router"]).float(), 3)
+            y = nn.mixture(p["x"], routing, {k: p[k] for k in ("up", "down")}, rows, axis=None, method=method)
+            return y.float().square().sum()
+
+        return fs.value_and_grad(loss)(p)
+
+    want = f(p)
+    if backend is None:
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.experts.torch.compiler, "is_dynamo_compiling", lambda: True)
+            got = f(p)
+        assert made == {list: 60, torch.Tensor: 60}
+    else:
+        with by_backend(backend):
+            got = fs.shard_map(f, mesh=fs.make_mesh(one=1), out_specs=P(), compile=True, check="never")(p)
+    for a, b in zip(fs.tree.leaves(fs.device_get(got)), fs.tree.leaves(want), strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=0.03 * float(b.abs().max()))  # of 8 bits
+
+
 def test_grouped_products_have_the_values_and_gradients_of_single_ones(monkeypatch):
     """CUDA's kernel, which torch also has for CPUs, with empty groups."""
     x, w = (numbers(*shape).bfloat16() for shape in ((24, 16), (4, 16, 32)))
@@ -233,6 +270,7 @@ def test_equal_scores_choose_the_first_experts_and_groups_the_best_two_scores():
 
 
 WRONG = [
+    (lambda x, w: nn.grouped_linear(x, w, torch.tensor([2, 0, 0, 0])), "counts in a tensor need the kernel"),
     (lambda x, w: nn.route(x, 5), r"nn.route: k=5 experts cannot be chosen by groups=None\n"),
     (lambda x, w: nn.route(x, 3, groups=(2, 1)), r"nn.route: k=3 experts cannot be chosen by groups=\(2, 1\)"),
     (lambda x, w: nn.route(x, 1, groups=(3, 1)), "fix: logits .* groups that divide E"),

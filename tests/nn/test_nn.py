@@ -822,7 +822,7 @@ def test_error_texts(call, text):
 def test_error_texts_of_local_parts():
     assert error_text(embed, {"m": 2}, ints(4, 3), rand(6, 2), size=7) == (
         "embedding: this rank holds 3 of the vocabulary, its part is 4\n"
-        "  7 over 'm' splits into [4, 3]\n  fix: pass size=, the whole vocabulary"
+        "  7 over 'm' splits into [4, 3]\n  fix: pass size=, of all ranks, or the lengths of their parts"
     )
     with pytest.raises(ShardingError, match="this rank holds 4 of the vocabulary, its part is 3"):
         our_loss("2", rand(6, 8), ints(8, 6), None, 6)

@@ -252,7 +252,7 @@ X, W = torch.ones(2, 4), torch.ones(3, 6)
          ("embedding: out='partial' of split='column'\n  fix: out='split' or 'whole': no rank has a partial sum")),
         (_inside(lambda: fs.local_range(3, "m", size=8)),
          ("local_range: this rank holds 3 of the dim, its part is 4\n  8 over 'm' splits into [4, 4]\n"
-          "  fix: pass size=, the whole dim")),
+          "  fix: pass size=, of all ranks, or the lengths of their parts")),
     ],
 )  # fmt: skip
 def test_error_texts(call, text):

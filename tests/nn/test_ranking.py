@@ -230,7 +230,7 @@ X, T = torch.ones(2, 4), torch.tensor([0, 1])
          "top_k: classes must be one int64 number for each column\n  logits  f32[2, 4]    classes  i64[3]"),
         (lambda: on({"m": 2}, lambda x: nn.top_k(x, 1, axis="m", size=9), (X,), (P(None, "m"),), P()),
          ("top_k: this rank holds 2 of the vocabulary, its part is 5\n  9 over 'm' splits into [5, 4]\n"
-          "  fix: pass size=, the whole vocabulary")),
+          "  fix: pass size=, of all ranks, or the lengths of their parts")),
         (lambda: nn.accuracy(X, T, ()), "accuracy: k=()\n  fix: k=(1, 5): each is 1 or more"),
         (lambda: nn.accuracy(X, T, (1, 0)), "accuracy: k=(1, 0)\n  fix: k=(1, 5): each is 1 or more"),
         (lambda: nn.accuracy(X, T[:1]),

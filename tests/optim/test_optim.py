@@ -682,7 +682,7 @@ def test_error_texts_of_masks_and_specs_of_another_tree():
     assert error_text(short.update, params, short.init(params), params).startswith(
         "adamw: mask: not a prefix of the tree"
     )
-    assert error_text(optim.global_norm, params, {"a": P()}).startswith("specs: not a prefix of the tree it describes")
+    assert error_text(optim.global_norm, params, {"a": P()}).startswith("global_norm: specs: not a prefix of")
     assert "called outside shard_map" in error_text(optim.global_norm, params, P("data"))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,9 +15,13 @@ import fshard as fs
 from fshard import P
 from fshard.models import llama
 from fshard.planning import Operation, Start, Wait
+from fshard.planning.devices import Link
 from fshard.planning.memory import PARTS
+from fshard.planning.plan import plan_ranks
 from tests.benchmarks import plan_405b
 from tests.benchmarks.step_cost import measure_step
+from tests.lib import stages
+from tests.lib.assertions import error_text
 
 CFG = llama.Config(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                    num_key_value_heads=2, max_position_embeddings=16)  # fmt: skip
@@ -418,3 +424,97 @@ def test_a_plan_exchanges_no_texts(capsys: pytest.CaptureFixture[str]) -> None:
     events = fs.plan(step, fs.init.zeros((4, 2))).events
     assert [type(e) for e in events if not isinstance(e, Operation)] == [Start, Wait]
     assert capsys.readouterr().out == ""
+
+
+# --- programs that branch on their position ---------------------------------------------------------------------
+
+
+def test_each_position_is_planned_and_their_waits_are_in_the_time() -> None:
+    """Of one microbatch on n stages of equal work each waits (n - 1) / n of the step, and sends at most 2 messages."""
+    f, args = stages.mapped(stage=4, data=2), stages.arguments(16, 2048, 1024)
+    planned = fs.plan(f, *args, device=fs.devices.H100)
+    assert planned.branches_on == ("stage",)
+    assert [p.rank for p in planned.positions] == [0, 1, 2, 3]
+    peaks = [p.memory.peak for p in planned.positions]
+    assert planned.memory.peak == max(peaks) > min(peaks)
+    assert planned == dataclasses.replace(planned.positions[planned.rank], branches_on=planned.branches_on,
+                                          positions=planned.positions)  # fmt: skip
+    assert planned.bubble == pytest.approx(0.75, abs=0.01)
+    assert len({p.time.seconds for p in planned.positions}) == 1
+    for p in planned.positions:
+        assert p.time.seconds == pytest.approx(p.time.compute + sum(p.time.exposed.values()))
+    alone = fs.plan(stages.mapped(stage=1, data=2), *args, device=fs.devices.H100)
+    assert (alone.positions, alone.branches_on, alone.bubble) == ((), (), None)
+    assert sum(sum(p.flops.values()) for p in planned.positions) == sum(alone.flops.values())
+    assert planned.time.seconds == pytest.approx(alone.time.seconds, rel=0.06)  # one stage after the other
+    rows = [row.split("  ")[-1] for row in repr(planned).splitlines() if row.startswith("  stage=")]
+    assert [row.strip(".")[0] for row in rows] == ["F"] * 4
+    assert [row.index("B") for row in rows] == sorted([row.index("B") for row in rows], reverse=True)
+    assert [f"stage={r}  peak" in planned._repr_html_() for r in range(4)] == [True] * 4
+    run = fs.trace(f, *args, device=fs.devices.H100)
+    assert [t.name for t in run.timelines] == [f"rank {r} of data=2, stage=4, H100" for r in range(4)]
+    assert run.seconds == pytest.approx(planned.time.seconds)
+
+
+def test_transfers_at_each_position_are_those_of_a_run() -> None:
+    f, args = stages.mapped(stage=3, data=2), stages.arguments(6)
+    planned = fs.plan(f, *args)
+    assert planned.bubble is None
+    assert "  stage=2  peak " in repr(planned)
+    with fs.recording() as log:
+        f.on(f.mesh, check="never")(*args)
+    for p in planned.positions:
+        assert p.transfers == tuple(t for t in log if t.rank == p.rank)
+
+
+def test_ranks_that_wait_for_each_other_are_an_error_of_the_plan() -> None:
+    def f(x: Tensor) -> Tensor:
+        s = fs.axis_position("stage")
+        got = stages.message(x, 1 - s, s)
+        return stages.message(x, s, 1 - s) + got
+
+    run = fs.shard_map(f, mesh=fs.make_mesh(stage=2), in_specs=(P("stage"),), out_specs=P("stage"))
+    text = error_text(fs.plan, run, torch.ones(2, 3), device=fs.devices.H100)
+    line = inspect.getsourcelines(stages.message)[1] + 4
+    rows = [f"rank {r} (stage={r})  waits for permute over stage at stages.py:{line} in message" for r in range(2)]
+    assert text.splitlines()[:3] == ["plan: the ranks wait for each other", *(f"  {row}" for row in rows)]
+
+
+def test_uneven_rows_and_positions_are_planned_together() -> None:
+    f, args = stages.mapped(stage=2, data=3), stages.arguments(2)
+    planned = plan_ranks(f, args, None)
+    assert [[p.rank for p in group.positions] for group in planned] == [[0, 1], [4, 5]]
+    step, listed = stages.listed(3)
+    assert [[p.rank for p in group.positions] for group in plan_ranks(step, listed, None)] == [[0, 1, 2]]
+
+
+SCHEDULES = [
+    (2, 4, "gpipe", 1),
+    (3, 4, "1f1b", 1),
+    (2, 4, "interleaved", 2),
+    (3, 4, "zero_bubble", 1),
+    (2, 1, "1f1b", 1),
+]
+MORE = [(4, 8, "gpipe", 1), (4, 8, "1f1b", 1), (4, 8, "interleaved", 2), (4, 8, "zero_bubble", 1), (4, 2, "1f1b", 1)]
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "kind", "chunks"), SCHEDULES + [pytest.param(*x, marks=pytest.mark.slow) for x in MORE]
+)
+def test_the_bubble_of_a_pipeline_is_that_of_its_table(n: int, m: int, kind: Any, chunks: int) -> None:
+    """Of equal layers whose products take all the time, twice as much backward as forward."""
+    device = dataclasses.replace(fs.devices.H100, links=(Link("all", None, 1e15, 0.0),), bandwidth=1e18)
+    specs = P(), (P(None, "stage") if chunks > 1 else P("stage"))
+    f = fs.pipelined(lambda ends, x: x * ends, lambda w, h, x: torch.relu(h @ w), lambda ends, h, x: (h * ends).mean(),
+                     axis="stage", microbatches=m, schedule=kind, chunks=chunks)  # fmt: skip
+    step = fs.shard_map(f, mesh=fs.make_mesh(kind="abstract", stage=n), in_specs=(specs, P()), out_specs=(P(), specs))
+    layers = fs.init.zeros((chunks, n, 512, 512) if chunks > 1 else (n, 512, 512))
+    planned = fs.plan(step, (fs.init.zeros((512,)), layers), fs.init.zeros((64 * m, 512)), device=device)
+    table = fs.schedule_table(kind, n, m, chunks)
+    assert planned.bubble == pytest.approx(table.bubble(), abs=0.01)
+    assert planned.memory.parts["gathered"] == 0
+    assert planned.memory.parts["gradients"] >= planned.memory.parts["parameters"] > 0
+    pictures = [row.split("  ")[-1] for row in repr(planned).splitlines() if row.startswith("  stage=")]
+    assert len(pictures) == n
+    if kind == "1f1b":
+        assert [p.count("F") for p in pictures] == pytest.approx([60 * (1 - table.bubble()) / 3] * n, abs=3)

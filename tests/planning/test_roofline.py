@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard._core.transfers import Transfer
+from fshard._core.transfers import Message, Transfer
 from fshard.planning.devices import Device, Link
 from fshard.planning.events import Operation, Start, Wait
-from fshard.planning.roofline import Roofline, roofline
+from fshard.planning.roofline import Roofline, joined, roofline
 
 # 1 TFLOP/s, 10 GB/s of memory; 4 ranks at 1 GB/s and 1 ms, 16 ranks at 0.5 GB/s and 10 ms, beyond 0.1 GB/s and 100 ms
 DEVICE = Device("d", {torch.float32: 1e12, torch.bfloat16: 4e12}, 2**30, 1e10, (
@@ -190,3 +190,44 @@ def test_a_rate_or_a_link_that_the_device_lacks_is_named() -> None:
         roofline(events, {"data": 8}, near)
     with pytest.raises(fs.ShardingError, match="links join 1"):
         roofline(events, {"data": 8}, dataclasses.replace(DEVICE, links=()))
+
+
+# --- ranks that meet ----------------------------------------------------------------------------------------------
+
+
+def message(source: int, target: int, rank: int, nbytes: int = 10**9) -> Transfer:
+    """A message over a stage axis of 2: it takes 1.001 s."""
+    kept = 0 if rank == source else nbytes
+    return Transfer("permute", ("stage",), torch.float32, nbytes, ranks=2, kept=kept,
+                    message=Message(((source, target),), ((nbytes // 4,),)))  # fmt: skip
+
+
+def test_a_message_begins_when_both_ranks_have_started_it() -> None:
+    """The receive is started early: it takes no link before the message comes, and the sender goes on at once."""
+    sender = [op(2 * 10**12), Start(message(0, 1, 0), 0, 0), op(10**12), Wait(0, 0)]
+    receiver = [Start(message(0, 1, 1), 0, 0), *blocking(), Start(message(1, 0, 1, 10), 5, 0), op(10**12), Wait(0, 0)]
+    sender.insert(0, Start(message(1, 0, 0, 10), 9, 0))
+    first, last = joined({0: sender, 1: [*receiver, op(10**12)]}, {"stage": 2}, DEVICE)
+    assert first.seconds == last.seconds == pytest.approx(2 + 1.001 + 1)
+    assert first.exposed == {"stage": pytest.approx(0.001 + 1)}  # for the end of the message, and of the other rank
+    assert last.exposed == {"stage": pytest.approx(1 + 1.001)}
+    spans = [(s.number, s.start) for s in last.lanes if s.lane == "stage"]
+    assert sorted(spans) == [(0, pytest.approx(2.0)), (5, 0.0)]
+    assert first.transfers == {"stage": pytest.approx(1.001 + 0.001)}
+
+
+def test_messages_of_one_rank_queue_for_its_link() -> None:
+    both = [Start(message(0, 1, 0), 0, 0), Start(message(0, 1, 0), 1, 0), Wait(0, 0), Wait(1, 0)]
+    there = [Start(message(0, 1, 1), 0, 0), Start(message(0, 1, 1), 1, 0), Wait(1, 0), Wait(0, 0)]
+    assert joined({0: both, 1: there}, {"stage": 2}, DEVICE)[1].seconds == pytest.approx(2.002)
+
+
+def test_a_collective_begins_when_all_planned_ranks_have_started_it() -> None:
+    total = blocking(transfer("all_reduce", ("stage",), 0, 2))
+    of_each = {r: [op(seconds * 10**12), *total, op(10**12)] for r, seconds in ((0, 1), (2, 3))}
+    times = joined(of_each, {"stage": 2, "model": 2}, DEVICE)
+    assert [t.seconds for t in times] == [pytest.approx(3 + 2e-3 + 1)] * 2
+    assert [t.exposed["stage"] for t in times] == [pytest.approx(2 + 2e-3), pytest.approx(2e-3)]
+    alone = blocking(transfer("all_reduce", ("model",), 0, 2))  # with ranks that are not planned: nobody is waited for
+    times = joined({0: [op(10**12), *alone], 2: [op(3 * 10**12), *alone]}, {"stage": 2, "model": 2}, DEVICE)
+    assert times[0].exposed == {"model": pytest.approx(2e-3), "stage": pytest.approx(2)}

@@ -18,7 +18,7 @@ import torch
 import fshard as fs
 from fshard import P
 from fshard.planning import PlanRow, PlanTable, divisions, search
-from fshard.planning.devices import H100, Device
+from fshard.planning.devices import H100, Device, Link
 from fshard.planning.plan import plan_ranks
 from fshard.planning.repeat import Repeats
 from fshard.planning.search import rank_bytes
@@ -257,12 +257,13 @@ def test_a_layout_whose_arguments_do_not_fit_is_not_planned():
 def test_argument_bytes_are_those_that_a_plan_counts():
     mesh = fs.make_mesh(kind="abstract", data=3)
     x = fs.init.zeros((7, 5))
-    tree = {"uneven": x, "whole": fs.init.zeros((4,)), "host": fs.init.zeros((6,)), "n": 3}
-    specs = {"uneven": P("data"), "whole": P(), "host": P("data", memory="host"), "n": P()}
+    tree = {"uneven": x, "whole": fs.init.zeros((4,)), "host": fs.init.zeros((6,)), "n": 3, "chosen": fs.init.zeros(6)}
+    specs = {"uneven": P("data"), "whole": P(), "host": P("data", memory="host"), "n": P(),
+             "chosen": P("data", lengths=(0, 4, 2))}  # fmt: skip
     f = fs.shard_map(lambda t: t["whole"].sum(), mesh=mesh, in_specs=(specs,), out_specs=P())
-    assert rank_bytes(tree, specs, mesh.axes) == 4 * (3 * 5 + 4)  # of 7 rows, 3 and 3 and 1
+    assert rank_bytes(tree, specs, mesh.axes) == 4 * (3 * 5 + 4 + 4)  # of 7 rows, 3 and 3 and 1
     memory = fs.plan(f, tree, device=H100).memory
-    assert memory.arguments - memory.host == 4 * (3 * 5 + 4)
+    assert memory.arguments - memory.host == 4 * (3 * 5 + 4 + 4)
 
 
 def test_layouts_that_others_rule_out_are_not_made():
@@ -357,3 +358,29 @@ def test_a_row_prints_what_is_known():
         assert not re.search("None|nan", repr(shown))
     assert repr(PlanRow({"data": 2}, 2, peak=2048)).splitlines()[1:] == ["data     peak", "   2  2.0 KiB"]
     assert "2.0 KiB" in PlanRow({"data": 2}, 2, peak=2048)._repr_html_()
+
+
+def pipeline_of(stage: int, microbatches: int, schedule: Any = "1f1b", blocks: int = 6) -> Any:
+    """A pipeline of matrices, of 32 rows."""
+    f = fs.pipelined(lambda ends, x: x * ends, lambda w, h, x: torch.relu(h @ w), lambda ends, h, x: (h * ends).mean(),
+                     axis="stage", microbatches=microbatches, schedule=schedule)  # fmt: skip
+    specs, mesh = (P(), P("stage")), fs.make_mesh(kind="abstract", stage=stage)
+    params = fs.init.zeros((WIDTH,)), fs.init.zeros((blocks, WIDTH, WIDTH))
+    return fs.shard_map(f, mesh=mesh, in_specs=(specs, P()), out_specs=(P(), specs)), (params, fs.init.zeros((32, 24)))
+
+
+def test_tables_and_searches_know_pipelines():
+    """More microbatches wait less; a search plans each pipeline with all blocks."""
+    fast = dataclasses.replace(SMALL, links=(Link("all", None, 1e15, 0.0),), bandwidth=1e15, memory=2**20)
+    layouts = [{"stage": 2, "microbatches": m} for m in (2, 4)]
+    rows = fs.plan_table(pipeline_of, layouts, device=fast)
+    assert [row.layout["microbatches"] for row in rows] == [4, 2]
+    want = [fs.schedule_table("1f1b", 2, m).bubble() for m in (4, 2)]
+    assert [row.plan.bubble for row in rows] == pytest.approx(want, abs=0.01)
+    assert rows[0].as_dict()["bubble"] == rows[0].plan.bubble
+    assert f"stages wait {rows[0].plan.bubble:.1%}" in repr(rows)
+    assert rows[0].mfu == pytest.approx(1 - want[0], abs=0.01)
+    found = search(pipeline_of, layouts, device=fast, blocks=6)
+    assert [(row.layout, row.peak, row.seconds) for row in found] == [
+        (row.layout, row.peak, row.seconds) for row in rows
+    ]

@@ -73,7 +73,7 @@ class GroupComm:
         return self._group(axes, xs[0]).reduce(xs, fresh=fresh)
 
     def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes) -> PendingTransfer:
-        self._note("permute", xs, axes, pairs)
+        self._note("send", xs, axes, pairs)
         return self._group(axes, xs[0]).send(xs, pairs)
 
 

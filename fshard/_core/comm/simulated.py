@@ -292,7 +292,7 @@ class SimulatedComm:
         return lambda: reduced if fresh else list(xs)
 
     def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes) -> PendingTransfer:
-        note(self, "permute", xs, axes, pairs)
+        note(self, "send", xs, axes, pairs)
         ranks, me = ranks_over(axes, self.sizes, self.coords), index_of(axes, self.sizes, self.coords)
         shapes = [list(x.shape) for x in xs]
         signature = ("permute", axes, shapes[0] if len(xs) == 1 else shapes, xs[0].dtype, tuple(pairs))

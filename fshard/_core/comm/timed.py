@@ -112,4 +112,4 @@ class TimedComm:
         return self._start("all_reduce", xs, axes, lambda: self._comm.reduce(xs, axes, fresh=fresh))
 
     def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes) -> PendingTransfer:
-        return self._start("permute", xs, axes, lambda: self._comm.send(xs, pairs, axes), pairs)
+        return self._start("send", xs, axes, lambda: self._comm.send(xs, pairs, axes), pairs)

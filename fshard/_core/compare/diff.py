@@ -197,7 +197,7 @@ def describe_differences(
             notes += [f"and {len(rest)} more: {join_limited(rest, NAMED)}"] * bool(rest)
         if any(line.startswith(_NO_RATIO) for _, lines in leaves[:FULL] for line in lines):
             notes = [*notes, _USUAL]
-        texts.append(str(fail(f"verify: {what} with the mesh: {axes_text} gives another answer", *notes)))
+        texts.append(str(fail(f"verify: {what} with the mesh: {axes_text} gives a different answer", *notes)))
     return "\n".join(texts)
 
 
@@ -225,11 +225,11 @@ def _explain(d: Difference, evidence: Evidence) -> tuple[_SortKey, list[str]]:
     place = f", at {[int(i) for i in torch.unravel_index(torch.tensor(at), x.shape)]}" if x.ndim else ""
     if bool(not_finite.any()):
         count = f"{int(not_finite.sum())} of {x.numel()} elements are not finite numbers"
-        return (0, 2), [f"{count}: {value} against {expected}{place}"]
+        return (0, 2), [f"{count}: {value} should be {expected}{place}"]
     if not (dtype.is_floating_point or dtype.is_complex):
-        return (0, 3), [f"{count} differ: {value} against {expected}{place}"]
+        return (0, 3), [f"{count} differ: {value} should be {expected}{place}"]
     lines = [f"{count} differ"] * tolerance.bitwise
-    lines.append(f"largest error {float(error.abs().max()):.2g}, of {value} against {expected}{place}")
+    lines.append(f"largest error {float(error.abs().max()):.2g}: {value} should be {expected}{place}")
     factors = _mesh_factors(d.sizes)
     for mask in (torch.ones_like(wrong), wrong):
         ratio = _constant_ratio(x, y, mask, factors, equal)
@@ -291,9 +291,9 @@ def _mesh_factors(sizes: dict[str, tuple[int, int]]) -> dict[float, str]:
             root += "; or each rank adjusts a scale, as of a loss, by its part"
         for factor, cause in (
             (n, f"{n} is {size}: a psum of a value that is already a total, or where a mean was meant"),
-            (1 / n, f"{1 / n}, {size}: a psum is missing, or a mean is taken of a total"),
+            (1 / n, f"{1 / n} is 1 / ({size}): a psum is missing, or a pmean is used in place of a psum"),
             (n * n, f"{n * n} is {square}: one sum too many, twice or inside a square"),
-            (1 / n**2, f"{1 / n**2}, {square}: one mean too many, twice or inside a square"),
+            (1 / n**2, f"{1 / n**2} is 1 / ({square}): one mean too many, twice or inside a square"),
             (n**0.5, root),
         ):
             factors.setdefault(float(factor), cause)

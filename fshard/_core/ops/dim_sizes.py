@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -27,16 +24,19 @@ def dim_of(verb: str, x: Tensor, dim: int) -> int:
 
 
 def split_layout(
-    verb: str, axes: tuple[str, ...], xs: Sequence[Tensor], dim: int, lengths: Sequence[int] | None = None
+    verb: str, axes: tuple[str, ...], xs: Sequence[Tensor], dim: int, chosen: Size | None = None
 ) -> Layout:
     """Return the (dim, size) that is split, of each tensor. Mark the region uneven if pieces differ in size.
 
-    `lengths` are the chosen lengths of the parts, over the first axis or several of them.
+    Raises ShardingError for `chosen` lengths that do not sum to the dim.
     """
     current = region(verb)
-    ns = [current.sizes[a] for a in axes]
-    layout = tuple((d, x.shape[d] if lengths is None else checked_size(verb, lengths, ns, x.shape[d]))
-                   for x in xs for d in [dim_of(verb, x, dim)])  # fmt: skip
+    sizes = [(d, x.shape[d]) for x in xs for d in [dim_of(verb, x, dim)]]
+    for d, n in sizes:
+        if chosen is not None and total(chosen) != n:
+            raise fail(f"{verb}: the lengths sum to {total(chosen)}, and dim {d} has {n}", *user_line(),
+                       fix=f"lengths that sum to {n}")  # fmt: skip
+    layout = tuple((d, n if chosen is None else chosen) for d, n in sizes)
     if not current.comm.has_values:
         current.split_sizes.setdefault(axes, set()).update(size for _, size in layout)
     if uneven := [(d, size) for d, size in layout if is_uneven(size, size_of(axes, current.sizes))]:
@@ -49,20 +49,25 @@ def split_layout(
     return layout
 
 
-def checked_size(verb: str, lengths: Sequence[int], ns: Sequence[int], size: int | None = None) -> Size:
-    """Return lengths as a size. Raises ShardingError unless they are of the ranks over the axes, and sum to `size`."""
-    if math.prod(ns) != 1 and len(lengths) not in itertools.accumulate(ns, operator.mul):
-        raise fail(f"{verb}: {number_of(len(lengths), 'length')}, for {math.prod(ns)} ranks", *user_line(),
-                   fix="one for each rank over the axis, or over the first of several axes")  # fmt: skip
-    if size is not None and sum(lengths) != size:
-        raise fail(f"{verb}: the lengths do not sum to the dim", *user_line(), fix=f"lengths that sum to {size}",
-                   lengths=f"{' + '.join(map(str, lengths))} = {sum(lengths)}", dim=size)  # fmt: skip
-    return sum(lengths) if math.prod(ns) == 1 else as_size(part_lengths(tuple(lengths), ns), ns)
+def checked_size(verb: str, size: int | Sequence[int] | None, axis: Axis) -> Size | None:
+    """Return a `size=` of the caller, whose lengths are for the first axis: over an axis of one rank, their sum.
+
+    Raises ShardingError unless there is a length for each rank.
+    """
+    if size is None or isinstance(size, int) or not names_of(axis):
+        return size if size is None or isinstance(size, int) else sum(size)
+    current = region(verb)
+    first = known_axes(verb, current, axis)[0]
+    n = current.sizes[first]
+    if n not in (1, len(size)):
+        raise fail(f"{verb}: {number_of(len(size), 'length')}, and axis {first!r} has {n} ranks", *user_line(),
+                   fix="a length for each of its ranks", lengths=list(size))  # fmt: skip
+    return sum(size) if n == 1 else as_size(size, (n,))
 
 
 def gather_layout(
     verb: str, axes: tuple[str, ...], xs: Sequence[Tensor], dims: Sequence[int],
-    sizes: Sequence[int | Sequence[int] | None],
+    sizes: Sequence[Size | None],
 ) -> Layout:  # fmt: skip
     """Return the (dim, global size) of each gathered dim; exchange sizes that are `None`, if they can differ."""
     current = region(verb)
@@ -73,8 +78,7 @@ def gather_layout(
         collective = verb in ("all_gather", "all_to_all")
         word = "size=, the global size" if collective else "shapes=, the described tree, such as init()"
         sizes = _exchange_sizes(verb, axes, local, word)
-    known = [n * size_of(axes, current.sizes) if s is None else s if isinstance(s, int) else checked_size(verb, s, ns)
-             for n, s in zip(local, sizes, strict=True)]  # fmt: skip
+    known = [n * size_of(axes, current.sizes) if s is None else s for n, s in zip(local, sizes, strict=True)]
     for n, size in zip(local, known, strict=True):
         if part_range(size, ns, coords)[1] != n:
             me = index_of(axes, current.sizes, current.coords)
@@ -201,22 +205,22 @@ def own_range(verb: str, size: Size, axis: Axis) -> tuple[int, int]:
 
 
 def local_range(
-    verb: str, n: int, axis: Axis, size: int | Sequence[int] | None, *, word: str = "the vocabulary"
+    verb: str, n: int, axis: Axis, size: Size | None, *, word: str = "the vocabulary"
 ) -> tuple[int, int]:  # fmt: skip
     """Return (start, size): the offset of this rank's `n` entries, and the number of entries over `axis`.
 
     `size` may be the lengths of all parts. Raises ShardingError if this rank's part of `size` is not `n`.
     """
     names = names_of(axis)
-    sizes = [region(verb).sizes[a] for a in known_axes(verb, region(verb), axis)] if names else []
-    known: Size = n
-    if size is None and names:
-        (known,) = known_sizes(verb, [n], axis)
-    elif size is not None:
-        known = size if isinstance(size, int) else checked_size(verb, size, sizes)
+    known = checked_size(verb, size, axis)
+    if known is None:
+        (known,) = known_sizes(verb, [n], axis) if names else [n]
     start, length = own_range(verb, known, axis)
     if length != n:
+        sizes = [region(verb).sizes[a] for a in names]
+        fix = "pass size=, of all ranks, or the lengths of their parts"
+        if n == total(known):
+            fix = f"leave out axis={axis!r}: this rank has all of {word}"
         raise fail(f"{verb}: this rank holds {n} of {word}, its part is {length}",
-                   f"{total(known)} over {axis!r} splits into {part_lengths(known, sizes)}",
-                   fix=f"pass size=, {word.replace('the', 'the whole')}, or the lengths of its parts")  # fmt: skip
+                   f"{total(known)} over {axis!r} splits into {part_lengths(known, sizes)}", fix=fix)  # fmt: skip
     return start, total(known)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fshard._core.callsite import Site
 from fshard._core.packing import join_padded, longest_part, pack, pad, split_padded, unpack
-from fshard._core.protocol import Comm, Dims, PendingTransfer, size_of
+from fshard._core.protocol import Comm, PendingTransfer, size_of
 from fshard.errors import must_be
 from fshard.spec import Size, part_range, total
 
@@ -144,11 +144,6 @@ class _DimMap(Map):
     def extent(self, xs: Sequence[Tensor]) -> Any:
         return self.layout
 
-    @property
-    def dims(self) -> Dims:
-        """The dims of the layout, with lengths that are chosen."""
-        return [dim if isinstance(size, int) else (dim, size) for dim, size in self.layout]
-
 
 @dataclass(frozen=True)
 class Gather(_DimMap):
@@ -163,7 +158,8 @@ class Gather(_DimMap):
             if into is None:
                 shape = (*x.shape[:dim], total(size), *x.shape[dim + 1 :])
                 out.append(torch.empty(shape, dtype=x.dtype, device=x.device))
-        pending = self.comm.gather(xs, out, self.dims, self.axes)
+        dims = [dim if isinstance(size, int) else (dim, size) for dim, size in self.layout]
+        pending = self.comm.gather(xs, out, dims, self.axes)
 
         def wait() -> list[Tensor]:
             pending()
@@ -205,7 +201,8 @@ class Scatter(_DimMap):
     verb = "psum_scatter"
 
     def start(self, xs: Sequence[Tensor]) -> PendingTransfer:
-        return self.comm.scatter(xs, self.dims, self.axes)
+        dims = [dim if isinstance(size, int) else (dim, size) for dim, size in self.layout]
+        return self.comm.scatter(xs, dims, self.axes)
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         if self.comm.direct:

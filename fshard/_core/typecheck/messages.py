@@ -336,12 +336,15 @@ def mixed_before(checker: Facts, m: Mixture) -> ShardingError:
 
 def draw_from_torch_generator(op: str) -> ShardingError:
     """Word the error of a draw from torch's generator."""
+    fixes = [
+        Fix("use fs.random.* or fs.nn.dropout, with a key: element i is a function of the key and i"),
+        Fix("apply(params, buffers, ..., key=key), or apply.eval()", "a module of fs.defer draws"),
+    ]
+    if callsite.package_of(callsite.site()):
+        fixes = [Fix("apply(params, buffers, ..., key=key); without dropout, apply.eval()")]
     return _error(callsite.site(), f"{op} draws from torch's own generator", [],
                   "its numbers depend on the process and on earlier draws, so another mesh would give another answer",
-                  fix=fix_lines([
-                      Fix("use fs.random.* or fs.nn.dropout, with a key: element i is a function of the key and i"),
-                      Fix("apply(params, buffers, ..., key=key), or apply.eval()", "a module of fs.defer draws"),
-                  ]))  # fmt: skip
+                  fix=fix_lines(fixes))  # fmt: skip
 
 
 def reduction_of_no_value(op: str, x: Tensor) -> ShardingError:
@@ -448,7 +451,9 @@ def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[
         choices += [reduced_over_another_axis(r, meant) for r in x.info.history.reductions
                     if m.takes == "V" and r.axis in axes]  # fmt: skip
     for r in x.info.history.reductions if verb == "pmean" else ():
-        if r.verb == "psum" and r.axis in axes:
+        if (
+            r.verb == "psum" and r.axis in axes and (called_at(r.site) or "psum").endswith("psum")
+        ):  # not in a batch norm
             line = rewritten(r.site, lambda source: source.replace("psum(", "pmean(", 1))
             choices.append(Fix(line or "use pmean there", "the psum there is to be a mean", r.site))
     if verb == "pvary" and scene.site in checker.pvaried:
