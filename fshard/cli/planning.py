@@ -13,21 +13,24 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from fshard import models, tree
 from fshard.errors import ShardingError, fail, raise_all
 from fshard.planning import PlanTable, devices, divisions, plan_table, search
+from fshard.schedule.tables import Kind
 
 from .train_step import AXES, Job, read_job, train_step
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _FLAGS = {"yes": True, "no": False, "": True}
-_NUMBERS = (*AXES, "accumulate", "prefetch", "batch")
+_NUMBERS = (*AXES, "accumulate", "chunks", "prefetch", "batch")
 _SWITCHES = ("remat", "sequence", "experts", "release")
-_SETTINGS = f"{', '.join(AXES)}: axis sizes; accumulate, prefetch, batch: numbers; {', '.join(_SWITCHES)}: yes or no"
+_SCHEDULES = get_args(Kind)
+_SETTINGS = (f"{', '.join(AXES)}: axis sizes; accumulate, chunks, prefetch, batch: numbers; "
+             f"{', '.join(_SWITCHES)}: yes or no; schedule: {', '.join(_SCHEDULES)}")  # fmt: skip
 _MOST_DEVICES = 1 << 20
 
 
@@ -161,6 +164,8 @@ def _layouts(texts: Sequence[str]) -> list[dict[str, Any]]:
                 known = int(value)
             elif name in _SWITCHES and value in _FLAGS and bool(value) == bool(equals):
                 known = _FLAGS[value]
+            elif name == "schedule":
+                known = value if value in _SCHEDULES else None
             elif name == "dtype":
                 known = DTYPES.get(value)
             if known is None or name in layout:
@@ -195,15 +200,17 @@ def _candidates(
     """Yield the layouts of a search: axis sizes, experts, remat, microbatches.
 
     The model is split at most over the nearest links of the device, and each data rank has equally many examples.
-    Positions are split only where each data rank has one example: to split examples sends less. `settings` are fixed.
+    Positions are split only where each data rank has one example: to split examples sends less. `settings` are fixed;
+    only these put blocks on stages, as each such layout is planned with all blocks, in every schedule.
     One microbatch is first, which is the fastest if it fits, and shows if many can fit; then the most of them: if they
     do not fit, fewer do not either.
     """
     batch, nearest = settings.get("batch", batch), _nearest(device, count)
     fixed = {axis: settings[axis] for axis in AXES if axis in settings}
     longest = count if job.splits_positions else 1
-    for sizes in divisions(count // settings.get("replica", 1), data=count, context=longest, model=min(count, nearest)):
-        sizes = {**sizes, **({"replica": settings["replica"]} if "replica" in settings else {})}
+    given: dict[str, int] = {axis: settings[axis] for axis in AXES[:2] if axis in settings}
+    for sizes in divisions(count // math.prod(given.values()), data=count, context=longest, model=min(count, nearest)):
+        sizes = {**sizes, **given}
         if any(sizes[axis] != n for axis, n in fixed.items()):
             continue
         rows, rest = divmod(batch, sizes["data"] * sizes.get("replica", 1))
@@ -215,11 +222,17 @@ def _candidates(
             "experts": [False, True] if 1 < ranks <= job.experts else [False],
             "remat": [True, False],
             "accumulate": [n for n in (1, 4, 2) if rows % n == 0 and (n == 1 or job.model is not models.resnet)],
+            "schedule": [{}],
         }
-        choices |= {name: [value] for name, value in settings.items() if name in choices}
-        for experts, remat, accumulate in itertools.product(*choices.values()):
-            by_expert = {"experts": experts} if job.experts else {}
-            yield {**sizes, **by_expert, "remat": remat, "accumulate": accumulate, **settings}
+        if (stage := sizes.get("stage", 1)) > 1:  # more microbatches wait less
+            choices["accumulate"] = [n for n in (4 * stage, 2 * stage, stage) if rows % n == 0]
+            kinds = ["interleaved"] if "chunks" in settings else ["1f1b", "zero_bubble", "interleaved"]
+            kinds = [settings["schedule"]] if "schedule" in settings else kinds
+            choices["schedule"] = [{"schedule": kind, "chunks": 1 + (kind == "interleaved")} for kind in kinds]
+        choices |= {name: [value] for name, value in settings.items() if name in choices and name != "schedule"}
+        for experts, remat, accumulate, schedule in itertools.product(*choices.values()):
+            more = {**({"experts": experts} if job.experts else {}), **schedule}
+            yield {**sizes, **more, "remat": remat, "accumulate": accumulate, **settings}
 
 
 def _nearest(device: devices.Device, count: int) -> int:
@@ -249,7 +262,7 @@ def _heavier(a: dict[str, Any], b: dict[str, Any]) -> float:
     Of n times as many microbatches each needs 1/n of the memory that grows with the batch, and all of the rest. Several
     microbatches need a second copy of the gradients, and so one of them may need less than two.
     """
-    same = all(a.get(name, 1) == b.get(name, 1) for name in ("context", "model"))
+    same = all(a.get(name, 1) == b.get(name, 1) for name in ("context", "model", "stage", "schedule", "chunks"))
     same = same and a.get("experts", False) == b.get("experts", False)
     split = a.get("replica", 1) >= b.get("replica", 1)
     kept = a["remat"] <= b["remat"] and a.get("release", True) <= b.get("release", True)
@@ -260,7 +273,11 @@ def _heavier(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 def _slower(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Return whether `a` is `b` with more microbatches: it has the same operations in parts, and more transfers."""
-    return a["accumulate"] > b["accumulate"] and {**a, "accumulate": 0} == {**b, "accumulate": 0}
+    return (
+        a.get("stage", 1) == 1
+        and a["accumulate"] > b["accumulate"]
+        and {**a, "accumulate": 0} == {**b, "accumulate": 0}
+    )
 
 
 def _neighbours(**layout: Any) -> list[dict[str, Any]]:

@@ -26,10 +26,12 @@ from fshard.interop.hf import CONFIG, read_json
 from fshard.mesh import make_mesh
 from fshard.models.hf import model_of
 from fshard.models.transformer import Layout
+from fshard.schedule import on_stages
+from fshard.schedule.tables import Kind
 from fshard.shard_map import ShardMapped, shard_map
 from fshard.spec import P, fully_shard
 
-AXES = ("replica", "data", "context", "model")  # of a mesh, the nearest ranks last
+AXES = ("stage", "replica", "data", "context", "model")  # of a mesh, the nearest ranks last
 _LENGTHS = ("n_positions", "max_position_embeddings")  # fields of configs: the longest sequence
 _BLOCKS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")  # and numbers of blocks
 _MOST_TOKENS, _SIDE = 8192, 224  # by default: of a sequence, and of an image
@@ -61,6 +63,11 @@ class Job:
     def splits_positions(self) -> bool:
         """True if the model has a form for an axis that splits the positions."""
         return self.model not in (models.resnet, models.t5, models.heads)
+
+    @property
+    def splits_blocks(self) -> bool:
+        """True if the model has a form for blocks on several stages."""
+        return self.model in (models.gpt2, models.llama, models.mistral, models.qwen2, models.qwen3)
 
     @property
     def experts(self) -> int:
@@ -110,16 +117,18 @@ def _base(cfg: Any) -> Any:
 
 
 def train_step(
-    job: Job, *, replica: int = 1, data: int = 1, context: int = 1, model: int = 1, batch: int, accumulate: int = 1,
-    remat: bool = False, sequence: bool = True, experts: bool = False, release: bool = True, prefetch: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
+    job: Job, *, stage: int = 1, replica: int = 1, data: int = 1, context: int = 1, model: int = 1, batch: int,
+    accumulate: int = 1, schedule: Kind = "1f1b", chunks: int = 1, remat: bool = False, sequence: bool = True,
+    experts: bool = False, release: bool = True, prefetch: int = 1, dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[ShardMapped, tuple[Any, ...]]:  # fmt: skip
     """Return a train step with AdamW on an abstract mesh, and its described arguments: (state, *batch) -> state, loss.
 
     Args:
-        replica, data, context, model: axis sizes. Each of `replica` groups has all parameters (DDP), split over `data`
-            and `context` (FSDP), and heads, hidden units and the vocabulary over `model`; positions over `context`.
+        stage, replica, data, context, model: axis sizes. Each of `replica` groups has all parameters (DDP), split over
+            `data` and `context` (FSDP), and heads, hidden units and the vocabulary over `model`; positions over
+            `context`, and blocks over `stage`.
         batch: examples of a step on all ranks, in `accumulate` microbatches.
+        schedule, chunks: of the stages, as for `fs.pipelined`.
         remat: recompute blocks in backward.
         sequence: split the residual stream along time over `model`.
         experts: split experts by expert over `data` and `context`; tokens go to them.
@@ -130,18 +139,21 @@ def train_step(
     Raises ShardingError for a layout that does not fit the model.
     """
     for setting, fits in ((f"context={context}", job.splits_positions or context == 1),
+                          (f"stage={stage}", job.splits_blocks or stage == 1),
                           (f"experts={experts}", job.experts or not experts)):  # fmt: skip
         if not fits:
             raise fail(f"plan: {setting}: {job.name} has no form for it", fix="leave it out")
-    names = dict(zip(AXES, (replica, data, context, model), strict=True))
+    names = dict(zip(AXES, (stage, replica, data, context, model), strict=True))
     sizes: dict[str, Any] = {a: n for a, n in names.items() if n > 1 or a == "data"}
     mesh = make_mesh(kind="abstract", **sizes)
-    axes, sharded = (tuple(a for a in some if a in mesh.axes) for some in (AXES[:2], AXES[1:3]))
+    axes, sharded = (tuple(a for a in some if a in mesh.axes) for some in (AXES[1:3], AXES[2:4]))
     over, positions = (a if a in mesh.axes else None for a in ("model", "context"))
     by_expert: dict[str, Any] = {"experts": sharded} if experts else {}
     module, cfg = job.model, job.cfg
     described = module.init(cfg)
     specs = fully_shard(module.specs(cfg, model=over, **by_expert), described, axis=sharded)
+    if stage > 1:
+        specs["h"] = on_stages(specs["h"], described["h"], "stage", stage, chunks=chunks)
     casts: dict[str, Any] = {} if dtype == torch.float32 else {"dtype": dtype, "reduce_dtype": torch.float32}
     options: dict[str, Any] = {"specs": specs, "remat": remat}
     args: tuple[Any, ...]
@@ -151,7 +163,8 @@ def train_step(
         args = (initial.zeros(shape), _integers(batch))
     else:
         options["layout"] = Layout(axes, over, sequence and model > 1, release=release, prefetch=prefetch,
-                                   context=positions, **by_expert, **casts)  # fmt: skip
+                                   context=positions, stage="stage" if stage > 1 else None, **by_expert,
+                                   **casts)  # fmt: skip
         classes = module is models.heads and cfg.task == "sequence"
         args = (_integers(batch, job.length), _integers(batch) if classes else _integers(batch, job.length))
     adamw = optim.adamw(1e-4)
@@ -168,7 +181,9 @@ def train_step(
         return module.loss(cfg, params, *args, **options)
 
     gradient = value_and_grad(loss, has_aux=has_aux)
-    if accumulate > 1:
+    if stage > 1:
+        gradient = models.stages.pipelined(cfg, microbatches=accumulate, schedule=schedule, chunks=chunks, **options)
+    elif accumulate > 1:
         gradient = accumulated(loss, accumulate, has_aux=has_aux)
 
     def step(state: Any, *batch: Tensor) -> Any:

@@ -98,7 +98,7 @@ class Stages:
         return shapes_of(self.model.init, self.cfg)
 
     def _batch(self, *tokens: Tensor) -> dict[str, Tensor]:
-        return dict(zip(("ids", "targets"), self.layout.to_zigzag(*tokens), strict=False))
+        return dict(zip(("ids", "targets"), self.layout.to_zigzag(*tokens)[1:], strict=False))
 
     def _numbers(self, params: Any) -> list[int]:
         return list(range(len(params["h"])))

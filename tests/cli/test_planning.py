@@ -160,11 +160,19 @@ def test_candidates_use_all_devices_and_rule_out_each_other():
     assert not _heavier({**two, "context": 4}, two)
     assert _slower(two, one)
     assert not _slower({**two, "remat": False}, one)
+    staged = list(_candidates(job, H100, 8, 32, {"stage": 2, "remat": True, "model": 1}))
+    assert {(x["stage"], x["data"], x["accumulate"]) for x in staged} == {(2, 4, 8), (2, 4, 4), (2, 4, 2)}
+    assert {(x["schedule"], x["chunks"]) for x in staged} == {("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2)}
+    chunked = _candidates(job, H100, 8, 32, {"stage": 2, "schedule": "interleaved", "chunks": 4, "accumulate": 4})
+    assert {(x["schedule"], x["chunks"], x["accumulate"]) for x in chunked} == {("interleaved", 4, 4)}
+    assert not _slower(staged[0], {**staged[0], "accumulate": 2})  # more microbatches wait less
+    assert not _heavier({**staged[0], "stage": 4}, staged[0])
 
 
 def test_errors_name_the_option(capsys: pytest.CaptureFixture[str]):
     assert error(capsys, model="nowhere").splitlines()[0] == "plan: nowhere: there is no config.json"
     assert "'remat=3' is not a setting" in error(capsys, "--layout", "data=2,remat=3")
+    assert "'schedule=1b' is not a setting" in error(capsys, "--layout", "stage=2,schedule=1b")
     assert "it has a value already" in error(capsys, "--layout", "data=2,data=4")
     assert "2 problems" in error(capsys, "--layout", "dat=2,model=0")
     assert "4 x 4 = 16" in error(capsys, "--devices", "8", "--layout", "data=4,model=4")
@@ -187,6 +195,16 @@ def test_errors_name_the_option(capsys: pytest.CaptureFixture[str]):
         assert f"fix: {fix}" in text
     Path("config.json").write_text('{"model_type": "clip"}')
     assert "there is no model file for 'clip'" in error(capsys)
+
+
+def test_rows_of_pipelines_have_their_schedules_and_waits(capsys: pytest.CaptureFixture[str]):
+    Path("config.json").write_text(json.dumps({**GPT2, "n_layer": 2}))
+    out = run(capsys, "--device", "h100", "--batch", "4", "--layout", "stage=2,data=1,accumulate=2,schedule=gpipe")
+    row = out.splitlines()[-1]
+    assert row.split()[:4] == ["2", "1", "2", "gpipe"]
+    assert "stages wait " in row
+    Path("config.json").write_text(json.dumps({**CONFIGS["t5"], "model_type": "t5"}))
+    assert "error: plan: stage=2: t5 has no form for it" in run(capsys, "--layout", "stage=2,data=1")
 
 
 @pytest.mark.slow
