@@ -462,7 +462,7 @@ class _Run:
         return totals["loss"], totals["count"], totals["aux"], grads
 
     def _grads_of_layers(self, rows: Sequence[Sequence[Tensor]]) -> Any:
-        """Return the gradients of the layers, by the leaves of each one that is here, stacked as they are."""
+        """Return the gradients in the form of the layers, by the leaves of each layer that is here."""
         layers = self.params[1]
         if isinstance(layers, (list, tuple)):
             found = [tree.map(torch.zeros_like, layer) for layer in layers]

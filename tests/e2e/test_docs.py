@@ -444,6 +444,10 @@ weights = {"params": resnet.init(cfg), "state": resnet.state(cfg)}
 resnet.save("my-resnet", cfg, fs.materialize(weights, P(), mesh, key=fs.key(0)))
 """,
     "fshard.models.resnet.loss": RESNET_LOCAL,
+    "fshard.models.stages.pipelined": """
+cfg, ids = gpt2.Config(32, 8, 16, 1, 4), torch.arange(8).view(2, 4)
+params = fs.device_get(fs.materialize(gpt2.init(cfg), P(), mesh, key=fs.key(0)))
+""",
     "fshard.schedule.pipeline.pipelined": """
 embed = lambda ends, b: b @ ends["w"]
 layer = lambda p, h, b: h + torch.tanh(h @ p["w"])
