@@ -37,7 +37,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "law": 1_280,
     "lora": 1_740,
     "models": 4_818,
-    "nn": 3_864,
+    "nn": 3_852,
     "optim": 2_773,
     "planning": 4_298,
     "recipes": 2_110,
