@@ -31,7 +31,7 @@ from fshard._core.torch import (
 from fshard._core.transfers import is_observed, transposing
 from fshard.errors import checked, fail
 
-from .layers import causal_mask, check_groups, repeat_heads
+from .layers import causal_mask, check_groups, masked_scores, repeat_heads
 
 _ALIGNMENT = 32  # of the queries in the log-sum-exp of the kernel on CUDA
 
@@ -157,23 +157,17 @@ def plain(
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return attention and its log-sum-exp by torch's operations, with dropout of the weights [B, H, T, S]."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = _scores(q, k, causal, mask, scale).to(wide)
-    none = (scores == -math.inf).all(-1, keepdim=True)
-    scores = scores.masked_fill(none, 0)
-    lse = scores.logsumexp(-1, keepdim=True)
-    weights = (scores - lse).exp().masked_fill(none, 0).to(v.dtype)
-    weights = weights if drop is None else drop(weights)
-    return weights @ repeat_heads(q.shape[1], v), lse.masked_fill(none, -math.inf).squeeze(-1)
-
-
-def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
-    scores = q * scale @ repeat_heads(q.shape[1], k).transpose(-2, -1)
-    if causal:
+    if causal or not k.shape[2]:  # without keys the queries attend to none
         mask = causal_mask(q.shape[2], k.shape[2], device=q.device)
-    if mask is None:
-        return scores
-    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    k, v = (repeat_heads(q.shape[1], x) for x in (k, v))
+    scores, masked = masked_scores(q, k, mask, scale)
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+    lse = scores.logsumexp(-1, keepdim=True)
+    weights = (scores - lse).exp()
+    if masked is not None:
+        weights, lse = weights.masked_fill(masked, 0), lse.masked_fill(masked, -math.inf)
+    weights = weights.to(v.dtype)
+    return (weights if drop is None else drop(weights)) @ v, lse.squeeze(-1)
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------

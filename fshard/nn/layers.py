@@ -275,16 +275,21 @@ def attention(
     if not drops:
         square = causal and t == s and t > 1
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=scale)
-    scores = q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.transpose(-2, -1)  # [B, H, T, S]
-    masked = None  # queries that attend to no position, for which a softmax would be NaN
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        masked = (scores == -math.inf).all(-1, keepdim=True)
-        scores = scores.masked_fill(masked, 0)
+    scores, masked = masked_scores(q, k, mask, q.shape[-1] ** -0.5 if scale is None else scale)
     weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     if masked is not None:
         weights = weights.masked_fill(masked, 0)
     return dropout(weights, rate, key=key, spec=spec, shape=shape) @ v
+
+
+def masked_scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
+    """Return scores [B, H, T, S], and the queries [B, H, T, 1] that attend to no position, whose scores are 0."""
+    scores = q * scale @ k.transpose(-2, -1)
+    if mask is None:
+        return scores, None
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    masked = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(masked, 0), masked
 
 
 def repeat_heads(heads: int, x: Tensor) -> Tensor:
