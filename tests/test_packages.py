@@ -34,14 +34,14 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "data": 1_056,
     "defer": 5_257,
     "interop": 4_440,
-    "law": 1_288,
+    "law": 1_285,
     "lora": 1_743,
     "models": 4_842,
     "nn": 3_777,
     "optim": 2_773,
     "planning": 4_316,
     "recipes": 2_110,
-    "schedule": 2_357,
+    "schedule": 2_360,
     "fshard": 93,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library
