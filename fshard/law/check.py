@@ -343,11 +343,11 @@ def _joined_result(name: str, runs: Mapping[int, DryRun], uneven: Sequence[Uneve
     rows = zip(tree.leaves_with_path(first.joined), *(run.result.leaves for run in runs.values()), strict=True)
     for (path, x), *parts in rows:
         leaves.append(x)
-        if not isinstance(x, Sharded) or (len({p.shape for p in parts}) == 1 and not x.spec.lengths):
+        if not isinstance(x, Sharded) or len({p.shape for p in parts}) == 1:
             continue
-        dims = zip(x.spec.parts(x.ndim), x.spec.sizes(x.shape, first.mesh.axes),
+        dims = zip(x.spec.sizes(x.shape, first.mesh.axes), x.spec.parts(x.ndim),
                    zip(*(p.shape for p in parts), strict=True), strict=True)  # fmt: skip
-        shape = [fitting(*dim) for dim in dims]
+        shape = [total(n) if isinstance(n, tuple) else fitting(axes, column) for n, axes, column in dims]
         known = [n for n in shape if n is not None]
         if len(known) == len(shape):
             leaves[-1] = abstract_sharded(known, x.dtype, x.spec, first.mesh)
@@ -365,22 +365,19 @@ def _joined_result(name: str, runs: Mapping[int, DryRun], uneven: Sequence[Uneve
 
 
 def _fitting_size(
-    runs: Mapping[int, DryRun], uneven: Sequence[UnevenDim], axes: tuple[str, ...], chosen: Size,
-    lengths: tuple[int, ...],
-) -> int | None:  # fmt: skip
+    runs: Mapping[int, DryRun], uneven: Sequence[UnevenDim], axes: tuple[str, ...], lengths: tuple[int, ...]
+) -> int | None:
     """Return a size that `axes` split so that each of these ranks has its length; None if there is none.
 
-    `chosen` may be the lengths that the spec of the result names. Otherwise, if all have the same length, all other
-    ranks are assumed to have it; else a size of an uneven argument goes first.
+    If all have the same length, all other ranks are assumed to have it; else a size of an uneven argument goes first.
     """
     sizes = runs[0].mesh.axes
     ranks = math.prod(sizes[a] for a in axes)
     largest, smallest = lengths[0] * ranks, max(0, (lengths[0] - 1) * ranks + 1)  # as rank 0 has ceil(n / ranks)
     known = [d.size for d in uneven if d.axes == tuple(a for a in axes if sizes[a] > 1)]
     coords = [runs[rank].mesh.coords(rank) for rank in runs]
-    sought: Sequence[Size] = [largest] if len(set(lengths)) == 1 else [*known, *range(largest, smallest - 1, -1)]
-    for n in [chosen] if isinstance(chosen, tuple) else sought:
+    for n in [largest] if len(set(lengths)) == 1 else [*known, *range(largest, smallest - 1, -1)]:
         parts = [part_range(n, [sizes[a] for a in axes], [c[a] for a in axes])[1] for c in coords]
         if parts == list(lengths):
-            return total(n)
+            return n
     return None

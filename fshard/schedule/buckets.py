@@ -15,6 +15,7 @@ from fshard._core.ops import Gather, Map, Precision, Slice, Vary, gather_layout,
 from fshard._core.protocol import PendingTransfer
 from fshard._core.region import Region, checker
 from fshard._core.torch import foreach_copy_
+from fshard.spec import total
 
 from .unshard import Route
 
@@ -75,7 +76,7 @@ def plan_buckets(
         for k, (i, x) in enumerate(zip(which, xs, strict=True)):
             if gather is not None or computed != x.dtype or host:
                 dim, size = gather.layout[k] if gather is not None else (0, x.shape[0] if x.ndim else 0)
-                shape = (*x.shape[:dim], size, *x.shape[dim + 1 :]) if x.ndim else ()
+                shape = (*x.shape[:dim], total(size), *x.shape[dim + 1 :]) if x.ndim else ()
                 slices[i] = BufferSlice(end, computed, shape)
                 end += -(-math.prod(shape) * computed.itemsize // ALIGNMENT) * ALIGNMENT
         if axes or vary or cast or host:
@@ -95,7 +96,9 @@ def plan_kept(plan: BucketPlan, axes: Sequence[str]) -> BucketPlan | None:
     for k, bucket in enumerate(buckets):
         over = () if bucket.gather is None else tuple(a for a in bucket.gather.axes if a in axes)
         if bucket.gather is not None and over and over != bucket.gather.axes:
-            buckets[k] = replace(bucket, gather=replace(bucket.gather, axes=over), vary=None, cast=None, host=False)
+            layout = tuple((dim, total(size)) for dim, size in bucket.gather.layout)
+            gather = replace(bucket.gather, axes=over, layout=layout)
+            buckets[k] = replace(bucket, gather=gather, vary=None, cast=None, host=False)
     return None if tuple(buckets) == plan.buckets else replace(plan, buckets=tuple(buckets))
 
 
