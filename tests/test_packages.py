@@ -29,7 +29,7 @@ EXTRAS = ("transformers", "peft", "accelerate", "datasets", "nbformat", "nbclien
 MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_498,
-    "cli": 1_591,
+    "cli": 1_623,
     "core": 17_221,
     "data": 1_056,
     "defer": 5_262,
