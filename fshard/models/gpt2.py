@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +29,11 @@ from .transformer import (
     causal_attention,
     check_numbers,
     decoder_of,
+    forward_of,
     generate_of,
     linear_params,
     loss_of,
     norm_params,
-    shapes_of,
     split_qkv,
 )
 
@@ -120,15 +119,6 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
     return {"wte": P(m), "wpe": P(), "h": [block] * cfg.n_layer, "ln_f": P()}
 
 
-def _forward(
-    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, key: Tensor | None,
-    remat: bool, mask: Tensor | Tokens | None, cache: Cache | None = None,
-) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
-    """Return the normalized stream after the last block, the unsharded parameters `names`, and what to cache."""
-    run = pieces(cfg, ids, layout=layout, key=key, mask=mask, cache=cache)
-    return run.run(params, names, described=shapes_of(init, cfg), specs=specs, key=key, remat=remat, cache=cache)
-
-
 def pieces(
     cfg: Config, ids: Tensor, *, layout: Layout, key: Tensor | None, mask: Tensor | Tokens | None,
     cache: Cache | None = None,
@@ -172,7 +162,7 @@ def logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) 
     return layout.column_linear(x, t, top["wte"].transpose(0, 1))  # [B, T, V@model]
 
 
-apply, states = decoder_of(Config, init, _forward, logits)
+apply, states = decoder_of(Config, init, forward_of(init, pieces), logits)
 loss = loss_of(apply, Config)
 generate = generate_of(apply, Config)
 

@@ -8,7 +8,7 @@ Source: Black et al., 2022, "GPT-NeoX-20B"; weights as in Hugging Face `GPTNeoXF
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,18 +26,19 @@ from .activations import ACTIVATIONS, activation_errors
 from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
 from .kv_cache import Cache, KeyValues, Tokens
 from .transformer import (
+    Block,
     Layout,
-    apply_blocks,
+    Pieces,
     causal_attention,
     check_numbers,
     decoder_of,
     flat_linear,
+    forward_of,
     generate_of,
     linear_params,
     loss_of,
     norm_params,
     rope_angles,
-    shapes_of,
     split_qkv,
 )
 
@@ -136,25 +137,24 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
     return {"wte": P(m), "h": [block] * cfg.num_hidden_layers, "ln_f": P(), **head}
 
 
-def _forward(
-    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, key: Tensor | None,
-    remat: bool, mask: Tensor | Tokens | None, cache: Cache | None = None,
-) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
-    """Return the normalized stream after the last block, the unsharded parameters `names`, and what to cache."""
+def pieces(
+    cfg: Config, ids: Tensor, *, layout: Layout, key: Tensor | None, mask: Tensor | Tokens | None,
+    cache: Cache | None = None,
+) -> Pieces:  # fmt: skip
+    """Return the parts of the model on ids [B@data, T]."""
     tokens = Tokens.of(ids, mask, cache)
     layout = layout.with_batch(ids, key, cfg.hidden_dropout, cfg.attention_dropout)
-    described = shapes_of(init, cfg)
-    top = layout.unshard(names, params, specs, described)
 
-    x = layout.embed(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
-    x = layout.dropout(x, cfg.hidden_dropout, key, "embd", tokens.total)
-    angles = rope_angles(cfg.rope_parameters, cfg.hidden_size // cfg.num_attention_heads, cfg.max_position_embeddings,
-                         tokens=tokens, layout=layout, dtype=x.dtype)  # fmt: skip
+    def embed(top: Any) -> Tensor:  # [B, T, D], or [B, T@model, D] under sequence parallelism
+        x = layout.embed(ids, top["wte"], cfg.vocab_size)
+        return layout.dropout(x, cfg.hidden_dropout, key, "embd", tokens.total)
 
-    x, blocks = apply_blocks(lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, angles, cached),
-                             params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
-                             cache=cache)  # fmt: skip
-    return layout.layer_norm(x, top["ln_f"], cfg.layer_norm_eps), top, blocks
+    def block_for(x: Tensor) -> Block:
+        angles = rope_angles(cfg.rope_parameters, cfg.hidden_size // cfg.num_attention_heads,
+                             cfg.max_position_embeddings, tokens=tokens, layout=layout, dtype=x.dtype)  # fmt: skip
+        return lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, angles, cached)
+
+    return Pieces(layout, embed, block_for, lambda top, x: layout.layer_norm(x, top["ln_f"], cfg.layer_norm_eps))
 
 
 Angles = tuple[Tensor, Tensor]  # the cos and sin that rotate queries and keys
@@ -208,7 +208,7 @@ def _add_bias(x: Tensor, p: Any, layout: Layout) -> Tensor:
     return x + layout.replicated(p["b"]) if "b" in p else x
 
 
-apply, states = decoder_of(Config, init, _forward)
+apply, states = decoder_of(Config, init, forward_of(init, pieces))
 loss = loss_of(apply, Config)
 generate = generate_of(apply, Config)
 

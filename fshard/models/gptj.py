@@ -8,7 +8,6 @@ Source: Wang & Komatsuzaki, 2021, "GPT-J-6B"; weights as in Hugging Face `GPTJFo
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,17 +25,18 @@ from .activations import ACTIVATIONS, activation_errors
 from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
 from .kv_cache import Cache, KeyValues, Tokens
 from .transformer import (
+    Block,
     Layout,
-    apply_blocks,
+    Pieces,
     causal_attention,
     check_numbers,
     decoder_of,
+    forward_of,
     generate_of,
     linear_params,
     loss_of,
     norm_params,
     project_heads,
-    shapes_of,
 )
 
 
@@ -130,29 +130,26 @@ def specs(cfg: Config, *, model: Axis = None) -> Any:
     return {"wte": P(m), "h": [block] * cfg.n_layer, "ln_f": P(), "head": head}
 
 
-def _forward(
-    cfg: Config, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, key: Tensor | None,
-    remat: bool, mask: Tensor | Tokens | None, cache: Cache | None = None,
-) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
-    """Return the normalized stream after the last block, the unsharded parameters `names`, and what to cache."""
+def pieces(
+    cfg: Config, ids: Tensor, *, layout: Layout, key: Tensor | None, mask: Tensor | Tokens | None,
+    cache: Cache | None = None,
+) -> Pieces:  # fmt: skip
+    """Return the parts of the model on ids [B@data, T]."""
     tokens = Tokens.of(ids, mask, cache)
     if tokens.stop > cfg.n_positions:
         raise fail(f"gptj: {tokens.stop} tokens do not fit {cfg.n_positions} positions",
                    fix="a larger n_positions")  # fmt: skip
     layout = layout.with_batch(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
-    described = shapes_of(init, cfg)
-    top = layout.unshard(names, params, specs, described)
 
-    x = layout.embed(ids, top["wte"], cfg.vocab_size)  # [B, T, D], or [B, T@model, D] under sequence parallelism
-    x = layout.dropout(x, cfg.embd_pdrop, key, "embd", tokens.total)
+    def embed(top: Any) -> Tensor:  # [B, T, D], or [B, T@model, D] under sequence parallelism
+        return layout.dropout(layout.embed(ids, top["wte"], cfg.vocab_size), cfg.embd_pdrop, key, "embd", tokens.total)
 
-    rates, _ = rope.frequencies({"rope_theta": 10_000.0}, cfg.rotary_dim, cfg.n_positions, device=ids.device)
-    angles = rope.angles(tokens.positions, rates, dtype=x.dtype)
+    def block_for(x: Tensor) -> Block:
+        rates, _ = rope.frequencies({"rope_theta": 10_000.0}, cfg.rotary_dim, cfg.n_positions, device=ids.device)
+        angles = rope.angles(tokens.positions, rates, dtype=x.dtype)
+        return lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, angles, cached)
 
-    x, blocks = apply_blocks(lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, angles, cached),
-                             params, x, layout=layout, described=described, specs=specs, key=key, remat=remat,
-                             cache=cache)  # fmt: skip
-    return layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon), top, blocks
+    return Pieces(layout, embed, block_for, lambda top, x: layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon))
 
 
 def _block(
@@ -181,12 +178,12 @@ def _block(
     return x + a + layout.dropout(layout.leave(h) + b, cfg.resid_pdrop, key, "down", tokens.total), cached
 
 
-def _logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
+def logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
     w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
     return nn.linear(layout.enter(x, t), w, top["head"]["b"])  # [B, T, V@model]
 
 
-apply, states = decoder_of(Config, init, _forward, _logits)
+apply, states = decoder_of(Config, init, forward_of(init, pieces), logits)
 loss = loss_of(apply, Config)
 generate = generate_of(apply, Config)
 

@@ -118,7 +118,7 @@ def save(
         else:
             write_module(path, params, of, config=cfg, like=like, max_shard_bytes=max_shard_bytes)
         return
-    known = [getattr(models, name) for name in models.__all__]
+    known = [getattr(models, name) for name in (*models.ARCHITECTURES, "heads")]
     model = next((m for m in known if isinstance(cfg, m.Config)), None)
     if model is None:
         raise fail(f"save: {type(cfg).__name__} is not a Config of fs.models", models=", ".join(models.ARCHITECTURES),

@@ -33,12 +33,12 @@ from .transformer import (
     check_numbers,
     decoder_of,
     flat_linear,
+    forward_of,
     generate_of,
     linear_params,
     loss_of,
     project_heads,
     rope_angles,
-    shapes_of,
 )
 
 
@@ -202,12 +202,6 @@ def row_specs(cfg: BaseConfig, name: str, model: Axis) -> Any:
     return {"w": P(model), "b": P()} if name in cfg.biased else {"w": P(model)}
 
 
-def _forward(
-    cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], **options: Any
-) -> tuple[Tensor, dict[str, Any], list[Any]]:
-    return forward(cfg, params, ids, names, shapes_of(init, cfg), _block, **options)
-
-
 def forward(
     cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], described: Any, block: Callable[..., Any], *,
     layout: Layout, specs: Any, key: Tensor | None, remat: bool, mask: Tensor | Tokens | None,
@@ -294,7 +288,7 @@ def hidden_units(cfg: BaseConfig, p: Any, h: Tensor) -> Tensor:
     return ACTIVATIONS[cfg.hidden_act](flat_linear(h, p["gate"])) * flat_linear(h, p["up"])
 
 
-apply, states = decoder_of(BaseConfig, init, _forward)
+apply, states = decoder_of(BaseConfig, init, forward_of(init, pieces))
 loss = loss_of(apply, Config)
 generate = generate_of(apply, Config)
 

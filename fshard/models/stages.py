@@ -20,23 +20,23 @@ from fshard.schedule.remat import remat as rematerialize
 from fshard.schedule.tables import Kind
 from fshard.schedule.unshard import make_whole
 
-from . import gpt2, llama, mixtral
+from . import gpt2, gpt_neox, gptj, llama, mixtral
 from .kv_cache import located
 from .transformer import Layout, check_params, fold_name, head_logits, shapes_of, spec_of
 
 
 @checked
 def pipelined(
-    cfg: Any, *, layout: Layout, specs: Any, microbatches: int, schedule: Kind = "1f1b",
-    chunks: int = 1, remat: bool = False,
+    cfg: Any, *, layout: Layout, specs: Any, microbatches: int, schedule: Kind = "1f1b", chunks: int = 1,
+    remat: bool = False,
 ) -> Stages:  # fmt: skip
     """Return the loss and gradients of a decoder whose blocks are on the ranks of `layout.stage`. Inside `shard_map`.
 
         f(params, ids, targets, key=None) -> (loss [] {I}, gradients)     f.loss(params, ids, targets) -> loss
         f.logits(params, ids) -> [B@data, T, V@model]
 
-    They equal those of the model's `loss` on any mesh: the mean over the targets of the full batch. `cfg` is of gpt2,
-    llama, mistral, qwen2 or qwen3. `specs` place the blocks:
+    They equal the model's `loss` and its gradients on any mesh: the mean over the targets of the full batch. `cfg` is
+    of gpt2, gptj, gpt_neox, llama, mistral, qwen2 or qwen3. `specs` place the blocks:
     `specs["h"] = fs.on_stages(specs["h"], init(cfg)["h"], "stage", n)`. `key` turns dropout on. Other arguments are as
     of `fs.pipelined`. Parameters that `specs` split over `layout.data` are gathered in each microbatch, and with
     `Layout(release=False)` once.
@@ -46,11 +46,12 @@ def pipelined(
 
     Raises ShardingError for a config of another model.
     """
-    is_gpt2 = isinstance(cfg, gpt2.Config)
-    if not is_gpt2 and (not isinstance(cfg, llama.BaseConfig) or isinstance(cfg, mixtral.BaseConfig)):
+    models = {gpt2.Config: gpt2, gptj.Config: gptj, gpt_neox.Config: gpt_neox, llama.BaseConfig: llama}
+    model = next((m for kind, m in models.items() if isinstance(cfg, kind)), None)
+    if model is None or isinstance(cfg, mixtral.BaseConfig):
         raise fail(f"pipelined: cfg is {shown(cfg)}, which has no form in stages",
-                   fix="a Config of gpt2, llama, mistral, qwen2 or qwen3; write others by fs.pipelined")  # fmt: skip
-    model = gpt2 if is_gpt2 else llama
+                   fix="a Config of gpt2, gptj, gpt_neox, llama, mistral, qwen2 or qwen3; others by fs.pipelined"
+                   )  # fmt: skip
     return Stages(model, cfg, layout, specs, microbatches, schedule, chunks, remat)
 
 

@@ -447,6 +447,19 @@ class Pieces(NamedTuple):
         return self.norm(top, x), top, outs
 
 
+def forward_of(init: Callable[[Any], Any], pieces: Callable[..., Pieces]) -> Callable[..., Any]:
+    """Make the `forward` of a decoder, for `decoder_of`, from its parts."""
+
+    def forward(
+        cfg: Any, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, key: Tensor | None,
+        remat: bool, mask: Tensor | Tokens | None, cache: Cache | None = None,
+    ) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
+        run = pieces(cfg, ids, layout=layout, key=key, mask=mask, cache=cache)
+        return run.run(params, names, described=shapes_of(init, cfg), specs=specs, key=key, remat=remat, cache=cache)
+
+    return forward
+
+
 def loss_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor]:
     """Make the `loss` of a decoder from its `apply` and the class of its configs."""
 

@@ -1,8 +1,8 @@
 """Pipeline parallelism as a function: each rank of an axis computes a few layers, for one microbatch after the other.
 
 The order of the operations is a table that every rank knows (`tables`), so that each rank knows who sends what, and
-when. For each chunk of layers and microbatch there is a graph of autograd. Its leaves are the received tensors, the
-weights, and the gradients are added into one buffer for each stacked leaf.
+when. For each chunk of layers and microbatch there is a graph of autograd, whose leaves are the received tensors and
+the weights of the chunk.
 
 Legend: L layers, v chunks of them in each stage, M microbatches; [L@axis] is a dim split over the axis.
 """
@@ -444,12 +444,8 @@ class _Run:
     def value_and_grad(self) -> tuple[Tensor, Any, Any, Any]:
         """Return the sums of the losses and the counts, the stacked aux, and the sums of the gradients."""
         loss, count, aux = self._of_last(self.result)
-        leaves, treedef = tree.flatten(self.params)
-        sums = [torch.zeros_like(x) for x in leaves]
-        d_ends, d_layers = tree.unflatten(treedef, sums)
-        self.ends, self.weights = _with_grads(self.ends, d_ends)
-        rows = [(*_with_grads(layer, d), extra) for (layer, extra), d in
-                zip(self.layers, [d for d, _ in _layers(d_layers, None, self.order.chunks)], strict=True)]  # fmt: skip
+        self.ends, self.weights = _differentiated(self.ends)
+        rows = [(*_differentiated(layer), extra) for layer, extra in self.layers]
         self.layers = [(layer, extra) for layer, _, extra in rows]
         self.weights_of = [[x for _, xs, _ in part for x in xs] for part in self._parts(rows)]
         with differentiating(), torch.enable_grad():
@@ -460,9 +456,23 @@ class _Run:
         if isinstance(count, Tensor):
             totals["count"] = sum([n for _, n, _ in found], torch.zeros_like(count))
         totals = {"count": None if isinstance(count, Tensor) else count * m} | self._from_last_stage(totals)
+        grads = tree.map(_take_grad, self.ends), self._grads_of_layers([xs for _, xs, _ in rows])
         if (types := checker()) is not None:
-            types.check_gradients([], leaves, sums)
-        return totals["loss"], totals["count"], totals["aux"], tree.unflatten(treedef, sums)
+            types.check_gradients([], tree.leaves(self.params), tree.leaves(grads))
+        return totals["loss"], totals["count"], totals["aux"], grads
+
+    def _grads_of_layers(self, rows: Sequence[Sequence[Tensor]]) -> Any:
+        """Return the gradients of the layers, by the leaves of each one that is here, stacked as they are."""
+        layers = self.params[1]
+        if isinstance(layers, (list, tuple)):
+            found = [tree.map(torch.zeros_like, layer) for layer in layers]
+            for i, xs in zip(_here(layers), rows, strict=True):
+                found[i] = tree.unflatten(tree.structure(layers[i]), map(_take_grad, xs))
+            return found
+        leaves, treedef = tree.flatten(layers)
+        grads = [torch.stack([_take_grad(xs[i]) for xs in rows]).view_as(x) if rows else torch.zeros_like(x)
+                 for i, x in enumerate(leaves)]  # fmt: skip
+        return tree.unflatten(treedef, grads)
 
     def results(self) -> Any:
         """Return the stacked results of `last`."""
@@ -548,8 +558,7 @@ class _Run:
         elif roots:
             torch.autograd.backward(roots, grads, inputs=[*inputs, *weights])
         if place:
-            found = [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
-            self.messages.send(("B", op.microbatch, place - 1), found)
+            self.messages.send(("B", op.microbatch, place - 1), [_take_grad(x) for x in inputs])
 
     def _place(self, op: Operation) -> int:
         return op.chunk * self.order.stages + self.stage
@@ -586,11 +595,15 @@ def _kind(x: Any) -> str:
     return f"{str(x.dtype)[6:]}{list(x.shape)}" if isinstance(x, Tensor) else shown(x)
 
 
-def _with_grads(params: Any, grads: Any) -> tuple[Any, list[Tensor]]:
-    """Return leaves of autograd that share memory with parameters, and whose gradients are added to `grads`."""
+def _differentiated(params: Any) -> tuple[Any, list[Tensor]]:
+    """Return leaves of autograd that share memory with parameters: as a tree, and as a list."""
     leaves, treedef = tree.flatten(params)
     new = [x.detach().requires_grad_() for x in leaves]
     keep_placed(new, leaves)
-    for x, g in zip(new, tree.leaves(grads), strict=True):
-        x.grad = g
     return tree.unflatten(treedef, new), new
+
+
+def _take_grad(x: Tensor) -> Tensor:
+    """Return the gradient that a leaf of autograd has, and free it there."""
+    grad, x.grad = x.grad, None
+    return torch.zeros_like(x) if grad is None else grad.contiguous()

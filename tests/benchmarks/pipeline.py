@@ -1,4 +1,4 @@
-"""Pipelines beside torch's: `python -m tests.benchmarks.pipeline [--tokens 2048] [--repeats 7] [--only 1f1b ...]`.
+"""Pipelines compared with torch's: `python -m tests.benchmarks.pipeline [--tokens 2048] [--only 1f1b ...]`.
 
 Loss and gradients of 8 feed-forward blocks over two processes of one thread each, in 8 microbatches. Between the
 ranks pass the same messages. torch has no zero-bubble schedule of one stage for each rank: its interleaved one is
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
     missed = 0
     for kind in args.only:
         peer = PEERS[kind][0].__name__
-        print(f"{kind} beside {peer}", flush=True)
+        print(f"{kind} and {peer}", flush=True)
         ways = {"torch": functools.partial(torchs, kind=kind), "fshard": functools.partial(fshards, kind=kind)}
         missed |= compare(ways, args.tokens, args.repeats)
     return missed

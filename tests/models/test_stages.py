@@ -7,7 +7,7 @@ import torch
 
 import fshard as fs
 from fshard import P
-from fshard.models import gpt2, llama, mixtral, qwen3, stages
+from fshard.models import gpt2, gpt_neox, gptj, llama, mixtral, qwen3, stages
 from tests.lib.assertions import assert_same, error_text
 from tests.lib.tiers import slow_unless
 
@@ -16,6 +16,8 @@ MODELS = {
     "gpt2": (gpt2, gpt2.Config(32, 8, 16, 3, 4)),
     "dropout": (gpt2, gpt2.Config(32, 8, 16, 3, 4, embd_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.1)),
     "llama": (llama, llama.Config(32, 16, 24, 3, 4, 2, tie_word_embeddings=True)),
+    "gptj": (gptj, gptj.Config(32, 8, 16, 3, 2, 4)),
+    "gpt_neox": (gpt_neox, gpt_neox.Config(32, 16, 3, 2, 24)),
     "qwen3": (qwen3, qwen3.Config(32, 16, 24, 3, 4, 2, head_dim=4)),
 }
 LAYOUTS = {  # axes, schedule, chunks, options of the layout; data splits the parameters, too
