@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard import P
+from fshard import P, optim
 from fshard._core.region import region
 from fshard._core.transfers import recording
+from fshard.spec import is_spec
 from tests.lib.assertions import error_text
 from tests.lib.operations import Operations
 
@@ -193,6 +194,29 @@ def test_step_with_gradients_runs_at_most_4_python_functions_per_leaf_and_145_fo
             counts[n] = python_calls(f, p, x)[0]
     assert counts[1] <= 145
     assert (counts[100] - counts[10]) / 90 <= 4
+
+
+def test_step_of_a_clip_and_adamw_runs_at_most_19_python_functions_per_donated_leaf_and_193_for_one():
+    opt = optim.chain(optim.clip_by_global_norm(1.0, P()), optim.adamw(1e-3))
+    counts = {}
+    for n in (1, 10, 110):
+        f = fs.shard_map(lambda p, s, g: opt.update(g, s, p), mesh=ONE, out_specs=P(), donate=(0, 1))
+        p, grads = state(n, ONE), state(n, ONE)
+        s = opt.init(p)
+        for _ in range(3):
+            counts[n], (p, s) = python_calls(f, p, s, grads)
+    assert counts[1] <= 193
+    assert (counts[110] - counts[10]) / 100 <= 19
+
+
+def test_prefix_of_two_specs_is_broadcast_by_6_python_functions():
+    counts = {}
+    for n in (2, 20):
+        blocks = {f"h{i}": {"w": torch.ones(1), "b": {"x": torch.ones(1), "y": torch.ones(1)}} for i in range(n)}
+        specs = {name: {"w": P("a"), "b": P()} for name in blocks}
+        counts[n], flat = python_calls(lambda: fs.tree.broadcast(specs, blocks, name="specs", leaf=is_spec))  # noqa: B023
+        assert flat == [P(), P(), P("a")] * n
+    assert (counts[20] - counts[2]) / 18 <= 6  # two of `is_spec`, and four that count the leaves below "b"
 
 
 def test_materialize_runs_at_most_131_python_functions_per_leaf_and_71_more_for_another_rank():

@@ -234,7 +234,9 @@ def make_optimizer(
                      kernel_options(name, _numbers(numbers, decay)) or [])  # fmt: skip
                 for column, new_column in zip([columns[0], *columns[2:]], [ps, *ms], strict=True):
                     for i, x in zip(group, new_column, strict=True):
-                        column[i] = copy_back(x, column[i], is_donated)
+                        if x.device != column[i].device:
+                            x = copy_back(x, column[i], is_donated)
+                        column[i] = x
         new_params, _, *new_moments = [tree.unflatten(treedef, column) for column in columns]
         return new_params, {"count": count, **dict(zip(moments, new_moments, strict=True))}
 

@@ -88,8 +88,6 @@ def groups_on_device(
 
 def copy_back(x: Tensor, old: Tensor, is_donated: Callable[[Tensor], bool]) -> Tensor:
     """Copy a new value to the memory of the old one, and into the old tensor itself where that is donated."""
-    if x.device == old.device:
-        return x
     if is_donated(old):
         return old.copy_(x, non_blocking=not torch.compiler.is_compiling())
     return start_copy_to_host(x) if old.device == host_device() else x.to(old.device)
