@@ -30,18 +30,18 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_498,
     "cli": 1_623,
-    "core": 17_221,
+    "core": 17_227,
     "data": 1_056,
     "defer": 5_262,
     "interop": 4_440,
-    "law": 1_376,
+    "law": 1_373,
     "lora": 1_743,
-    "models": 5_049,
-    "nn": 3_863,
+    "models": 5_046,
+    "nn": 3_862,
     "optim": 2_809,
     "planning": 4_549,
     "recipes": 2_134,
-    "schedule": 3_241,
+    "schedule": 3_257,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

@@ -158,11 +158,12 @@ def _block(
     return x + layout.dropout(h, cfg.resid_pdrop, key, "down", tokens.total), cached
 
 
-def logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
+def head_logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
+    """Return the logits of the normalized stream, [B, T, V@model]."""
     return layout.column_linear(x, t, top["wte"].transpose(0, 1))  # [B, T, V@model]
 
 
-apply, states = decoder_of(Config, init, forward_of(init, pieces), logits)
+apply, states = decoder_of(Config, init, forward_of(init, pieces), head_logits)
 loss = loss_of(apply, Config)
 generate = generate_of(apply, Config)
 

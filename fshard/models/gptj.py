@@ -178,12 +178,13 @@ def _block(
     return x + a + layout.dropout(layout.leave(h) + b, cfg.resid_pdrop, key, "down", tokens.total), cached
 
 
-def logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
+def head_logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
+    """Return the logits of the normalized stream, [B, T, V@model]."""
     w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
     return nn.linear(layout.enter(x, t), w, top["head"]["b"])  # [B, T, V@model]
 
 
-apply, states = decoder_of(Config, init, forward_of(init, pieces), logits)
+apply, states = decoder_of(Config, init, forward_of(init, pieces), head_logits)
 loss = loss_of(apply, Config)
 generate = generate_of(apply, Config)
 

@@ -130,7 +130,7 @@ class Stages:
         def end(ends: Any, x: Tensor, batch: Any) -> Any:
             run = pieces(batch)
             top = self._whole(ends, [name for name in ends if name != "wpe" and not (name == "wte" and "head" in ends)])
-            logits = getattr(self.model, "logits", head_logits)
+            logits = getattr(self.model, "head_logits", head_logits)
             return last(logits(self.cfg, run.layout, top, run.norm(top, x), batch["ids"].shape[1]), batch)
 
         def gather(params: Any) -> Any:
