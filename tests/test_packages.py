@@ -29,7 +29,7 @@ EXTRAS = ("transformers", "peft", "accelerate", "datasets", "nbformat", "nbclien
 MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_498,
-    "cli": 1_623,
+    "cli": 1_624,
     "core": 17_221,
     "data": 1_056,
     "defer": 5_262,
@@ -41,7 +41,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "optim": 2_809,
     "planning": 4_549,
     "recipes": 2_134,
-    "schedule": 3_241,
+    "schedule": 3_254,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library
