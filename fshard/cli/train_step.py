@@ -67,7 +67,8 @@ class Job:
     @property
     def splits_blocks(self) -> bool:
         """True if the model has a form for blocks on several stages."""
-        return self.model in (models.gpt2, models.llama, models.mistral, models.qwen2, models.qwen3)
+        known = models.gpt2, models.gptj, models.gpt_neox, models.llama, models.mistral, models.qwen2, models.qwen3
+        return self.model in known
 
     @property
     def experts(self) -> int:
