@@ -174,9 +174,7 @@ class ShardMapped:
             except (RuntimeError, IndexError, TypeError, ValueError) as e:
                 call.explain_shapes(plan, e)
                 raise
-        used = runs[0].kept
-        used.update(*[run.kept for run in runs[1:]])
-        joined = call.finish(plan, [run.result for run in runs], used)
+        joined = call.finish(plan, [run.result for run in runs], set().union(*[run.kept for run in runs]))
         if checked and self.mesh.kind == "simulated":
             checkers = {rank: run.checker for rank, run in enumerate(runs) if run.checker is not None}
             same_numbers(self.mesh, checkers)
@@ -250,8 +248,7 @@ class ShardMapped:
         arguments = [local[i] for i in plan.kept], plan.kept_specs
         versions = [version_of(x) for x in arguments[0]] if plan.written is None or self._check == "always" else []
         donated = frozenset(call.storage_pointers([local[i] for i in plan.donated], self.mesh))
-        kept = set(call.storage_pointers(arguments[0], self.mesh))
-        kept -= donated
+        kept = set(call.storage_pointers(arguments[0], self.mesh)) - donated
         checker = None if ranks is None else Checker(self._live, self.mesh.axes, comm.coords, ranks)
         region = Region(comm, rank, self.mesh.device, dict(plan.uneven), plan.split_sizes, donated, checker, scratch,
                         self.mesh.host, arguments)  # fmt: skip

@@ -19,7 +19,7 @@ from torch import Tensor
 from zlib_ng.zlib_ng import crc32  # equal to zlib's, at ten times its speed
 
 from fshard._core.files import safetensors
-from fshard._core.files.io import bytes_of, file_state, open_file, read_at, write_errors, write_file
+from fshard._core.files.io import bytes_of, file_state, open_file, write_errors, write_file
 from fshard._core.files.url import AnyPath
 from fshard.errors import ShardingError, fail
 from fshard.spec import Box, box_shape, overlap, relative_box
@@ -173,16 +173,10 @@ def read_chunk(f: Any, leaf: str, chunk: Chunk, wanted: Sequence[tuple[Box, Tens
     Raises ShardingError if the checksum of a block differs.
     """
     dtype = wanted[0][1].dtype
-    (box, out), *others = wanted
-    is_all = not others and box_shape(box) == chunk.shape and out.is_cpu and out.is_contiguous()
-    everything = bytes_of(out) if is_all else None
     stop = chunk.start
     for block, expected in zip(blocks(chunk.shape, dtype.itemsize), chunk.crc32, strict=True):
         start, size = stop, math.prod(box_shape(block)) * dtype.itemsize
         stop += size
-        if everything is not None:
-            _read_block(f, leaf, everything[start - chunk.start : stop - chunk.start], start, expected)
-            continue
         overlaps = [(common, box, out) for box, out in wanted if (common := overlap(block, box)) is not None]
         if not overlaps:
             continue
@@ -191,16 +185,14 @@ def read_chunk(f: Any, leaf: str, chunk: Chunk, wanted: Sequence[tuple[Box, Tens
         in_place = common == block and values.is_cpu and values.is_contiguous()
         if not in_place:
             values = torch.empty(box_shape(block), dtype=dtype)
-        _read_block(f, leaf, bytes_of(values), start, expected)
+        data = bytes_of(values)
+        f.seek(start)
+        count, got = f.readinto(data), crc32(data)
+        if count != size or got != expected:
+            raise fail(f"{leaf}: the data is damaged", f"in {f.name}, bytes {start} to {stop}",
+                       fix=RESTORE_ANOTHER, expected=f"crc32 {expected:08x}", got=f"{got:08x}")  # fmt: skip
         for common, box, out in overlaps[in_place:]:
             out[relative_box(common, box)].copy_(values[relative_box(common, block)])
-
-
-def _read_block(f: Any, leaf: str, data: memoryview, start: int, expected: int) -> None:
-    count, got = read_at(f, data, start), crc32(data)
-    if count != len(data) or got != expected:
-        raise fail(f"{leaf}: the data is damaged", f"in {f.name}, bytes {start} to {start + len(data)}",
-                   fix=RESTORE_ANOTHER, expected=f"crc32 {expected:08x}", got=f"{got:08x}")  # fmt: skip
 
 
 def stream(directory: AnyPath, leaf: str, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[Chunk],

@@ -123,8 +123,7 @@ def check_range(
 ) -> bool:  # fmt: skip
     """Raise ShardingError for integers that are not 0 to size - 1, nor `ignored`; else return whether it has looked.
 
-    `kind` names them. `unsplit` are logits without an `axis`: the fix is to pass it, if they vary over one and `xs` do
-    not.
+    `kind` names them. `unsplit`: logits without an `axis`, which is the fix if they vary over one and `xs` do not.
 
     Only on a CPU, where no device is waited for; not in a compiled program, under vmap or without values.
     """

@@ -3,7 +3,7 @@
 Parts: `step`, the default step of `fshard.recipes.pretrain` / the same program as an `nn.Module` with fused AdamW and
 clipping; `leaves`, a call above its body; `first` and `later`, a checked and a later call of correct programs of the
 corpus on four simulated ranks / four times the same on one device; `scan`, 32 tiny blocks on two ranks / loops of
-`unshard` that make the same transfers.
+`unshard` that make the same transfers; `restore`, a checkpoint in the page cache / `torch.load`.
 
 CPU seconds; each ratio is the median of those of neighbours in time. README.md in this folder says more.
 """
@@ -15,7 +15,9 @@ import importlib
 import math
 import pkgutil
 import statistics
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from .gpt_module import from_params
 from .init import Part, interleaved, parser_of, report
 
 KEY = fs.key(0)
-ASKED = {"step": 1.02, "first": 5.0, "later": 2.0}
+ASKED = {"step": 1.02, "first": 5.0, "later": 2.0, "restore": 1.1}
 LEAVES = {1: 40, 10: 60, 100: 250, 1000: 1500}  # asked microseconds above the body
 
 
@@ -185,6 +187,23 @@ def scan(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+# --- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def restore(args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return {name: _restored(Path(folder, name), *leaves, args)
+                for name, leaves in {"64 x 4 MB": (64, 1 << 20), "400 x 1 KB": (400, 256)}.items()}  # fmt: skip
+
+
+def _restored(path: Path, n: int, size: int, args: argparse.Namespace) -> dict[str, float]:
+    tree = {f"w{i}": torch.randn(size) for i in range(n)}
+    placed = fs.device_put(tree, P(), fs.make_mesh(kind="simulated", data=1))
+    fs.checkpoint.save(path, placed)
+    torch.save(tree, path / "torch.pt")
+    return compared(lambda: fs.checkpoint.restore(path, placed), lambda: torch.load(path / "torch.pt"), args)
+
+
 # --- the report -------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +216,8 @@ def show(part: str, found: dict[str, Any]) -> None:
         print(f"  {'median':66}{ratio:8.2f}{ASKED[part]:8.2f}")
 
 
-PARTS: dict[str, Part] = {"step": step, "leaves": leaves, "first": first, "later": later, "scan": scan}
+PARTS: dict[str, Part] = {"step": step, "leaves": leaves, "first": first, "later": later, "scan": scan,
+                          "restore": restore}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
