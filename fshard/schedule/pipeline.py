@@ -415,7 +415,8 @@ class _Run:
         known: dict[Any, tuple[Any, Any]] = {}
         if types is None and current.comm.has_values:
             known = self.pipe._outlines
-        key = current.rank, *[(x.shape, x.dtype) for x in tensors]
+        place = *current.sizes.items(), *current.coords.items(), torch.is_autocast_enabled(current.device.type)
+        key = place, *[(x.shape, x.dtype) for x in tensors]
         if key in known:
             return known[key]
         fakes = [x.fake_mode for x in tensors if hasattr(x, "fake_mode")]  # in a dry run
