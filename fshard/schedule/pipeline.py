@@ -286,15 +286,14 @@ class _Message(NamedTuple):
 
 
 @functools.cache
-def _messages_of(order: ScheduleTable, stage: int) -> dict[int, tuple[_Message, ...]]:
+def _messages_of(kind: str, n: int, m: int, chunks: int, stage: int) -> dict[int, tuple[_Message, ...]]:
     """Return the messages between a stage and each other one, in the order in which both start them."""
-    n = order.stages
     found: dict[int, list[_Message]] = {}
-    for source, row in enumerate(order.times()):
+    for source, row in enumerate(table(kind, n, m, chunks).ticks):
         for _, end, op in row:
             place, step = op.chunk * n + source, 1 if op.kind == "F" else -1
             target = (source + step) % n
-            if op.kind != "W" and 0 <= place + step < n * order.chunks and stage in (source, target):
+            if op.kind != "W" and 0 <= place + step < n * chunks and stage in (source, target):
                 message = _Message(end, ("F" if step == 1 else "B", op.microbatch, place + step), source, target)
                 found.setdefault(target if stage == source else source, []).append(message)
     return {other: tuple(sorted(messages)) for other, messages in found.items()}
@@ -308,7 +307,7 @@ class _Messages:
     def __init__(self, order: ScheduleTable, axes: tuple[str, ...], stage: int, like: Sequence[Tensor]) -> None:
         self._comm, self._axes, self._stage = region().comm, axes, stage
         self._like, self._groups = like, by_dtype(like)
-        messages = _messages_of(order, stage)
+        messages = _messages_of(order.kind, order.stages, order.microbatches, order.chunks, stage)
         self._queues = {other: list(reversed(ms)) for other, ms in messages.items()}
         self._queue_of = {m.key: self._queues[other] for other, ms in messages.items() for m in ms}
         self._empty = list(map(_zeros, like))  # where nothing is sent, only the shapes and dtypes count
@@ -415,7 +414,8 @@ class _Run:
         known: dict[Any, tuple[Any, Any]] = {}
         if types is None and current.comm.has_values:
             known = self.pipe._outlines
-        key = current.rank, *[(x.shape, x.dtype) for x in tensors]
+        place = *current.sizes.items(), *current.coords.items(), torch.is_autocast_enabled(current.device.type)
+        key = place, *[(x.shape, x.dtype) for x in tensors]
         if key in known:
             return known[key]
         fakes = [x.fake_mode for x in tensors if hasattr(x, "fake_mode")]  # in a dry run
@@ -506,7 +506,7 @@ class _Run:
 
     def _run(self) -> None:
         self.chunks = self._parts(self.layers)
-        for _, end, op in self.order.times()[self.stage]:
+        for _, end, op in self.order.ticks[self.stage]:
             self.messages.begin(end)
             with in_microbatch(self.parts[op.microbatch]):
                 if op.kind == "F":

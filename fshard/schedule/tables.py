@@ -48,6 +48,11 @@ class ScheduleTable:
     chunks: int
     orders: tuple[tuple[Operation, ...], ...]
 
+    @functools.cached_property
+    def ticks(self) -> tuple[tuple[Timed, ...], ...]:
+        """The operations of each stage with their times, if F, D and W take 1."""
+        return self.times()
+
     def times(self, f: float = 1, b: float = 1, w: float = 1) -> tuple[tuple[Timed, ...], ...]:
         """Return the operations of each stage with their times, if F takes f, D b, W w, and B their sum b + w."""
         cost = {"F": f, "B": b + w, "D": b, "W": w}
@@ -98,7 +103,7 @@ class ScheduleTable:
         return tuple(most)
 
     def __repr__(self) -> str:
-        rows, width = self.times(), len(str(self.microbatches - 1)) + 1 + (self.chunks > 1)
+        rows, width = self.ticks, len(str(self.microbatches - 1)) + 1 + (self.chunks > 1)
         ticks, most = int(max(row[-1].end for row in rows)), _WIDEST // (width + 1)
         lines = []
         for stage, row in enumerate(rows):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class Blocks(torch.nn.Module):
 
 
 def torchs(tokens: int, *, kind: str) -> Step:
-    """Return torch's step, which returns this rank's gradients: of up, down and norm of each layer."""
+    """Return torch's step, which returns the gradients of up, down and norm of each layer."""
     schedule_class, v = PEERS[kind]
     rank, size, device = dist.get_rank(), LAYERS // (RANKS * v), torch.device("cpu")
     places = [c * RANKS + rank for c in range(v)]
@@ -82,20 +83,37 @@ def torchs(tokens: int, *, kind: str) -> Step:
     schedule = schedule_class(stages[0] if v == 1 else stages, MICROBATCHES, loss_fn=F.mse_loss)  # type: ignore[arg-type,call-arg]
     x, target = data(tokens)
 
-    def step() -> tuple[Tensor, ...]:
+    def step() -> Any:
         schedule.step(*([x] if rank == 0 else []), target=target if rank == RANKS - 1 else None)
         grads = [p[name].grad for m in modules for p in m.layers for name in ("up", "down", "norm")]
         for module in modules:  # which would still have them at the next step
             module.zero_grad(set_to_none=True)
-        return tuple(grads)
+        return grads
 
-    return step
+    return in_order(step, [i for place in places for i in range(place * size, (place + 1) * size)])
+
+
+def in_order(step: Callable[[], Sequence[Tensor]], layers: Sequence[int]) -> Step:
+    """Return the step of a rank with these layers; its first call returns the gradients of all layers, in order."""
+    calls = itertools.count()
+
+    def run() -> tuple[Tensor, ...]:
+        grads = step()
+        if next(calls):
+            return tuple(grads)
+        ranks: list[Any] = [None] * RANKS
+        dist.all_gather_object(ranks, {layer: grads[3 * i : 3 * i + 3] for i, layer in enumerate(layers)})
+        rows = {layer: row for rank in ranks for layer, row in rank.items()}
+        return tuple([x for layer in sorted(rows) for x in rows[layer]])
+
+    return run
 
 
 def fshards(tokens: int, *, kind: str) -> Step:
     """Return fshard's step, which returns the same gradients."""
     v = PEERS[kind][1] if kind == "interleaved" else 1
     mesh, spec = fs.make_mesh(kind="process", stage=RANKS), P(None, "stage") if v > 1 else P("stage")
+    size = LAYERS // (RANKS * v)
     layers = {name: x.reshape(v, LAYERS // v, *x.shape[1:]) if v > 1 else x for name, x in weights().items()}
     placed = fs.device_put(layers, fs.tree.map(lambda _: spec, layers), mesh)
     batch = fs.device_put(data(tokens), P(), mesh)
@@ -107,12 +125,13 @@ def fshards(tokens: int, *, kind: str) -> Step:
         loss, (_, grads) = run(({}, layers), batch)
         return loss, grads
 
-    def step() -> tuple[Tensor, ...]:
+    def step() -> Any:
         _, grads = call(placed, batch)
         rows = {name: x.shards[0].flatten(0, 1) if v > 1 else x.shards[0] for name, x in grads.items()}
-        return tuple([rows[name][i] for i in range(LAYERS // RANKS) for name in ("up", "down", "norm")])
+        return [rows[name][i] for i in range(size * v) for name in ("up", "down", "norm")]
 
-    return step
+    places = [c * RANKS + dist.get_rank() for c in range(v)]
+    return in_order(step, [i for place in places for i in range(place * size, (place + 1) * size)])
 
 
 def cost(way: Any, tokens: int) -> tuple[int, int]:

@@ -31,6 +31,7 @@ MESHES = {
     "data=2,model=2 fsdp sequence": "--mesh data=2,model=2 --fsdp --sequence-parallel",
     "model=4": "--mesh model=4",  # 257 tokens and 3 heads over 4
     "data=2,seq=2 fsdp": "--mesh data=2,seq=2 --fsdp",
+    "data=2,stage=2 fsdp": "--mesh data=2,stage=2 --fsdp --schedule zero_bubble --microbatches 2",
 }
 
 
@@ -83,7 +84,7 @@ def test_a_mixture_of_eight_experts_has_one_curve_and_norm_on_every_mesh_and_res
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["data=2,model=2 zero sequence", "data=2,model=2 fsdp sequence", "model=4",
-                                  "data=2,seq=2 fsdp"])  # fmt: skip
+                                  "data=2,seq=2 fsdp", "data=2,stage=2 fsdp"])  # fmt: skip
 def test_the_mesh_never_changes_the_curve_with_dropout(name, text, one, one_with_dropout, tmp_path):
     assert abs(one_with_dropout[9]["loss"] - one[9]["loss"]) > 1e-3
     assert_same_curve(run(tmp_path, text, "--dropout", "0.1", *MESHES[name].split()), one_with_dropout)
@@ -94,6 +95,8 @@ def test_the_mesh_never_changes_the_curve_with_dropout(name, text, one, one_with
     [
         ("data=1", "data=2,model=2 fsdp sequence", 1, 2),
         pytest.param("data=3 zero", "data=4 fsdp", 14, 20, marks=pytest.mark.slow),
+        pytest.param("data=2,stage=2 fsdp", "data=4 fsdp", 2, 4, marks=pytest.mark.slow),
+        pytest.param("data=1", "data=2,stage=2 fsdp", 2, 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_resumes_on_another_mesh(before, after, step, steps, text, tmp_path):
@@ -249,7 +252,10 @@ def refusal(*flags):
     ("--seed 18446744073709551616", "--seed 18446744073709551616: give 0 or more, and less than 2^64"),
     ("--save-every -1", "--save-every -1: give 0 or more; --save-every -1: give the folder too, --out FOLDER"),
     ("--save-every 5", "--save-every 5: give the folder too, --out FOLDER"),
-    ("--mesh stage=2", "--mesh stage=2: 'stage=2' is not data=N or model=N"),
+    ("--mesh row=2", "--mesh row=2: 'row=2' is not data=N or model=N"),
+    ("--mesh stage=1 --zero --batch 8",
+     "--mesh stage=1: stage= takes neither --zero, --compile nor --experts: leave them out"),
+    ("--mesh stage=1 --microbatches 3", "--microbatches 3: must divide --batch, and 2 % 3 = 2"),
     ("--mesh data=--1", "--mesh data=--1: 'data=--1' is not data=N or model=N"),
     ("--mesh data=1,data=2", "--mesh data=1,data=2: 'data' appears twice"),
     ("--mesh data=3", "--mesh data=3: data=3 ranks have nothing to do with --batch 2: give at most data=2"),
