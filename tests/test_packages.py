@@ -28,20 +28,20 @@ COMMS = ("AbstractComm", "ProcessComm", "SimulatedComm")
 EXTRAS = ("transformers", "peft", "accelerate", "datasets", "nbformat", "nbclient")
 MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
-    "checkpoint": 1_498,
-    "cli": 1_623,
-    "core": 17_227,
+    "checkpoint": 1_490,
+    "cli": 1_624,
+    "core": 17_224,
     "data": 1_056,
     "defer": 5_262,
     "interop": 4_440,
     "law": 1_373,
     "lora": 1_743,
     "models": 5_046,
-    "nn": 3_862,
+    "nn": 3_861,
     "optim": 2_809,
     "planning": 4_549,
     "recipes": 2_134,
-    "schedule": 3_257,
+    "schedule": 3_262,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

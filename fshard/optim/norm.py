@@ -52,7 +52,7 @@ def axes_of(verb: str, label: str, x: Any, specs: Any) -> list[tuple[str, ...]]:
     """
     flat, errors = tree.broadcast(specs, x, name=f"{verb}: specs", leaf=is_spec), []
     axes = [spec.axes for spec in flat]
-    if used := {a for names in axes for a in names}:
+    if used := set[str]().union(*axes):
         known_axes(f"{verb}: specs", region(verb), tuple(sorted(used)))
     if (types := checker()) is not None:
         for (path, leaf), spec in zip(tree.leaves_with_path(x), flat, strict=True):

@@ -150,6 +150,9 @@ def _models() -> list[Call]:
         "save": {"path": "heads", "cfg": cfg, "params": params},
     }
     calls += prefixed("models.heads", *(Call(name, getattr(heads, name), args) for name, args in given.items()))
+    decoder = {"cfg": base, "layout": fs.models.gpt2.Layout(), "specs": P(), "microbatches": 2, "schedule": "1f1b",
+               "chunks": 1, "remat": False}  # fmt: skip
+    calls += prefixed("models.stages", Call("pipelined", fs.models.stages.pipelined, decoder))
     return calls + _resnet(one)
 
 
