@@ -48,7 +48,7 @@ from .module_leaves import MODULE_ATTRIBUTES, Leaves, Place, leaves_at, places_o
 from .recorder import EAGER, GradientHooks, Recorder, recording, recording_error, why_valueless
 from .references import Outside, Slot, items, reachable
 from .replay import Replay, bytes_in_full, is_local
-from .units import Units, choose_units
+from .units import Units
 
 Tree = dict[str, dict[str, Deferred]]
 Source = tuple[int, int]  # (index of the owner whose key a draw uses, number of the draw among the owner's)
@@ -70,15 +70,15 @@ def defer(
     name. A part of the tree has the same values if only it is materialized. Copies of a drawn leaf
     (`nn.TransformerEncoder` copies its layer) are equal.
 
-    Other generators draw the same numbers in every process: the generators of Python and numpy, which are seeded with 0
-    (or with `reference=`) during the call and restored, and a `torch.Generator` that the constructor passes: a leaf
-    drawn by one has exactly its numbers, and is computed in full. `numpy.random.default_rng()` without a seed is an
-    error. Numbers of other sources (`os.urandom`, the clock) are not seen: make them the same on every rank.
+    The generators of Python and numpy are seeded with 0 (or with `reference=`) during the call and restored. A leaf
+    drawn by a `torch.Generator` that the constructor passes has exactly its numbers, and is computed in full.
+    `numpy.random.default_rng()` without a seed is an error. Numbers of `os.urandom` or the clock are not seen.
 
     Args:
         units: the submodules that `apply.unshard` gathers one by one: the name of a class ("T5Block"), a glob of paths
             ("encoder.block.*"; `**` is any number of parts) or several of both; a function (path, module) -> bool; or a
-            number: the innermost submodules with at least this number of parameters. `apply.units` has their leaves.
+            number: the innermost submodules with at least this number of parameters; if others use the leaves of one,
+            they are gathered once and kept. `apply.units` has their leaves.
         replace: globs of paths of submodules, and the pure functions that compute them on shards:
             `{"fc": fs.nn.column_linear("model"), "**.embed": fs.nn.row_embedding("model")}`. `apply.specs` has the
             specs of all leaves. The first glob that matches a submodule counts; one that matches none is an error.
@@ -108,8 +108,7 @@ def defer(
     outside = Outside(constructor, module)
     _release(module, places, recorder, outside)
     tree, computed_in_full = _describe(leaves, nodes, budget)
-    chosen = choose_units(module, units)
-    return Apply(module, whole=computed_in_full, units=chosen, replace=replace, outside=outside), tree
+    return Apply(module, whole=computed_in_full, units=units, replace=replace, outside=outside), tree
 
 
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -411,4 +410,4 @@ def _eager(
     outside = Outside(constructor, module)
     outside.made = {name: weakref.ref(x) for named in leaves_at(places).values() for name, x in named.items()}
     _release(module, places, None, outside)
-    return Apply(module, units=choose_units(module, units), replace=replace, outside=outside), tree
+    return Apply(module, units=units, replace=replace, outside=outside), tree

@@ -37,7 +37,7 @@ from .recomputation import AGAIN, RefuseCheckpoint, recomputed, refused_by_torch
 from .references import Outside, Seen, reachable
 from .replaced import Replace, Replaced
 from .stand_ins import adapted_as, between_calls, detached, in_module, tensors_of
-from .units import Fill, UnshardedByUnit, leaves_of_units, shapes_of, unchanged, unwatched
+from .units import Fill, Pure, Units, UnshardedByUnit, choose_units, leaves_of_units, shapes_of
 from .values import first_valueless, is_valueless, not_of_the_call
 from .writes import ParameterWrites, equal_values, version
 
@@ -54,31 +54,23 @@ _NAMES_ELSEWHERE = {
 _ASSIGNED = re.compile(r"cannot assign '.*' as parameter '(\w+)'")  # torch's error
 
 
-class Apply:
+class Apply(Pure):
     """A module's forward as a pure function: `apply(params, buffers, *args, **kwargs)`.
 
         params, buffers: {dotted name: tensor}, full leaves; a tied leaf once, by the name that comes first
 
-    At init the module becomes a skeleton: its parameters and buffers, which may be on meta, are never read. Their
-    names, ties and shapes are found, the leaves of units, and the specs of replaced modules.
+    The module is a skeleton, whose parameters and buffers, which may be on meta, are never read. A call takes a copy of
+    it that no other call uses, since simulated ranks call at the same time, and puts its leaves, and clones of its
+    buffers, in their places. Copies share tensors; functions of the module (a lambda, a hook) are copied with it.
 
-    Before forward a call takes a copy of the module that no other call uses, since simulated ranks call at the same
-    time. Copies share tensors; functions that the module has (a lambda, a hook, a replaced forward) are copied with it.
-    The leaves of the call are put in the places of the parameters, and clones of its buffers in the places of the
-    buffers.
+    In forward draws are by a key, see `with_key`. A write to a parameter (`self.weight.data.clamp_(...)`,
+    `nn.Embedding(max_norm=)`), and a tensor stored outside of the module or read by a global name, are errors.
 
-    In forward draws are by a key, see `with_key`; without one they are from torch's generator, which is an error in a
-    region. A write to a parameter (`self.weight.data.clamp_(...)`, `nn.Embedding(max_norm=)`, RWKV in eval mode), and a
-    tensor stored outside of the module or read by a global name, are errors.
+    After forward all changes that it made to the module (an attribute, a hook) are undone. `with_buffers` returns the
+    updated buffers; a plain call may lose only those that are not persistent, a cache (the frequencies of rope).
 
-    After forward all changes that it made to the module (an attribute, an entry of a list or dict, a hook) are undone,
-    and the leaves are taken out. `with_buffers` returns the updated buffers; a plain call, which would lose them, is an
-    error. Buffers that are not persistent are a cache (the frequencies of dynamic rope): a plain call may lose them.
-
-    In backward the module has no leaves. `torch.utils.checkpoint` in forward, as by Hugging Face's
-    `gradient_checkpointing`, would run parts of it again: an error in a call that is differentiated. Use `fs.remat`
-    around the call, or `unshard(remat=True)`, which gathers each unit again. A hook that reads a leaf in backward is an
-    error too. An autograd.Function in the module needs a `setup_context`, or torch.func refuses it (as Bloom's GeLU).
+    In backward the module has no leaves: a hook that reads one then, and `torch.utils.checkpoint` in a call that is
+    differentiated, are errors; use `fs.remat` around the call, or `unshard(remat=True)`.
 
     A float buffer is invariant over the mesh, like a parameter, and needs `unshard` (or `pvary`) too:
 
@@ -88,7 +80,7 @@ class Apply:
         ties: tied name -> the name of the leaf it uses, beyond the ties of `module` itself.
         whole: leaves whose initial values are computed in full, and their bytes; for information.
         transient: names of buffers that are not persistent, beyond the ones of `module` itself.
-        units: names of the submodules that `unshard` gathers one by one.
+        units: the submodules that `unshard` gathers one by one, as for `fs.defer`.
         replace: the submodules that are pure functions on shards, as for `fs.defer`.
         outside: the objects that functions of the module capture and that are not of the module.
 
@@ -104,7 +96,7 @@ class Apply:
 
     def __init__(
         self, module: nn.Module, ties: Mapping[str, str] | None = None, whole: Mapping[str, int] | None = None,
-        transient: frozenset[str] = frozenset(), units: Sequence[str] = (), replace: Replace = None,
+        transient: frozenset[str] = frozenset(), units: Units = None, replace: Replace = None,
         outside: Outside | None = None,
     ) -> None:  # fmt: skip
         self.module, self.ties, self.whole = module, dict(ties or {}), dict(whole or {})
@@ -115,7 +107,8 @@ class Apply:
         self._leaves = leaves_at(self._places)  # of the skeleton, for their shapes
         self.shapes = shapes_of(self._leaves["params"])
         self.frozen = frozenset(k for k, x in self._leaves["params"].items() if not x.requires_grad)
-        self.units = leaves_of_units(module, units, self._places)
+        self._chosen, self.are_units_by_size = units, isinstance(units, int)
+        self.units = leaves_of_units(module, choose_units(module, units), self._places)
         self._replaced = Replaced.from_module(module, replace, self._places)
         self.specs = self._replaced.specs
         self._free_copies: dict[int, list[ModuleCopy]] = {}  # by thread: see `_take_copy`
@@ -126,15 +119,7 @@ class Apply:
         self._is_sparse = any(getattr(m, "sparse", False) is True for m in module.modules())
         self._forward_has_key = "key" in inspect.signature(module.forward).parameters
 
-    def __call__(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of `forward`. Raises ShardingError if it changed a buffer, which would be lost."""
-        out, _, changed = self._run_checked(params, buffers, args, kwargs)
-        self.refuse_changed(changed)
-        return out
-
-    def _run_checked(
-        self, params: Named, buffers: Named, args: Any, kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Tensor], list[str]]:
+    def _run(self, params: Named, buffers: Named, args: Any, kwargs: Any) -> Any:
         apply, kwargs = self.split_key(kwargs)
         apply.check_names(params, buffers)
         apply._refuse_parts(params, 2)
@@ -162,25 +147,6 @@ class Apply:
             raise fail(f"{self!r}: forward changed buffers, and a plain call returns none: {join_limited(changed, 3)}",
                        fix="out, buffers = apply.with_buffers(params, buffers, ...), or apply.eval()")  # fmt: skip
 
-    def with_buffers(
-        self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any
-    ) -> tuple[Any, dict[str, Tensor]]:
-        """Return the result of `forward` and the buffers after it; the arguments are not changed.
-
-        On a mesh each rank updates the buffers by its examples, so they vary: see `batch_norm_over` for batch norms.
-        To have one value on all ranks, take the mean, and for counters, which are equal on every rank, the maximum:
-
-            fs.tree.map(lambda b: fs.pmean(b, "data") if b.is_floating_point() else fs.pmax(b, "data"), new)
-
-        >>> norm = torch.nn.BatchNorm1d(1, affine=False, momentum=0.5)
-        >>> before = dict(norm.named_buffers())
-        >>> _, after = Apply(norm).with_buffers({}, before, torch.tensor([[1.0], [3.0]]))
-        >>> after["running_mean"], before["running_mean"]
-        (tensor([1.]), tensor([0.]))
-        """
-        out, after, _ = self._run_checked(params, buffers, args, kwargs)
-        return out, after
-
     @checked
     def eval(self) -> Apply:
         """Return the function in evaluation mode: no dropout, batch norms by their running statistics."""
@@ -197,15 +163,11 @@ class Apply:
 
             in train mode: x [B@axis, C, *] -> [B@axis, C, *]     cost: two psum of C numbers each
 
-        It applies to `F.batch_norm` in any code of forward, of a subclass as of a function, and to the running
-        statistics of instance norms. Without it a batch norm in train mode is an error where its input varies, since
-        statistics of the examples of one rank would change with the mesh. `None` takes those all the same, as torch's
-        DistributedDataParallel does: for ranks that train different models. The running statistics are of all
-        ranks too.
+        It applies to each `F.batch_norm`, and to the running statistics of instance norms. Without it a batch norm in
+        train mode is an error where its input varies. `None` takes the statistics of each rank's examples, as torch's
+        DistributedDataParallel does. The running ones are of all ranks.
 
-        An axis that splits the channels, and so the norm's leaves, needs nothing: each rank has all examples of its
-        channels. To name it here is an error when the norm runs, as is an input that torch refuses: one with other dims
-        or channels than the norm's, or in train mode with one value of each channel on all ranks together.
+        An axis that splits the channels, and so the norm's leaves, needs nothing; to name it here is an error.
 
         >>> apply = Apply(torch.nn.BatchNorm1d(3, device="meta")).batch_norm_over("data")
         """
@@ -231,11 +193,11 @@ class Apply:
         forward those defined next, in backward those called before; gradients are summed over the ranks while the
         units before compute theirs. A leaf that several units use (a tied embedding and head) is gathered by each.
         Leaves that are not only in units are gathered once and kept: without units, all leaves. A leaf that is used
-        outside of its unit's forward is an error that names both.
+        outside of its unit's forward is an error that names both; where a number chose the units, it is kept too.
 
         All ranks must call the same units in the same order, and differentiate the same of them. In a compiled program,
-        and under a transform of torch.func, it is the definition: same numbers, without release. So is a unit with a
-        leaf that is gathered along two dims.
+        and under a transform of torch.func, around the call or in forward, it is the definition: same numbers, without
+        release. So is a unit with a leaf that is gathered along two dims. Forward may differentiate by autograd.
 
         Args:
             specs: of the params, or a prefix.
@@ -251,8 +213,8 @@ class Apply:
             shapes: as for `fs.unshard`; by default the shapes of the module's parameters.
 
         Transfers, for each dtype of a unit and each of its calls: a gather in forward, one in backward if a gradient
-        needs its leaves, and one sum. Frozen leaves have no gradient: no buffer and no sum. A unit that is called again
-        and again, as ALBERT's, is gathered for the first two calls and once in backward.
+        needs its leaves, and one sum, without the frozen leaves. A unit that is called again and again, as ALBERT's, is
+        gathered for the first two calls and once in backward.
 
         >>> apply, tree = defer(lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), units="*")
         >>> apply.units
@@ -290,12 +252,9 @@ class Apply:
         axis splits the batch. `None` draws from torch's generator.
 
         Only the first form is available for a module whose forward has an argument `key`, as nn.MultiheadAttention's.
-        An operation that draws in a way that a key cannot replace (a given generator, a fused kernel) is an error.
-        On a CPU it costs 8 microseconds for each operation of forward and half a millisecond for each draw, beyond the
-        numbers themselves. Not for compiled programs.
+        A draw that a key cannot replace (by a generator, in a fused kernel) is an error. Not for compiled programs.
 
-        >>> apply = Apply(torch.nn.Dropout(0.5))
-        >>> apply({}, {}, torch.ones(8), key=fs.key(0))
+        >>> Apply(torch.nn.Dropout(0.5))({}, {}, torch.ones(8), key=fs.key(0))
         tensor([2., 2., 0., 0., 2., 0., 2., 0.])
         """
         if key is not None:
@@ -322,17 +281,14 @@ class Apply:
 
             arguments that vary over axis: [B@axis, ...] or [T, B@axis, ...]; a draw: one for all B examples
 
-        Each rank draws the numbers of its examples, which may be fewer than on other ranks, or none. Draws
-        without a dim of examples (the skip of a layer) are the same on all ranks. `None` is for arguments that
+        Draws without a dim of examples (the skip of a layer) are the same on all ranks. `None` is for arguments that
         are the same on all ranks. The spec of an argument gives the dim of its examples; `dim` is the dim in arguments
-        that were computed in the region. Of features that replaced modules leave split, each rank draws its part.
-        In `fs.accumulate` a row of the batch has the same numbers in any number of microbatches.
+        that were computed in the region. In `fs.accumulate` a row has the same numbers in any microbatch.
 
-        The dims that have the examples are found: the first call for arguments of new shapes, which must be a checked
-        one, runs forward on fake tensors with a prime number of examples. An error names the line that flattens [T, B]
-        as [T*B], where no rank has a range of rows, or draws from `random` or `numpy.random`. With `probe=False`
-        nothing is run: each draw that has dims is taken to have the examples in dim `dim`, one after the other. That is
-        for a forward that reads values of tensors, which a fake tensor has not; `fs.verify` then shows if it is so.
+        The first call for arguments of new shapes, which must be a checked one, runs forward on fake tensors to find
+        the dims that have the examples. An error names the line that flattens [T, B] as [T*B], where no rank has a
+        range of rows, or draws from `random` or `numpy.random`. With `probe=False` each draw that has dims is taken to
+        have the examples in dim `dim`: for a forward that reads values of tensors. `fs.verify` shows if it is so.
 
         >>> apply = Apply(torch.nn.Dropout(0.5)).draws_over("data")
         """
@@ -342,7 +298,7 @@ class Apply:
 
     def _with(self, module: nn.Module) -> Apply:
         """Return the function of a changed copy of the module."""
-        other = Apply(module, self.ties, self.whole, self.transient, tuple(self.units), self._replaced.by,
+        other = Apply(module, self.ties, self.whole, self.transient, self._chosen, self._replaced.by,
                       self._outside)  # fmt: skip
         other._key, other._norms_over = self._key, self._norms_over
         other._split_batch = replace(self._split_batch, probed={})  # in another mode forward makes other draws
@@ -353,7 +309,7 @@ class Apply:
 
     def run(
         self, params: Named, buffers: Named, args: tuple[Any, ...], kwargs: dict[str, Any], calls: Any = None,
-        in_units: Named | None = None, fill: Fill = unchanged,
+        in_units: Named | None = None, fill: Fill | None = None,
     ) -> tuple[Any, dict[str, Tensor], list[str]]:  # fmt: skip
         """Return the result of forward, the buffers after it, and the names of the buffers that it changed.
 
@@ -425,7 +381,7 @@ class Apply:
                 replaced.append(p.leaf)
         if replaced and torch.is_grad_enabled():
             raise fail(f"{self!r}: forward replaced parameters: {', '.join(replaced)}",
-                       "no gradient reaches those of the call, and the new ones are lost after it",
+                       "no gradient reaches the call's parameters, and the new ones are lost after it",
                        fix="do it in the constructor; or compute a tensor and leave the parameter")  # fmt: skip
         mine.contents.restore()
         self._give_back(mine)
@@ -581,8 +537,8 @@ class Apply:
                 for name, x in named.items()}  # fmt: skip
 
     def _give_back(self, mine: ModuleCopy) -> None:
-        mine.units.calls, mine.units.keep, mine.units.watch, mine.units.replaced = None, str, unwatched, []
-        mine.units.fill = unchanged
+        mine.units.calls, mine.units.keep, mine.units.watch, mine.units.replaced = None, str, contextlib.nullcontext, []
+        mine.units.fill = None
         for p in mine.references:
             p.holder[p.key] = self._between_calls[p.leaf]
         self._copies_of_thread.append(mine)

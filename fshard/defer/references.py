@@ -46,7 +46,7 @@ def reachable(
         if isinstance(x, Mapping):
             pending += x.values()
         elif isinstance(x, (list, tuple, set, frozenset, deque)):
-            pending += x
+            pending.extend(iter(x))  # `+=` would call the `__len__` of a subclass, and e3nn's raises
         elif isinstance(x, type):
             pending += vars(x).values()
         elif isinstance(x, MethodType):

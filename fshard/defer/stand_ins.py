@@ -69,15 +69,34 @@ class StandIn(Tensor):
         raise self.error(getattr(func, "__name__", str(func)))
 
 
-def outside_unit(unit: str, leaf: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> StandIn:
+class OutsideUnit(StandIn):
+    """A leaf of a unit outside of the unit's forward. An operation on it uses `value(leaf)`, if there is a function."""
+
+    value: Callable[[str], Tensor] | None
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.value is None or func is torch.autograd.grad:
+            return super()._run(func, args, kwargs)
+        x = self.value(self.leaf)
+        return func(
+            *tree.map(lambda y: x if y is self else y, args), **tree.map(lambda y: x if y is self else y, kwargs)
+        )
+
+
+def outside_unit(
+    unit: str, leaf: str, full: Any, device: torch.device, value: Callable[[str], Tensor] | None
+) -> OutsideUnit:  # fmt: skip
     """Return what a module has outside of a unit's forward in the place of the unit's leaf."""
 
     def error(operation: str) -> ShardingError:
         return fail(f"{leaf!r} of unit {unit!r} is used outside of the unit's forward, by {operation}",
                     "it is gathered only while the unit runs",
-                    fix=f"leave {unit!r} out of units=, or choose the module that uses the leaf there")  # fmt: skip
+                    fix=f"leave {unit!r} out of units=, or choose the module that uses the leaf there; or units=None"
+                    )  # fmt: skip
 
-    return StandIn.like(leaf, shape, dtype, device, f" of unit {unit}", error)
+    out = OutsideUnit.like(leaf, full.shape, full.dtype, device, f" of unit {unit}", error)
+    out.value = value
+    return out
 
 
 def between_calls(apply: str, leaf: str, x: Tensor) -> StandIn:
@@ -202,7 +221,7 @@ def in_module(params: Mapping[str, Any], splits: Mapping[str, Split]) -> dict[st
     """Return the leaves as a module may have them: a Weight, and a part of a leaf that is split, by its stand-in."""
     out = {name: AdaptedParameter.from_weight(name, x) if isinstance(x, Weight) else x for name, x in params.items()}
     for name, split in splits.items():
-        if name in out and type(out[name]) is not StandIn:
+        if name in out and not isinstance(out[name], OutsideUnit):
             out[name] = SplitParameter.from_part(name, out[name], split)
     return out
 

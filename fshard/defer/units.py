@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from fshard.schedule.unshard import Route, placements, routes, unshard
 from fshard.spec import Axis, P, is_spec, matches
 
 from .module_leaves import Named, Place
-from .stand_ins import Split, StandIn, in_module, outside_unit
+from .stand_ins import Split, in_module, outside_unit
 
 Units = str | int | Callable[[str, nn.Module], bool] | Sequence[str] | None
 
@@ -131,18 +132,25 @@ def shapes_of(named: Mapping[str, Any]) -> dict[str, Any]:
 # --- the forward of units -------------------------------------------------------------------------------------
 
 
-Watch = Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[None]]
-Fill = Callable[[str, Sequence[Tensor]], Sequence[Any]]  # (unit, its gathered tensors) -> its leaves
+Watch = Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[Any]]
+# (unit, its gathered tensors) -> its leaves; without tensors, leaves that are gathered once and kept
+Fill = Callable[[str, Sequence[Tensor] | None], Sequence[Any]]
 
 
-def unchanged(unit: str, tensors: Sequence[Tensor]) -> Sequence[Any]:
-    """Return the tensors of a unit without a `Weight`: its leaves."""
-    return tensors
+def _with_hooks(m: nn.Module) -> Callable[..., Any]:
+    """Return the forward of a module with its hooks, which may use its leaves, and take them from the module."""
+    calling = {key: vars(m)[key] for key in ("_forward_pre_hooks", "_forward_hooks")} | {"forward": m.forward}
 
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        before = {key: vars(m)[key] for key in calling}
+        vars(m).update(calling)
+        try:
+            return m(*args, **kwargs)
+        finally:
+            vars(m).update(before)
 
-def unwatched(leaves: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Let the forward of a unit write to its leaves: an earlier call has shown that it does not."""
-    return contextlib.nullcontext()
+    vars(m).update({key: OrderedDict() for key in calling if key != "forward"})
+    return forward
 
 
 class UnitForwards:
@@ -160,8 +168,8 @@ class UnitForwards:
         self._splits = splits
         self.calls: Any = None  # None: a call with full leaves
         self.keep: Callable[[str], Any] = str
-        self.watch: Watch = unwatched
-        self.fill: Fill = unchanged
+        self.watch: Watch = contextlib.nullcontext
+        self.fill: Any = None  # `Fill`
         self.replaced: list[str] = []  # parameters that the forward of a unit has replaced
         self._original: dict[str, Callable[..., Any]] = {}
         by_leaf: dict[str, list[Place]] = {}
@@ -171,17 +179,25 @@ class UnitForwards:
         self._places = {name: [by_leaf[leaf] for leaf in leaves] for name, leaves in units.items()}
         for name in units:
             m = module.get_submodule(name)
-            self._original[name] = m.forward
+            self._original[name] = _with_hooks(m) if m._forward_pre_hooks or m._forward_hooks else m.forward
             m.forward = functools.partial(self._forward, name)
 
     def _forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if self.calls is None or name not in self.calls.units:
             return self._original[name](*args, **kwargs)
         keep = functools.partial(self.keep, name)
-        return self.calls.run(name, functools.partial(self.run, name), args, kwargs, keep)
+        if in_transform():
+            return self.run(name, None, args, kwargs)
+        try:
+            return self.calls.run(name, functools.partial(self.run, name), args, kwargs, keep)
+        except RuntimeError as e:
+            if any(text in str(e) for text in ("support saved tensor hooks", "invalid python storage")):
+                raise fail(f"unit {name!r} calls a transform of torch.func inside its forward, which cannot trace the "
+                           "release of leaves", fix="choose the modules inside it; or units=None") from e  # fmt: skip
+            raise
 
-    def run(self, name: str, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-        """Run the forward of a unit with the leaves that these tensors are."""
+    def run(self, name: str, tensors: Sequence[Tensor] | None, args: Any, kwargs: Any) -> Any:
+        """Run the forward of a unit with the leaves that these tensors are, or with those that the call keeps."""
         places = self._places[name]
         given = {ps[0].leaf: x for ps, x in zip(places, self.fill(name, tensors), strict=True)}
         leaves = list(in_module(given, self._splits).values())
@@ -200,34 +216,45 @@ class UnitForwards:
                     p.holder[p.key] = x
 
 
-class Function(Protocol):
-    """The function of a module, as its schedule calls it: `Apply`."""
+class Pure:
+    """A module's forward as a pure function: `f(params, buffers, *args, **kwargs)`."""
 
-    module: nn.Module
-    units: dict[str, tuple[str, ...]]  # the leaves of each unit
-    shapes: dict[str, Any]
+    _run: Callable[..., Any]  # (params, buffers, args, kwargs) -> (result, buffers after it, names of changed ones)
+    refuse_changed: Callable[[Sequence[str]], None]
 
-    def split_key(self, kwargs: dict[str, Any]) -> tuple[Function, dict[str, Any]]: ...
+    def __call__(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of `forward`. Raises ShardingError if it changed a buffer, which would be lost."""
+        out, _, changed = self._run(params, buffers, args, kwargs)
+        self.refuse_changed(changed)
+        return out
 
-    def check_names(self, params: Named, buffers: Named) -> None: ...
+    def with_buffers(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Return the result of `forward` and the buffers after it; the arguments are not changed.
 
-    def refuse_changed(self, changed: Sequence[str]) -> None: ...
+        On a mesh each rank updates the buffers by its examples, so they vary: see `batch_norm_over` for batch norms.
+        To have one value on all ranks, take the mean, and for counters, which are equal on every rank, the maximum:
 
-    def run(
-        self, params: Named, buffers: Named, args: tuple[Any, ...], kwargs: dict[str, Any], calls: Any = None,
-        in_units: Named | None = None, fill: Fill = unchanged,
-    ) -> tuple[Any, dict[str, Tensor], list[str]]: ...  # fmt: skip
+            fs.tree.map(lambda b: fs.pmean(b, "data") if b.is_floating_point() else fs.pmax(b, "data"), new)
+
+        >>> norm = torch.nn.BatchNorm1d(1, affine=False, momentum=0.5)
+        >>> before = dict(norm.named_buffers())
+        >>> _, after = Apply(norm).with_buffers({}, before, torch.tensor([[1.0], [3.0]]))
+        >>> after["running_mean"], before["running_mean"]
+        (tensor([1.]), tensor([0.]))
+        """
+        out, after, _ = self._run(params, buffers, args, kwargs)
+        return out, after
 
 
-class UnshardedByUnit:
+class UnshardedByUnit(Pure):
     """The function of shards that `Apply.unshard` returns: `f(params, buffers, *args, **kwargs)`."""
 
     def __init__(
-        self, apply: Function, specs: Any, axis: Axis, options: UnitOptions, dtype: torch.dtype | None,
+        self, apply: Any, specs: Any, axis: Axis, options: UnitOptions, dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None, shapes: Any,
     ) -> None:  # fmt: skip
         self._apply, self._specs, self._axis, self._options = apply, specs, axis, options
-        self._dtype, self._reduce_dtype = dtype, reduce_dtype
+        self._dtype, self._reduce_dtype, self.refuse_changed = dtype, reduce_dtype, apply.refuse_changed
         shapes = apply.shapes if shapes is None else shapes
         if not isinstance(shapes, Mapping) or apply.shapes.keys() - shapes.keys():
             raise must_be("apply.unshard: shapes", f"a dict of the {len(apply.shapes)} params", shapes,
@@ -235,12 +262,10 @@ class UnshardedByUnit:
         # Only the shapes: a described tree may refer to full tensors.
         self._shapes = shapes if shapes is apply.shapes else shapes_of({name: shapes[name] for name in apply.shapes})
 
-        self._placeholders: dict[Any, StandIn] = {}
-
     @property
     def module(self) -> nn.Module:
         """The module whose forward the function is, without values."""
-        return self._apply.module
+        return self._apply.module  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return f"{self._apply!r}.unshard({self._axis!r})"
@@ -251,18 +276,7 @@ class UnshardedByUnit:
             earlier = {n: f"apply.{n}(...).unshard(specs, axis)" for n in ("draws_over", "eval", "batch_norm_over")}
             raise no_attribute("the function of apply.unshard", name, self, earlier)
 
-    def __call__(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of `forward`. Raises ShardingError if it changed a buffer, which would be lost."""
-        out, _, changed = self._run(params, buffers, args, kwargs)
-        self._apply.refuse_changed(changed)
-        return out
-
-    def with_buffers(self, params: Named, buffers: Named, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Return the result of `forward` and the buffers after it, which vary over the axis."""
-        out, after, _ = self._run(params, buffers, args, kwargs)
-        return out, after
-
-    def _run(self, params: Named, buffers: Named, args: Any, kwargs: Any) -> tuple[Any, dict[str, Tensor], list[str]]:
+    def _run(self, params: Named, buffers: Named, args: Any, kwargs: Any) -> Any:
         here = region("apply.unshard")
         apply, kwargs = self._apply.split_key(kwargs)
         apply.check_names(params, buffers)
@@ -278,37 +292,49 @@ class UnshardedByUnit:
         refuse_saved_tensor_hooks("apply.unshard")
         flat = tree.broadcast(self._specs, named, name="apply.unshard: specs", leaf=is_spec, is_leaf=is_weight)
         specs: Any = tree.unflatten(tree.flatten(named, is_weight)[1], flat)
-        units = self._units(here, params, specs)
+        not_units: set[str] = here.scratch.setdefault((UnshardedByUnit, *apply.units), set())
+        units = self._units(here, params, specs, not_units)
         in_units = {leaf for name in units for leaf in apply.units[name]}
         in_units -= {leaf for name, leaves in apply.units.items() if name not in units for leaf in leaves}
         root = [leaf for leaf in named if leaf not in in_units]
         full = self._full({leaf: named[leaf] for leaf in root}, {leaf: specs[leaf] for leaf in root})
         full_buffers = self._full_buffers(buffers)
+        records, known = torch.is_grad_enabled(), dict[str, Any]()
+
+        def kept(unit: str, leaf: str) -> Any:
+            """Return a leaf that is used outside of the unit's schedule, and leave the unit out of later calls."""
+            not_units.add(unit)
+            with torch.set_grad_enabled(records):
+                x = known[leaf] if leaf in known else self._full({leaf: params[leaf]}, {leaf: specs[leaf]})[leaf]
+            return x if in_transform() else known.setdefault(leaf, x)  # what a transform returns ends with it
+
         placeholders = {}
         for name, unit in units.items():
             parts = iter([x if part is None else part for part, x in zip(unit.plan.slices, unit.shards, strict=True)])
             for leaf in apply.units[name]:
                 x = params[leaf]
                 full_leaf = tree.map(lambda _, parts=parts: next(parts), x) if is_weight(x) else next(parts)
-                key = (leaf, full_leaf.shape, full_leaf.dtype, here.device)
-                if key not in self._placeholders:
-                    self._placeholders[key] = outside_unit(name, *key)
+                by_size = apply.are_units_by_size and not is_weight(x) and not apply.specs["params"][leaf].axes
+                value = functools.partial(kept, name) if by_size else None
                 if leaf in in_units:
-                    placeholders[leaf] = self._placeholders[key]
+                    placeholders[leaf] = outside_unit(name, leaf, full_leaf, here.device, value)
         shards = [x for name in units for leaf in apply.units[name] for x in tree.leaves(params[leaf])]
         calls = UnitCalls(UnitSchedule(here, units, self._options), shards)
-        result = apply.run(full, full_buffers, args, kwargs, calls, placeholders, self._fill(units, params))
+        result = apply.run(full, full_buffers, args, kwargs, calls, placeholders, self._fill(units, params, kept))
         calls.end()
         return result
 
-    def _fill(self, units: Mapping[str, Unit], params: Named) -> Fill:
+    def _fill(self, units: Mapping[str, Unit], params: Named, kept: Callable[[str, str], Any]) -> Fill:
         """Return the function that makes the leaves of a unit of its gathered tensors."""
-        if not any(map(is_weight, params.values())):
-            return unchanged
         leaves: dict[str, Any] = {name: [params[leaf] for leaf in self._apply.units[name]] for name in units}
-        structures = {name: tree.structure(xs) for name, xs in leaves.items()}
+        structures = {name: tree.structure(xs) for name, xs in leaves.items() if any(map(is_weight, xs))}
 
-        return lambda name, tensors: tree.unflatten(structures[name], tensors)
+        def fill(name: str, tensors: Sequence[Tensor] | None) -> Sequence[Any]:
+            if tensors is None:
+                return [kept(name, leaf) for leaf in self._apply.units[name]]
+            return tree.unflatten(structures[name], tensors) if name in structures else tensors
+
+        return fill
 
     def _full(self, params: dict[str, Tensor], specs: Any) -> Any:
         shapes = {name: self._shapes[name] for name in params}
@@ -317,10 +343,12 @@ class UnshardedByUnit:
     def _full_buffers(self, buffers: Named) -> Any:
         return unshard(dict(buffers), P(), self._axis)
 
-    def _units(self, here: Region, params: Named, specs: Any) -> dict[str, Unit]:
+    def _units(self, here: Region, params: Named, specs: Any, not_units: set[str]) -> dict[str, Unit]:
         """Return the leaves of each unit and their buckets, without units that have a leaf gathered along two dims."""
         out = {}
         for name, names in self._apply.units.items():
+            if name in not_units:
+                continue
             xs: list[Tensor] = []
             found: list[Route] = []
             for leaf in names:

@@ -86,7 +86,7 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _error(self, name: str, how: str) -> ShardingError:
         return fail(f"{self.name}: forward writes to params[{name!r}]: {how}",
-                    "a pure function leaves its arguments as they are",
+                    "a pure function leaves its arguments unchanged",
                     fix="write in the train step, to the new parameters; or switch it off in the module's "
                     "configuration; or apply.eval(), if it is done in training alone")  # fmt: skip
 
@@ -102,8 +102,6 @@ def version(x: Tensor) -> int:
 def equal_values(x: Tensor, y: Tensor) -> bool:
     """Return whether two tensors have the same values; True for tensors without values."""
     x, y = unwrapped(x.detach()), unwrapped(y.detach())
-    if x is y:
-        return True
-    if x.is_meta or isinstance(x, FakeTensor):
+    if x is y or x.is_meta or isinstance(x, FakeTensor):
         return True
     return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())  # NaN equals NaN

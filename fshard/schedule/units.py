@@ -48,6 +48,7 @@ from fshard._core.protocol import PendingTransfer
 from fshard._core.region import Region, checker, storage_key
 from fshard._core.torch import version_of
 from fshard._core.transfers import is_observed, transfer_count, transposing
+from fshard.errors import ShardingError, fail
 from fshard.grad import fill_tensors, split_tensors
 
 from .buckets import BucketPlan, GatherBuffer, keep_parts, plan_kept, start_copy, start_gather, start_reduce
@@ -324,7 +325,8 @@ class UnitSchedule:
         gathered = self.gather_backward(at).wait()
         # Ranks must start the same transfers; a checker and a dry run need all operations.
         repeats_all = call.transfers or checker() is not None or not self.region.comm.is_scheduled
-        assert call.rerun is not None
+        if call.rerun is None:
+            raise _differentiates(call)
         differentiated = self.units[call.unit].differentiated
         leaves = [x.detach().requires_grad_(d) for x, d in zip(gathered, differentiated, strict=True)]
         run = functools.partial(call.rerun, leaves, _UnitCallsAgain(self))
@@ -462,6 +464,11 @@ class UnitCalls:
         self.schedule.end_forward()
 
 
+def _differentiates(call: _Call) -> ShardingError:
+    return fail(f"apply.unshard: unit {call.unit!r} differentiates inside its forward, and remat=True runs it again",
+                fix="remat=False; or choose the modules inside it; or units=None")  # fmt: skip
+
+
 class _UnitCallsAgain:
     """The calls of units inside a unit that is recomputed."""
 
@@ -472,6 +479,10 @@ class _UnitCallsAgain:
         gathered, unit = self.schedule.held(name) or self.schedule.start(name), self.schedule.units[name]
         leaves = [x.detach().requires_grad_(d) for x, d in zip(gathered.wait(), unit.differentiated, strict=True)]
         return f(leaves, args, kwargs)
+
+
+_TWICE = "apply.unshard: the gradient of a schedule"
+_ONCE = "fs.defer(constructor, units=None); or nest fs.grad, or use torch.func: there it is the plain apply"
 
 
 class _Weights(torch.autograd.Function):
@@ -485,12 +496,13 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
-        fix = "nest fs.grad, or use torch.func: there it is the plain apply"
-        refuse_transforms_of_backward("apply.unshard: the gradient of a schedule", grads, fix)
+        if not torch.is_grad_enabled():
+            refuse_transforms_of_backward(_TWICE, grads, _ONCE)
         remaining = iter(grads)
         all_grads = [next(remaining) if d else None for d in ctx.schedule.units[ctx.name].differentiated]
-        ctx.schedule.start_sums(ctx.name, all_grads)
-        ctx.schedule.gather_after(ctx.at)
+        with torch.no_grad():
+            ctx.schedule.start_sums(ctx.name, all_grads)
+            ctx.schedule.gather_after(ctx.at)
         return torch.zeros((), device=ctx.schedule.region.device), None, None, None
 
 
@@ -500,8 +512,26 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, schedule: UnitSchedule, *shards: Tensor) -> Tensor:
         ctx.schedule = schedule
+        ctx.save_for_backward(*shards)
         return torch.zeros((), device=schedule.region.device)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.schedule.take_sums()
+        with torch.no_grad():
+            sums = ctx.schedule.take_sums()
+        if torch.is_grad_enabled():  # a loss with a gradient inside may have other leaves, whose graph is kept
+            once: Any = _Once.apply
+            sums = [x if x is None else once(x, w) for x, w in zip(sums, ctx.saved_tensors, strict=True)]
+        return None, *sums
+
+
+class _Once(torch.autograd.Function):
+    """The gradient of a shard, which cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        raise fail(f"{_TWICE} cannot be differentiated by torch.autograd", fix=_ONCE)

@@ -312,10 +312,10 @@ CHANGES = {
     "  parameters are plain tensors in a pure call, which torch does not register\n"
     "  fix: assign it in the constructor (self.head.weight = self.embedding.weight ties them there), not in forward",
     replace: "Apply(InForward): forward replaced parameters: head.weight\n"
-    "  no gradient reaches those of the call, and the new ones are lost after it\n"
+    "  no gradient reaches the call's parameters, and the new ones are lost after it\n"
     "  fix: do it in the constructor; or compute a tensor and leave the parameter",
     write: "Apply(InForward): forward writes to params['head.weight']: aten.clamp_.default\n"
-    "  a pure function leaves its arguments as they are\n"
+    "  a pure function leaves its arguments unchanged\n"
     "  fix: write in the train step, to the new parameters; or switch it off in the module's configuration; or "
     "apply.eval(), if it is done in training alone",
     write_under_no_grad: "Apply(InForward): forward writes to params['head.weight']: aten.zero_.default\n",

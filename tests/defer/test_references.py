@@ -344,3 +344,29 @@ def test_no_leaf_of_a_call_is_kept_after_it():
     alive = weakref.ref(params.pop("emb.weight"))
     gc.collect()
     assert alive() is None
+
+
+class WithoutLength(tuple):
+    """A tuple whose `__len__` raises, as e3nn's `Irreps`."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+def test_tuple_without_a_length_is_an_attribute_like_others():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.sizes = nn.Linear(4, 4), WithoutLength((4, 1))
+
+        def forward(self, x):
+            return self.linear(x) * sum(self.sizes)
+
+    apply, tree = defer(Layer, units=1)
+    mesh = fs.make_mesh(data=2)
+    params = fs.materialize(tree["params"], P("data"), mesh, key=fs.key(0))
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    f = fs.shard_map(lambda p, x: apply.unshard(P("data"), "data")(p, {}, x), mesh=mesh,
+                     in_specs=(P("data"), P("data")), out_specs=P("data"))  # fmt: skip
+    whole = {name: fs.device_get(p) for name, p in params.items()}
+    assert torch.equal(fs.device_get(f(params, x)), F.linear(x, whole["linear.weight"], whole["linear.bias"]) * 5)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -640,7 +641,8 @@ def test_invalid_calls_are_errors() -> None:
         with torch.enable_grad():
             x = {name: w.detach().requires_grad_() for name, w in p.items()}
             y = f(x, {}, ids).square().sum()
-            return torch.autograd.grad(y, x["blocks.0.up.weight"], create_graph=True)
+            g = torch.autograd.grad(y, x["blocks.0.up.weight"], create_graph=True)[0]
+            return torch.autograd.grad(g.sum(), x["blocks.0.up.weight"])
 
     assert "cannot be differentiated by torch.autograd" in run(twice)
     saved = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
@@ -667,6 +669,101 @@ def test_leaf_that_is_used_outside_of_its_unit_is_an_error_that_names_both() -> 
     assert text.startswith("'blocks.1.up.weight' of unit 'blocks.1' is used outside of the unit's forward, by mean\n"
                            "  it is gathered only while the unit runs\n"
                            "  fix: leave 'blocks.1' out of units=, or choose the module that uses ")  # fmt: skip
+
+
+class Hooked(nn.Sequential):
+    """A weight that a hook computes before forward, and hooks that read leaves before and after it."""
+
+    def __init__(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            super().__init__(nn.utils.spectral_norm(nn.Linear(D, D)), nn.utils.weight_norm(nn.Linear(D, D)), Tower())
+        self[2].register_forward_pre_hook(lambda m, args: (args[0] * m.a.weight.sum(),))
+        self[2].register_forward_hook(lambda m, args, out: out + m.b.bias)
+
+
+class Tower(nn.Module):
+    """Two layers, called in the form that `how` names."""
+
+    def __init__(self, how: str = "forward") -> None:
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(D, D), nn.Linear(D, D), how
+
+    def layers(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x))).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        match self.how:
+            case "never called":
+                return self.b(torch.tanh(torch.nn.functional.linear(x, self.a.weight, self.a.bias)))
+            case "read by its parent":
+                return self.layers(x) + self.a.weight.sum()
+            case "forces" | "forces alone":
+                with torch.enable_grad():
+                    x = x.detach().requires_grad_()
+                    y = self.layers(x)
+                    force = torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+                    return force if self.how == "forces alone" else y + force
+            case "vmap(grad)":
+                return torch.func.vmap(torch.func.grad(lambda x: self.layers(x).sum()))(x)
+            case "jacrev":
+                return torch.func.vmap(torch.func.jacrev(self.layers))(x).sum(-1)
+            case "jvp":
+                return torch.func.jvp(self.layers, (x,), (torch.ones_like(x),))[1]
+            case "of a leaf":
+                return x @ torch.autograd.grad(self.layers(x).sum(), self.a.weight, create_graph=True)[0]
+        return self.layers(x)
+
+
+ROWS = torch.linspace(-1, 1, 4 * D).view(4, D)
+
+
+def values_by_units(constructor: Any, units: Any, check: Any = "never", calls: int = 2, **how: Any) -> Any:
+    """Return the loss and gradients by units of the last of some calls of one step, and those of the definition."""
+    mesh = fs.make_mesh(data=2)
+    apply, tree = defer(constructor, units=units)
+    specs = {name: P("data") for name in tree["params"]}
+    params = fs.materialize(tree["params"], specs, mesh, key=fs.key(0))
+    buffers = fs.materialize(tree["buffers"], P(), mesh, key=fs.key(0))
+
+    def step_by(f: Any) -> Any:
+        def step(p: Any, b: Any, x: Tensor) -> Any:
+            return fs.value_and_grad(lambda p: fs.pmean(f(p, b, x)[0].square().mean(), "data"))(p)
+
+        return fs.shard_map(step, mesh=mesh, in_specs=(specs, P(), P("data")), out_specs=(P(), specs), check=check)
+
+    plain = lambda p, b, x: apply.with_buffers(fs.unshard(p, specs, "data"), fs.unshard(b, P(), "data"), x)  # noqa: E731
+    step = step_by(apply.unshard(specs, "data", **how).with_buffers)
+    return [step(params, buffers, ROWS) for _ in range(calls)][-1], step_by(plain)(params, buffers, ROWS)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_units_by_number_that_another_module_reads_or_that_are_never_called_are_gathered_once(remat: bool) -> None:
+    for how in ("never called", "read by its parent"):
+        for calls in (1, 2):  # the second leaves the unit out
+            assert_same(*values_by_units(lambda how=how: Tower(how), 1, calls=calls, remat=remat), rtol=2e-6, atol=1e-7)
+        assert_same(*values_by_units(lambda how=how: Tower(how), 1, "always"), rtol=2e-6, atol=1e-7)
+        text = error_text(values_by_units, lambda how=how: Tower(how), "*")
+        assert text.startswith("'a.weight' of unit 'a' is used outside of the unit's forward")
+    assert "by grad" in error_text(values_by_units, lambda: Tower("of a leaf"), 1)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_hooks_of_a_unit_run_with_its_leaves(remat: bool) -> None:
+    assert_same(*values_by_units(Hooked, "*", remat=remat))
+
+
+@pytest.mark.parametrize("how", ["forces", "forces alone", "vmap(grad)", "jacrev", "jvp"])
+def test_units_of_a_forward_that_differentiates_inside_have_the_numbers_of_the_definition(how: str) -> None:
+    for remat in (False, True):
+        assert_same(*values_by_units(lambda: Tower(how), "*", "always" if remat else "never", remat=remat))
+    if "forces" not in how:
+        text = error_text(values_by_units, lambda: nn.Sequential(Tower(how)), "0")
+        assert text.startswith("unit '0' calls a transform of torch.func inside its forward")
+    else:
+        assert_same(*values_by_units(lambda: nn.Sequential(Tower(how)), "0"))
+        text = error_text(values_by_units, lambda: nn.Sequential(Tower(how)), "0", remat=True)
+        assert text.startswith("apply.unshard: unit '0' differentiates inside its forward, and remat=True")
 
 
 def test_recomputation_that_differs_is_an_error() -> None:
