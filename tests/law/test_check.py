@@ -112,7 +112,7 @@ def test_error_text_names_the_line_of_a_wrong_program():
         "                   ^^^^^^^^^^^\n"
         "  x        f32[4, 16]{V: data; I: model}\n"
         '  p["up"]  f32[16, 32]{V: data, model}\n'
-        "  each of the 2 ranks of 'model' uses x with its own values, so the gradient is a sum over the ranks;\n"
+        "  each of the 2 ranks of 'model' combines x with different values, so the gradient is a sum over the ranks;\n"
         "  pvary changes no value, and its transpose takes that sum\n"
         '  fix: return fs.psum(fs.pvary(x, "model") @ p["up"] @ p["down"], "model")'
     )

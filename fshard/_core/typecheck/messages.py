@@ -104,7 +104,7 @@ def _reason_and_fix(
             Fix(scene.line_with("pvary", (invariant, source)), f"each rank is to use {one} in its own way"),
         ]
         return [_GATHERED], fix_lines(choices)
-    notes = _reason_for_pvary(n, axes, f"uses {one} with its own values")
+    notes = _reason_for_pvary(n, axes, f"combines {one} with different values")
     if made := invariant.info.origin == "made":
         notes += [f"{one} was made here, from nothing: where it is differentiated it is one value for all ranks"]
     notes += [f"the same is true of {scene.name(o)} and the ranks of {axes_text(more)}" for o, all_axes in to_vary
@@ -324,7 +324,7 @@ def mixed_before(checker: Facts, m: Mixture) -> ShardingError:
     """Word the error of a mixture that only the gradient shows: of a captured tensor, or in an autograd.Function."""
     name, axes = m.text.rows[0][0], mixed_axes(m.invariant, m.varying)
     call = f"fs.pvary({m.invariant.name or name}, {axes_source(axes)})"
-    notes = _reason_for_pvary(size_of(axes, checker.sizes), axes, f"uses {name} with its own values")
+    notes = _reason_for_pvary(size_of(axes, checker.sizes), axes, f"combines {name} with different values")
     fix = f"pass {call} to the function that this line is in"
     if name == CAPTURED:  # of a module
         params = f"fs.pvary(dict(module.named_parameters()), {axes_source(axes)})"
