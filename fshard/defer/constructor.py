@@ -37,7 +37,6 @@ from fshard.init import (
     Uniform,
     describe_initializer,
 )
-from fshard.nn import Replacement
 from fshard.random import fold_in
 from fshard.spec import Box, describe
 
@@ -47,6 +46,7 @@ from .graph import Draw, Node, draws, step_name, tensors_in, topological_order
 from .module_leaves import MODULE_ATTRIBUTES, Leaves, Place, leaves_at, places_of
 from .recorder import EAGER, GradientHooks, Recorder, recording, recording_error, why_valueless
 from .references import Outside, Slot, items, reachable
+from .replaced import Replace
 from .replay import Replay, bytes_in_full, is_local
 from .units import Units
 
@@ -56,15 +56,14 @@ Source = tuple[int, int]  # (index of the owner whose key a draw uses, number of
 
 @checked
 def defer(
-    constructor: Callable[[], nn.Module], *, units: Units = None, replace: Mapping[str, Replacement] | None = None,
-    budget: int = 1 << 30, reference: int | None = None,
+    constructor: Callable[[], nn.Module], *, units: Units = None, replace: Replace = None, budget: int = 1 << 30,
+    reference: int | None = None,
 ) -> tuple[Apply, Tree]:  # fmt: skip
     """Run a constructor without allocating its parameters: return a pure function and a tree of their descriptions.
 
-    All operations on parameters and buffers are recorded. `materialize` replays them for the part of each device, and
-    draws from the constructor's distributions by the leaf's key: the values are the same on every mesh, and not as by
-    `torch.manual_seed`. An operation that needs a full tensor (a QR) computes it in full, one leaf at a time, and
-    keeps the part: `apply.whole` has the bytes of each such leaf.
+    `materialize` replays the constructor's operations for the part of each device, and draws from its distributions by
+    the leaf's key: the values are the same on every mesh, and not as by `torch.manual_seed`. An operation that needs a
+    full tensor (a QR) computes it in full, one leaf at a time: `apply.whole` has the bytes of each such leaf.
 
     The tree is `{"params": {name: Deferred}, "buffers": {name: Deferred}}`. A tied leaf is in it once, by its first
     name. A part of the tree has the same values if only it is materialized. Copies of a drawn leaf
@@ -77,11 +76,12 @@ def defer(
     Args:
         units: the submodules that `apply.unshard` gathers one by one: the name of a class ("T5Block"), a glob of paths
             ("encoder.block.*"; `**` is any number of parts) or several of both; a function (path, module) -> bool; or a
-            number: the innermost submodules with at least this number of parameters; if others use the leaves of one,
-            they are gathered once and kept. `apply.units` has their leaves.
+            number: the innermost submodules with this number of parameters or more. `apply.units` has their leaves.
         replace: globs of paths of submodules, and the pure functions that compute them on shards:
-            `{"fc": fs.nn.column_linear("model"), "**.embed": fs.nn.row_embedding("model")}`. `apply.specs` has the
-            specs of all leaves. The first glob that matches a submodule counts; one that matches none is an error.
+            `{"fc": fs.nn.column_linear("model"), "**.embed": fs.nn.row_embedding("model")}`; or classes,
+            `{torch.nn.Linear: fs.nn.column_linear("model")}`: submodules of a class that cannot be replaced are left,
+            and `apply.unreplaced` has the reasons. `apply.specs` has the specs of all leaves. The first key that
+            matches a submodule counts; one that matches none is an error.
         budget: the most bytes that may be computed in full for one leaf.
         reference: a seed. The module is built eagerly under `torch.manual_seed(reference)`, and its leaves are
             sliced: they are bitwise the constructor's, on every mesh, and take as much memory.
@@ -97,18 +97,27 @@ def defer(
     """
     if in_region():
         raise fail("defer: called inside shard_map, where leaves are local parts", fix="call it outside")
-    if reference is not None:
-        return _eager(constructor, reference, units, replace)
-    with _seeded(0), recording(budget) as recorder:
+    with contextlib.ExitStack() as during:
+        if reference is not None:  # on every kind of device
+            during.enter_context(torch.random.fork_rng())
+            torch.manual_seed(reference)
+        during.enter_context(_seeded(reference or 0))
+        recorder = during.enter_context(recording(budget)) if reference is None else None
         module = _construct(constructor)
     places = places_of(module)
     leaves = leaves_at(places)
-    _check_leaves(leaves, recorder.why_unrecorded)
-    nodes = {name: recorder.node(x) for named in leaves.values() for name, x in named.items()}
-    outside = Outside(constructor, module)
+    _check_leaves(leaves, why_valueless if recorder is None else recorder.why_unrecorded)
+    outside, in_full = Outside(constructor, module), dict[str, int]()
+    if recorder is None:
+        tree = {kind: {name: Deferred(tuple(x.shape), x.dtype, Reference(x.detach(), reference or 0))
+                       for name, x in named.items()} for kind, named in leaves.items()}  # fmt: skip
+        outside.made = {name: weakref.ref(x) for named in leaves.values() for name, x in named.items()}
+    else:
+        nodes = {name: recorder.node(x) for named in leaves.values() for name, x in named.items()}
     _release(module, places, recorder, outside)
-    tree, computed_in_full = _describe(leaves, nodes, budget)
-    return Apply(module, whole=computed_in_full, units=units, replace=replace, outside=outside), tree
+    if recorder is not None:
+        tree, in_full = _describe(leaves, nodes, budget)
+    return Apply(module, whole=in_full, units=units, replace=replace, outside=outside), tree
 
 
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -346,8 +355,7 @@ def _describe(leaves: Leaves, nodes: Mapping[str, Node], budget: int) -> tuple[T
                 computed_in_full[name] = size
             if size > budget:
                 ops = sorted({step_name(n) for n in topological_order(node) if not is_local(n)})
-                what = f"defer: {name}: {describe(node)} is computed in full, beyond budget="
-                errors.append(fail(what,
+                errors.append(fail(f"defer: {name}: {describe(node)} is computed in full, beyond budget=",
                                    f"{size:,} bytes > {budget:,}", operations=", ".join(ops),
                                    fix=f"budget={size}, of each device; or {EAGER}"))  # fmt: skip
     raise_all(errors)
@@ -393,21 +401,3 @@ def _plain_initializer(node: Node) -> Initializer | None:
             start, end, step = (*node.call.args, 1)[:3] if len(node.call.args) > 1 else (0, node.call.args[0], 1)
             return Arange(start, step) if all(isinstance(n, int) for n in (start, end, step)) else None
     return None
-
-
-def _eager(
-    constructor: Callable[[], nn.Module], seed: int, units: Units, replace: Mapping[str, Replacement] | None
-) -> tuple[Apply, Tree]:
-    with torch.random.fork_rng(), _seeded(seed):
-        torch.manual_seed(seed)
-        module = _construct(constructor)
-    places = places_of(module)
-    _check_leaves(leaves_at(places), why_valueless)
-    tree = {
-        kind: {name: Deferred(tuple(x.shape), x.dtype, Reference(x.detach(), seed)) for name, x in named.items()}
-        for kind, named in leaves_at(places).items()
-    }
-    outside = Outside(constructor, module)
-    outside.made = {name: weakref.ref(x) for named in leaves_at(places).values() for name, x in named.items()}
-    _release(module, places, None, outside)
-    return Apply(module, units=units, replace=replace, outside=outside), tree

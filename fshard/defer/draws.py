@@ -1,10 +1,8 @@
 """Random numbers of a module that draws from torch's generator, by a key and the global index instead.
 
-Draw number j of a call is a draw of `fs.random` under fold_in(key, j), so element i of the global tensor has the same
-number on every mesh. `Draws` is the mode that makes the numbers. It sees the operations below autograd and torch.func,
-where dropout of every kind ends in a few of them: bernoulli_, uniform_, rand.
-
-Inside a region a module sees a part of the batch. `probe` finds which dim of each draw has the examples.
+Draw number j of a call is a draw of `fs.random` under fold_in(key, j). `Draws` is the mode that makes the numbers. It
+sees the operations below autograd and torch.func, where dropout of every kind ends in a few of them: bernoulli_,
+uniform_, rand. `probe` finds which dim of each draw has the examples.
 """
 
 from __future__ import annotations

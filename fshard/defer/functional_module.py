@@ -72,9 +72,7 @@ class Apply(Pure):
     In backward the module has no leaves: a hook that reads one then, and `torch.utils.checkpoint` in a call that is
     differentiated, are errors; use `fs.remat` around the call, or `unshard(remat=True)`.
 
-    A float buffer is invariant over the mesh, like a parameter, and needs `unshard` (or `pvary`) too:
-
-        apply(fs.unshard(params, specs, "data"), fs.unshard(buffers, P(), "data"), x)
+    A float buffer is invariant over the mesh, like a parameter, and needs `fs.unshard(buffers, P(), "data")` too.
 
     Args:
         ties: tied name -> the name of the leaf it uses, beyond the ties of `module` itself.
@@ -89,9 +87,10 @@ class Apply(Pure):
     tensor([[2., 2., 2.]])
 
     `frozen` has the names of the parameters with `requires_grad=False`: differentiate the others. `specs` has the spec
-    of each leaf, `{"params": {name: P}, "buffers": {name: P}}`: as its replacement places it, else P().
+    of each leaf, `{"params": {name: P}, "buffers": {name: P}}`: as its replacement places it, else P(). `unreplaced`
+    has the reasons for submodules of a class in `replace` that are left.
 
-    Raises ShardingError listing every name that is missing or unexpected and every leaf with a wrong number of dims.
+    Raises ShardingError listing every name that is missing or unexpected and every wrong number of dims.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Apply(Pure):
         self._chosen, self.are_units_by_size = units, isinstance(units, int)
         self.units = leaves_of_units(module, choose_units(module, units), self._places)
         self._replaced = Replaced.from_module(module, replace, self._places)
-        self.specs = self._replaced.specs
+        self.specs, self.unreplaced = self._replaced.specs, self._replaced.unreplaced
         self._free_copies: dict[int, list[ModuleCopy]] = {}  # by thread: see `_take_copy`
         self._done: set[str] = set()  # the checks that only the first call makes; shared with copies, as the others are
         self._key: Tensor | None = None
@@ -185,9 +184,8 @@ class Apply(Pure):
 
             f(params {by specs}, buffers {I}, *args, **kwargs)      buffers are replicated
 
-        Its numbers are as by this definition, `how` being `dtype`, `reduce_dtype` and `shapes`:
-
-            apply(fs.unshard(params, specs, axis, **how), fs.unshard(buffers, P(), axis), *args, **kwargs)
+        Its numbers are as by `apply(fs.unshard(params, specs, axis, **how), fs.unshard(buffers, P(), axis), *args)`,
+        `how` being `dtype`, `reduce_dtype` and `shapes`.
 
         `fs.defer(constructor, units=...)` chooses the units. `prefetch` of them are gathered while one computes, in
         forward those defined next, in backward those called before; gradients are summed over the ranks while the
@@ -196,21 +194,20 @@ class Apply(Pure):
         outside of its unit's forward is an error that names both; where a number chose the units, it is kept too.
 
         All ranks must call the same units in the same order, and differentiate the same of them. In a compiled program,
-        and under a transform of torch.func, around the call or in forward, it is the definition: same numbers, without
+        and under a transform of torch.func, around the call or in forward, it is this call: same numbers, without
         release. So is a unit with a leaf that is gathered along two dims. Forward may differentiate by autograd.
 
         Args:
             specs: of the params, or a prefix.
-            release: free gathered leaves after use and gather them again in backward; if False, keep them. An axis, or
-                axes, of `axis`: keep the part that a split over only these gives, and gather it in backward.
+            release: free gathered leaves after use and gather them again in backward; if False, keep them; an axis, or
+                axes, of `axis`: keep the part that a split over only these gives.
             remat: keep only the arguments of each unit (of the outermost, if units are nested), and recompute it in
-                backward, with the attributes that its modules had at the call. An object that the module changes as it
-                runs, as a cache, would be changed twice: switch it off (`use_cache=False`).
+                backward. A cache would be changed twice: switch it off (`use_cache=False`).
             prefetch: number of units to gather ahead; 0 gathers when needed.
             backward_prefetch: the same in backward, by default as many; "post" gathers one unit ahead after the
                 gradients of a unit are computed, while they are summed.
             dtype, reduce_dtype: as for `fs.unshard`.
-            shapes: as for `fs.unshard`; by default the shapes of the module's parameters.
+            shapes: as for `fs.unshard`; by default of the module's parameters.
 
         Transfers, for each dtype of a unit and each of its calls: a gather in forward, one in backward if a gradient
         needs its leaves, and one sum, without the frozen leaves. A unit that is called again and again, as ALBERT's, is
@@ -226,7 +223,7 @@ class Apply(Pure):
         >>> f(materialize(tree["params"], specs, mesh, key=key(0)), torch.zeros(4, 8))
         f32[4@data, 8]
 
-        Warns where there are no units and `release` is not False: one gather of all leaves, which are kept.
+        Warns where there are no units and `release` is not False.
         Raises ShardingError, when the result is called, for the errors of `fs.unshard`, and inside
         torch.utils.checkpoint, which does not know that leaves are freed.
         """
@@ -300,7 +297,7 @@ class Apply(Pure):
         """Return the function of a changed copy of the module."""
         other = Apply(module, self.ties, self.whole, self.transient, self._chosen, self._replaced.by,
                       self._outside)  # fmt: skip
-        other._key, other._norms_over = self._key, self._norms_over
+        other._key, other._norms_over, other.unreplaced = self._key, self._norms_over, self.unreplaced
         other._split_batch = replace(self._split_batch, probed={})  # in another mode forward makes other draws
         return other
 

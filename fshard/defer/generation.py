@@ -38,8 +38,7 @@ def generate(
     lengths are padded on the left, and `mask` [B@data, T] is 0 there. `on_token(step, tokens)` is called on every rank
     with the new tokens [B@data] of each step, until all sequences of all ranks have ended.
 
-    Keys and values, or states, are kept in the model's cache, which is an argument and a result of each step; a
-    model without one runs on all tokens at each step. Every rank has the logits of its rows, [B@data, V].
+    A model without a cache runs on all tokens at each step. Every rank has the logits of its rows, [B@data, V].
 
     Args:
         apply: of `fs.defer`, in eval mode, or a function with its arguments, which gathers the leaves as it needs them.

@@ -1,8 +1,7 @@
 """The dims of a module's draws that have the examples of a batch, found on fake tensors: `probe`.
 
-Forward runs on fake tensors with a prime number of examples: a dim that this prime divides has the examples. The probe
-also follows how they lie in it. A view of [B, T] as [B*T] keeps the entries of one example together. One of [T, B] as
-[T*B] does not, so a rank's part of it is not a range of rows, and a draw of such a tensor is refused.
+Forward runs on fake tensors with a prime number of examples: a dim that this prime divides has the examples. A view of
+[T, B] as [T*B] does not keep the entries of one example together, and a draw of such a tensor is refused.
 """
 
 from __future__ import annotations

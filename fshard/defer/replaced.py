@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from fshard.spec import P, box_shape, describe, format_axes, local_box, matches,
 from .module_leaves import Place, leaves_at, named_modules
 from .stand_ins import Split, SplitParameter, StandIn
 
-Replace = Mapping[str, Replacement] | None
+Replace = Mapping[Any, Replacement] | None  # by a glob of paths, or by a class
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -32,24 +32,35 @@ class Replaced:
     specs_in: Mapping[str, Mapping[str, P]]  # of each, the specs of its parameters, by their names in it
     splits: Mapping[str, Split]
     specs: Mapping[str, Mapping[str, P]]  # of all leaves, by kind and name
+    unreplaced: Mapping[str, str]  # the submodules of a class that cannot be replaced, and why
 
     @staticmethod
     def from_module(module: nn.Module, replace: Replace, places: Sequence[Place]) -> Replaced:
-        """Choose the submodules that the globs match; the first of several globs that match one counts.
+        """Choose the submodules that the globs and classes match; the first of several that match one counts.
 
-        Raises ShardingError listing every glob that matches none, and every submodule that cannot be replaced.
+        Raises ShardingError listing all that match none, and every submodule of a glob that cannot be replaced.
         """
         named = {id(m): name for name, m in module.named_modules()}  # the first names
-        chosen, errors = _matched(module, {} if replace is None else replace, named)
+        chosen, errors, by_class = _matched(module, {} if replace is None else replace, named)
         by = {named[key]: replacement for key, replacement in chosen.items()}
         specs_in: dict[str, dict[str, P]] = {}
+        unreplaced: dict[str, str] = {}
         for name, replacement in by.items():
             m = module.get_submodule(name)
             try:
                 _check_module(m, replacement)
                 specs_in[name] = _checked_specs(m, replacement)
             except ShardingError as e:
-                errors.append(ShardingError(f"defer: replace: {name!r} is a {type(m).__name__}: {e}"))
+                if name in by_class:
+                    unreplaced[name] = str(e).partition("\n")[0]
+                else:
+                    errors.append(ShardingError(f"defer: replace: {name!r} is a {type(m).__name__}: {e}"))
+        names = by.keys() - unreplaced.keys()
+        while more := {x: why for x in sorted(names & by_class) if (why := _why_not(module, x, names, places))}:
+            unreplaced, names = unreplaced | more, names - more.keys()
+        by = {name: replacement for name, replacement in by.items() if name in names}
+        specs_in = {name: specs for name, specs in specs_in.items() if name in names}
+        for name in by:
             errors += [fail(f"defer: replace: {name!r} is in {outer!r}, which is replaced too",
                             f"{by[outer]} computes all of {outer!r}", fix="replace one of them")
                        for outer in by if name.startswith(f"{outer}.")]  # fmt: skip
@@ -62,7 +73,7 @@ class Replaced:
         }  # fmt: skip
         of_all = {kind: {name: specs.get(name, P()) if kind == "params" else P() for name in named_}
                   for kind, named_ in leaves.items()}  # fmt: skip
-        return Replaced(by, specs_in, splits, of_all)
+        return Replaced(by, specs_in, splits, of_all, unreplaced)
 
     @property
     def features(self) -> dict[tuple[str, ...], set[int]]:
@@ -89,23 +100,26 @@ class Replaced:
 
 
 def _matched(
-    module: nn.Module, replace: Mapping[str, Replacement], named: Mapping[int, str]
-) -> tuple[dict[int, Replacement], list[ShardingError]]:
-    """Return the replacement of each submodule, by id, and the errors of the globs."""
+    module: nn.Module, replace: Mapping[Any, Replacement], named: Mapping[int, str]
+) -> tuple[dict[int, Replacement], list[ShardingError], set[str]]:
+    """Return the replacement of each submodule, by id, the errors of the globs, and the names that a class chose."""
     if not isinstance(replace, Mapping):
         raise must_be("defer: replace", "a dict of globs and replacements", replace,
                       '{"fc": fs.nn.column_linear("model")}')  # fmt: skip
     raise_all([must_be(f"defer: replace[{glob!r}]", "a Replacement", x, "fs.nn.column_linear(axis), or another one")
                for glob, x in replace.items() if not isinstance(x, Replacement)])  # fmt: skip
     chosen: dict[int, Replacement] = {}
-    used: set[str] = set()
+    used, by_class = set[Any](), set[str]()
     names = [prefix[:-1] for prefix, _ in named_modules(module) if prefix]
     for name in names:
-        glob = next((glob for glob in replace if matches(name.split("."), glob.split("."))), None)
+        m = module.get_submodule(name)
+        glob = next((g for g in replace if (isinstance(m, g) if isinstance(g, type) else
+                     matches(name.split("."), g.split(".")))), None)  # fmt: skip
         if glob is None:
             continue
         used.add(glob)
-        key = id(module.get_submodule(name))
+        key = id(m)
+        by_class |= {named[key]} if isinstance(glob, type) else set()
         if chosen.setdefault(key, replace[glob]) is not replace[glob]:
             raise fail(f"defer: replace: {named[key]!r} and {name!r} are one module, and globs replace it by "
                        f"{chosen[key]} and by {replace[glob]}", fix="one replacement for all names of a module"
@@ -117,13 +131,13 @@ def _matched(
                    "torch.nn.Sequential(module) has one, '0'")  # fmt: skip
             errors.append(fail(f"defer: replace: {glob!r} matches no submodule", fix=fix,
                                near=_near(glob, names) or f"{type(module).__name__} has none"))  # fmt: skip
-    return chosen, errors
+    return chosen, errors, by_class
 
 
-def _near(glob: str, names: Sequence[str]) -> str:
+def _near(glob: Any, names: Sequence[str]) -> str:
     """Return the names of submodules most like a glob, by their last parts, one for each of these."""
     by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
-    close = difflib.get_close_matches(glob.rpartition(".")[2], list(by_last), 3, 0.0)
+    close = difflib.get_close_matches(str(glob).rpartition(".")[2], list(by_last), 3, 0.0)
     return ", ".join(by_last[last] for last in close)
 
 
@@ -145,6 +159,18 @@ def _check_module(m: nn.Module, replacement: Replacement) -> None:
                        fix="do not replace it, or torch.nn.utils.parametrize.remove_parametrizations")  # fmt: skip
         if any(getattr(part, hooks) for hooks in _HOOKS):
             raise fail("it has hooks, which see, or compute, whole tensors", fix="remove them in the constructor")
+
+
+def _why_not(module: nn.Module, name: str, replaced: Collection[str], places: Sequence[Place]) -> str | None:
+    """Return why others may use the parameters of a submodule in full; None if only replaced ones have them."""
+    if isinstance(module.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+        return "its parent computes with its parameters, and does not call it"
+    if outer := next((outer for outer in replaced if name.startswith(f"{outer}.")), None):
+        return f"it is in {outer!r}, which is replaced"
+    leaves = {p.leaf for p in places if any(n.startswith(f"{name}.") for n in p.names)}
+    others = (p.name for p in places if p.leaf in leaves
+              and not any(n.startswith(f"{user}.") for n in p.names for user in replaced))  # fmt: skip
+    return next((f"{other!r} is one of its parameters, in a module that is not replaced" for other in others), None)
 
 
 def _checked_specs(m: nn.Module, replacement: Replacement) -> dict[str, P]:

@@ -232,9 +232,7 @@ class Pure:
         """Return the result of `forward` and the buffers after it; the arguments are not changed.
 
         On a mesh each rank updates the buffers by its examples, so they vary: see `batch_norm_over` for batch norms.
-        To have one value on all ranks, take the mean, and for counters, which are equal on every rank, the maximum:
-
-            fs.tree.map(lambda b: fs.pmean(b, "data") if b.is_floating_point() else fs.pmax(b, "data"), new)
+        `fs.tree.map(lambda b: fs.pmean(b, "data") if b.is_floating_point() else fs.pmax(b, "data"), new)`: one value.
 
         >>> norm = torch.nn.BatchNorm1d(1, affine=False, momentum=0.5)
         >>> before = dict(norm.named_buffers())
@@ -254,6 +252,7 @@ class UnshardedByUnit(Pure):
         reduce_dtype: torch.dtype | None, shapes: Any,
     ) -> None:  # fmt: skip
         self._apply, self._specs, self._axis, self._options = apply, specs, axis, options
+        self.module: nn.Module = apply.module
         self._dtype, self._reduce_dtype, self.refuse_changed = dtype, reduce_dtype, apply.refuse_changed
         shapes = apply.shapes if shapes is None else shapes
         if not isinstance(shapes, Mapping) or apply.shapes.keys() - shapes.keys():
@@ -261,11 +260,6 @@ class UnshardedByUnit(Pure):
                           "pass the tree that params were materialized from")  # fmt: skip
         # Only the shapes: a described tree may refer to full tensors.
         self._shapes = shapes if shapes is apply.shapes else shapes_of({name: shapes[name] for name in apply.shapes})
-
-    @property
-    def module(self) -> nn.Module:
-        """The module whose forward the function is, without values."""
-        return self._apply.module  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return f"{self._apply!r}.unshard({self._axis!r})"

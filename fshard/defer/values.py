@@ -13,10 +13,7 @@ from fshard.errors import ShardingError, fail
 
 def is_valueless(x: object) -> bool:
     """Return whether an object is a tensor without values."""
-    if not isinstance(x, Tensor):
-        return False
-    x = unwrapped(x)
-    return x.is_meta or isinstance(x, FakeTensor)
+    return isinstance(x, Tensor) and ((y := unwrapped(x)).is_meta or isinstance(y, FakeTensor))
 
 
 def not_of_the_call(*what: str) -> ShardingError:

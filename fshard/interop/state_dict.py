@@ -168,9 +168,9 @@ def read(
 ) -> Any:  # fmt: skip
     """Return the tree `described` with its values in a file: leaves of the same shapes, which `fs.materialize` reads.
 
-    Every rank reads only the bytes of its parts, as `torch.load` cannot. A file of torch may have tensors in dicts
-    and lists: their names are dotted, `model.h.0.weight`. Its pickle is read without running anything in it. The dtypes
-    are the file's.
+    Every rank reads only the bytes of its parts. `path` may be an index of several files,
+    `pytorch_model.bin.index.json`. Names of tensors in dicts and lists of a file of torch are dotted,
+    `model.h.0.weight`. Its pickle is read without running anything in it. The dtypes are the file's.
 
     Args:
         of: as of `write`. The file may have any or all names of a tie; buffers that are not persistent keep their

@@ -404,7 +404,7 @@ def test_paths_without_tensors_are_refused(capsys):
     want = text("""
         pickled: pickles are refused
           it has pytorch_model.bin; a pickle runs any code that is in it
-          fs.state_dict.read reads one file of tensors, and runs nothing
+          fs.state_dict.read reads one file of tensors, or an index, and runs nothing
           fix: convert it on a machine that may run that: AutoModel.from_pretrained(a).save_pretrained(b)
     """)
     assert error(capsys, "pickled") == want

@@ -600,6 +600,39 @@ def block_of(forward=None, specs=None, takes=(nn.Sequential,)):
     return Replacement("mine", takes, specs or (lambda of: {}), forward or (lambda leaves, x, *, of: x))
 
 
+class Mixed(nn.Module):
+    """Linear layers, some of them not replaceable: tied, parametrized, or used by the attention around them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block = nn.Embedding(V, D), nn.TransformerEncoderLayer(D, 2, 13, dropout=0.0, batch_first=True)
+        self.scaled = nn.utils.parametrizations.weight_norm(nn.Linear(D, D))
+        self.row, self.head = nn.Linear(D, D), nn.Linear(D, V, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.row(self.scaled(self.block(self.embed(ids)))))
+
+
+def test_class_replaces_the_submodules_that_it_can_and_lists_the_others():
+    module, inputs, want = dense(Mixed, (B, T), (B, T))
+    left = {"block.self_attn.out_proj": "its parent computes with its parameters, and does not call it",
+            "scaled": "it has parametrizations, which compute its parameters"}  # fmt: skip
+    tied = {"head": "'embed.weight' is one of its parameters, in a module that is not replaced"}
+    split = {"block.linear1.weight", "block.linear1.bias", "block.linear2.weight", "row.weight"}
+    for replace, unreplaced, more in [
+        ({nn.Linear: COLUMN}, left | tied, {"block.linear2.bias", "row.bias"}),
+        ({nn.Linear: COLUMN, nn.Embedding: TABLE}, left, {"block.linear2.bias", "row.bias", "embed.weight"}),
+        ({"row": ROW, nn.Linear: COLUMN}, left | tied, {"block.linear2.bias"}),
+    ]:
+        apply, _ = fs.defer(Mixed, replace=replace)
+        assert apply.unreplaced == apply.eval().unreplaced == unreplaced
+        assert {name for name, spec in apply.specs["params"].items() if spec.axes} == split | more
+        got = sharded_steps(module, inputs, cross_entropy, replace, {"data": 2, "model": 2})
+        assert_trained_equally(got, want)
+    assert "matches no submodule" in error_text(fs.defer, Mixed, replace={nn.Conv1d: COLUMN})
+
+
 OF_LINEAR = functools.partial(block_of, takes=(nn.Linear,))
 REFUSED = {
     "unmatched": (Language, {"**.donw": COLUMN}, "'**.donw' matches no submodule\n  near  blocks.0.down, "),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import tracemalloc
@@ -252,6 +253,21 @@ def test_any_module_both_ways(tmp_path: Path) -> None:
     assert "write: tree['extra'] is not a leaf of" in error_text(
         fs.state_dict.write, tmp_path / "ours.pt", {"extra": torch.ones(1), **here["params"]}, of=apply
     )
+
+
+def test_index_of_several_files_of_torch(tmp_path: Path) -> None:
+    w, b = torch.arange(24.0).view(6, 4), torch.arange(6.0)
+    torch.save({"w": w, "tied": w}, tmp_path / "pytorch_model-00001-of-00002.bin")
+    torch.save({"b": b}, tmp_path / "pytorch_model-00002-of-00002.bin")
+    files = {"w": 1, "tied": 1, "b": 2}
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {k: f"pytorch_model-0000{n}-of-00002.bin" for k, n in files.items()}}))
+    described = {"w": fs.init.zeros((6, 4)), "tied": fs.init.zeros((6, 4)), "b": fs.init.zeros((6,))}
+    read = fs.state_dict.read(index, described)
+    assert_same(fs.materialize(read, P("data"), fs.make_mesh(data=2), key=fs.key(0)), {"w": w, "tied": w, "b": b})
+    assert "or an index, and runs nothing" in error_text(fs.hf.weights, tmp_path, described)
+    (tmp_path / "pytorch_model-00002-of-00002.bin").unlink()
+    assert "pytorch_model-00002-of-00002.bin: there is no such file" in error_text(fs.state_dict.read, index, described)
 
 
 def test_tensors_in_dicts_and_lists_have_dotted_names(tmp_path: Path) -> None:

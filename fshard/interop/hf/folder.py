@@ -33,23 +33,21 @@ class WeightHeaders:
     """The tensors of a folder, or of one file, by name, with the errors in their headers.
 
     `complete` is False if the header of a file could not be read: `tensors` then lacks the tensors of that file.
-    `state_dict`: `path` is one file, of safetensors or of `torch.save`, and names may have aliases.
+    `state_dict`: `path` is one file, of safetensors or of `torch.save`, or the index of several.
     """
 
     def __init__(self, path: StrPath, *, state_dict: bool = False) -> None:
         self.path = path = as_path(path)
         self.tensors: dict[str, HeaderEntry] = {}
         self.errors: list[ShardingError] = []
+        self.read_other: Callable[[Any], Header] = read_torch_file if state_dict else read_header  # than .safetensors
         self.complete = True
-        self.aliases: dict[str, str] = {}
         single, index = path / SINGLE, path / INDEX
-        if state_dict:
-            self.tensors = self._read_file(path, read_header if path.suffix == SUFFIX else read_torch_file)
-            self.tensors |= {alias: self.tensors[name] for alias, name in self.aliases.items()}
-            return
-        if path.suffix in PICKLES and is_file(path):
+        if state_dict and path.name.endswith(".index.json"):
+            self._read_index(path)
+        elif path.suffix in PICKLES and not state_dict and is_file(path):
             raise _refuse_pickles(path, [path.name])
-        if is_file(path):
+        elif state_dict or is_file(path):
             self.tensors = self._read_file(path)
         elif is_file(single):  # also if an index exists too, as from_pretrained does
             self.tensors = self._read_file(single)
@@ -58,16 +56,17 @@ class WeightHeaders:
         else:
             raise _no_weights(path)
 
-    def _read_file(self, path: AnyPath, read: Callable[[Any], Header] = read_header) -> dict[str, HeaderEntry]:
+    def _read_file(self, path: AnyPath) -> dict[str, HeaderEntry]:
         try:
-            header = read(path)
+            header = read_header(path) if path.suffix == SUFFIX else self.read_other(path)
         except ShardingError as e:
             self.complete = False
             self.errors.append(e)
             return {}
         self.errors += header.errors
-        self.aliases = header.aliases
-        return {entry.name: entry for entry in header.entries}
+        tensors = {entry.name: entry for entry in header.entries}
+        aliases = {} if self.read_other is read_header else header.aliases
+        return tensors | {alias: tensors[name] for alias, name in aliases.items()}
 
     def _read_index(self, index: AnyPath) -> None:
         file_of = read_json(index).get("weight_map")
@@ -88,7 +87,7 @@ class WeightHeaders:
             was_complete = self.complete
             tensors = self._read_file(path)
             if was_complete == self.complete:
-                self.errors += [fail(f"{path}: {name!r} is not in it", f"{INDEX} says it is")
+                self.errors += [fail(f"{path}: {name!r} is not in it", f"{index.name} says it is")
                                 for name in names if name not in tensors]  # fmt: skip
             self.tensors |= {name: entry for name, entry in tensors.items() if file_of.get(name, file) == file}
 
@@ -104,8 +103,8 @@ def explain_names(
 ) -> ShardingError | None:
     """Return why a folder has other names than a tree: it is quantized, or names differ by a prefix; else `None`.
 
-    `lacking` are the names in files that were looked for, also without `prefix`, and `extra` the names of tensors that
-    no leaf uses. `call` is the function that takes the prefix as an argument; `""` if none does.
+    `lacking` are the names that were looked for, also without `prefix`, and `extra` the names of tensors that no leaf
+    uses. `call` is the function that takes the prefix as an argument; `""` if none does.
     """
     config = headers.path / CONFIG
     quantization = read_json(config).get("quantization_config") if extra and config.is_file() else None
@@ -170,7 +169,7 @@ def _no_weights(path: AnyPath) -> ShardingError:
 
 def _refuse_pickles(path: AnyPath, names: list[str]) -> ShardingError:
     return fail(f"{path}: pickles are refused", f"it has {', '.join(names)}; a pickle runs any code that is in it",
-                "fs.state_dict.read reads one file of tensors, and runs nothing",
+                "fs.state_dict.read reads one file of tensors, or an index, and runs nothing",
                 fix="convert it on a machine that may run that: "
                     "AutoModel.from_pretrained(a).save_pretrained(b)")  # fmt: skip
 

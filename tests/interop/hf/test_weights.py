@@ -415,7 +415,8 @@ def test_tensor_missing_from_the_index_is_reported_as_extra(tmp_path: Path) -> N
 
 def test_pickles_and_folders_without_weights_are_refused(tmp_path: Path) -> None:
     convert = "fix: convert it on a machine that may run that: AutoModel.from_pretrained(a).save_pretrained(b)"
-    runs = "a pickle runs any code that is in it\n  fs.state_dict.read reads one file of tensors, and runs nothing"
+    runs = ("a pickle runs any code that is in it\n"
+            "  fs.state_dict.read reads one file of tensors, or an index, and runs nothing")  # fmt: skip
     (tmp_path / "config.json").write_text("{}")
     wrote = "fix: give a folder that save_pretrained wrote"
     neither = "has neither model.safetensors nor model.safetensors.index.json"
