@@ -33,7 +33,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "core": 17_224,
     "data": 1_056,
     "defer": 5_262,
-    "interop": 4_440,
+    "interop": 4_439,
     "law": 1_373,
     "lora": 1_743,
     "models": 5_046,
