@@ -196,7 +196,7 @@ def test_step_with_gradients_runs_at_most_4_python_functions_per_leaf_and_145_fo
     assert (counts[100] - counts[10]) / 90 <= 4
 
 
-def test_step_of_a_clip_and_adamw_runs_at_most_19_python_functions_per_donated_leaf_and_196_for_one():
+def test_step_of_a_clip_and_adamw_runs_at_most_19_python_functions_per_donated_leaf_and_197_for_one():
     opt = optim.chain(optim.clip_by_global_norm(1.0, P()), optim.adamw(1e-3))
     counts = {}
     for n in (1, 10, 110):
@@ -205,7 +205,7 @@ def test_step_of_a_clip_and_adamw_runs_at_most_19_python_functions_per_donated_l
         s = opt.init(p)
         for _ in range(3):
             counts[n], (p, s) = python_calls(f, p, s, grads)
-    assert counts[1] <= 196  # three of them ask whether `update` has the parameters
+    assert counts[1] <= 197  # three of them ask whether `update` has the parameters
     assert (counts[110] - counts[10]) / 100 <= 19
 
 

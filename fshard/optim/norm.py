@@ -52,7 +52,7 @@ def axes_of(verb: str, label: str, x: Any, specs: Any) -> list[tuple[str, ...]]:
     """
     flat, errors = tree.broadcast(specs, x, name=f"{verb}: specs", leaf=is_spec), []
     axes = [spec.axes for spec in flat]
-    if used := set[str]().union(*axes):
+    if used := {a for names in axes for a in names}:
         known_axes(f"{verb}: specs", region(verb), tuple(sorted(used)))
     if (types := checker()) is not None:
         for (path, leaf), spec in zip(tree.leaves_with_path(x), flat, strict=True):

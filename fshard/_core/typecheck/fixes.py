@@ -225,7 +225,7 @@ def fixes_of_partials(x: TensorInfo, axes: Sequence[str], line: int) -> list[Fix
     partials = [p for p in x.history.partials if p.axes & set(axes)]
     if [p.verb for p in partials] == ["pmean", "psum"]:  # the mean of a sum that has a part on each rank
         partials.reverse()
-    if x.history.reductions:  # over the examples, as of an accuracy: the other axis splits what an argmax reduces
+    if any(r.verb == "pmean" for r in x.history.reductions):  # an accuracy: the other axis splits what argmax reduces
         partials.sort(key=lambda p: p.verb != "all_gather")
     fixes = [_fix_of_reduction(p, axes, p.site if p.site and p.site.line != line else None) for p in partials]
     return list(dict.fromkeys(fixes))
