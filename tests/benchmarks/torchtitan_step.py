@@ -263,15 +263,13 @@ def layers_of(params: Any) -> list[Any]:
 def pipelined_loss(layout: Layout, spec: Any, layers: Any, ids: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
     """Return the loss of `loss`, and its gradients, of layers on stages; `spec` is theirs."""
     s, m, shapes = layout.sizes, layout.axis, layers_of(init(layout.sizes))
-    whole, transposes = [], []
-    for layer, specs, like in zip(layers, spec, shapes, strict=True):
-        gather = functools.partial(fs.unshard, specs=specs, axis="data", shapes=like, dtype=layout.dtype,
-                                   reduce_dtype=torch.float32)  # fmt: skip
-        here = any(x.numel() for x in layer.values())
-        values, transpose = torch.func.vjp(gather, layer) if here else (layer, None)
-        small = layout.float8 and "q" in layer
+    gathers = [functools.partial(fs.unshard, specs=specs, axis="data", shapes=like, dtype=layout.dtype,
+                                 reduce_dtype=torch.float32) if any(x.numel() for x in layer.values()) else None
+               for layer, specs, like in zip(layers, spec, shapes, strict=True)]  # fmt: skip
+    whole = []
+    for gather, layer in zip(gathers, layers, strict=True):
+        values, small = gather(layer) if gather else layer, layout.float8 and "q" in layer
         whole.append({name: x.to(torch.float8_e4m3fn) if small and x.ndim > 1 else x for name, x in values.items()})
-        transposes.append(transpose)
         del values
     # one zero for each leaf, made of it so that it varies over the same axes
     sums = [{name: (0 * x.flatten()[:1].float()).sum().expand(x.shape) for name, x in layer.items()} for layer in whole]
@@ -300,9 +298,10 @@ def pipelined_loss(layout: Layout, spec: Any, layers: Any, ids: Tensor, targets:
     run = fs.pipelined(first, stage, lambda _, h, batch: h["loss"], axis="stage", microbatches=layout.microbatches,
                        schedule=layout.schedule, chunks=layout.chunks)  # fmt: skip
     value, (_, grads) = run(({}, sums), {"ids": ids, "targets": targets}, each=whole)
-    for i, (transpose, layer) in enumerate(zip(transposes, layers, strict=True)):
+    del whole
+    for i, (gather, layer) in enumerate(zip(gathers, layers, strict=True)):  # vjp keeps what it gathers: only here
         given = {name: g.to(layout.dtype) for name, g in grads[i].items()}
-        grads[i] = layer if transpose is None else transpose(given)[0]
+        grads[i] = torch.func.vjp(gather, layer)[1](given)[0] if gather else layer
     return value, grads
 
 
