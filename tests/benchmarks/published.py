@@ -181,12 +181,15 @@ class Planned:
         return numbers[0] + self.more * (numbers[-1] - numbers[0])
 
     @property
-    def peak(self) -> float:
-        return max(map(self.extended, zip(*[run.peaks for run in self.runs], strict=True)))
+    def peaks(self) -> list[float]:
+        """The most bytes of tensors on each stage."""
+        return [self.extended(numbers) for numbers in zip(*[run.peaks for run in self.runs], strict=True)]
 
     @property
     def reserved(self) -> float:
-        return max(map(self.extended, zip(*[run.reserved for run in self.runs], strict=True)))
+        """The most bytes that the allocator takes. What it has free grows unevenly, so that of the last run is added."""
+        last = self.runs[-1]
+        return max(n + r - p for n, r, p in zip(self.peaks, last.reserved, last.peaks, strict=True))
 
 
 @dataclass(frozen=True)
@@ -271,14 +274,14 @@ def main() -> None:
         memory = f"{gib:.1f}" + (f" ({gib / row.gib - 1:+.1%})" if row.gib else "")
         waits = ", ".join(f"{axes} {share:.0%}" for axes, share in p.waits.items())
         print(f"{row.device.name + ': ' + row.name:69} {row.checkpointing:16} {row.tokens:8,.0f} {speed:>16} "
-              f"{row.gib or '':>6} {memory:>14} {plan.peak / GIB:7.1f}  {waits}; MFU {p.mfu:.1%}",
+              f"{row.gib or '':>6} {memory:>14} {max(plan.peaks) / GIB:7.1f}  {waits}; MFU {p.mfu:.1%}",
               flush=True)  # fmt: skip
     print("\nefficiency: " + ", ".join(f"{name} {e:.3f}" for name, e in efficiency.items()))
     if args.json:
         args.json.write_text(json.dumps([{
             "source": p.row.source, "step": p.row.name, "checkpointing": p.row.checkpointing, "fit": p.row.fit,
             "tokens": p.row.tokens, "predicted_tokens": p.tokens, "gib": p.row.gib, "reserved": p.plan.reserved,
-            "tensors": p.plan.peak,
+            "tensors": max(p.plan.peaks),
         } for p in found], indent=1))  # fmt: skip
 
 
