@@ -187,7 +187,7 @@ class Planned:
 
     @property
     def reserved(self) -> float:
-        """The most bytes that the allocator takes. What it has free grows unevenly, so that of the last run is added."""
+        """The most bytes that the allocator takes. What it has free grows unevenly: that of the last run is added."""
         last = self.runs[-1]
         return max(n + r - p for n, r, p in zip(self.peaks, last.reserved, last.peaks, strict=True))
 
