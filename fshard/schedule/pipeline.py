@@ -465,10 +465,9 @@ class _Run:
         """Return the gradients in the form of the layers, by the leaves of each layer that is here."""
         layers = self.params[1]
         if isinstance(layers, (list, tuple)):
-            found = [tree.map(torch.zeros_like, layer) for layer in layers]
-            for i, xs in zip(_here(layers), rows, strict=True):
-                found[i] = tree.unflatten(tree.structure(layers[i]), map(_take_grad, xs))
-            return found
+            here = dict(zip(_here(layers), rows, strict=True))
+            return [tree.unflatten(tree.structure(layer), map(_take_grad, here[i])) if i in here else
+                    tree.map(torch.zeros_like, layer) for i, layer in enumerate(layers)]  # fmt: skip
         leaves, treedef = tree.flatten(layers)
         grads = [torch.stack([_take_grad(xs[i]) for xs in rows]).view_as(x) if rows else torch.zeros_like(x)
                  for i, x in enumerate(leaves)]  # fmt: skip

@@ -10,13 +10,9 @@ are free are joined.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
-from unittest import mock
 
-import fshard as fs
 from fshard.planning import Plan, Start
-from fshard.planning import memory as planned_memory
-from fshard.planning.devices import Device
+from fshard.planning.memory import Storage
 
 STEPS = 2  # the second finds the freed blocks of the first
 
@@ -54,32 +50,18 @@ class Segment:
         self._free.insert(at, (address, nbytes))
 
 
-def plan_with_storages(f: object, args: Iterable[object], device: Device) -> tuple[Plan, list[planned_memory.Storage]]:
-    """Return the plan of a step, and all storages of the planned rank."""
-    made: list[planned_memory.Storages] = []
-
-    class Kept(planned_memory.Storages):
-        def __init__(self) -> None:
-            super().__init__()
-            made.append(self)
-
-    with mock.patch("fshard.planning.plan.Storages", Kept):
-        plan = fs.plan(f, *args, device=device)
-    (storages,) = made  # of one rank: all dims are divided evenly
-    return plan, storages.all
-
-
-def reserved(plan: Plan, storages: Iterable[planned_memory.Storage]) -> int:
+def reserved(plan: Plan) -> int:
     """Return the bytes that are reserved after some steps, each stream of FSDP2 apart.
 
     FSDP2 allocates the buffers of a gather on a stream of its own, and those of a sum of gradients, and what the sum
     leaves on this rank, on another one.
     """
+    storages = plan.memory.storages
     opened = [e.transfer.op if isinstance(e, Start) else None for e in plan.events]
     for i, op in enumerate(opened):
         opened[i] = op or (opened[i - 1] if i else None)
     segments: dict[str, Segment] = {}
-    moments: list[tuple[int, int, int, planned_memory.Storage]] = []
+    moments: list[tuple[int, int, int, Storage]] = []
     for i, s in enumerate(storages):
         if s.argument or not s.born:
             continue
@@ -88,7 +70,7 @@ def reserved(plan: Plan, storages: Iterable[planned_memory.Storage]) -> int:
             moments.append((s.died, 0, i, s))
     moments.sort(key=lambda m: m[:3])
 
-    def place(s: planned_memory.Storage) -> Segment:
+    def place(s: Storage) -> Segment:
         stream = "compute"
         if s.sources or s.part == "buffers":
             last = opened[min(s.born, len(opened)) - 1] or ""
@@ -97,7 +79,7 @@ def reserved(plan: Plan, storages: Iterable[planned_memory.Storage]) -> int:
 
     held: dict[int, tuple[Segment, int, int]] = {}
 
-    def allocate(i: int, s: planned_memory.Storage) -> None:
+    def allocate(i: int, s: Storage) -> None:
         segment, nbytes = place(s), -(-s.nbytes // 512) * 512
         held[i] = segment, segment.allocate(nbytes), nbytes
 

@@ -14,14 +14,17 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 
+import fshard as fs
 from fshard import devices
-from fshard.planning import Event, Operation, Roofline, Start, roofline
+from fshard.planning import Event, Operation, Roofline, Start
 from fshard.planning.devices import Device
+from fshard.planning.roofline import joined
 
-from .caching_allocator import plan_with_storages, reserved
+from .caching_allocator import reserved
 from .torchtitan_step import LLAMA, Checkpointing, Layout, step_of
 
 GIB = 2**30
@@ -48,23 +51,30 @@ class Row:
     gib: float | None = None
     options: tuple[str, ...] = ()  # compile, float8
     fit: bool = False
+    stage: int = 1
+    microbatches: int = 1
+    schedule: Literal["1f1b", "interleaved"] = "1f1b"
 
     @property
     def layout(self) -> Layout:
         compiled = "compile" in self.options and self.checkpointing == "selective op"
-        return Layout(LLAMA[self.model], self.data, self.tensor, self.batch, self.time, self.checkpointing, compiled)
+        return Layout(LLAMA[self.model], self.data, self.tensor, self.batch, self.time, self.checkpointing, compiled,
+                      stage=self.stage, microbatches=self.microbatches, schedule=self.schedule,
+                      float8=self.stage > 1 and "float8" in self.options)  # fmt: skip
 
     @property
     def name(self) -> str:
         over = f"FSDP {self.data}" + (f" x TP {self.tensor}" if self.tensor > 1 else "")
+        over += f" x PP {self.stage} {self.schedule}" if self.stage > 1 else ""
         return f"{self.model}, {over}, {' + '.join(self.options) or 'eager'}"
 
 
 DECEMBER = "benchmarks/llama3_h100_202412_torchtitan.md"
 JUNE = "benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md"
 APRIL, AUGUST = "docs/performance.md at 1ea476e", "docs/performance.md at 9515a14, 3faaa1a"
-_8B, _70B = "Llama 3 8B", "Llama 3 70B"
+_8B, _70B, _405B = "Llama 3 8B", "Llama 3 70B", "Llama 3 405B"
 _COMPILE, _FLOAT8 = ("compile",), ("compile", "float8")
+_TURNS: Literal["interleaved"] = "interleaved"
 
 ROWS = [
     Row(DECEMBER, H100, _8B, 8, 1, 2, 8192, "selective op", 5762, 82.4, fit=True),
@@ -76,7 +86,10 @@ ROWS = [
     Row(JUNE, H100, _8B, 8, 8, 12, 8192, "selective op", 4378, None, _COMPILE),
     Row(JUNE, H100, _70B, 32, 8, 16, 8192, "full", 597.3, None, _COMPILE),
     Row(DECEMBER, H100, _70B, 32, 8, 16, 8192, "full", 829, 71.9, _FLOAT8),
-    Row(AUGUST, H100, "Llama 3 405B", 16, 8, 2, 8192, "full", 109),
+    Row(AUGUST, H100, _405B, 16, 8, 2, 8192, "full", 109),
+    # Tensor parallelism is asynchronous in these two, which is not planned. 8 microbatches are torchtitan's default.
+    Row(DECEMBER, H100, _405B, 8, 8, 32, 8192, "full", 100, 82.5, _FLOAT8, stage=8, microbatches=8),
+    Row(DECEMBER, H100, _405B, 8, 8, 32, 8192, "full", 128, 72.7, _FLOAT8, stage=8, microbatches=8, schedule=_TURNS),
     Row(APRIL, A100, _8B, 64, 1, 1, 8192, "selective op", 2973, fit=True),
     Row(APRIL, A100, _8B, 64, 1, 1, 8192, "selective layer", 2904),
     Row(APRIL, A100, _70B, 64, 1, 1, 8192, "full", 331),
@@ -112,7 +125,7 @@ def in_float8(events: Sequence[Event], layout: Layout) -> list[Event]:
     written once, at half the size: 2.5 times its bytes, which are taken to be two thirds of those of a product.
     """
     s = layout.sizes
-    head = 2 * layout.batch * layout.time * s.width * s.vocab // layout.model
+    head = 2 * layout.batch // layout.microbatches * layout.time * s.width * s.vocab // layout.model
     small = torch.float8_e4m3fn
     out: list[Event] = []
     for e in events:
@@ -127,43 +140,98 @@ def in_float8(events: Sequence[Event], layout: Layout) -> list[Event]:
     return out
 
 
+class Run(NamedTuple):
+    """A plan of a step: the events of each stage, by its rank, and the most bytes of its tensors and its allocator."""
+
+    events: dict[int, tuple[Event, ...]]
+    mesh: dict[str, int]
+    peaks: tuple[int, ...]
+    reserved: tuple[int, ...]
+
+    @staticmethod
+    def of(layout: Layout) -> Run:
+        f, args = step_of(layout)
+        plan = fs.plan(f, *args, device=devices.H100)
+        stages = plan.positions or (plan,)
+        peaks = tuple(p.memory.peak for p in stages)
+        return Run({p.rank: p.events for p in stages}, plan.mesh, peaks, tuple(map(reserved, stages)))
+
+
 @dataclass(frozen=True)
 class Planned:
-    """The events of a step, the mesh, and the bytes that its tensors and the allocator take."""
+    """The plan of a step; of a pipeline two plans with few blocks on each stage.
 
-    events: tuple[Event, ...]
-    mesh: dict[str, int]
-    peak: int
-    reserved: int
+    Each block on all stages adds as many bytes and seconds once more: `more` times what the second plan adds.
+    """
+
+    runs: tuple[Run, ...]
+    more: int = 0
 
     @staticmethod
     def of(layout: Layout) -> Planned:
-        f, args = step_of(layout)
-        plan, storages = plan_with_storages(f, args, devices.H100)
-        return Planned(plan.events, plan.mesh, plan.memory.peak, reserved(plan, storages))
+        if layout.stage == 1:
+            return Planned((Run.of(layout),))
+        few, one_more = 2 * layout.stage - 2, layout.stage * layout.chunks  # blocks: 2 on a stage, 1 for each chunk
+        sizes = [dataclasses.replace(layout.sizes, layers=n) for n in (few, few + one_more)]
+        runs = tuple(Run.of(dataclasses.replace(layout, sizes=s)) for s in sizes)
+        return Planned(runs, (layout.sizes.layers - few) // one_more)
+
+    def extended(self, numbers: Sequence[float]) -> float:
+        """Return a number of the step, by the number of each run."""
+        return numbers[0] + self.more * (numbers[-1] - numbers[0])
+
+    @property
+    def peaks(self) -> list[float]:
+        """The most bytes of tensors on each stage."""
+        return [self.extended(numbers) for numbers in zip(*[run.peaks for run in self.runs], strict=True)]
+
+    @property
+    def reserved(self) -> float:
+        """The most bytes that the allocator takes. What it has free grows unevenly: that of the last run is added."""
+        last = self.runs[-1]
+        return max(n + r - p for n, r, p in zip(self.peaks, last.reserved, last.peaks, strict=True))
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """A row with its prediction."""
+    """A row with its prediction: the times of the runs, of a pipeline for its first stage."""
 
     row: Row
     plan: Planned
-    time: Roofline
+    times: tuple[Roofline, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.plan.extended([time.seconds for time in self.times])
+
+    @property
+    def mfu(self) -> float:
+        return self.plan.extended([time.flops_at_peak for time in self.times]) / self.seconds
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """For the axes of transfers, the share of the step in which operations wait for them."""
+        return {axes: self.plan.extended([time.exposed[axes] for time in self.times]) / self.seconds
+                for axes in self.times[0].exposed}  # fmt: skip
 
     @property
     def tokens(self) -> float:
         """Tokens per second and device."""
         own = self.row.layout
-        return self.time.tokens_per_second(own.batch * own.time) / own.model
+        return own.batch * own.time / self.seconds / (own.model * own.stage)
 
 
 def predict(row: Row, plan: Planned, efficiency: float) -> Predicted:
     """Return the prediction of a row, at an efficiency of its device."""
-    events: Sequence[Event] = plan.events
-    events = fused(events) if "compile" in row.options else events
-    events = in_float8(events, row.layout) if "float8" in row.options else events
-    return Predicted(row, plan, roofline(events, plan.mesh, dataclasses.replace(row.device, efficiency=efficiency)))
+    device = dataclasses.replace(row.device, efficiency=efficiency)
+
+    def changed(events: Sequence[Event]) -> Sequence[Event]:
+        events = fused(events) if "compile" in row.options else events
+        return in_float8(events, row.layout) if "float8" in row.options else events
+
+    times = [joined({rank: changed(events) for rank, events in run.events.items()}, run.mesh, device)[0]
+             for run in plan.runs]  # fmt: skip
+    return Predicted(row, plan, tuple(times))
 
 
 def fitted_efficiency(speed: Callable[[float], float], measured: float) -> float:
@@ -192,7 +260,7 @@ def main() -> None:
     plans: dict[Layout, Planned] = {}
     found = []
     heads = ("step", "checkpointing", "tokens/s", "predicted", "GiB", "reserved", "tensors")
-    print("{:58} {:16} {:>8} {:>16} {:>6} {:>14} {:>7}  waits".format(*heads))
+    print("{:69} {:16} {:>8} {:>16} {:>6} {:>14} {:>7}  waits".format(*heads))
     for row in sorted(chosen, key=lambda row: (row.device.name, not row.fit)):  # the fitted ones first
         if row.layout not in plans:
             plans[row.layout] = Planned.of(row.layout)
@@ -204,16 +272,16 @@ def main() -> None:
         speed = f"{p.tokens:,.0f} " + ("(fit)" if row.fit else f"({p.tokens / row.tokens - 1:+.1%})")
         gib = plan.reserved / GIB
         memory = f"{gib:.1f}" + (f" ({gib / row.gib - 1:+.1%})" if row.gib else "")
-        waits = ", ".join(f"{axes} {s / p.time.seconds:.0%}" for axes, s in p.time.exposed.items())
-        print(f"{row.device.name + ': ' + row.name:58} {row.checkpointing:16} {row.tokens:8,.0f} {speed:>16} "
-              f"{row.gib or '':>6} {memory:>14} {plan.peak / GIB:7.1f}  {waits}; MFU {p.time.mfu:.1%}",
+        waits = ", ".join(f"{axes} {share:.0%}" for axes, share in p.waits.items())
+        print(f"{row.device.name + ': ' + row.name:69} {row.checkpointing:16} {row.tokens:8,.0f} {speed:>16} "
+              f"{row.gib or '':>6} {memory:>14} {max(plan.peaks) / GIB:7.1f}  {waits}; MFU {p.mfu:.1%}",
               flush=True)  # fmt: skip
     print("\nefficiency: " + ", ".join(f"{name} {e:.3f}" for name, e in efficiency.items()))
     if args.json:
         args.json.write_text(json.dumps([{
             "source": p.row.source, "step": p.row.name, "checkpointing": p.row.checkpointing, "fit": p.row.fit,
             "tokens": p.row.tokens, "predicted_tokens": p.tokens, "gib": p.row.gib, "reserved": p.plan.reserved,
-            "tensors": p.plan.peak,
+            "tensors": max(p.plan.peaks),
         } for p in found], indent=1))  # fmt: skip
 
 

@@ -4,7 +4,9 @@ For predictions of what torchtitan measured, and not for training: `fshard.model
 fewer operations and less memory. Written after torchtitan at 9dec370 (December 2024), `models/llama/model.py` and
 `parallelisms/parallelize_llama.py`: norms and rotations in float32 from single operations, keys and values repeated for
 each head, float32 logits, FSDP2 of each block and of the rest, tensor and sequence parallelism, and activation
-checkpointing that is full, of every second block, or of all but attention and every second product.
+checkpointing that is full, of every second block, or of all but attention and every second product. In a pipeline,
+as in `parallelisms/pipeline_llama.py` there, weights are gathered once and kept, in float8 if the products are, and
+their gradients are summed over the microbatches in float32 before they are summed over the ranks.
 
 Legend: B batch, T time, D width, H heads, G heads of keys and values, K head width, F hidden width, V vocabulary.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +71,15 @@ class Layout:
     checkpointing: Checkpointing
     compiled: bool = False  # a compiled block saves no result that backward does not read, such as its last product
     dtype: torch.dtype = torch.bfloat16
+    stage: int = 1
+    microbatches: int = 1
+    schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    float8: bool = False  # weights that a pipeline keeps
+
+    @property
+    def chunks(self) -> int:
+        """The parts of the model on each stage: 2 is torchtitan's default of an interleaved schedule."""
+        return 2 if self.schedule == "interleaved" else 1
 
     @property
     def axis(self) -> str | None:
@@ -121,8 +132,8 @@ def block(layout: Layout, angles: Tensor, p: Any, x: Tensor) -> Tensor:
     s, m = layout.sizes, layout.axis
     varied = lambda w: fs.pvary(w, m)  # noqa: E731
     b, k = x.shape[0], s.head_width
-    h = fs.all_gather(rms_norm(x, varied(p["norm_1"])), m, 1)
-    q, keys, values = ((h @ p[name]).view(b, layout.time, -1, k) for name in ("q", "k", "v"))
+    h = fs.all_gather(rms_norm(x, varied(p["norm_1"])), m, 1, size=layout.time)
+    q, keys, values = (product(h, p[name]).view(b, layout.time, -1, k) for name in ("q", "k", "v"))
     q, keys = rotate(q, angles), rotate(keys, angles)
     keys, values = (
         y[:, :, :, None].expand(-1, -1, -1, s.heads // s.groups, -1).reshape(q.shape) for y in (keys, values)
@@ -131,10 +142,10 @@ def block(layout: Layout, angles: Tensor, p: Any, x: Tensor) -> Tensor:
         *(y.transpose(1, 2) for y in (q, keys, values)), is_causal=True
     )
     a = a.transpose(1, 2).contiguous().view(b, layout.time, -1)
-    x = x + fs.psum_scatter(a @ p["o"], m, 1)
-    h = fs.all_gather(rms_norm(x, varied(p["norm_2"])), m, 1)
-    h = torch.nn.functional.silu(h @ p["up"]) * (h @ p["gate"])
-    return x + fs.psum_scatter(h @ p["down"], m, 1)
+    x = x + fs.psum_scatter(product(a, p["o"]), m, 1)
+    h = fs.all_gather(rms_norm(x, varied(p["norm_2"])), m, 1, size=layout.time)
+    h = torch.nn.functional.silu(product(h, p["up"])) * product(h, p["gate"])
+    return x + fs.psum_scatter(product(h, p["down"]), m, 1)
 
 
 def checkpointed(layout: Layout, f: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -180,8 +191,8 @@ def loss(layout: Layout, spec: Any, params: Any, ids: Tensor, targets: Tensor) -
 def head(layout: Layout, top: Any, x: Tensor, targets: Tensor) -> Tensor:
     """The norm, the logits and the loss of the stream after the last block."""
     m = layout.axis
-    x = fs.all_gather(rms_norm(x, fs.pvary(top["norm"], m)), m, 1)
-    logits = x @ top["head"]  # kept until the loss is computed, as by the caller of a module
+    x = fs.all_gather(rms_norm(x, fs.pvary(top["norm"], m)), m, 1, size=layout.time)
+    logits = product(x, top["head"])  # kept until the loss is computed, as by the caller of a module
     if m is None:
         return fs.pmean(torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1)), "data")
     value = ParallelCrossEntropy.apply(logits.flatten(0, 1).float(), targets.flatten(0, 1), layout)
@@ -210,20 +221,110 @@ class ParallelCrossEntropy(torch.autograd.Function):
         return (grads + torch.exp(logp)) * (grad / len(logp)), None, None
 
 
+# --- pipelines --------------------------------------------------------------------------------------------------
+
+
+class Weight(NamedTuple):
+    """A gathered weight, and where its gradient is summed over microbatches: float32 zeros that take no memory."""
+
+    values: Tensor
+    sums: Tensor
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        return self.values.to(dtype) + self.sums.to(dtype)
+
+
+def product(x: Tensor, w: Tensor | Weight) -> Tensor:
+    return x @ w if isinstance(w, Tensor) else SummedProduct.apply(x, *w)
+
+
+class SummedProduct(torch.autograd.Function):
+    """x @ w, whose gradient by w is that by `sums`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, sums: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w.to(x.dtype).t(), None, (x.flatten(0, 1).t() @ grad.flatten(0, 1)).float()
+
+
+def layers_of(params: Any) -> list[Any]:
+    """Return the layers of a pipeline: the embedding, the blocks, and the norm with the head.
+
+    So the stages have as many blocks as torchtitan's: one less on the first and on the last.
+    """
+    return [{"wte": params["wte"]}, *params["h"], {name: params[name] for name in ("norm", "head")}]
+
+
+def pipelined_loss(layout: Layout, spec: Any, layers: Any, ids: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
+    """Return the loss of `loss`, and its gradients, of layers on stages; `spec` is theirs."""
+    s, m, shapes = layout.sizes, layout.axis, layers_of(init(layout.sizes))
+    gathers = [functools.partial(fs.unshard, specs=specs, axis="data", shapes=like, dtype=layout.dtype,
+                                 reduce_dtype=torch.float32) if any(x.numel() for x in layer.values()) else None
+               for layer, specs, like in zip(layers, spec, shapes, strict=True)]  # fmt: skip
+    whole = []
+    for gather, layer in zip(gathers, layers, strict=True):
+        values, small = gather(layer) if gather else layer, layout.float8 and "q" in layer
+        whole.append({name: x.to(torch.float8_e4m3fn) if small and x.ndim > 1 else x for name, x in values.items()})
+        del values
+    # one zero for each leaf, made of it so that it varies over the same axes
+    sums = [{name: (0 * x.flatten()[:1].float()).sum().expand(x.shape) for name, x in layer.items()} for layer in whole]
+    angles = angles_of(layout.time, s.head_width)
+
+    def first(_: Any, batch: Any) -> Any:
+        b, t = batch["ids"].shape
+        x = torch.zeros((), dtype=layout.dtype).expand(b, t // layout.model, s.width)
+        return {
+            "x": fs.pvary(x, ("stage", "data", m) if m else ("stage", "data")),
+            "loss": fs.pvary(torch.zeros(()), "stage"),
+        }
+
+    def stage(sums: Any, h: Any, batch: Any, values: Any) -> Any:
+        p = {name: Weight(values[name], x) for name, x in sums.items()}
+        norms = {name: w.whole(layout.dtype) for name, w in p.items() if name.startswith("norm")}
+        if "wte" in p:
+            x = nn.embedding(batch["ids"], p["wte"].whole(layout.dtype), axis=m, size=s.vocab)
+            return {**h, "x": fs.psum_scatter(x, m, 1)}
+        if "head" in p:
+            return {**h, "loss": head(layout, p | norms, h["x"], batch["targets"])}
+        run = functools.partial(block, layout, angles)
+        run = fs.remat(run) if layout.checkpointing == "full" else run
+        return {**h, "x": run(p | norms, h["x"])}
+
+    run = fs.pipelined(first, stage, lambda _, h, batch: h["loss"], axis="stage", microbatches=layout.microbatches,
+                       schedule=layout.schedule, chunks=layout.chunks)  # fmt: skip
+    value, (_, grads) = run(({}, sums), {"ids": ids, "targets": targets}, each=whole)
+    del whole
+    for i, (gather, layer) in enumerate(zip(gathers, layers, strict=True)):  # vjp keeps what it gathers: only here
+        given = {name: g.to(layout.dtype) for name, g in grads[i].items()}
+        grads[i] = torch.func.vjp(gather, layer)[1](given)[0] if gather else layer
+    return value, grads
+
+
 def step_of(layout: Layout, *, kind: str = "abstract") -> tuple[Any, tuple[Any, ...]]:
     """Return the mapped step, (params, state, ids, targets) -> (loss, params, state), and its described arguments."""
-    mesh = fs.make_mesh(kind=kind, data=layout.data, model=layout.model)
-    spec = specs(layout)
+    sizes = {"stage": layout.stage} if layout.stage > 1 else {}
+    mesh = fs.make_mesh(kind=kind, **sizes, data=layout.data, model=layout.model)
+    params, spec = init(layout.sizes), specs(layout)
+    if layout.stage > 1:
+        params = layers_of(params)
+        spec = fs.on_stages(layers_of(spec), params, "stage", layout.stage, chunks=layout.chunks)
     opt = optim.chain(optim.clip_by_global_norm(1.0, spec), optim.adamw(3e-4, weight_decay=0.1))
     state_specs = opt.specs(spec)
 
     def step(params: Any, state: Any, ids: Tensor, targets: Tensor) -> Any:
-        value, grads = fs.value_and_grad(functools.partial(loss, layout, spec))(params, ids, targets)
+        if layout.stage > 1:
+            value, grads = pipelined_loss(layout, spec, params, ids, targets)
+        else:
+            value, grads = fs.value_and_grad(functools.partial(loss, layout, spec))(params, ids, targets)
         params, state = opt.update(grads, state, params)
         return value, params, state
 
     f = fs.shard_map(step, mesh=mesh, in_specs=(spec, state_specs, P("data"), P("data")),
                      out_specs=(P(), spec, state_specs), donate=(0, 1))  # fmt: skip
-    params = init(layout.sizes)
     tokens = fs.init.zeros((layout.batch * layout.data, layout.time), dtype=torch.int64)
     return f, (params, opt.init(params), tokens, tokens)
