@@ -41,7 +41,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "optim": 2_809,
     "planning": 4_549,
     "recipes": 2_134,
-    "schedule": 3_262,
+    "schedule": 3_269,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library
