@@ -47,6 +47,7 @@ from fshard.spec import Axis, P, is_spec, names_of
 
 from .split_backward import backward_of_inputs
 from .tables import Kind, Operation, ScheduleTable, schedule_table, table
+from .unshard import unshard
 
 
 @checked
@@ -67,7 +68,8 @@ def pipelined(
       `chunks=v` they are [v, L/v, ...], in specs P(None, axis): `x.reshape(v, L // v, *x.shape[1:])`. Or they are a
       list, a tree for each layer, in specs of `on_stages`: each on one rank. A layer may itself be several blocks.
     - `ends` are the parameters of `first` and `last`, as embeddings. Both may use the same one. Their gradients are
-      summed over the axis.
+      summed over the axis. Leaves that their specs split over it, as P("stage"), P(("model", "stage")) or with lengths
+      (0, .., V), are gathered once a call, and their gradients are split again.
     - `batch` is split along dim 0, as in `accumulate`. All ranks of the axis have the same batch.
     - `f(params, batch, each=keys)`: `each`, stacked and split like the layers, is passed to `stage` layer by layer as a
       fourth argument, and not differentiated: keys, frozen weights.
@@ -117,7 +119,8 @@ class Pipelined:
             run = accumulate(self._model, self.microbatches, gather=self.gather, counted=self.counted,
                              has_aux=self.has_aux)  # fmt: skip
             return run(params, batch, each=each)
-        parts, transpose = gathered_with_transpose("pipelined", self._prepare, params)
+        prepare = functools.partial(self._prepare, self._specs_of_ends(params))
+        parts, transpose = gathered_with_transpose("pipelined", prepare, params)
         order = table(self.schedule, n, self.microbatches, self.chunks)
         loss, count, aux, grads = _Run(self, order, axes, parts, batch, each).value_and_grad()
         del parts
@@ -132,15 +135,23 @@ class Pipelined:
         """Return the results of `last`, any tree of tensors, stacked: [microbatches, ...]."""
         axes, n = self._check(params, batch, each)
         with torch.no_grad():
-            parts = self._prepare(params)
+            parts = self._prepare(self._specs_of_ends(params), params)
             if n > 1:
                 order = table("forward", n, self.microbatches, self.chunks)
                 return _Run(self, order, axes, parts, batch, each).results()
             return stacked("pipelined", [self._model(parts, b, each) for b in _split(batch, self.microbatches)])
 
-    def _prepare(self, params: Any) -> Any:
+    def _specs_of_ends(self, params: Any) -> list[P]:
+        """Return the spec of each leaf of the ends: P() of one that is not an argument of the call."""
+        arguments = zip(*region("pipelined").arguments, strict=True) if names_of(self.axis) else ()
+        known = {id(x): spec for x, spec in arguments}
+        return [known.get(id(x)) or P() for x in tree.leaves(params[0])]
+
+    def _prepare(self, specs: Sequence[P], params: Any) -> Any:
         """Return the parameters as the stages use them, gathered: the ends vary over the axis."""
-        varying = pvary(params[0], self.axis), params[1]
+        ends, treedef = tree.flatten(params[0])
+        ends = unshard(ends, specs, self.axis) if names_of(self.axis) else ends
+        varying = tree.unflatten(treedef, ends), params[1]
         return varying if self.gather is None else self.gather(varying)
 
     def _model(self, params: Any, batch: Any, each: Any) -> Any:
@@ -167,17 +178,13 @@ class Pipelined:
         current = region("pipelined")
         names, dim = known_axes("pipelined", current, self.axis), int(self.chunks > 1)
         specs = {id(x): spec for x, spec in zip(*current.arguments, strict=True)}
-        for name, part in (("params[0]", params[0]), ("params[1]", params[1]), ("each", each)):
+        for name, part in (("params[1]", params[1]), ("each", each)):
             for path, x in tree.leaves_with_path(part):
                 spec, where = specs.get(id(x)), f"pipelined: {tree.show(name, path)}"
                 if spec is None:
                     continue
-                if name == "params[0]" and set(names) & set(spec.axes):
-                    raise fail(f"{where}: the ends are split over the axis of the stages", shape=list(x.shape),
-                               spec=spec, fix=f"leave {self.axis!r} out of the spec")  # fmt: skip
                 listed = isinstance(part, (list, tuple))
-                if name != "params[0]" and not (set(names) <= set(spec.axes) if listed else
-                                                spec.parts(x.ndim)[dim : dim + 1] == (names,)):  # fmt: skip
+                if not (set(names) <= set(spec.axes) if listed else spec.parts(x.ndim)[dim : dim + 1] == (names,)):
                     wanted = f"[{self.chunks}, layers of a chunk, ...]" if dim else "[layers, ...]"
                     raise fail(f"{where}: the layers are not split over the axis",
                                *[] if listed else [f"they are stacked as {wanted}"], shape=list(x.shape), spec=spec,

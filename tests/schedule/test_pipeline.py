@@ -107,6 +107,24 @@ def test_stages_may_have_different_numbers_of_layers_and_none(n, layers):
     compare(fs.make_mesh(stage=n), 2, "interleaved", 2, 2 * layers)
 
 
+SPLIT_ENDS = [(P("stage"), 5, 1), (P("stage", lengths=(0, 5, 7)), 3, 1), (P("stage", lengths=(0, VOCAB)), 2, 1),
+              (P(("model", "stage")), 2, 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wte", "n", "model"), SPLIT_ENDS)
+def test_ends_may_be_split_over_the_stages(wte, n, model):
+    """Also unevenly, on one stage, and over an axis whose parts the program gathers."""
+    params, b, specs = parameters(n, tied=False), batch(ROWS * 3), ({"wte": wte, "head": P()}, P("stage"))
+
+    def join(p):
+        return p[0] | {"wte": fs.all_gather(p[0]["wte"], "model", to="invariant")}, p[1]
+
+    f = fs.pipelined(first, layer, mean, axis="stage", microbatches=3, gather=join if model > 1 else None)
+    mesh = fs.make_mesh(stage=n, model=model)
+    step = fs.shard_map(f, mesh=mesh, in_specs=(specs, P()), out_specs=(P(), specs), check="always")
+    assert_same(fs.device_get(step(params, b)), dense(params, b, 3), f"{wte} on {n}", **CLOSE)
+
+
 @pytest.mark.parametrize(("kind", "v", "n", "layers"), [("1f1b", 1, 2, 5), ("zero_bubble", 1, 4, 3),
                                                        ("interleaved", 2, 2, 5)])  # fmt: skip
 def test_layers_may_be_a_list_each_on_one_stage(kind, v, n, layers):
@@ -336,10 +354,6 @@ pipelined: params[1]['down']: the layers are not split over the axis
   shape  [4, 8, 6]    spec  P()    chunks  1
   they are stacked as [layers, ...]
   fix: P('stage', ...)"""),
-    "ends split": ({"specs": (P("stage"), P("stage"))}, """\
-pipelined: params[0]['wte']: the ends are split over the axis of the stages
-  shape  [6, 6]    spec  P('stage')
-  fix: leave 'stage' out of the spec"""),
     "chunks of plain layers": ({"chunks": 2, "schedule": "interleaved"}, """\
 pipelined: params[1]['down']: the layers are not split over the axis
   shape  [2, 8, 6]    spec  P('stage')    chunks  2

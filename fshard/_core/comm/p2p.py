@@ -152,7 +152,7 @@ class PeerGroup:
         return out
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
-        return self.send([x], pairs, range(len(self.ranks)))()[0]
+        return self.send([x], pairs, range(len(self.ranks)))()[0].contiguous()
 
     def send(
         self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], entered: Collection[int] | None = None
@@ -161,7 +161,7 @@ class PeerGroup:
         me = self.me
         targets = {target for source, target in pairs if source == me}
         sources = {source for source, target in pairs if target == me}
-        out = [_empty(x, x.shape) if sources else torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in xs]
+        out = [_empty(x, x.shape) if sources else x.new_zeros(()).expand(x.shape) for x in xs]  # zeros without memory
         if entered is None:
             entered = sorted({me, *targets, *sources})
         messages = self._exchange(self._describe("permute", xs, sorted(pairs)), dict.fromkeys(targets - {me}, xs),

@@ -323,7 +323,8 @@ class Permute(Map):
 
     def start(self, xs: Sequence[Tensor]) -> PendingTransfer:
         """Start to send: of the other ranks, only those that a pair names with this one must do so, too."""
-        return self.comm.send(xs, self.pairs, self.axes)
+        wait = self.comm.send(xs, self.pairs, self.axes)
+        return lambda: [x.contiguous() for x in wait()]
 
     @property
     def transpose(self) -> Map:
