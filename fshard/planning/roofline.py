@@ -96,9 +96,10 @@ class Roofline:
     def mfu(self) -> float:
         """Return the model FLOPs utilization: `flops_at_peak` / `seconds`.
 
-        FLOPs are of matrix products, attention and convolutions, forward and backward, as the step runs them:
-        causal attention counts only the pairs that it computes. Those that a step recomputes do not count, nor the scores that the backward of
-        attention computes again, one of its five products. Source: Chowdhery et al., 2022, "PaLM", appendix B.
+        FLOPs are of matrix products, attention and convolutions, forward and backward, as the step runs them: causal
+        attention counts only the pairs that it computes. Those that a step recomputes do not count, nor the scores that
+        the backward of attention computes again, one of its five products. Source: Chowdhery et al., 2022, "PaLM",
+        appendix B.
         """
         return self.flops_at_peak / self.seconds if self.seconds else 0.0
 
