@@ -166,7 +166,7 @@ def psum_scatter(x: Any, axis: Axis, dim: int = 0, *, lengths: Sequence[int] | N
 
     Raises ShardingError for bools, as `psum`, and for lengths that do not sum to the dim.
     """
-    chosen = checked_size("psum_scatter", lengths, axis)
+    chosen = checked_size("psum_scatter", lengths, axis, word="lengths=")
 
     def scatter(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
         return apply_map(Scatter(comm, axes, split_layout("psum_scatter", axes, xs, dim, chosen)), xs)
@@ -183,7 +183,7 @@ def pslice(x: Any, axis: Axis, dim: int = 0, *, lengths: Sequence[int] | None = 
     >>> pslice(torch.arange(8), "model")                             # model=4: the first rank
     tensor([0, 1])
     """
-    chosen = checked_size("pslice", lengths, axis)
+    chosen = checked_size("pslice", lengths, axis, word="lengths=")
 
     def keep(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
         return apply_map(Slice(comm, axes, split_layout("pslice", axes, xs, dim, chosen)), xs)

@@ -230,6 +230,9 @@ def context_attention(
         drop = None
         if drops and key is not None:
             dims = (spec or P()).parts(len(shape or q.shape))[:-2]
+            if twice := {*names} & {a for axes in dims for a in axes}:
+                raise fail(f"{verb}: spec={spec} names {', '.join(map(repr, sorted(twice)))}, which splits the positions",
+                           fix="the axes that split the batch and the heads")  # fmt: skip
             shape = shape or (*map(functools.partial(global_size, verb), (batch, heads), dims), split.size, split.size)
             placed = P(*[a or None for a in dims], names or None)
             keep = bernoulli_pieces(key, shape, len(shape) - 2, [slice(p.start, p.stop) for p in rows], p=1 - rate,

@@ -211,9 +211,11 @@ def grouped_linear(x: Tensor, w: Tensor, counts: Sequence[int] | Tensor) -> Tens
     Raises ShardingError for shapes and counts that do not fit.
     """
     known, has_kernel = not isinstance(counts, Tensor), x.dtype == torch.bfloat16 and _has_kernel(w)
-    if x.ndim != 2 or w.ndim != 3 or len(counts) != len(w) or (known and len(w) and sum(counts) != len(x)):
+    n = None if isinstance(counts, Tensor) and counts.ndim != 1 else len(counts)
+    if x.ndim != 2 or w.ndim != 3 or n != len(w) or (known and len(w) and sum(counts) != len(x)):
         raise fail("nn.grouped_linear: x, w and counts do not fit", x=list(x.shape), w=list(w.shape),
-                   counts=list(counts), fix="x [M, D], w [E, D, F], and E counts whose sum is M")  # fmt: skip
+                   counts=counts if n is None else list(counts),
+                   fix="x [M, D], w [E, D, F], and E counts whose sum is M")  # fmt: skip
     if not known and not has_kernel:
         raise fail("nn.grouped_linear: counts in a tensor need the kernel", x=x.dtype, w=list(w.shape),
                    fix="bfloat16, and D and F that are multiples of 8; or counts in a list")  # fmt: skip

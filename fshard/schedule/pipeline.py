@@ -91,6 +91,8 @@ def pipelined(
     Raises ShardingError if M does not divide the batch, for layers that are not stacked or not split over the axis,
     if `stage` returns another shape, dtype or type than h, in a compiled program, and inside another gradient.
     """
+    if microbatches < 1:
+        raise fail(f"pipelined: microbatches={microbatches}", fix="1 or more")
     schedule_table(schedule, 1, microbatches, chunks)
     return Pipelined(first, stage, last, axis, microbatches, schedule, chunks, gather, counted, has_aux)
 
@@ -213,6 +215,8 @@ def on_stages(
 
     Raises ShardingError for a leaf without dims, and for lengths that do not sum to the number of layers.
     """
+    if not axis:
+        raise fail("on_stages: axis='' names no axis", fix='axis="stage"')
     counts = _counts(len(layers), n * chunks) if lengths is None else list(lengths)
     if n < 1 or chunks < 1 or len(specs) != len(layers) or len(counts) != n * chunks or sum(counts) != len(layers):
         raise fail(f"on_stages: {len(specs)} specs, {len(layers)} layers, n={n}, chunks={chunks}, lengths={lengths}",

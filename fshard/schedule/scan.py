@@ -229,6 +229,8 @@ _FIRST, _SECOND = {"x", "h", "c", "carry"}, {"p", "params", "w", "weights", "lay
 
 def _run(block: Block, p: Any, x: Any, extra: tuple[Any, ...]) -> Any:
     """Run a block. An error is explained if the arguments seem to be in the order of lax.scan."""
+    if torch.compiler.is_dynamo_compiling():  # its own exceptions, in tracing, are not the block's
+        return block(p, x, *extra)
     try:
         return block(p, x, *extra)
     except Exception as e:
