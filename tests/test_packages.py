@@ -37,11 +37,11 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "law": 1_373,
     "lora": 1_743,
     "models": 5_046,
-    "nn": 3_861,
+    "nn": 3_869,
     "optim": 2_809,
-    "planning": 4_549,
+    "planning": 4_550,
     "recipes": 2_134,
-    "schedule": 3_298,
+    "schedule": 3_304,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

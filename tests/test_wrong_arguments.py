@@ -153,7 +153,8 @@ _xavier = {"gain": 1.0, "in_dim": -2, "out_dim": -1, "dtype": torch.float32}
 CALLS = [
     # spec, mesh
     Call("P", lambda entry, memory, lengths: P(entry, memory=memory, lengths=lengths),
-         {"entry": "data", "memory": "device", "lengths": (3, 1)}, words={"entry": "^P: .* names no axis|the spec names 0"}),
+         {"entry": "data", "memory": "device", "lengths": (3, 1)},
+         words={"entry": "^P: .* names no axis|the spec names 0"}),
     outside(fs.row, axis="data"),
     outside(fs.column, axis="data"),
     outside(fs.on_host, specs=SPECS),
@@ -238,7 +239,8 @@ CALLS = [
     Call("pipelined", lambda params, batch, each, **how: fs.pipelined(**how)(params, batch, each=each),
          {"first": block, "stage": lambda p, h, b, e: h * p * e, "last": lambda ends, h, b: (h.sum(), 4),
           "axis": "model", "microbatches": 2, "schedule": "1f1b", "chunks": 1, "gather": None, "counted": True,
-          "has_aux": False, "params": (TREE, W), "batch": W, "each": V}, inside=True, words={"has_aux": "counted=True"}),
+          "has_aux": False, "params": (TREE, W), "batch": W, "each": V}, inside=True,
+         words={"has_aux": "counted=True"}),
     # random numbers and initializers
     outside(fs.key, n=0),
     outside(fs.fold_in, key=KEY, data="w"),
@@ -319,7 +321,8 @@ CALLS = [
         inside(fs.nn.context_attention, q=W[None, None], k=W[None, None], v=W[None, None], axis="data", method="ring",
                order="contiguous", causal=True, mask=torch.ones(1, 4), documents=torch.zeros(1, 4), window=2,
                scale=1.0, size=8, rate=0.5, key=KEY, spec=P(), shape=(1, 1, 8, 8)),
-        *(Call(f.__name__, f, {"x": W, "axis": "data", "dim": 1, "size": 8}, inside=True, words={"x": "this rank has 2"})
+        *(Call(f.__name__, f, {"x": W, "axis": "data", "dim": 1, "size": 8}, inside=True,
+               words={"x": "this rank has 2"})
           for f in (fs.nn.to_zigzag, fs.nn.from_zigzag)),
         inside(fs.nn.zigzag_positions, size=8, axis="data"),
         outside(fs.nn.causal_mask, t=2, s=4, device=None),
@@ -341,7 +344,8 @@ CALLS = [
         Call("top_k", fs.nn.top_k, {"logits": W[:, :2], "k": 3, "axis": "model", "size": 4, "classes": None},
              inside=True, words={"axis": "4 over ", "logits": "of the vocabulary"}),
         Call("accuracy", fs.nn.accuracy, {"logits": W[:, :2], "targets": IDS, "k": (1, 3), "axis": "model", "size": 4,
-             "over": None, "ignore_index": -100}, inside=True, words={"axis": "4 over |of 2 classes", "over": "no axis"}),
+             "over": None, "ignore_index": -100}, inside=True,
+             words={"axis": "4 over |of 2 classes", "over": "no axis"}),
         outside(rope.parameters, config={}, theta=10_000.0, partial=1.0),
         outside(rope.frequencies, parameters={"rope_theta": 1e4}, width=4, longest=8, length=None, device=None),
         outside(rope.angles, positions=IDS, rates=V, factor=1.0, dtype=torch.float32),

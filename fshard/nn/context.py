@@ -197,13 +197,14 @@ def context_attention(
         of_query = torch.zeros_like(given[0]).long() if documents is None else documents.long()
         of_key = of_query if mask is None else torch.where(mask != 0, of_query, torch.iinfo(torch.int64).min)
         numbers = all_gather(torch.stack([of_query, of_key], -1), (*outer, *inner), 1, size=split.size)
-        numbers = take(numbers, sorted(split.pieces(*range(len(split.lengths)))), 1)
+        numbers = take(numbers, sorted(split.pieces(*list(range(len(split.lengths))))), 1)
     rule = _Rule(causal, window, numbers)
 
     # 1. Over the inner axis exchange positions for heads. A group of ranks then has the same positions.
     batch, heads, n_inner, n = *q.shape[:2], size_of(inner, current.sizes), size_of(outer, current.sizes)
     me = split.me // n_inner
-    groups = [sorted(split.pieces(*range(g * n_inner, (g + 1) * n_inner))) for g in range(n)]
+    members = [list(range(g * n_inner, (g + 1) * n_inner)) for g in range(n)]  # lists: dynamo cannot unpack a range
+    groups = [sorted(split.pieces(*ranks)) for ranks in members]
     lengths = [sum(p.length for p in pieces) for pieces in groups]
     if inner:
         k, v = (_split_heads(x, heads, n_inner) for x in (k, v))
@@ -231,8 +232,10 @@ def context_attention(
         if drops and key is not None:
             dims = (spec or P()).parts(len(shape or q.shape))[:-2]
             if twice := {*names} & {a for axes in dims for a in axes}:
-                raise fail(f"{verb}: spec={spec} names {', '.join(map(repr, sorted(twice)))}, which splits the positions",
-                           fix="the axes that split the batch and the heads")  # fmt: skip
+                raise fail(
+                    f"{verb}: spec={spec} names {sorted(twice)}, which split the positions",
+                    fix="the axes that split the batch and the heads",
+                )
             shape = shape or (*map(functools.partial(global_size, verb), (batch, heads), dims), split.size, split.size)
             placed = P(*[a or None for a in dims], names or None)
             keep = bernoulli_pieces(key, shape, len(shape) - 2, [slice(p.start, p.stop) for p in rows], p=1 - rate,
@@ -246,7 +249,7 @@ def context_attention(
     # 3. Exchange back.
     if inner:
         places = {p.start: p for p in groups[me]}
-        by_rank = [places[p.start] for p in split.pieces(*range(me * n_inner, (me + 1) * n_inner))]
+        by_rank = [places[p.start] for p in split.pieces(*members[me])]
         out = all_to_all(take(out, by_rank, 2), inner, split=2, concat=1, size=heads)
     return out
 

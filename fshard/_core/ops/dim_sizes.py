@@ -50,7 +50,7 @@ def split_layout(
 
 
 def checked_size(verb: str, size: int | Sequence[int] | None, axis: Axis, *, word: str = "size=") -> Size | None:
-    """Return the argument `word` of the caller, whose lengths are for the first axis: over an axis of one rank, their sum.
+    """Return an argument of the caller. Lengths are for the first axis: over an axis of one rank, their sum.
 
     Raises ShardingError unless there is a length for each rank.
     """
@@ -60,8 +60,8 @@ def checked_size(verb: str, size: int | Sequence[int] | None, axis: Axis, *, wor
     first = known_axes(verb, current, axis)[0]
     n = current.sizes[first]
     if n not in (1, len(size)):
-        raise fail(f"{verb}: {word} has {number_of(len(size), 'length')}, and axis {first!r} has {n} ranks", *user_line(),
-                   fix="a length for each of its ranks", lengths=list(size))  # fmt: skip
+        raise fail(f"{verb}: {word} has {number_of(len(size), 'length')}, and axis {first!r} has {n} ranks",
+                   *user_line(), fix="a length for each of its ranks", lengths=list(size))  # fmt: skip
     return sum(size) if n == 1 else as_size(size, (n,))
 
 
