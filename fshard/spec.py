@@ -105,6 +105,10 @@ class P:
         unsplit: list[Axis | EllipsisType] = [None] * (ndim - len(listed))
         return tuple(names_of(e) for e in [*listed[:at], *unsplit, *listed[at:]] if e is not ...)
 
+    def lengths_over(self, axes: Sequence[str]) -> tuple[int, ...] | None:
+        """Return the chosen lengths of the parts of a dim that these axes split, if they are chosen."""
+        return self.lengths.get(axes[0]) if axes else None
+
     def sizes(self, shape: Sequence[int], mesh: Mapping[str, int]) -> tuple[Size, ...]:
         """Return the size of each dim of a leaf: where lengths are chosen, the lengths of its parts.
 
@@ -376,7 +380,7 @@ def spec_errors(
         errors.append(fail(f"{label}: the spec is longer than the shape", f"{listed} > {len(shape)} dims",
                            fix=f"drop {listed - len(shape)} of its entries", **facts))  # fmt: skip
     for dim, axes in enumerate(() if errors else spec.parts(len(shape))):
-        ns = spec.lengths.get((*axes, "")[0])
+        ns = spec.lengths_over(axes)
         if ns is not None and sizes[axes[0]] not in (1, len(ns)):
             errors.append(fail(f"{label}: lengths of {len(ns)} parts, and axis {axes[0]!r} has {sizes[axes[0]]} ranks",
                                fix=f"a length for each of the {sizes[axes[0]]} ranks, or no lengths=, for equal parts",

@@ -67,8 +67,7 @@ class Job:
     @property
     def splits_blocks(self) -> bool:
         """True if the model has a form for blocks on several stages."""
-        known = models.gpt2, models.gptj, models.gpt_neox, models.llama, models.mistral, models.qwen2, models.qwen3
-        return self.model in known
+        return models.stages.model_on_stages(self.cfg) is not None
 
     @property
     def experts(self) -> int:

@@ -267,7 +267,7 @@ def _placed(
             if over != base_over and axes:
                 misplaced.append((part, dim, axes, base_axes))
             elif over != base_over:
-                slices.append((part, dim, base_over, base.lengths.get((*base_over, "")[0])))
+                slices.append((part, dim, base_over, base.lengths_over(base_over)))
                 own_axes[dim] = base_over
             elif axes == base_axes:
                 same.append((part, dim, base_dims[dim]))

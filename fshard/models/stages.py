@@ -46,13 +46,18 @@ def pipelined(
 
     Raises ShardingError for a config of another model.
     """
-    models = {gpt2.Config: gpt2, gptj.Config: gptj, gpt_neox.Config: gpt_neox, llama.BaseConfig: llama}
-    model = next((m for kind, m in models.items() if isinstance(cfg, kind)), None)
-    if model is None or isinstance(cfg, mixtral.BaseConfig):
+    if (model := model_on_stages(cfg)) is None:
         raise fail(f"pipelined: cfg is {shown(cfg)}, which has no form in stages",
                    fix="a Config of gpt2, gptj, gpt_neox, llama, mistral, qwen2 or qwen3; others by fs.pipelined"
                    )  # fmt: skip
     return Stages(model, cfg, layout, specs, microbatches, schedule, chunks, remat)
+
+
+def model_on_stages(cfg: Any) -> ModuleType | None:
+    """Return the model file whose `pieces` compute a decoder with this config; None if it has no form in stages."""
+    models = {gpt2.Config: gpt2, gptj.Config: gptj, gpt_neox.Config: gpt_neox, llama.BaseConfig: llama}
+    known = not isinstance(cfg, mixtral.BaseConfig)
+    return next((m for kind, m in models.items() if known and isinstance(cfg, kind)), None)
 
 
 @dataclass(frozen=True)

@@ -140,11 +140,8 @@ def check_range(
             wrong = wrong[wrong != ignored]
         if len(wrong):
             fix = f"0 to {size - 1}" + (f", or ignore_index={ignored}" if ignored is not None else "")
-            axes = (
-                axes_of_own_values(unsplit) - types.info(xs).type.varying
-                if (types := checker()) and unsplit is not None
-                else ()
-            )
+            types = checker()
+            axes = axes_of_own_values(unsplit) - types.info(xs).type.varying if types and unsplit is not None else ()
             for axis in sorted(axes)[:1]:
                 fix = f'{verb}(..., axis="{axis}"), which splits the {kind}'
             raise fail(f"{verb}: {word} {int(wrong[0])} is out of range, of {size} {kind}",

@@ -272,15 +272,15 @@ def _check_result(name: str, moments: Sequence[str], old: Sequence[Tensor], new:
 def join_parts(x: Tensor, spec: P, sizes: Sequence[int] | None = None) -> Tensor:
     """Gather the parts of a tensor from all ranks: [N@axes, ..] -> [N, ..]{I}. `sizes` are the full ones, if known."""
     for dim, over in enumerate(spec.parts(x.ndim)):
-        size = sizes[dim] if sizes is not None else None
-        x = all_gather(x, over or None, dim, size=spec.lengths.get((*over, "")[0], size), to="invariant")
+        size = spec.lengths_over(over) or (sizes[dim] if sizes is not None else None)
+        x = all_gather(x, over or None, dim, size=size, to="invariant")
     return x
 
 
 def take_part(x: Tensor, spec: P) -> Tensor:
     """Return this rank's part of a tensor: [N, ..]{I} -> [N@axes, ..]."""
     for dim, over in enumerate(spec.parts(x.ndim)):
-        x = pslice(x, over or None, dim, lengths=spec.lengths.get((*over, "")[0]))
+        x = pslice(x, over or None, dim, lengths=spec.lengths_over(over))
     return x
 
 

@@ -24,7 +24,7 @@ from fshard import tree
 from fshard._core.callsite import site
 from fshard._core.comm import fake_tensors, silent_comm
 from fshard._core.microbatch import in_microbatch, microbatches
-from fshard._core.ops import differentiable_dtype, keep_placed
+from fshard._core.ops import differentiable_dtype, evenly, keep_placed
 from fshard._core.protocol import PendingTransfer, size_of
 from fshard._core.region import bind, checker, known_axes, live_axes, region, unchecked
 from fshard._core.torch import without_modes
@@ -116,7 +116,7 @@ class Pipelined:
     @api_boundary
     def __call__(self, params: Any, batch: Any, *, each: Any = None) -> Any:
         """Return (loss, gradients), or with `has_aux` ((loss, aux), gradients)."""
-        axes, n = self._check(params, batch, each)
+        axes, n, batches = self._check(params, batch, each)
         if n == 1:
             run = accumulate(self._model, self.microbatches, gather=self.gather, counted=self.counted,
                              has_aux=self.has_aux)  # fmt: skip
@@ -124,7 +124,7 @@ class Pipelined:
         prepare = functools.partial(self._prepare, self._specs_of_ends(params))
         parts, transpose = gathered_with_transpose("pipelined", prepare, params)
         order = table(self.schedule, n, self.microbatches, self.chunks)
-        loss, count, aux, grads = _Run(self, order, axes, parts, batch, each).value_and_grad()
+        loss, count, aux, grads = _Run(self, order, axes, parts, batch, batches, each).value_and_grad()
         del parts
         grads = transpose(grads)
         if self.counted or self.microbatches > 1:
@@ -135,18 +135,17 @@ class Pipelined:
     @api_boundary
     def forward(self, params: Any, batch: Any, *, each: Any = None) -> Any:
         """Return the results of `last`, any tree of tensors, stacked: [microbatches, ...]."""
-        axes, n = self._check(params, batch, each)
+        axes, n, batches = self._check(params, batch, each)
         with torch.no_grad():
             parts = self._prepare(self._specs_of_ends(params), params)
             if n > 1:
                 order = table("forward", n, self.microbatches, self.chunks)
-                return _Run(self, order, axes, parts, batch, each).results()
-            return stacked("pipelined", [self._model(parts, b, each) for b in _split(batch, self.microbatches)])
+                return _Run(self, order, axes, parts, batch, batches, each).results()
+            return stacked("pipelined", [self._model(parts, b, each) for b in batches])
 
     def _specs_of_ends(self, params: Any) -> list[P]:
         """Return the spec of each leaf of the ends: P() of one that is not an argument of the call."""
-        arguments = zip(*region("pipelined").arguments, strict=True) if names_of(self.axis) else ()
-        known = {id(x): spec for x, spec in arguments}
+        known = _argument_specs() if names_of(self.axis) else {}
         return [known.get(id(x)) or P() for x in tree.leaves(params[0])]
 
     def _prepare(self, specs: Sequence[P], params: Any) -> Any:
@@ -163,8 +162,8 @@ class Pipelined:
             h = self.stage(layer, h, batch, *extra)
         return self.last(params[0], h, batch)
 
-    def _check(self, params: Any, batch: Any, each: Any) -> tuple[tuple[str, ...], int]:
-        """Return the axes of more than one rank, and the number of stages, after a check of the arguments."""
+    def _check(self, params: Any, batch: Any, each: Any) -> tuple[tuple[str, ...], int, list[Any]]:
+        """Return the axes of more than one rank, the number of stages and the microbatches, and check the arguments."""
         if not isinstance(params, tuple) or len(params) != 2:
             raise fail(f"pipelined: params is {shown(params)}", fix="pass a pair: (ends, layers)")
         compiling = torch.compiler.is_dynamo_compiling()
@@ -174,12 +173,13 @@ class Pipelined:
                        fix="call it in place of value_and_grad, in a program that is not compiled")  # fmt: skip
         for path, x in tree.leaves_with_path(params):
             check_leaf(f"pipelined: {tree.show('params', path)}", x, "pass it by each=, or capture it")
-        _split(batch, self.microbatches)
+        m = self.microbatches
+        batches = [split_rows("pipelined: batch", batch, i, m, "by a closure") for i in range(m)]
         if not names_of(self.axis):
-            return (), 1
+            return (), 1, batches
         current = region("pipelined")
         names, dim = known_axes("pipelined", current, self.axis), int(self.chunks > 1)
-        specs = {id(x): spec for x, spec in zip(*current.arguments, strict=True)}
+        specs = _argument_specs()
         for name, part in (("params[1]", params[1]), ("each", each)):
             for path, x in tree.leaves_with_path(part):
                 spec, where = specs.get(id(x)), f"pipelined: {tree.show(name, path)}"
@@ -193,7 +193,12 @@ class Pipelined:
                                chunks=self.chunks, fix="the specs of fs.on_stages" if listed else
                                f"P({'None, ' * dim}{self.axis!r}, ...)")  # fmt: skip
         live = live_axes(current.comm, names)
-        return live, size_of(live, current.sizes)
+        return live, size_of(live, current.sizes), batches
+
+
+def _argument_specs() -> dict[int, P]:
+    """Return the spec of each argument of the call, by its id."""
+    return {id(x): spec for x, spec in zip(*region("pipelined").arguments, strict=True)}
 
 
 # --- layers and microbatches ------------------------------------------------------------------------------------
@@ -217,12 +222,12 @@ def on_stages(
     """
     if not axis:
         raise fail("on_stages: axis='' names no axis", fix='axis="stage"')
-    counts = _counts(len(layers), n * chunks) if lengths is None else list(lengths)
+    counts = evenly(len(layers), n * chunks) if lengths is None else list(lengths)
     if n < 1 or chunks < 1 or len(specs) != len(layers) or len(counts) != n * chunks or sum(counts) != len(layers):
         raise fail(f"on_stages: {len(specs)} specs, {len(layers)} layers, n={n}, chunks={chunks}, lengths={lengths}",
                    fix="specs and a length for each layer and stage")  # fmt: skip
-    out, places = [], [place for place, count in enumerate(counts) for _ in range(count)]
-    for layer, of_layer, place in zip(layers, specs, places, strict=True):
+    out = []
+    for layer, of_layer, place in zip(layers, specs, _places(counts), strict=True):
         leaves, treedef = tree.flatten(layer)
         placed = []
         for x, spec in zip(leaves, tree.broadcast(of_layer, layer, name="on_stages: specs", leaf=is_spec), strict=True):
@@ -237,14 +242,9 @@ def on_stages(
     return out
 
 
-def _counts(layers: int, places: int) -> list[int]:
-    """Return the number of layers of each place: as many, and the first places one more."""
-    return [layers // places + (place < layers % places) for place in range(places)]
-
-
-def _split(batch: Any, m: int) -> list[Any]:
-    """Return the microbatches."""
-    return [split_rows("pipelined: batch", batch, i, m, "by a closure") for i in range(m)]
+def _places(counts: Sequence[int]) -> list[int]:
+    """Return the place of each layer, of places with these numbers of layers."""
+    return [place for place, count in enumerate(counts) for _ in range(count)]
 
 
 def _layers(layers: Any, each: Any, chunks: int) -> list[tuple[Any, tuple[Any, ...]]]:
@@ -387,14 +387,15 @@ class _Run:
     """One rank's run of a table."""
 
     def __init__(
-        self, pipe: Pipelined, order: ScheduleTable, axes: tuple[str, ...], params: Any, batch: Any, each: Any
-    ) -> None:
-        self.pipe, self.order, self.axes, self.params, self.each = pipe, order, axes, params, each
-        self.final, self.stage, m = order.stages * order.chunks - 1, axis_position(axes or None), order.microbatches
+        self, pipe: Pipelined, order: ScheduleTable, axes: tuple[str, ...], params: Any, batch: Any,
+        batches: Sequence[Any], each: Any,
+    ) -> None:  # fmt: skip
+        self.pipe, self.order, self.axes, self.params, self.batches = pipe, order, axes, params, batches
+        self.final, self.stage = order.stages * order.chunks - 1, axis_position(axes or None)
         self.ends, self.layers = params[0], _layers(params[1], each, order.chunks)
         self.sizes = self._chunk_sizes(params[1])
-        self.parts = list(microbatches([x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.ndim], m))
-        self.batches = _split(batch, m)
+        rows = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.ndim]
+        self.parts = list(microbatches(rows, order.microbatches))
         h, self.result = self._outline()
         self.h, self.h_def = tree.flatten(h)
         self.messages = _Messages(order, axes, self.stage, self.h)
@@ -408,9 +409,8 @@ class _Run:
         if v == 1 or not isinstance(layers, (list, tuple)):
             return [len(self.layers) // v] * v
         here = _here(layers)
-        counts = _counts(len(layers), n * v)
-        places = [place for place, count in enumerate(counts) for _ in range(count)]
-        if here != [i for i, place in enumerate(places) if place % n == self.stage]:
+        counts = evenly(len(layers), n * v)
+        if here != [i for i, place in enumerate(_places(counts)) if place % n == self.stage]:
             raise fail(f"pipelined: stage {self.stage} has layers {here}", chunks=v, stages=n,
                        fix=f"fs.on_stages(specs, layers, axis, {n}, chunks={v})")  # fmt: skip
         return counts[self.stage :: n]

@@ -451,9 +451,8 @@ def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[
         choices += [reduced_over_another_axis(r, meant) for r in x.info.history.reductions
                     if m.takes == "V" and r.axis in axes]  # fmt: skip
     for r in x.info.history.reductions if verb == "pmean" else ():
-        if (
-            r.verb == "psum" and r.axis in axes and (called_at(r.site) or "psum").endswith("psum")
-        ):  # not in a batch norm
+        is_written = (called_at(r.site) or "psum").endswith("psum")  # and not in a batch norm
+        if r.verb == "psum" and r.axis in axes and is_written:
             line = rewritten(r.site, lambda source: source.replace("psum(", "pmean(", 1))
             choices.append(Fix(line or "use pmean there", "the psum there is to be a mean", r.site))
     if verb == "pvary" and scene.site in checker.pvaried:
