@@ -349,7 +349,8 @@ torch.save(fs.device_get(tree), path), of full tensors
           p['w']  f32[4, 4]{I: data}
           the loss was made at losses.py:2 in lm_loss
           each of the 2 ranks would differentiate its own loss, and p['w'] has one gradient
-          fix: fs.pmean(..., "data") of what acme returns to your code
+          fix: if each rank has the mean over an equal count:  fs.pmean(..., "data") of what acme returns to your code
+          or, if counts differ, as of tokens without padding:  fs.nn.cross_entropy(logits, targets, over="data") in your code
         """),
     "gathered logits with an axis": ("""
         f = lambda x, y: fs.nn.cross_entropy(x, y, axis="data", size=4)

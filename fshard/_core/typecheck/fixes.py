@@ -170,7 +170,9 @@ def fix_of_partial(checker: Facts, x: Operand, axes: Sequence[str]) -> str:
     here = x.info.site
     if package := callsite.package_of(here):
         name = qualified_name(callsite.user_frame(), "pmean")
-        return fix_lines([Fix(f"{name}(..., {axes_source(axes)}) of what {package} returns to your code")])
+        loss = f"{name.removesuffix('pmean')}nn.cross_entropy(logits, targets, over={axes_source(axes)})"
+        return fix_lines([Fix(f"{name}(..., {axes_source(axes)}) of what {package} returns to your code", IS_MEAN),
+                          Fix(f"{loss} in your code", "counts differ, as of tokens without padding")])  # fmt: skip
     if fix := fix_of_gather(x.info, axes, here.line if here else 0) or _fix_of_cross_entropy(checker, x, axes):
         return fix_lines([fix])
     fixes = fixes_of_partials(x.info, axes, here.line if here else 0)
