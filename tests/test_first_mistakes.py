@@ -350,7 +350,21 @@ torch.save(fs.device_get(tree), path), of full tensors
           the loss was made at losses.py:2 in lm_loss
           each of the 2 ranks would differentiate its own loss, and p['w'] has one gradient
           fix: if each rank has the mean over an equal count:  fs.pmean(..., "data") of what acme returns to your code
-          or, if counts differ, as of tokens without padding:  fs.nn.cross_entropy(logits, targets, over="data") in your code
+          or, if counts differ, as with padding:  fs.nn.cross_entropy(logits, targets, over="data") in your code
+        """),
+    "pvary before the function that is differentiated": ("""
+        @fs.shard_map(mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
+        def step(p, x, y):
+            p = fs.pvary(p, "data")
+            loss, g = fs.value_and_grad(lambda p: fs.pmean((x @ p["w"] - y).square().mean(), "data"))(p)
+            return fs.tree.map(lambda w, g: w - 0.1 * g, {"w": p["w"]}, {"w": g["w"]})
+        step(params, x, y)
+        """, """
+        program.py:6 in <lambda>: result['w'] varies over 'data', which its out spec does not name
+          result['w']  f32[4, 4]{V: data}    out spec P()
+          the 2 ranks would return different values, and the out spec declares one value
+          fs.pvary came before the function that is differentiated: each rank has a part of a gradient
+          fix: call fs.pvary(parameters, "data") in that function, and its transpose sums the parts
         """),
     "gathered logits with an axis": ("""
         f = lambda x, y: fs.nn.cross_entropy(x, y, axis="data", size=4)

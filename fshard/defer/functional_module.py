@@ -492,7 +492,7 @@ class Apply(Pure):
         floats = {name: types.info(x).type for name, x in tensors_of(params).items() if differentiable_dtype(x)}
         for axis in sorted(set[str]().union(*(types.info(x).type.varying for x in tensors))):
             names = [name for name, type_ in floats.items() if axis in type_.invariant]
-            if names:
+            if names and f"{axis!r}" in str(e).partition("\n")[0]:
                 rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
                 what = f"in {self!r}, params[{names[0]!r}]{rest} of its params are invariant over {axis!r}"
                 e.args = (f'{e}\n  {what}\n  fix: params = fs.unshard(params, its specs, "{axis}")',)

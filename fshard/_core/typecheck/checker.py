@@ -119,6 +119,7 @@ class Checker(OperationMode):
         self.mixtures_of_captured: dict[tuple[int, str], Mixture] = {}  # the first of each root and axis
         self.differentiated = Differentiated(weakref.proxy(self))  # a cycle would keep the checker after its call
         self.pvaried: set[callsite.Site | None] = set()  # lines
+        self.parted: set[str] = set()  # axes on which each rank has a part of a gradient: pvary came before the loss
         self.asked: set[str] = set()  # axes on which the program asked for the rank's place: a number may depend on it
         # (collective, (dim, size) of each tensor, axes, line) that splits a dim into parts of different sizes
         self.uneven_splits: dict[tuple[str, tuple[tuple[int, Size], ...], tuple[str, ...], Any], None] = {}
@@ -683,6 +684,7 @@ class Checker(OperationMode):
             wrong = (have.varying & want.invariant) | (have.invariant & want.varying & reduced)
             if wrong:
                 raise messages.gradient_has_wrong_type(self, parameter, gradient, sorted(wrong))
+            self.parted |= want.varying & parameter.info.history.copies & {r.axis for r in reductions}
             history = gradient.info.history._replace(reductions=reductions)
             info = gradient.info._replace(type=want, history=history, spec=parameter.info.spec)
             self._table.set(gradient.tensor, info, alias=True)

@@ -138,7 +138,8 @@ def fix_of_whole_tree(scene: Scene, axes: Sequence[str], leaf: Operand) -> str:
     line = f"{tree} = {scene.call('unshard', tree, 'its specs', axes_source(axes))}"
     if all(info.type.invariant.issuperset(axes) for info in leaves):
         line = f"{tree} = {scene.call('pvary', tree, axes_source(axes))}, before its first use"
-    return f"\n  or, for all of {tree}:  {line}"
+    inside = " in the function that is differentiated" if scene.checker.differentiated(leaf.tensor) else ""
+    return f"\n  or, for all of {tree}:  {line}{inside}"
 
 
 def fix_before_vmap(checker: Facts, leaf: Operand, axes: str) -> str:
@@ -172,7 +173,7 @@ def fix_of_partial(checker: Facts, x: Operand, axes: Sequence[str]) -> str:
         name = qualified_name(callsite.user_frame(), "pmean")
         loss = f"{name.removesuffix('pmean')}nn.cross_entropy(logits, targets, over={axes_source(axes)})"
         return fix_lines([Fix(f"{name}(..., {axes_source(axes)}) of what {package} returns to your code", IS_MEAN),
-                          Fix(f"{loss} in your code", "counts differ, as of tokens without padding")])  # fmt: skip
+                          Fix(f"{loss} in your code", "counts differ, as with padding")])  # fmt: skip
     if fix := fix_of_gather(x.info, axes, here.line if here else 0) or _fix_of_cross_entropy(checker, x, axes):
         return fix_lines([fix])
     fixes = fixes_of_partials(x.info, axes, here.line if here else 0)

@@ -607,6 +607,9 @@ def results_have_wrong_type(
                  for m in x.info.history.mixtures if m.axis in extra]  # fmt: skip
         differ = f"the {n} ranks would return different values, and the out spec declares one value"
         why, fix = _GATHERED if fix_of_gather(x.info, axes, 0) else differ, fix_of_partial(checker, x, axes)
+        if parted := sorted(checker.parted & set(extra)):
+            notes.append("fs.pvary came before the function that is differentiated: each rank has a part of a gradient")
+            fix = f"call fs.pvary(parameters, {axes_source(parted)}) in that function, and its transpose sums the parts"
         without = [Fix(m.text.without_pvary, "both operands are the same on every rank", m.site)
                    for m in x.info.history.mixtures if m.axis in extra and m.text.without_pvary]  # fmt: skip
         fix = "\n  or, ".join(filter(None, (fix, fix_lines(without))))

@@ -148,6 +148,7 @@ class Facts(Protocol):
     mixtures: dict[tuple[Site, str], Mixture]  # the first of each line and axis
     mixtures_of_captured: dict[tuple[int, str], Mixture]  # the first of each root and axis
     pvaried: set[Site | None]  # lines
+    parted: set[str]  # axes on which each rank has a part of a gradient
     asked: set[str]  # axes on which the program asked for the rank's place: a number may depend on it
     numbers: list[tuple[str, Site | None, frozenset[str], tuple[Any, ...]]]  # (operation, line, axes, Python numbers)
 
