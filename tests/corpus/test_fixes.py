@@ -79,9 +79,12 @@ def end(module: Any, source: str, build: Callable[[Any], Call], steps: int = 3) 
     except Exception as e:
         message = str(e) if isinstance(e, ShardingError) else f"{type(e).__name__}: {e}"
         found = [new for option in fixes.options(message) if (new := fixes.applied(source, option)) is not None]
-        ends = {end(module, new, build, steps - 1) for new in found} if steps else set()
-        several = "\n  or, " in message
-        return "right" if "right" in ends else "choice" if several else ends.pop() if len(ends) == 1 else message
+        ends = set()
+        for new in found if steps else []:
+            ends.add(end(module, new, build, steps - 1))
+            if "right" in ends:
+                return "right"
+        return "choice" if "\n  or, " in message else ends.pop() if len(ends) == 1 else message
     try:
         fs.verify(f, *args)
     except ShardingError:

@@ -142,7 +142,7 @@ def regenerate(page: Path) -> None:
 
 # They train or plan models, as the tests of their parts do.
 SLOW = ("fine-tuning.md", "hugging-face.md", "any-module.md", "planning.md", "custom-layer.md", "large-heads.md",
-        "training-script.md", "from-accelerate.md")  # fmt: skip
+        "training-script.md", "from-accelerate.md", "architectures.md", "pipelines.md")  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by peft, of transformers
