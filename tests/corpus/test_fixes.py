@@ -11,7 +11,7 @@ import pytest
 
 import fshard as fs
 from fshard import ShardingError
-from tests.corpus import bugs_gpt2, bugs_mlp, bugs_optim, fixes, refused
+from tests.corpus import bugs_mlp, bugs_optim, fixes, refused
 from tests.corpus.wrong import reported
 from tests.corpus.wrong.test_wrong import MODULES, wrong
 
@@ -55,7 +55,7 @@ def _source_of(module: Any) -> Callable[[], str]:
 
 
 PROGRAMS: dict[str, Wrong] = {
-    **{f"bug {bug}": Wrong(m, _source_of(m), _bug(str(bug))) for m in (bugs_mlp, bugs_gpt2, bugs_optim)
+    **{f"bug {bug}": Wrong(m, _source_of(m), _bug(str(bug))) for m in (bugs_mlp, bugs_optim)
        for bug in m.BUGS if bug.caught_by == "types"},
     **{f"refused {name}": Wrong(refused, _source_of(refused), _refused(name)) for name in refused.CASES},
     **{f"wrong {p}": Wrong(m, lambda p=p: p.source, _wrong(str(p)))
