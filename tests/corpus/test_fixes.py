@@ -14,6 +14,7 @@ from fshard import ShardingError
 from tests.corpus import bugs_mlp, bugs_optim, fixes, refused
 from tests.corpus.wrong import reported
 from tests.corpus.wrong.test_wrong import MODULES, wrong
+from tests.lib.tiers import slow_unless
 
 Call = tuple[Any, tuple[Any, ...]]  # the mapped function and its arguments
 
@@ -108,13 +109,12 @@ ADVICE = {  # messages with one fix that is right, and that is no line of code
 }
 
 
-# Plain pytest follows the fixes of one small program for each text of an error; the slow tests follow all.
+# Plain pytest follows the fixes of every second small program with a text of its own; the slow tests follow all.
 REPORTED = {f"wrong {p}" for p in reported.PROGRAMS}
-TESTED = [name if name.startswith("refused") or name in REPORTED else pytest.param(name, marks=pytest.mark.slow)
-          for name in PROGRAMS]  # fmt: skip
+FAST = [name for name in PROGRAMS if name.startswith("refused")][::2] + [n for n in PROGRAMS if n in REPORTED]
 
 
-@pytest.mark.parametrize("name", TESTED)
+@pytest.mark.parametrize("name", slow_unless(FAST, PROGRAMS))
 def test_fixes_lead_to_a_correct_program(name):
     module, source, build = PROGRAMS[name]
     found = end(module, source(), build)
