@@ -63,9 +63,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(
             f"{len(starting)} tests start processes, the most is {MOST_PROCESS_TESTS}: join some\n  {listed}"
         )
-    for item in items:  # a file on one worker, which makes its models and loads what it imports once
-        group = "processes" if item in starting else item.path.name  # one team of ranks computes at a time
-        item.add_marker(pytest.mark.xdist_group(group))
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     if on_gpu := [item for item in items if item.get_closest_marker("gpu")]:
         import torch

@@ -41,7 +41,7 @@ def test_known_answers(mesh, axes):
     check_values(fs.make_mesh(**mesh), axes, "first" if len(mesh) == 2 and axes == ("b",) else "never")
 
 
-@pytest.mark.parametrize(("mesh", "axes"), MESHES[2::5])
+@pytest.mark.parametrize(("mesh", "axes"), [MESHES[6]])
 def test_vmap_is_one_transfer(mesh, axes):
     check_vmap_is_one_transfer(fs.make_mesh(**mesh), axes)
 

@@ -1,6 +1,6 @@
 """Bugs that people make in parallel programs, as data: a wrong version of a small program, and the correct one.
 
-The programs are in bugs_mlp.py, bugs_gpt2.py and bugs_optim.py. Each consists of a few named parts; a wrong program
+The programs are in bugs_mlp.py and bugs_optim.py. Each consists of a few named parts; a wrong program
 replaces one part, and `# BUG` marks the line of the mistake.
 """
 
@@ -34,7 +34,7 @@ class Bug:
     """One mistake, and the check that catches it: the types, when a call is checked, or else `verify`."""
 
     number: int  # of TITLES
-    model: Literal["mlp", "block", "optimizer"]
+    model: Literal["mlp", "optimizer"]
     name: str
     program: Callable[..., tuple[Any, tuple[Any, ...]]]  # (check, **parts) -> the mapped function, and its arguments
     part: str  # name of the wrong part

@@ -8,19 +8,18 @@ import pytest
 
 import fshard as fs
 from tests.corpus.bugs import TITLES, Bug
-from tests.corpus.bugs_gpt2 import BUGS as BLOCK
 from tests.corpus.bugs_mlp import BUGS as MLP
 from tests.corpus.bugs_optim import BUGS as OPTIMIZER
 from tests.corpus.located import names_the_line
 from tests.lib.assertions import error_text
 
-BUGS = [*MLP, *BLOCK, *OPTIMIZER]
+BUGS = [*MLP, *OPTIMIZER]
 CORRECT = list({(bug.program, bug.correct): bug for bug in BUGS}.values())  # many bugs are of one program
 
 
 def by_verify(bugs: list[Bug]) -> Any:
-    """Parameters of a test by `verify`: fast are small programs that the types do not catch, or with a factor of 2."""
-    slow = [bug.model == "block" or bug.factor == 4 or (bug.caught_by == "types" and not bug.factor) for bug in bugs]
+    """Parameters of a test by `verify`: fast are those that the types do not catch, or with a factor of 2."""
+    slow = [bug.factor == 4 or (bug.caught_by == "types" and not bug.factor) for bug in bugs]
     return [pytest.param(bug, marks=[pytest.mark.slow] * s) for bug, s in zip(bugs, slow, strict=True)]
 
 

@@ -11,9 +11,10 @@ import pytest
 
 import fshard as fs
 from fshard import ShardingError
-from tests.corpus import bugs_gpt2, bugs_mlp, bugs_optim, fixes, refused
+from tests.corpus import bugs_mlp, bugs_optim, fixes, refused
 from tests.corpus.wrong import reported
 from tests.corpus.wrong.test_wrong import MODULES, wrong
+from tests.lib.tiers import slow_unless
 
 Call = tuple[Any, tuple[Any, ...]]  # the mapped function and its arguments
 
@@ -55,7 +56,7 @@ def _source_of(module: Any) -> Callable[[], str]:
 
 
 PROGRAMS: dict[str, Wrong] = {
-    **{f"bug {bug}": Wrong(m, _source_of(m), _bug(str(bug))) for m in (bugs_mlp, bugs_gpt2, bugs_optim)
+    **{f"bug {bug}": Wrong(m, _source_of(m), _bug(str(bug))) for m in (bugs_mlp, bugs_optim)
        for bug in m.BUGS if bug.caught_by == "types"},
     **{f"refused {name}": Wrong(refused, _source_of(refused), _refused(name)) for name in refused.CASES},
     **{f"wrong {p}": Wrong(m, lambda p=p: p.source, _wrong(str(p)))
@@ -79,9 +80,12 @@ def end(module: Any, source: str, build: Callable[[Any], Call], steps: int = 3) 
     except Exception as e:
         message = str(e) if isinstance(e, ShardingError) else f"{type(e).__name__}: {e}"
         found = [new for option in fixes.options(message) if (new := fixes.applied(source, option)) is not None]
-        ends = {end(module, new, build, steps - 1) for new in found} if steps else set()
-        several = "\n  or, " in message
-        return "right" if "right" in ends else "choice" if several else ends.pop() if len(ends) == 1 else message
+        ends = set()
+        for new in found if steps else []:
+            ends.add(end(module, new, build, steps - 1))
+            if "right" in ends:
+                return "right"
+        return "choice" if "\n  or, " in message else ends.pop() if len(ends) == 1 else message
     try:
         fs.verify(f, *args)
     except ShardingError:
@@ -105,13 +109,12 @@ ADVICE = {  # messages with one fix that is right, and that is no line of code
 }
 
 
-# Plain pytest follows the fixes of one small program for each text of an error; the slow tests follow all.
+# Plain pytest follows the fixes of every second small program with a text of its own; the slow tests follow all.
 REPORTED = {f"wrong {p}" for p in reported.PROGRAMS}
-TESTED = [name if name.startswith("refused") or name in REPORTED else pytest.param(name, marks=pytest.mark.slow)
-          for name in PROGRAMS]  # fmt: skip
+FAST = [name for name in PROGRAMS if name.startswith("refused")][::2] + [n for n in PROGRAMS if n in REPORTED]
 
 
-@pytest.mark.parametrize("name", TESTED)
+@pytest.mark.parametrize("name", slow_unless(FAST, PROGRAMS))
 def test_fixes_lead_to_a_correct_program(name):
     module, source, build = PROGRAMS[name]
     found = end(module, source(), build)

@@ -6,6 +6,7 @@ import pytest
 
 import fshard as fs
 from tests.corpus.mutants import PROGRAMS, Subject, changed
+from tests.lib.tiers import slow_unless
 
 # The changes tested here; `python -m tests.corpus.mutants` makes all changes in all programs, which takes minutes.
 TESTED = {name: ("delete", "double") for name in PROGRAMS if not name.startswith("gpt2")} | {
@@ -42,14 +43,12 @@ EQUAL = {
 }
 
 
-# Of parts that other programs have.
-SLOW = ("clip and AdamW", "gpt2", "gpt2, dropout", "pipeline", "split vocabulary", "ring attention")
-
-
-def on_one_worker(program, *values, slow=False):
-    """Parameters of a test that runs on the worker that has made the program's Subject."""
-    marks = [pytest.mark.xdist_group(f"mutants of {program}"), *[pytest.mark.slow] * slow]
-    return pytest.param(program, *values, marks=marks)
+# The others are made of parts that these have.
+PARTS = [
+    name
+    for name in TESTED
+    if name not in ("clip and AdamW", "gpt2", "gpt2, dropout", "pipeline", "split vocabulary", "ring attention")
+]
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +63,12 @@ def subjects():
     return get
 
 
-@pytest.mark.parametrize("name", [on_one_worker(name, slow=name in SLOW) for name in TESTED])
+@pytest.mark.parametrize("name", slow_unless(PARTS, TESTED))
 def test_neither_check_refuses_the_correct_program(name, subjects):
     assert subjects(name).alarms == {"types": "", "verify": ""}
 
 
-@pytest.mark.parametrize("name", [on_one_worker(name, slow=name in SLOW) for name in TESTED])
+@pytest.mark.parametrize("name", slow_unless(PARTS, TESTED))
 def test_no_mutant_is_missed(name, subjects):
     subject = subjects(name)
     outcomes = [subject.first_outcome(m) for m in subject.mutants if m.group in TESTED[name]]
@@ -78,7 +77,6 @@ def test_no_mutant_is_missed(name, subjects):
     assert sorted(o.mutant.name for o in outcomes if o.kind == "equal") == sorted(EQUAL.get(name, {}))
 
 
-@pytest.mark.xdist_group("mutants of accumulation")
 def test_without_checks_a_mutant_is_missed_or_equal(subjects, monkeypatch):
     monkeypatch.setattr(Subject, "_checks", lambda self: {})
     subject = subjects("accumulation")
@@ -92,13 +90,10 @@ def test_without_checks_a_mutant_is_missed_or_equal(subjects, monkeypatch):
 @pytest.mark.parametrize(
     ("program", "name", "times"),
     [
-        on_one_worker(GPT2_ALL, "delete, psum_scatter 1 of leave in transformer", 4),  # once on each of 4 ranks
-        on_one_worker(GPT2_ALL, "delete, psum_scatter 2 of leave in transformer", 8),  # in a block: runs again
-        on_one_worker(GPT2_ALL, "draw: rank in the key, bernoulli 3 of dropout in layers", 8),
+        (GPT2_ALL, "delete, psum_scatter 1 of leave in transformer", 4),  # once on each of 4 ranks
+        (GPT2_ALL, "delete, psum_scatter 2 of leave in transformer", 8),  # in a block: runs again
         # After the last transfer of a block, which is not recomputed: once.
-        on_one_worker(GPT2_ALL, "draw: rank in the key, bernoulli 4 of dropout in layers", 4),
-        on_one_worker(GPT2_ALL, "delete, all_gather 2 of column_linear in transformer", 8),
-        on_one_worker(GPT2_ALL, "delete, all_gather 3 of column_linear in transformer", 4),  # after the blocks
+        (GPT2_ALL, "draw: rank in the key, bernoulli 4 of dropout in layers", 4),
     ],
 )
 def test_change_is_made_on_every_rank_and_in_every_run_of_remat(program, name, times, subjects):
@@ -109,9 +104,7 @@ def test_change_is_made_on_every_rank_and_in_every_run_of_remat(program, name, t
     assert count == [times]
 
 
-@pytest.mark.parametrize(
-    "name", [on_one_worker(name) for name in ("pipeline", "ring attention", GPT2_ALL, "clip and AdamW")]
-)
+@pytest.mark.parametrize("name", ["pipeline", GPT2_ALL])
 def test_calls_are_the_same_on_smaller_meshes(name, subjects):
     subject = subjects(name)
 

@@ -90,7 +90,7 @@ CASES = [("t5", {"data": 1}, HOWS[:1]), ("t5", {"data": 2, "model": 2}, HOWS[1:3
          ("gpt2", {"data": 2}, HOWS[1:3]), ("llama", {"data": 2}, HOWS[3:])]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "axes", "hows"), slow_unless(CASES[3:], CASES))
+@pytest.mark.parametrize(("name", "axes", "hows"), slow_unless(CASES[3:4], CASES))
 def test_adapters_beside_a_deferred_module_train_as_those_of_peft(name: str, axes: dict[str, int], hows: Any) -> None:
     axis, theirs = tuple(axes), reference(name)
     mesh, (apply, tree) = fs.make_mesh(**axes), fs.defer(functools.partial(built, name), units=UNITS[name], reference=0)
@@ -401,7 +401,7 @@ def net_step(axes: dict[str, int], how: Any, targets: list[str], key: Tensor | N
 @pytest.mark.parametrize("key", [pytest.param(None, marks=pytest.mark.slow), fs.key(2)])
 def test_two_adapters_and_biases_with_dropout_on_every_mesh_and_schedule(key: Tensor | None) -> None:
     want = net_step({"data": 1}, None, ["up", "down"], key)
-    for axes, how in (({"data": 2}, None), ({"data": 2}, {}), ({"data": 3}, {"remat": True}), ({"data": 1}, {})):
+    for axes, how in (({"data": 2}, None), ({"data": 3}, {"remat": True})):
         # Gradients are sums of terms up to 30 in another order: some times 30 times the precision of float32.
         assert_same(net_step(axes, how, ["up", "down"], key), want, f"{axes} {how}", rtol=1e-5, atol=2e-5)
     if key is not None:

@@ -225,7 +225,11 @@ def test_every_operation_draws_the_same_on_every_mesh():
         assert not torch.equal(c, b), name
 
 
-@pytest.mark.parametrize("kind", slow_unless(list(KINDS)[::2], KINDS))
+# The others are drawn by the operations above, or in the next tests.
+OF_MODULES = ("dropout of the whole", "encoder layer", "gru", "drop connect", "heads as rows")
+
+
+@pytest.mark.parametrize("kind", slow_unless(OF_MODULES, KINDS))
 def test_module_draws_the_same_on_every_mesh(kind):
     module, x = KINDS[kind](), input_of(5)
     expected = alone(module, x)
@@ -351,12 +355,12 @@ def test_forward_is_probed_again_only_after_it_read_other_numbers():
     run = fs.shard_map(lambda x, key: apply({}, {}, x, key=key), mesh=fs.make_mesh(data=2), in_specs=(P("data"), P()),
                        out_specs=P("data"))  # fmt: skip
     for _ in range(2):
-        for k in range(5):
+        for k in range(3):
             assert torch.equal(fs.device_get(run(x, fs.key(k))), alone(module, x, fs.key(k)))
         found = [probe for _, probes in apply._split_batch.probed.values() for probe in probes]
         probed = apply._split_batch.probed
         read = {(known, tuple(probe.read)) for known in probed for probe in probed[known][1]}
-        assert 2 * 2 < len(found) == len(read) <= 2 * 5  # for 3 rows and for 2; some of 2^6 combinations of layers
+        assert 2 * 2 < len(found) == len(read) <= 2 * 3  # for 3 rows and for 2; some of 2^6 combinations of layers
 
 
 def test_one_apply_has_one_dim_of_examples_for_given_shapes():
@@ -492,7 +496,7 @@ def test_draws_are_the_same_under_transforms():
     torch.testing.assert_close(rows, torch.stack([apply(params, {}, row, key=KEY) for row in x]))
 
 
-@pytest.mark.parametrize("kind", ["windows", "attention", "lstm"])
+@pytest.mark.parametrize("kind", ["attention", "lstm"])
 def test_draws_are_the_same_in_inference_mode(kind):
     module = KINDS[kind]()
     apply, (params, buffers), x = Apply(module).draws_over("data"), leaves(module), input_of(5)

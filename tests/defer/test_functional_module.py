@@ -84,8 +84,7 @@ LAYOUTS = {
     "fully sharded, uneven": ({"data": 3}, True),
 }
 EVERY_LAYOUT = ("gpt2", "resnet")
-FAST = {"gpt2": ["fully sharded, uneven"], "resnet": ["fully sharded"], "llama": ["fully sharded"],
-        "mixtral": ["fully sharded"]}  # fmt: skip
+FAST = {"gpt2": ["fully sharded, uneven"], "resnet": ["fully sharded"], "mixtral": ["fully sharded"]}
 OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.1}
 # Far above the rounding of a gradient that is zero in exact arithmetic (1e-9, see `close`): Adam divides by its size.
 EPS = 1e-4

@@ -628,8 +628,8 @@ def test_class_replaces_the_submodules_that_it_can_and_lists_the_others():
         apply, _ = fs.defer(Mixed, replace=replace)
         assert apply.unreplaced == apply.eval().unreplaced == unreplaced
         assert {name for name, spec in apply.specs["params"].items() if spec.axes} == split | more
-        got = sharded_steps(module, inputs, cross_entropy, replace, {"data": 2, "model": 2})
-        assert_trained_equally(got, want)
+    got = sharded_steps(module, inputs, cross_entropy, replace, {"data": 2, "model": 2})
+    assert_trained_equally(got, want)
     assert "matches no submodule" in error_text(fs.defer, Mixed, replace={nn.Conv1d: COLUMN})
 
 

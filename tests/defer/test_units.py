@@ -238,9 +238,14 @@ def by_unit(apply: Any, specs: Any, axis: Any = "data", **how: Any) -> Any:
     return lambda p, ids: f(p, {}, ids)
 
 
+@functools.cache
+def deferred(constructor: Any, units: Any) -> Any:
+    return defer(constructor, units=units, reference=0)
+
+
 def placed(constructor: Any, units: Any, mesh: fs.Mesh, axis: Any = "data", **how: Any) -> Any:
     """Return a module's function, specs that split each leaf, if unevenly, and its leaves."""
-    apply, tree = defer(constructor, units=units, reference=0)
+    apply, tree = deferred(constructor, units)
     specs = {name: P(axis, **how) for name in tree["params"]}
     return apply, specs, fs.materialize(tree["params"], specs, mesh, key=fs.key(0))
 
@@ -264,7 +269,7 @@ def dense(constructor: Any, batches: list[Tensor]) -> tuple[Tensor, dict[str, Te
 )
 def test_every_schedule_has_the_numbers_of_the_definition_and_of_one_device(name: str) -> None:
     constructor, units = MODULES[name]
-    apply, tree = defer(constructor, units=units, reference=0)
+    apply, tree = deferred(constructor, units)
     specs = {leaf: P("data") for leaf in tree["params"]}  # if unevenly
     for axes in MESHES if name == "in order" else MESHES[1:] if name in EMPTY_PARTS else MESHES[1:2]:
         mesh = fs.make_mesh(**axes)
@@ -274,8 +279,8 @@ def test_every_schedule_has_the_numbers_of_the_definition_and_of_one_device(name
         # Sums of a unit that is called twice, or of two that share a leaf, are added after the ranks' sum, not before.
         added = ("again", "called twice", "nested", "partial", "shared", "tied")
         tolerance = {"rtol": 2e-6, "atol": 1e-7} if any(word in name for word in added) else {}
-        own = 2 + list(MODULES).index(name) % 2  # every second of the other options
-        for how in {1: HOWS[1:2], 2: [*HOWS[:2], *HOWS[own::2]], 4: HOWS[:1]}[axes["data"]]:
+        own = 2 + list(MODULES).index(name) % 4  # one of the other options
+        for how in {1: HOWS[1:2], 2: [*HOWS[:2], HOWS[own]], 4: HOWS[:1]}[axes["data"]]:
             step = step_of(by_unit(apply, specs, **how), mesh, specs)
             got = step(params, IDS)
             assert_same(got, want, f"{axes} {how}", **tolerance)
@@ -288,7 +293,7 @@ def test_every_schedule_has_the_numbers_of_the_definition_and_of_one_device(name
 
 def test_hybrid_mixed_precision_host_memory_and_frozen_leaves() -> None:
     mesh, axis = fs.make_mesh(replica=2, shard=2), ("replica", "shard")
-    apply, tree = defer(Stack, units="Block", reference=0)
+    apply, tree = deferred(Stack, "Block")
     specs = {name: P("shard") for name in tree["params"]}
     specs["blocks.0.norm.weight"] = P()  # data parallel
     specs["blocks.1.up.weight"] = P(None, "shard")
@@ -298,7 +303,7 @@ def test_hybrid_mixed_precision_host_memory_and_frozen_leaves() -> None:
     frozen = {name for name in specs if "norm" in name or name.startswith("blocks.0.up")}
     trained = {name: s for name, s in specs.items() if name not in frozen}
     half, mixed = {"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    for precision, hows in (({}, HOWS), (half, HOWS[:2]), (mixed, HOWS[1:4])):
+    for precision, hows in (({}, HOWS[:4]), (half, HOWS[:1]), (mixed, HOWS[1:3])):
 
         def step_by(f: Any) -> Any:
             def step(p: Any, ids: Tensor) -> Any:
@@ -351,7 +356,7 @@ class Norms(nn.Module):
 @pytest.mark.parametrize("how", HOWS[:2], ids=str)
 def test_buffers_that_forward_updates_are_updated_once(how: dict[str, Any]) -> None:
     mesh, x = fs.make_mesh(data=2), torch.randn(8, D, generator=torch.Generator().manual_seed(0))
-    apply, tree = defer(Norms, units="Block", reference=0)
+    apply, tree = deferred(Norms, "Block")
     apply = apply.batch_norm_over("data")
     assert list(apply.units) == ["blocks.0", "blocks.1"]  # kept by batch_norm_over, eval and train
     specs = {name: P("data") for name in tree["params"]}
@@ -391,14 +396,15 @@ def test_without_gradients_and_in_evaluation_each_unit_is_gathered_once() -> Non
     apply, specs, params = placed(Stack, "Block", mesh)
     torch.manual_seed(0)
     want = Stack()(IDS).detach()
-    for how in HOWS:
+    for how in HOWS[:4]:
         f = by_unit(apply.eval(), specs, **how)
         run = fs.shard_map(f, mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"), check="never")
         with fs.recording() as log:
-            torch.testing.assert_close(fs.device_get(run(params, IDS)), want)
+            got = run(params, IDS)
+        torch.testing.assert_close(fs.device_get(got), want)
         assert [t.op for t in log] == ["all_gather"] * 2 * (1 + 3)
         with torch.no_grad():
-            assert_same(run(params, IDS), run(params, IDS))
+            assert_same(run(params, IDS), got)
 
 
 def test_transfers_are_a_gather_in_forward_and_in_backward_and_a_sum() -> None:
@@ -418,7 +424,7 @@ def test_transfers_are_a_gather_in_forward_and_in_backward_and_a_sum() -> None:
         return {op: sum(t.op == op for t in log) // 2 for op in ("all_gather", "reduce_scatter")}
 
     blocks, root = 3, 1
-    for how in HOWS:
+    for how in HOWS[:4]:
         again = blocks if how.get("release", True) else 0
         assert count("in order", how) == {"all_gather": root + blocks + again, "reduce_scatter": root + blocks}
         if "remat" not in how:
@@ -514,7 +520,7 @@ def test_module_of_the_user_is_not_changed() -> None:
 def test_plain_call_of_an_apply_with_units_takes_whole_leaves() -> None:
     torch.manual_seed(0)
     module = Stack()
-    apply, _ = defer(Stack, units="Block", reference=0)
+    apply, _ = deferred(Stack, "Block")
     named = dict(module.named_parameters())
     assert torch.equal(apply({k: x.detach() for k, x in named.items()}, {}, IDS), module(IDS))
 
@@ -553,7 +559,7 @@ def test_compiled_program_is_the_definition() -> None:
 
 
 def test_check_and_verify_take_units() -> None:
-    apply, tree = defer(Stack, units="Block", reference=0)
+    apply, tree = deferred(Stack, "Block")
     specs = {name: P("data") for name in tree["params"]}
     for how in HOWS[:2]:
         step = step_of(by_unit(apply, specs, **how), fs.make_mesh(data=2), specs)
@@ -742,6 +748,8 @@ def test_units_by_number_that_another_module_reads_or_that_are_never_called_are_
     for how in ("never called", "read by its parent"):
         for calls in (1, 2):  # the second leaves the unit out
             assert_same(*values_by_units(lambda how=how: Tower(how), 1, calls=calls, remat=remat), rtol=2e-6, atol=1e-7)
+        if remat:
+            continue
         assert_same(*values_by_units(lambda how=how: Tower(how), 1, "always"), rtol=2e-6, atol=1e-7)
         text = error_text(values_by_units, lambda how=how: Tower(how), "*")
         assert text.startswith("'a.weight' of unit 'a' is used outside of the unit's forward")
@@ -753,7 +761,10 @@ def test_hooks_of_a_unit_run_with_its_leaves(remat: bool) -> None:
     assert_same(*values_by_units(Hooked, "*", remat=remat))
 
 
-@pytest.mark.parametrize("how", ["forces", "forces alone", "vmap(grad)", "jacrev", "jvp"])
+INSIDE = ["forces", "forces alone", "vmap(grad)", "jacrev", "jvp"]
+
+
+@pytest.mark.parametrize("how", slow_unless(["forces", "vmap(grad)", "jvp"], INSIDE))
 def test_units_of_a_forward_that_differentiates_inside_have_the_numbers_of_the_definition(how: str) -> None:
     for remat in (False, True):
         assert_same(*values_by_units(lambda: Tower(how), "*", "always" if remat else "never", remat=remat))

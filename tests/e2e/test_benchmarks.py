@@ -112,7 +112,8 @@ def test_the_module_has_the_initial_values_of_fshard():
         assert torch.equal(ours[name], p), name
 
 
-@pytest.mark.parametrize("head", ["row", pytest.param("column chunked", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["row", "column chunked"])
 def test_memory_that_is_predicted_from_shapes_is_the_memory_of_a_real_step(head: str) -> None:
     cfg = resnet.Config(embedding_size=8, hidden_sizes=(16, 32), depths=(1, 2), num_labels=3001)
     predicted = predict_classes.predict(cfg, head, 1, 8, 32)

@@ -19,7 +19,7 @@ EXAMPLES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "mlp
 ONE_MODEL = ["accumulation", "data", "fsdp", "hybrid", "remat_offload", "sequence", "tensor", "zero"]
 MESHES = {
     "hybrid": [{"replica": 2, "shard": 2}, {"replica": 1, "shard": 4}],
-    "context": [{"data": 1, "seq": 4}, {"data": 2, "seq": 3}],
+    "context": [{"data": 2, "seq": 3}],
     "experts": [{"expert": 4}, {"expert": 2}],
     "pipeline": [{"data": 1, "expert": 1, "stage": 2, "seq": 2, "model": 1}],
     "elastic": [{"data": 4}, {"data": 3}],  # the second splits the batch of 8 unevenly

@@ -238,7 +238,7 @@ def check_vmap_is_one_transfer(mesh: fs.Mesh, axes: tuple[str, ...]) -> None:
         logs = []
         for f in (single, batch):
             with recording() as log:
-                fs.shard_map(f, mesh=mesh, out_specs=P())()
+                fs.shard_map(f, mesh=mesh, out_specs=P(), check="never")()
             logs.append([t.op for t in log])
         assert logs[0] == logs[1], case.name
 

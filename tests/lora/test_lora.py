@@ -93,7 +93,7 @@ def test_half_precision_rounds_once_as_peft_on_one_device():
     assert torch.equal(fs.nn.linear(x, both["h"][1]["down"]["w"]), layer(x))
 
 
-@pytest.mark.parametrize(("dora", "layout"), [(False, "one device"), (True, TWO_AXES)])
+@pytest.mark.parametrize(("dora", "layout"), [unless(False, False, "one device"), (True, TWO_AXES)])
 def test_several_weighted_adapters_are_those_of_peft(dora, layout):
     case = cases.pair("llama", targets=("q_proj", "down_proj"), rank=4, alpha=6, dora=dora, init="random")
     second, tensors = cases.add_second(case, 0.3, targets=("down_proj", "v_proj"), rank=3, dora=dora)

@@ -67,10 +67,10 @@ def test_relu_before_a_frozen_matrix_keeps_a_byte_for_each_element(trained, dtyp
 
 
 @pytest.mark.parametrize("model", OPTIONS, ids=lambda m: m.__name__.split(".")[-1])
-@pytest.mark.parametrize("name", ["prelu", "xielu", "Gelu", ""])
-def test_other_names_are_refused(model, name):
-    label = f"{model.__name__.split('.')[-1]}.Config: {OPTIONS[model]}={name!r}\n"
-    text = error_text(model.Config, **{OPTIONS[model]: name})
-    assert text.startswith(label)
-    assert ("it has parameters of its own" in text) == (name in ("prelu", "xielu"))
-    assert text.endswith(f"fix: one of {', '.join(ACTIVATIONS)}")
+def test_other_names_are_refused(model):
+    for name in ("prelu", "xielu", "Gelu", ""):
+        label = f"{model.__name__.split('.')[-1]}.Config: {OPTIONS[model]}={name!r}\n"
+        text = error_text(model.Config, **{OPTIONS[model]: name})
+        assert text.startswith(label)
+        assert ("it has parameters of its own" in text) == (name in ("prelu", "xielu"))
+        assert text.endswith(f"fix: one of {', '.join(ACTIVATIONS)}")

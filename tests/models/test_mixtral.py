@@ -39,7 +39,7 @@ def placed(ref, name):
     return mesh, specs, layout, remat, fs.materialize(ref.params, specs, mesh, key=fs.key(0))
 
 
-FAST = ("model", "data, all", "more ranks than experts", "data and model, sequence")
+FAST = ("model", "data and model, sequence")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in SPLITS])

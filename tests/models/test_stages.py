@@ -28,7 +28,7 @@ LAYOUTS = {  # axes, schedule, chunks, options of the layout; data splits the pa
     "all": ({"data": 2, "stage": 2, "model": 2}, "gpipe", 1, {"release": False}),
     "positions": ({"stage": 2, "seq": 2}, "1f1b", 1, {"context": "seq"}),
 }
-FAST = [("gpt2", "fsdp"), ("dropout", "tensor"), ("llama", "chunks"), ("qwen3", "gathered once")]
+FAST = [("dropout", "tensor"), ("llama", "chunks")]  # fsdp: with recomputed blocks
 EVERY = [(m, name) for m in MODELS for name in LAYOUTS if m != "dropout" or name != "positions"]
 
 
@@ -59,26 +59,26 @@ def test_stages_equal_the_model_on_one_device(name, layout):
     key = fs.key(7) if name == "dropout" else None
     got = fs.device_get(staged(model, cfg, axes, schedule, chunks, key=key, check="always", **options)(*args))
     if key is not None:
-        want = fs.accumulate(lambda p, i, t: _counted(cfg, p, i, t, key), 2, counted=True)(params, ids, targets)
+        want = with_dropout(cfg, args, key)
     else:
         want = fs.value_and_grad(lambda p: model.loss(cfg, p, ids, targets))(params)
     evaluated = model.loss(cfg, params, ids, targets), model.apply(cfg, params, ids)
     assert_same(got, (want, *evaluated), **CLOSE)
 
 
-def _counted(cfg, params, ids, targets, key):
-    count = (targets != -100).sum()
-    return gpt2.loss(cfg, params, ids, targets, key=key) * count, count
+def with_dropout(cfg, args, key):
+    def counted(params, ids, targets):
+        count = (targets != -100).sum()
+        return gpt2.loss(cfg, params, ids, targets, key=key) * count, count
+
+    return fs.accumulate(counted, 2, counted=True)(*args)
 
 
-def test_recomputed_blocks_have_the_same_gradients():
+def test_recomputed_blocks_have_the_gradients_of_one_device():
     model, cfg = MODELS["dropout"]
     args = arguments(model, cfg)
-    plain, recomputed = (
-        fs.device_get(staged(model, cfg, {"data": 2, "stage": 2}, key=fs.key(1), remat=remat, check="never")(*args))
-        for remat in (False, True)
-    )
-    assert_same(recomputed, plain, **CLOSE)
+    got = staged(model, cfg, {"data": 2, "stage": 2}, key=fs.key(1), remat=True, check="never")(*args)
+    assert_same(fs.device_get(got)[0], with_dropout(cfg, args, fs.key(1)), **CLOSE)
 
 
 def test_a_model_without_parts_and_a_loss_on_stages_are_refused():

@@ -133,7 +133,7 @@ def test_attention_lse_has_second_derivatives_and_jvp_by_the_plain_formula_alone
 # --- values and gradients on every mesh ----------------------------------------------------------------------
 
 
-SOME = [("ring", "zigzag", 4), ("gather", "contiguous", 7)]  # every fourth case, every seventh
+SOME = [("ring", "zigzag", 6), ("gather", "contiguous", 11)]  # every sixth case, every eleventh
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_context_attention_equals_one_device(method, order, every):
 @pytest.mark.parametrize("method", [("ring", "ulysses"), *(pytest.param(method, marks=pytest.mark.slow)
                                                           for method in ("ring", ("gather", "ulysses")))])  # fmt: skip
 def test_context_attention_over_two_axes_equals_one_device(method):
-    for sizes, t, order in itertools.product(({"a": 2, "b": 2}, {"a": 3, "b": 2}, {"a": 1, "b": 2}), (16, 21), ORDERS):
+    for (sizes, t), order in itertools.product((({"a": 2, "b": 2}, 16), ({"a": 3, "b": 2}, 21)), ORDERS):
         args, numbers = inputs(t), packed(t, 3)
         for options in ({}, {"rate": 0.3, "key": fs.key(5)} if sizes["a"] == 3 else {}):
             got = on_mesh(sizes, args, numbers, method=method, order=order, **options)
@@ -175,10 +175,9 @@ def test_context_attention_over_two_axes_equals_one_device(method):
 def test_context_attention_in_lower_precision_is_exact_to_rounding_on_any_number_of_ranks(method):
     """ring-flash-attention#42: the error of merges in bfloat16 grew with the number of ranks."""
     want = value_and_vjp(lambda *a: dense(*a, causal=True)[0], *inputs(32))
-    for dtype, tol in ((torch.float32, 1e-5), (torch.bfloat16, 0.04)):
-        for n in (1, 8):
-            got = on_mesh({"s": n}, inputs(32, dtype=dtype), method=method)
-            assert_same(fs.tree.map(lambda x: x.double(), got), want, rtol=tol, atol=tol)
+    for dtype, tol, n in ((torch.float32, 1e-5, 4), (torch.bfloat16, 0.04, 8)):
+        got = on_mesh({"s": n}, inputs(32, dtype=dtype), method=method)
+        assert_same(fs.tree.map(lambda x: x.double(), got), want, rtol=tol, atol=tol)
 
 
 def test_second_derivatives_of_the_ring_by_the_plain_formula():

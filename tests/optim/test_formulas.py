@@ -152,8 +152,9 @@ KINDS = {"tensor": MESH, "fully_shard": {"data": 3}, "replicated": MESH, "uneven
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(name, kind) for name in ALL for kind in ("tensor", "fully_shard")]
-    + [("adamw", "replicated"), ("adamw", "uneven")],
+    [(name, "tensor") for name in ALL]
+    + [(name, "fully_shard") for name in BY_LEAF]
+    + [("adamw", kind) for kind in ("fully_shard", "replicated", "uneven")],
 )
 def test_no_mesh_changes_a_step(name, kind):
     params, specs = params_of(name)

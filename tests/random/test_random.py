@@ -364,7 +364,7 @@ def cdf(x):
 
 
 def test_distributions():
-    n = 1 << 20
+    n = 1 << 19
     lo, hi = (cdf(torch.tensor(x, dtype=torch.float64)) for x in (-1.0, 2.0))
     draws = [
         (R.normal(KEY, (n,), mean=3.0, std=0.5), lambda x: cdf((x - 3) / 0.5)),

@@ -179,9 +179,7 @@ def test_hybrid_uneven_frozen_tied_and_half_precision_leaves_at_once() -> None:
         assert sum(t.bytes for t in sums) == 8 * 3 * each
 
 
-@pytest.mark.parametrize(
-    ("kind", "summed"), [("replicated", torch.float32), ("sharded", torch.float32), ("sharded", None)]
-)
+@pytest.mark.parametrize(("kind", "summed"), [("replicated", torch.float32), ("sharded", None)])
 def test_mixed_precision_equals_the_plain_loop_and_approximates_one_device(kind: str, summed: Any) -> None:
     tree, axes = described(), [{"data": 2, "model": 1}, {"data": 2, "model": 2}]
     how = {"dtype": torch.bfloat16, "reduce_dtype": summed}

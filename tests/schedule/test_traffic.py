@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fshard as fs
 from fshard import P
 from fshard.models import gpt2, llama
+from tests.lib.tiers import slow_unless
 
 CFG = gpt2.Config(vocab_size=96, n_positions=8, n_embd=32, n_layer=3, n_head=4)
 ROWS, N = 4, 2
@@ -98,9 +99,10 @@ def test_tensor_parallel_and_fully_sharded_together_have_the_transfers_of_each()
     assert got["all_reduce"][0] == 4 * CFG.n_layer + 3 + 1
 
 
-@pytest.mark.parametrize(
-    ("model", "axes", "sequence"), [(gpt2, {"model": N}, False), (llama, {"data": N, "model": N}, True)]
-)
+REMAT = [(gpt2, {"model": N}, False), (llama, {"data": N, "model": N}, True)]
+
+
+@pytest.mark.parametrize(("model", "axes", "sequence"), slow_unless(REMAT[1:], REMAT))
 def test_remat_repeats_the_products_of_a_block_but_the_last(model: Any, axes: dict[str, int], sequence: bool) -> None:
     """Count products: backward needs the arguments of the last one, but not its result."""
     t, d, hidden, layers = CFG.n_positions, CFG.n_embd, 4 * CFG.n_embd, 2

@@ -16,6 +16,7 @@ from fshard.interop.hf import config_of, export
 from fshard.interop.hf.weights import FileTensor
 from fshard.models import bert, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3
 from tests.lib.assertions import error_text
+from tests.lib.tiers import slow_unless
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 SIZES: dict[str, dict[str, Any]] = {
@@ -157,7 +158,7 @@ DEFAULTS = {"BertForMaskedLM": {"position_embedding_type"}, "Qwen2ForCausalLM": 
 ANY = {"use_cache", "transformers_version"}  # of no effect on values; who wrote it
 
 
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("kind", slow_unless(list(SIZES)[::2], SIZES))
 def test_every_key_of_config_json_is_kept_or_explained(kind, tmp_path):
     their_folder(kind, tmp_path / "theirs", dtype=torch.bfloat16)
     write_keys(tmp_path / "theirs", sliding_window=16, mine={"a": [1]}, torch_dtype="float16")

@@ -71,7 +71,7 @@ def test_filters_of_draws_are_those_of_transformers_on_every_mesh(name, ties):
     options, processors = CASES[name]
     want = theirs(numbers(ties=ties), *(processors if T in processors else [T, *processors]))
     assert name == "temperature" or (want == -math.inf).any() or "above" in name
-    for n in SPLITS:
+    for n in SPLITS if name == "all" else SPLITS[-1:]:
         got = ours(numbers(ties=ties), n, temperature=0.7, **options)
         assert torch.equal(got, want), f"{n} ranks: {got}\n{want}"
 
