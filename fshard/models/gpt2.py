@@ -7,22 +7,19 @@ Source: Radford et al., 2019; weights as in Hugging Face `GPT2LMHeadModel`.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from fshard import init as initial
 from fshard import nn
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import FileTensor
-from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
-from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
+from .hf_files import ModelFile, file_functions
 from .kv_cache import Cache, KeyValues, Tokens
+from .leaves import Leaves, in_blocks, layer, leaf, specs_of
 from .transformer import (
     Layout,
     Pieces,
@@ -31,9 +28,7 @@ from .transformer import (
     decoder_of,
     forward_of,
     generate_of,
-    linear_params,
     loss_of,
-    norm_params,
     split_qkv,
 )
 
@@ -71,6 +66,21 @@ class Config:
                        f"{self.n_embd % self.n_head}", n_embd=self.n_embd, n_head=self.n_head)  # fmt: skip
 
 
+LEAVES = Leaves({  # the matrices in the file are [in, out], as here
+    "wte": leaf("transformer.wte.weight", "v d"),
+    "wpe": leaf("transformer.wpe.weight", "t d"),
+    **in_blocks("h", "transformer.h", {
+        **layer("ln_1", "ln_1", "d", "d"),
+        **layer("qkv", "attn.c_attn", "d (c h k) -> d c h k", "(c h k) -> c h k"),
+        **layer("proj", "attn.c_proj", "(h k) d -> h k d", "d"),
+        **layer("ln_2", "ln_2", "d", "d"),
+        **layer("up", "mlp.c_fc", "d f", "f"),
+        **layer("down", "mlp.c_proj", "f d", "d"),
+    }),
+    **layer("ln_f", "transformer.ln_f", "d", "d"),
+}, lambda cfg: {"h": cfg.n_layer})  # fmt: skip
+
+
 @checked
 def init(cfg: Config) -> Any:
     """Return the described parameters. Projections into the residual stream are drawn with std / sqrt(2 n_layer).
@@ -78,45 +88,13 @@ def init(cfg: Config) -> Any:
     >>> list(init(cfg))
     ['wte', 'wpe', 'h', 'ln_f']
     """
-    d, h, k, f = cfg.n_embd, cfg.n_head, cfg.n_embd // cfg.n_head, cfg.n_inner or 4 * cfg.n_embd
-    std, residual = cfg.initializer_range, cfg.initializer_range / math.sqrt(2 * max(1, cfg.n_layer))
-
-    def block() -> Any:
-        return {
-            "ln_1": norm_params(d),
-            "qkv": linear_params((d,), (3, h, k), std),
-            "proj": linear_params((h, k), (d,), residual),
-            "ln_2": norm_params(d),
-            "up": linear_params((d,), (f,), std),
-            "down": linear_params((f,), (d,), residual),
-        }
-
-    return {
-        "wte": initial.normal((cfg.vocab_size, d), std=std),
-        "wpe": initial.normal((cfg.n_positions, d), std=std),
-        "h": [block() for _ in range(cfg.n_layer)],
-        "ln_f": norm_params(d),
-    }
+    d, h, std = cfg.n_embd, cfg.n_head, cfg.initializer_range
+    residual = dict.fromkeys(("h.*.proj.w", "h.*.down.w"), std / math.sqrt(2 * max(1, cfg.n_layer)))
+    sizes = {"v": cfg.vocab_size, "t": cfg.n_positions, "d": d, "c": 3, "h": h, "k": d // h, "f": cfg.n_inner or 4 * d}
+    return LEAVES.init(cfg, sizes, lambda name: residual.get(name, std))
 
 
-@checked
-def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """Split heads, hidden units and the vocabulary over `model`; replicate the rest. `fs.fully_shard` adds a data axis.
-
-    >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
-    >>> params["wte"]
-    f32[32@model, 16]
-    """
-    m = model
-    block = {
-        "ln_1": P(),
-        "qkv": {"w": P(None, None, m), "b": P(None, m)},
-        "proj": {"w": P(m), "b": P()},
-        "ln_2": P(),
-        "up": {"w": P(None, m), "b": P(m)},
-        "down": {"w": P(m), "b": P()},
-    }
-    return {"wte": P(m), "wpe": P(), "h": [block] * cfg.n_layer, "ln_f": P()}
+specs = specs_of(LEAVES, Config)
 
 
 def pieces(
@@ -170,21 +148,8 @@ generate = generate_of(apply, Config)
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
-_TOP = {
-    "wte": FileTensor("transformer.wte.weight"),
-    "wpe": FileTensor("transformer.wpe.weight"),
-    **weight_and_bias("ln_f", "transformer.ln_f"),
-}
-_BLOCK = {  # the matrices in the file are [in, out], as here
-    **weight_and_bias("ln_1", "ln_1"),
-    **weight_and_bias("qkv", "attn.c_attn", "d (c h k) -> d c h k", "(c h k) -> c h k"),
-    **weight_and_bias("proj", "attn.c_proj", "(h k) d -> h k d"),
-    **weight_and_bias("ln_2", "ln_2"),
-    **weight_and_bias("up", "mlp.c_fc"),
-    **weight_and_bias("down", "mlp.c_proj"),
-}
 FILE = ModelFile(
-    Config, init, functools.partial(file_tensor, top=_TOP, block=_BLOCK, blocks="transformer.h"),
+    Config, init, LEAVES.tensor,
     kind="GPT2", suffix="LMHeadModel", prefix="transformer.", ignored=(".attn.bias", ".attn.masked_bias"),
     absent={"bos_token_id": 50256, "eos_token_id": 50256}, tied={"lm_head.weight": "transformer.wte.weight"},
     fixed={"model_type": "gpt2", "tie_word_embeddings": True, "scale_attn_weights": True,

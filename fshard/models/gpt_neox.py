@@ -7,24 +7,21 @@ Source: Black et al., 2022, "GPT-NeoX-20B"; weights as in Hugging Face `GPTNeoXF
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from fshard import init as initial
 from fshard import nn
 from fshard.collectives import pvary
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import FileTensor
 from fshard.nn import rope
-from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
-from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
+from .hf_files import ModelFile, file_functions
 from .kv_cache import Cache, KeyValues, Tokens
+from .leaves import Leaves, in_blocks, layer, leaf, specs_of
 from .transformer import (
     Block,
     Layout,
@@ -35,9 +32,7 @@ from .transformer import (
     flat_linear,
     forward_of,
     generate_of,
-    linear_params,
     loss_of,
-    norm_params,
     rope_angles,
     split_qkv,
 )
@@ -87,6 +82,28 @@ class Config:
         rope.frequencies(self.rope_parameters, d // h, self.max_position_embeddings)  # raises for wrong ones
 
 
+def _has(cfg: Config, name: str, _: int) -> bool:
+    if name == "head.w":
+        return not cfg.tie_word_embeddings
+    return cfg.attention_bias or name not in ("qkv.b", "proj.b")
+
+
+_HEADS = ("lm_head.weight", "embed_out.weight")  # in memory transformers 5 uses the first, in files the second
+LEAVES = Leaves({  # the matrices in the file are [out, in]; q, k and v are interleaved by head
+    "wte": leaf("gpt_neox.embed_in.weight", "v d"),
+    **in_blocks("h", "gpt_neox.layers", {
+        **layer("ln_1", "input_layernorm", "d", "d"),
+        **layer("qkv", "attention.query_key_value", "(h c k) d -> d c h k", "(h c k) -> c h k"),
+        **layer("proj", "attention.dense", "d (h k) -> h k d", "d"),
+        **layer("ln_2", "post_attention_layernorm", "d", "d"),
+        **layer("up", "mlp.dense_h_to_4h", "f d -> d f", "f"),
+        **layer("down", "mlp.dense_4h_to_h", "d f -> f d", "d"),
+    }),
+    **layer("ln_f", "gpt_neox.final_layer_norm", "d", "d"),
+    "head.w": leaf("embed_out.weight", "v d -> d v"),
+}, lambda cfg: {"h": cfg.num_hidden_layers}, _has)  # fmt: skip
+
+
 @checked
 def init(cfg: Config) -> Any:
     """Return the described parameters: matrices are drawn from N(0, initializer_range^2).
@@ -94,47 +111,12 @@ def init(cfg: Config) -> Any:
     >>> list(init(cfg))
     ['wte', 'h', 'ln_f', 'head']
     """
-    d, h, f, v = cfg.hidden_size, cfg.num_attention_heads, cfg.intermediate_size, cfg.vocab_size
-    k, std = d // h, cfg.initializer_range
-
-    def block() -> Any:
-        return {
-            "ln_1": norm_params(d),
-            "qkv": linear_params((d,), (3, h, k), std, bias=cfg.attention_bias),
-            "proj": linear_params((h, k), (d,), std, bias=cfg.attention_bias),
-            "ln_2": norm_params(d),
-            "up": linear_params((d,), (f,), std),
-            "down": linear_params((f,), (d,), std),
-        }
-
-    head = {} if cfg.tie_word_embeddings else {"head": linear_params((d,), (v,), std, bias=False)}
-    return {
-        "wte": initial.normal((v, d), std=std),
-        "h": [block() for _ in range(cfg.num_hidden_layers)],
-        "ln_f": norm_params(d),
-        **head,
-    }
+    d, h = cfg.hidden_size, cfg.num_attention_heads
+    sizes = {"v": cfg.vocab_size, "d": d, "c": 3, "h": h, "k": d // h, "f": cfg.intermediate_size}
+    return LEAVES.init(cfg, sizes, lambda _: cfg.initializer_range)
 
 
-@checked
-def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """Split heads, hidden units and the vocabulary over `model`; replicate the rest. `fs.fully_shard` adds a data axis.
-
-    >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
-    >>> params["wte"]
-    f32[32@model, 32]
-    """
-    m, bias = model, cfg.attention_bias
-    block = {
-        "ln_1": P(),
-        "qkv": {"w": P(None, None, m), **({"b": P(None, m)} if bias else {})},
-        "proj": {"w": P(m), **({"b": P()} if bias else {})},
-        "ln_2": P(),
-        "up": {"w": P(None, m), "b": P(m)},
-        "down": {"w": P(m), "b": P()},
-    }
-    head = {} if cfg.tie_word_embeddings else {"head": {"w": P(None, m)}}
-    return {"wte": P(m), "h": [block] * cfg.num_hidden_layers, "ln_f": P(), **head}
+specs = specs_of(LEAVES, Config)
 
 
 def pieces(
@@ -215,21 +197,6 @@ generate = generate_of(apply, Config)
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
-_HEADS = ("lm_head.weight", "embed_out.weight")  # in memory transformers 5 uses the first, in files the second
-_TOP = {
-    "wte": FileTensor("gpt_neox.embed_in.weight"),
-    **weight_and_bias("ln_f", "gpt_neox.final_layer_norm"),
-    "head.w": FileTensor("embed_out.weight", "v d -> d v"),
-}
-_BLOCK = {  # the matrices in the file are [out, in]; q, k and v are interleaved by head
-    **weight_and_bias("ln_1", "input_layernorm"),
-    **weight_and_bias("qkv", "attention.query_key_value", "(h c k) d -> d c h k", "(h c k) -> c h k"),
-    **weight_and_bias("proj", "attention.dense", "d (h k) -> h k d"),
-    **weight_and_bias("ln_2", "post_attention_layernorm"),
-    **weight_and_bias("up", "mlp.dense_h_to_4h", "f d -> d f"),
-    **weight_and_bias("down", "mlp.dense_4h_to_h", "d f -> f d"),
-}
-
 
 def _rotary(config: dict[str, Any]) -> dict[str, Any]:
     theta = config.get("rotary_emb_base") or _ROPE["rope_theta"]
@@ -239,7 +206,7 @@ def _rotary(config: dict[str, Any]) -> dict[str, Any]:
 
 
 FILE = ModelFile(
-    Config, init, functools.partial(file_tensor, top=_TOP, block=_BLOCK, blocks="gpt_neox.layers"),
+    Config, init, LEAVES.tensor,
     kind="GPTNeoX", prefix="gpt_neox.", fixed={"model_type": "gpt_neox"},
     ignored=(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
     absent={"bos_token_id": 0, "eos_token_id": 2}, heads=_HEADS, tied=dict.fromkeys(_HEADS, "gpt_neox.embed_in.weight"),

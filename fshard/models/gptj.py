@@ -7,23 +7,20 @@ Source: Wang & Komatsuzaki, 2021, "GPT-J-6B"; weights as in Hugging Face `GPTJFo
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fshard import init as initial
 from fshard import nn
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import FileTensor
 from fshard.nn import rope
-from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
-from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
+from .hf_files import ModelFile, file_functions
 from .kv_cache import Cache, KeyValues, Tokens
+from .leaves import Leaves, in_blocks, layer, leaf, specs_of
 from .transformer import (
     Block,
     Layout,
@@ -33,9 +30,7 @@ from .transformer import (
     decoder_of,
     forward_of,
     generate_of,
-    linear_params,
     loss_of,
-    norm_params,
     project_heads,
 )
 
@@ -79,6 +74,22 @@ class Config:
                        fix=f"an even number of at most {width}, the width of a head")  # fmt: skip
 
 
+LEAVES = Leaves({  # the matrices in the file are [out, in]
+    "wte": leaf("transformer.wte.weight", "v d"),
+    **in_blocks("h", "transformer.h", {
+        **layer("ln_1", "ln_1", "d", "d"),
+        **layer("q", "attn.q_proj", "(h k) d -> d h k"),
+        **layer("k", "attn.k_proj", "(h k) d -> d h k"),
+        **layer("v", "attn.v_proj", "(h k) d -> d h k"),
+        **layer("proj", "attn.out_proj", "d (h k) -> h k d"),
+        **layer("up", "mlp.fc_in", "f d -> d f", "f"),
+        **layer("down", "mlp.fc_out", "d f -> f d", "d"),
+    }),
+    **layer("ln_f", "transformer.ln_f", "d", "d"),
+    **layer("head", "lm_head", "v d -> d v", "v"),
+}, lambda cfg: {"h": cfg.n_layer}, lambda cfg, name, _: name != "head.w" or not cfg.tie_word_embeddings)  # fmt: skip
+
+
 @checked
 def init(cfg: Config) -> Any:
     """Return the described parameters: matrices are drawn from N(0, initializer_range^2).
@@ -86,48 +97,12 @@ def init(cfg: Config) -> Any:
     >>> list(init(cfg))
     ['wte', 'h', 'ln_f', 'head']
     """
-    d, h, k, v = cfg.n_embd, cfg.n_head, cfg.n_embd // cfg.n_head, cfg.vocab_size
-    f, std = cfg.n_inner or 4 * d, cfg.initializer_range
-
-    def block() -> Any:
-        return {
-            "ln_1": norm_params(d),
-            "q": linear_params((d,), (h, k), std, bias=False),
-            "k": linear_params((d,), (h, k), std, bias=False),
-            "v": linear_params((d,), (h, k), std, bias=False),
-            "proj": linear_params((h, k), (d,), std, bias=False),
-            "up": linear_params((d,), (f,), std),
-            "down": linear_params((f,), (d,), std),
-        }
-
-    return {
-        "wte": initial.normal((v, d), std=std),
-        "h": [block() for _ in range(cfg.n_layer)],
-        "ln_f": norm_params(d),
-        "head": {"b": initial.zeros(v)} if cfg.tie_word_embeddings else linear_params((d,), (v,), std),
-    }
+    d, h = cfg.n_embd, cfg.n_head
+    sizes = {"v": cfg.vocab_size, "d": d, "h": h, "k": d // h, "f": cfg.n_inner or 4 * d}
+    return LEAVES.init(cfg, sizes, lambda _: cfg.initializer_range)
 
 
-@checked
-def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """Split heads, hidden units and the vocabulary over `model`; replicate the rest. `fs.fully_shard` adds a data axis.
-
-    >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
-    >>> params["wte"]
-    f32[32@model, 16]
-    """
-    m = model
-    block = {
-        "ln_1": P(),
-        "q": {"w": P(None, m)},
-        "k": {"w": P(None, m)},
-        "v": {"w": P(None, m)},
-        "proj": {"w": P(m)},
-        "up": {"w": P(None, m), "b": P(m)},
-        "down": {"w": P(m), "b": P()},
-    }
-    head = {"b": P(m)} if cfg.tie_word_embeddings else {"w": P(None, m), "b": P(m)}
-    return {"wte": P(m), "h": [block] * cfg.n_layer, "ln_f": P(), "head": head}
+specs = specs_of(LEAVES, Config)
 
 
 def pieces(
@@ -191,22 +166,8 @@ generate = generate_of(apply, Config)
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
-_TOP = {
-    "wte": FileTensor("transformer.wte.weight"),
-    **weight_and_bias("ln_f", "transformer.ln_f"),
-    **weight_and_bias("head", "lm_head", "v d -> d v"),
-}
-_BLOCK = {  # the matrices in the file are [out, in]
-    **weight_and_bias("ln_1", "ln_1"),
-    "q.w": FileTensor("attn.q_proj.weight", "(h k) d -> d h k"),
-    "k.w": FileTensor("attn.k_proj.weight", "(h k) d -> d h k"),
-    "v.w": FileTensor("attn.v_proj.weight", "(h k) d -> d h k"),
-    "proj.w": FileTensor("attn.out_proj.weight", "d (h k) -> h k d"),
-    **weight_and_bias("up", "mlp.fc_in", "f d -> d f"),
-    **weight_and_bias("down", "mlp.fc_out", "d f -> f d"),
-}
 FILE = ModelFile(
-    Config, init, functools.partial(file_tensor, top=_TOP, block=_BLOCK, blocks="transformer.h"),
+    Config, init, LEAVES.tensor,
     kind="GPTJ", prefix="transformer.", fixed={"model_type": "gptj"}, ignored=(".attn.bias", ".attn.masked_bias"),
     absent={"bos_token_id": 50256, "eos_token_id": 50256}, tied={"lm_head.weight": "transformer.wte.weight"},
 )  # fmt: skip

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard import init as initial
 from fshard import nn, tree
 from fshard._core.ops import Gather, Vary
 from fshard._core.region import live_axis, region
@@ -211,6 +210,12 @@ class Layout:
             raise fail(f"{what}: has no form for positions that an axis splits", layout=self,
                        fix="a Layout without context")  # fmt: skip
 
+    def refuse_zigzag(self, what: str) -> None:
+        """Raise ShardingError if the tokens of an encoder are in the zigzag order."""
+        if self.zigzag:
+            raise fail(f"{what}: its tokens have no zigzag order, in which no rank would have less work", layout=self,
+                       fix="a Layout without zigzag")  # fmt: skip
+
     def global_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the global shape of a shape whose dim 0 is this rank's batch."""
         batch = self.batch
@@ -289,19 +294,6 @@ def spec_of(specs: Any, name: str) -> Any:
 def fold_name(key: Tensor | None, name: str | int) -> Tensor | None:
     """`fold_in` if there is a key."""
     return None if key is None else fold_in(key, name)
-
-
-def norm_params(width: int) -> dict[str, Any]:
-    """Return the described parameters of a layer norm."""
-    return {"w": initial.ones(width), "b": initial.zeros(width)}
-
-
-def linear_params(
-    inputs: tuple[int, ...], outputs: tuple[int, ...], std: float, *, bias: bool = True
-) -> dict[str, Any]:
-    """Describe the parameters of a linear layer: w [inputs.., outputs..] from N(0, std^2) and, with `bias`, zeros."""
-    w = {"w": initial.normal((*inputs, *outputs), std=std)}
-    return {**w, "b": initial.zeros(outputs)} if bias else w
 
 
 def flat_linear(x: Tensor, p: Any) -> Tensor:
