@@ -198,8 +198,9 @@ def apply(
         states = encode(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
         size = global_size("t5", ids.shape[1], layout.context)
         states, mask = all_gather((states, mask), layout.context, 1, size=size, to="invariant")
-        return decode(cfg, params, states, decoder_ids, layout=replace(layout, context=None), specs=specs, key=key,
-                      remat=remat, mask=mask, decoder_mask=decoder_mask)  # fmt: skip
+        logits: Tensor = decode(cfg, params, states, decoder_ids, layout=replace(layout, context=None), specs=specs,
+                                key=key, remat=remat, mask=mask, decoder_mask=decoder_mask)  # fmt: skip
+        return logits
     call = _Call.of(cfg, params, ids, layout, specs, key, remat, ("wte", *_STACKS, *_head(cfg)))
     source = layout.enter(_encode(call, ids, mask), ids.shape[1])  # once for all blocks
     return _decode(call, source, decoder_ids, mask, decoder_mask, None)[0]
