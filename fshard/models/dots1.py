@@ -18,7 +18,7 @@ from . import llama, mixtral, qwen3_moe
 from .hf_files import file_functions
 from .kv_cache import Cache
 from .mixtral import apply, init, loss, losses, specs, states
-from .transformer import Layout, generate_of
+from .transformer import Layout, functions_of
 
 
 @checked
@@ -66,7 +66,7 @@ class Config(qwen3_moe.BaseConfig):
         return routing._replace(weights=routing.weights * self.routed_scaling_factor)
 
 
-generate = generate_of(apply, Config)
+_, generate = functions_of(apply, Config)
 
 FILE = replace(llama.FILE, config_class=Config, init=init, absent={}, kind="Dots1", fixed={"model_type": "dots1"},
                tensor=qwen3_moe.LEAVES.tensor)  # fmt: skip

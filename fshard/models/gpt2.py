@@ -18,19 +18,9 @@ from fshard.errors import checked, fail, raise_all
 
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import ModelFile, file_functions
-from .kv_cache import Cache, KeyValues, Tokens
+from .kv_cache import Cache, KeyValues
 from .leaves import Leaves, in_blocks, layer, leaf, specs_of
-from .transformer import (
-    Layout,
-    Pieces,
-    causal_attention,
-    check_numbers,
-    decoder_of,
-    forward_of,
-    generate_of,
-    loss_of,
-    split_qkv,
-)
+from .transformer import Layout, Run, check_numbers, decoder_of, functions_of, pieces_of, split_qkv
 
 
 @checked
@@ -97,43 +87,28 @@ def init(cfg: Config) -> Any:
 specs = specs_of(LEAVES, Config)
 
 
-def pieces(
-    cfg: Config, ids: Tensor, *, layout: Layout, key: Tensor | None, mask: Tensor | Tokens | None,
-    cache: Cache | None = None,
-) -> Pieces:  # fmt: skip
-    """Return the parts of the model on ids [B@data, T]."""
-    tokens = Tokens.of(ids, mask, cache)
-    if tokens.stop > cfg.n_positions:
-        raise fail(f"gpt2: {tokens.stop} tokens do not fit {cfg.n_positions} positions",
-                   fix="a larger n_positions")  # fmt: skip
-    layout = layout.with_batch(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
-
-    def embed(top: Any) -> Tensor:  # [B, T, D], or [B, T@model, D] under sequence parallelism
-        x = layout.embed(ids, top["wte"], cfg.vocab_size)
-        x = x + layout.time_slice(nn.embedding(tokens.positions, top["wpe"]), tokens.positions.ndim - 1)
-        return layout.dropout(x, cfg.embd_pdrop, key, "embd", tokens.total)
-
-    return Pieces(layout, embed, lambda _: lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, cached),
-                  lambda top, x: layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon))  # fmt: skip
+def _embed(run: Run, top: Any, ids: Tensor, key: Tensor | None) -> Tensor:
+    cfg, layout, at = run.cfg, run.layout, run.tokens.positions
+    x = layout.embed(ids, top["wte"], cfg.vocab_size) + layout.time_slice(nn.embedding(at, top["wpe"]), at.ndim - 1)
+    return run.dropout(x, cfg.embd_pdrop, key, "embd")
 
 
 def _block(
-    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, cached: KeyValues | None
+    run: Run, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None
 ) -> tuple[Tensor, KeyValues | None]:
     """Compute x + attention(norm(x)), then x + mlp(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
-    t, w = tokens.t, p["qkv"]["w"]
+    cfg, layout, t, w = run.cfg, run.layout, run.tokens.t, p["qkv"]["w"]
     h = layout.layer_norm(x, p["ln_1"], cfg.layer_norm_epsilon)
     h = layout.column_linear(h, t, w.flatten(1), p["qkv"]["b"].flatten())  # [B, T, 3HK@model]
     q, k, v = split_qkv(h, w.shape[1:])  # each [B, H@model, T, K]
-    a, cached = causal_attention(q, k, v, tokens, cached, layout=layout, rate=cfg.attn_pdrop, key=key,
-                                 heads=cfg.n_head)  # fmt: skip
+    a, cached = run.attention(q, k, v, key, cached, rate=cfg.attn_pdrop, heads=cfg.n_head)
     a = layout.row_linear(a, p["proj"]["w"].flatten(0, 1), p["proj"]["b"])
-    x = x + layout.dropout(a, cfg.resid_pdrop, key, "proj", tokens.total)
+    x = x + run.dropout(a, cfg.resid_pdrop, key, "proj")
 
     h = layout.layer_norm(x, p["ln_2"], cfg.layer_norm_epsilon)
     h = ACTIVATIONS[cfg.activation_function](layout.column_linear(h, t, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
     h = layout.row_linear(h, p["down"]["w"], p["down"]["b"])
-    return x + layout.dropout(h, cfg.resid_pdrop, key, "down", tokens.total), cached
+    return x + run.dropout(h, cfg.resid_pdrop, key, "down"), cached
 
 
 def head_logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
@@ -141,9 +116,12 @@ def head_logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: 
     return layout.column_linear(x, t, top["wte"].transpose(0, 1))  # [B, T, V@model]
 
 
-apply, states = decoder_of(Config, init, forward_of(init, pieces), head_logits)
-loss = loss_of(apply, Config)
-generate = generate_of(apply, Config)
+pieces = pieces_of(
+    _embed, _block, lambda run, top, x: run.layout.layer_norm(x, top["ln_f"], run.cfg.layer_norm_epsilon),
+    rates=("embd_pdrop", "attn_pdrop", "resid_pdrop"), longest="n_positions",
+)  # fmt: skip
+apply, states = decoder_of(Config, init, pieces, head_logits)
+loss, generate = functions_of(apply, Config)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------

@@ -19,20 +19,9 @@ from fshard.nn import rope
 
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import ModelFile, file_functions
-from .kv_cache import Cache, KeyValues, Tokens
+from .kv_cache import Cache, KeyValues
 from .leaves import Leaves, in_blocks, layer, leaf, specs_of
-from .transformer import (
-    Block,
-    Layout,
-    Pieces,
-    causal_attention,
-    check_numbers,
-    decoder_of,
-    forward_of,
-    generate_of,
-    loss_of,
-    project_heads,
-)
+from .transformer import Layout, Run, check_numbers, decoder_of, functions_of, pieces_of, project_heads
 
 
 @checked
@@ -105,42 +94,26 @@ def init(cfg: Config) -> Any:
 specs = specs_of(LEAVES, Config)
 
 
-def pieces(
-    cfg: Config, ids: Tensor, *, layout: Layout, key: Tensor | None, mask: Tensor | Tokens | None,
-    cache: Cache | None = None,
-) -> Pieces:  # fmt: skip
-    """Return the parts of the model on ids [B@data, T]."""
-    tokens = Tokens.of(ids, mask, cache)
-    if tokens.stop > cfg.n_positions:
-        raise fail(f"gptj: {tokens.stop} tokens do not fit {cfg.n_positions} positions",
-                   fix="a larger n_positions")  # fmt: skip
-    layout = layout.with_batch(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
+def _embed(run: Run, top: Any, ids: Tensor, key: Tensor | None) -> Tensor:
+    return run.dropout(run.layout.embed(ids, top["wte"], run.cfg.vocab_size), run.cfg.embd_pdrop, key, "embd")
 
-    def embed(top: Any) -> Tensor:  # [B, T, D], or [B, T@model, D] under sequence parallelism
-        return layout.dropout(layout.embed(ids, top["wte"], cfg.vocab_size), cfg.embd_pdrop, key, "embd", tokens.total)
 
-    def block_for(x: Tensor) -> Block:
-        rates, _ = rope.frequencies({"rope_theta": 10_000.0}, cfg.rotary_dim, cfg.n_positions, device=ids.device)
-        angles = rope.angles(tokens.positions, rates, dtype=x.dtype)
-        return lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, angles, cached)
-
-    return Pieces(layout, embed, block_for, lambda top, x: layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon))
+def _angles(run: Run, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return run.rope_angles({"rope_theta": 10_000.0}, run.cfg.rotary_dim, run.cfg.n_positions, dtype)
 
 
 def _block(
-    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, angles: tuple[Tensor, Tensor],
-    cached: KeyValues | None,
-) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
+    run: Run, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None
+) -> tuple[Tensor, KeyValues | None]:
     """Compute x + attention(norm(x)) + mlp(norm(x)), both of one norm; x [B, T, D]{I model}, or [B, T@model, D]."""
-    t = tokens.t
-    h = layout.enter(layout.layer_norm(x, p["ln_1"], cfg.layer_norm_epsilon), t)
+    cfg, layout = run.cfg, run.layout
+    h = layout.enter(layout.layer_norm(x, p["ln_1"], cfg.layer_norm_epsilon), run.tokens.t)
     q, k, v = (project_heads(h, p[name]) for name in ("q", "k", "v"))  # each [B, H@model, T, K]
-    q, k = (rope.rotate(y, *angles, style="pairs") for y in (q, k))
+    q, k = (rope.rotate(y, *run.angles, style="pairs") for y in (q, k))
     if cfg.attn_pdrop and key is not None:
         # Scores are computed in float32 for half precision too. Torch's fused kernel does; with dropout it is not used.
         q, k = (y.to(torch.promote_types(y.dtype, torch.float32)) for y in (q, k))
-    a, cached = causal_attention(q, k, v, tokens, cached, layout=layout, rate=cfg.attn_pdrop, key=key,
-                                 heads=cfg.n_head)  # fmt: skip
+    a, cached = run.attention(q, k, v, key, cached, rate=cfg.attn_pdrop, heads=cfg.n_head)
     a = nn.linear(a, p["proj"]["w"].flatten(0, 1))
     h = ACTIVATIONS[cfg.activation_function](nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
     h, b = nn.linear(h, p["down"]["w"]), layout.replicated(p["down"]["b"])
@@ -149,8 +122,8 @@ def _block(
     # dropout mask of its own.
     if not cfg.resid_pdrop or key is None:
         return x + layout.leave(a + h) + b, cached
-    a = layout.dropout(layout.leave(a), cfg.resid_pdrop, key, "proj", tokens.total)
-    return x + a + layout.dropout(layout.leave(h) + b, cfg.resid_pdrop, key, "down", tokens.total), cached
+    a = run.dropout(layout.leave(a), cfg.resid_pdrop, key, "proj")
+    return x + a + run.dropout(layout.leave(h) + b, cfg.resid_pdrop, key, "down"), cached
 
 
 def head_logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
@@ -159,9 +132,12 @@ def head_logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: 
     return nn.linear(layout.enter(x, t), w, top["head"]["b"])  # [B, T, V@model]
 
 
-apply, states = decoder_of(Config, init, forward_of(init, pieces), head_logits)
-loss = loss_of(apply, Config)
-generate = generate_of(apply, Config)
+pieces = pieces_of(
+    _embed, _block, lambda run, top, x: run.layout.layer_norm(x, top["ln_f"], run.cfg.layer_norm_epsilon),
+    angles=_angles, rates=("embd_pdrop", "attn_pdrop", "resid_pdrop"), longest="n_positions",
+)  # fmt: skip
+apply, states = decoder_of(Config, init, pieces, head_logits)
+loss, generate = functions_of(apply, Config)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------

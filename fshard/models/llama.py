@@ -8,11 +8,11 @@ Source: Touvron et al., 2023, "Llama 2"; Ainslie et al., 2023, for grouped queri
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fshard import nn
@@ -22,21 +22,9 @@ from fshard.nn import rope
 
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import ModelFile, file_functions
-from .kv_cache import Cache, KeyValues, Tokens
+from .kv_cache import Cache, KeyValues
 from .leaves import Leaf, Leaves, in_blocks, layer, leaf, specs_of
-from .transformer import (
-    Layout,
-    Pieces,
-    causal_attention,
-    check_numbers,
-    decoder_of,
-    flat_linear,
-    forward_of,
-    generate_of,
-    loss_of,
-    project_heads,
-    rope_angles,
-)
+from .transformer import Layout, Run, check_numbers, decoder_of, flat_linear, functions_of, pieces_of, project_heads
 
 
 @dataclass(frozen=True)
@@ -174,85 +162,49 @@ def init(cfg: BaseConfig) -> Any:
 specs = specs_of(LEAVES, BaseConfig)
 
 
-def forward(
-    cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], described: Any, block: Callable[..., Any], *,
-    layout: Layout, specs: Any, key: Tensor | None, remat: bool, mask: Tensor | Tokens | None,
-    cache: Cache | None = None, has_aux: bool = False, each: Sequence[tuple[Any, ...]] = (),
-) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
-    """Embed ids and apply all blocks, `block(forward, params, x, key, cached, window)`; see `apply_blocks`.
-
-    Return the normalized stream after the last block, the unsharded parameters `names`, and the outputs of
-    the blocks. `described` is the tree of `init`; `each` has more arguments for each block.
-    """
-    run = _pieces(cfg, ids, block, layout=layout, key=key, mask=mask, cache=cache, each=each)
-    return run.run(params, names, described=described, specs=specs, key=key, remat=remat, cache=cache, has_aux=has_aux)
+def _embed(run: Run, top: Any, ids: Tensor, key: Tensor | None) -> Tensor:
+    return run.layout.embed(ids, top["wte"], run.cfg.vocab_size)
 
 
-def pieces(cfg: BaseConfig, ids: Tensor, **options: Any) -> Pieces:
-    """Return the parts of the model on ids [B@data, T]; `options` are layout, key and mask."""
-    return _pieces(cfg, ids, _block, **options)
+def _angles(run: Run, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return run.rope_angles(run.cfg.rope_parameters, run.cfg.width, run.cfg.max_position_embeddings, dtype)
 
 
-def _pieces(
-    cfg: BaseConfig, ids: Tensor, block: Callable[..., Any], *, layout: Layout, key: Tensor | None,
-    mask: Tensor | Tokens | None, cache: Cache | None = None, each: Sequence[tuple[Any, ...]] = (),
-) -> Pieces:  # fmt: skip
-    tokens = Tokens.of(ids, mask, cache)
-    layout = layout.with_batch(ids, key, cfg.attention_dropout)
-
-    def forward_of(x: Tensor) -> Forward:
-        angles = rope_angles(cfg.rope_parameters, cfg.width, cfg.max_position_embeddings, tokens=tokens, layout=layout,
-                             dtype=x.dtype)  # fmt: skip
-        return Forward(cfg, layout, tokens, angles)
-
-    own = [(window, *more) for window, more in zip(cfg.windows, each or [()] * cfg.num_hidden_layers, strict=True)]
-    # x: [B, T, D], or [B, T@model, D] under sequence parallelism
-    return Pieces(layout, lambda top: layout.embed(ids, top["wte"], cfg.vocab_size),
-                  lambda x: functools.partial(block, forward_of(x)),
-                  lambda top, x: norm(cfg, layout, x, top["norm_f"]), own)  # fmt: skip
-
-
-def norm(cfg: BaseConfig, layout: Layout, x: Tensor, p: Any) -> Tensor:
+def norm(run: Run, x: Tensor, p: Any) -> Tensor:
     """Normalize the stream."""
-    return nn.rms_norm(x, layout.replicated(p["w"]), eps=cfg.rms_norm_eps)
+    return nn.rms_norm(x, run.layout.replicated(p["w"]), eps=run.cfg.rms_norm_eps)
 
 
-class Forward(NamedTuple):
-    """The arguments that all blocks of one forward pass share."""
-
-    cfg: BaseConfig
-    layout: Layout
-    tokens: Tokens
-    angles: tuple[Tensor, Tensor]  # the cos and sin that rotate queries and keys
-
-    def norm(self, x: Tensor, p: Any) -> Tensor:
-        """Normalize the stream."""
-        return norm(self.cfg, self.layout, x, p)
-
-    def attention(
-        self, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None
-    ) -> tuple[Tensor, KeyValues | None]:
-        """Compute the first half of a block, and the updated cache; x is the stream."""
-        cfg, layout = self.cfg, self.layout
-        h = layout.enter(self.norm(x, p["norm_1"]), self.tokens.t)
-        q, k, v = (project_heads(h, p[name]) for name in "qkv")  # [B, H@model, T, K], [B, G@model, T, K] twice
-        if cfg.qk_norm:
-            q_norm, k_norm = pvary((p["q_norm"]["w"], p["k_norm"]["w"]), layout.model)
-            q, k = nn.rms_norm(q, q_norm, eps=cfg.rms_norm_eps), nn.rms_norm(k, k_norm, eps=cfg.rms_norm_eps)
-        q, k = (rope.rotate(y, *self.angles) for y in (q, k))
-        a, cached = causal_attention(q, k, v, self.tokens, cached, layout=layout, rate=cfg.attention_dropout, key=key,
-                                     heads=cfg.num_attention_heads, group=cfg.num_attention_heads // cfg.groups,
-                                     window=window)  # fmt: skip
-        return x + layout.row_linear(a, p["proj"]["w"].flatten(0, -2), p["proj"].get("b")), cached
+def attention(
+    run: Run, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None
+) -> tuple[Tensor, KeyValues | None]:
+    """Compute the first half of a block, and the updated cache; x is the stream."""
+    cfg, layout = run.cfg, run.layout
+    h = layout.enter(norm(run, x, p["norm_1"]), run.tokens.t)
+    q, k, v = (project_heads(h, p[name]) for name in "qkv")  # [B, H@model, T, K], [B, G@model, T, K] twice
+    if cfg.qk_norm:
+        q_norm, k_norm = pvary((p["q_norm"]["w"], p["k_norm"]["w"]), layout.model)
+        q, k = nn.rms_norm(q, q_norm, eps=cfg.rms_norm_eps), nn.rms_norm(k, k_norm, eps=cfg.rms_norm_eps)
+    q, k = (rope.rotate(y, *run.angles) for y in (q, k))
+    heads = cfg.num_attention_heads
+    a, cached = run.attention(q, k, v, key, cached, rate=cfg.attention_dropout, heads=heads,
+                              group=heads // cfg.groups, window=window)  # fmt: skip
+    return x + layout.row_linear(a, p["proj"]["w"].flatten(0, -2), p["proj"].get("b")), cached
 
 
 def _block(
-    run: Forward, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None
+    run: Run, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None
 ) -> tuple[Tensor, KeyValues | None]:
     """Compute x + attention(norm(x)), then x + mlp(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
-    x, cached = run.attention(p, x, key, cached, window)
-    h = hidden_units(run.cfg, p, run.layout.enter(run.norm(x, p["norm_2"]), run.tokens.t))
+    x, cached = attention(run, p, x, key, cached, window)
+    h = hidden_units(run.cfg, p, run.layout.enter(norm(run, x, p["norm_2"]), run.tokens.t))
     return x + run.layout.row_linear(h, p["down"]["w"], p["down"].get("b")), cached
+
+
+def pieces_with(block: Callable[..., Any], each: Callable[[BaseConfig], Any]) -> Callable[..., Any]:
+    """Make the `pieces` of a decoder with another block; see `pieces_of`."""
+    return pieces_of(_embed, block, lambda run, top, x: norm(run, x, top["norm_f"]), angles=_angles,
+                     rates=("attention_dropout",), each=each)  # fmt: skip
 
 
 def hidden_units(cfg: BaseConfig, p: Any, h: Tensor) -> Tensor:
@@ -260,9 +212,9 @@ def hidden_units(cfg: BaseConfig, p: Any, h: Tensor) -> Tensor:
     return ACTIVATIONS[cfg.hidden_act](flat_linear(h, p["gate"])) * flat_linear(h, p["up"])
 
 
-apply, states = decoder_of(BaseConfig, init, forward_of(init, pieces))
-loss = loss_of(apply, Config)
-generate = generate_of(apply, Config)
+pieces = pieces_with(_block, lambda cfg: [(window,) for window in cfg.windows])
+apply, states = decoder_of(BaseConfig, init, pieces)
+loss, generate = functions_of(apply, Config)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------

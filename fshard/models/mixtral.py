@@ -34,10 +34,9 @@ from fshard.spec import Axis, names_of
 from . import llama
 from .activations import ACTIVATIONS
 from .hf_files import file_functions
-from .kv_cache import Cache, KeyValues, Tokens, located
+from .kv_cache import Cache, KeyValues, Tokens
 from .leaves import Leaf, Leaves, layer, leaf
-from .llama import Forward
-from .transformer import ONE_DEVICE, Layout, check_params, decoder_of, generate_of, head_logits, shapes_of
+from .transformer import ONE_DEVICE, Layout, Pieces, Run, check_params, decoder_of, functions_of, head_logits, shapes_of
 
 _THETA = 1e6  # of rotary positions
 
@@ -178,8 +177,8 @@ def losses(
     """
     names = [name for name in shapes_of(init, cfg) if name != "h"]
     layout, ids, targets, mask, documents = layout.to_zigzag(ids, targets, mask, documents)
-    attended = located(ids, mask, None, documents, layout.context)
-    x, top, outs = _forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat, mask=attended)
+    tokens = Tokens.of(ids, mask, None, documents, layout.context)
+    x, top, outs = _forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat, mask=tokens)
     logits = head_logits(cfg, layout, top, x, ids.shape[1])
     ce = nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.examples or None,
                           donate=True)  # fmt: skip
@@ -212,31 +211,32 @@ def loss(
 
 def _forward(
     cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any,
-    mask: Tensor | Tokens | None, cache: Cache | None = None, **options: Any,
+    key: Tensor | None, mask: Tokens, **options: Any,
 ) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
-    """`llama.forward`, whose blocks return (cached keys and values, sums of the router).
+    """Run Llama with blocks that return (cached keys and values, sums of the router).
 
     Experts that are split over the data axes are not unsharded: they go to the blocks as separate arguments.
     """
     data, axes = layout.examples, names_of(layout.experts)
-    described, tokens = shapes_of(init, cfg), Tokens.of(ids, mask, cache)
-    options |= {"mask": tokens, "cache": cache, "layout": layout, "has_aux": True}
-    block = functools.partial(_block, counted=None if tokens.real is None else layout.time_slice(tokens.real))
+    described = shapes_of(init, cfg)
+    block = functools.partial(_block, counted=None if mask.real is None else layout.time_slice(mask.real))
     _check_layout(layout)
-    if not set(axes) & set(data):
-        return llama.forward(cfg, params, ids, names, described, block, specs=specs, **options)
-    if not isinstance(specs, Mapping) or not isinstance(specs.get("h"), Sequence):
-        raise must_be("mixtral: specs", "the specs of all leaves", specs,
-                      fix="those the parameters were placed with: experts are split over a data axis")  # fmt: skip
-    check_params({"h": params.get("h")} if isinstance(params, Mapping) else params, {"h": described["h"]})
-    rest = tuple(name for name in data if name not in axes) or None
-    own = [(functools.partial(unshard, specs=s.get("experts", {}), axis=rest, shapes=d.get("experts", {}),
-                              dtype=layout.dtype, reduce_dtype=layout.reduce_dtype), p.get("experts", {}))
-           for p, s, d in zip(params["h"], specs["h"], described["h"], strict=True)]  # fmt: skip
-    params, specs, described = (
-        {**x, "h": [{**block, "experts": {}} for block in x["h"]]} for x in (params, specs, described)
-    )
-    return llama.forward(cfg, params, ids, names, described, block, specs=specs, each=own, **options)
+    own: list[tuple[Any, ...]] = [()] * cfg.num_hidden_layers
+    if set(axes) & set(data):
+        if not isinstance(specs, Mapping) or not isinstance(specs.get("h"), Sequence):
+            raise must_be("mixtral: specs", "the specs of all leaves", specs,
+                          fix="those the parameters were placed with: experts are split over a data axis")  # fmt: skip
+        check_params({"h": params.get("h")} if isinstance(params, Mapping) else params, {"h": described["h"]})
+        rest = tuple(name for name in data if name not in axes) or None
+        own = [(functools.partial(unshard, specs=s.get("experts", {}), axis=rest, shapes=d.get("experts", {}),
+                                  dtype=layout.dtype, reduce_dtype=layout.reduce_dtype), p.get("experts", {}))
+               for p, s, d in zip(params["h"], specs["h"], described["h"], strict=True)]  # fmt: skip
+        params, specs, described = (
+            {**x, "h": [{**block, "experts": {}} for block in x["h"]]} for x in (params, specs, described)
+        )
+    pieces = llama.pieces_with(block, lambda cfg: [(w, *more) for w, more in zip(cfg.windows, own, strict=True)])
+    run: Pieces = pieces(cfg, ids, layout=layout, key=key, mask=mask)
+    return run.run(params, names, described=described, specs=specs, key=key, has_aux=True, **options)
 
 
 def _check_layout(layout: Layout) -> None:
@@ -250,14 +250,13 @@ def _check_layout(layout: Layout) -> None:
 
 
 def _block(
-    run: Forward, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None,
+    run: Run, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None,
     unshard_experts: Callable[[Any], Any] | None = None, experts: Any = None, *, counted: Tensor | None,
 ) -> tuple[Tensor, tuple[KeyValues | None, RouterSums]]:  # fmt: skip
     """Compute x + attention(norm(x)), then x + mixture(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
     cfg, layout, t = run.cfg, run.layout, run.tokens.t
-    assert isinstance(cfg, BaseConfig)
-    x, cached = run.attention(p, x, key, cached, window)
-    h = run.norm(x, p["norm_2"])
+    x, cached = llama.attention(run, p, x, key, cached, window)
+    h = llama.norm(run, x, p["norm_2"])
     if "router" not in p:
         return x + layout.leave(_mlp(cfg, p, layout.enter(h, t))), (cached, _no_sums(cfg, x))
     w, b = p["router"]["w"], p["router"].get("b")
@@ -330,8 +329,8 @@ def _with_cache(*args: Any, **options: Any) -> tuple[Tensor, dict[str, Any], lis
     return x, top, [cached for cached, _ in outs]
 
 
-apply, states = decoder_of(BaseConfig, init, _with_cache)
-generate = generate_of(apply, Config)
+apply, states = decoder_of(BaseConfig, init, llama.pieces, forward=_with_cache)
+_, generate = functions_of(apply, Config)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from . import llama, mixtral
 from .hf_files import file_functions
 from .kv_cache import Cache
 from .mixtral import apply, init, loss, losses, specs, states
-from .transformer import Layout, generate_of
+from .transformer import Layout, functions_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Config(BaseConfig):
         return mixtral.Experts(self.num_experts, self.moe_intermediate_size, dense_layers=dense)
 
 
-generate = generate_of(apply, Config)
+_, generate = functions_of(apply, Config)
 
 LEAVES = mixtral.leaves("mlp.experts.*", "mlp.gate", "gate_proj", "up_proj", "down_proj")
 

@@ -292,8 +292,8 @@ def learning_rate(args: command.Options) -> optim.Schedule:
 
 
 def make_optimizer(
-    args: command.Options, described: Any, specs: Any, *, zero: tuple[str, ...], weight_decay: float, summed: bool = False,
-    scale: fs.LossScale | None = None,
+    args: command.Options, described: Any, specs: Any, *, zero: tuple[str, ...], weight_decay: float,
+    summed: bool = False, scale: fs.LossScale | None = None,
 ) -> optim.Optimizer:  # fmt: skip
     """Return AdamW with clipping; weight decay only for matrices. Its state is split over the axes `zero`.
 

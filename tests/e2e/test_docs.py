@@ -490,7 +490,7 @@ _MADE = "fshard.models.hf_files.file_functions.<locals>"
 SETUP |= {f"{_MADE}.{key}": model("gpt2", saved=True) for key in ("config", "load", "save")}
 SETUP |= {"fshard.models.bert.config": model("bert", saved=True)}
 SETUP |= {"fshard.models.leaves.specs_of.<locals>.specs": model("gpt2")}
-MADE = ("decoder_of.apply", "decoder_of.states", "generate_of.generate", "loss_of.loss")
+MADE = ("decoder_of.apply", "decoder_of.states", "functions_of.generate", "functions_of.loss")
 SETUP |= {f"fshard.models.transformer.{key.replace('.', '.<locals>.')}": model("gpt2") for key in MADE}
 SETUP |= {f"fshard.models.resnet.{key}": RESNET_PLACED for key in ("apply", "features", "save")}
 SETUP |= {f"fshard.models.heads.{key}": HEADS for key in ["apply", "config", "embed", "load", "loss", "save", "specs"]}

@@ -254,4 +254,4 @@ def test_parts_of_models_without_a_form_for_split_positions_refuse_them():
     )
     cache = gpt2.Cache(8)
     assert "Layout(context=) takes no cache" in text(lambda p: gpt2.apply(cfg, p, ids, layout=layout, cache=cache)[0])
-    assert "one number for each token" in text(lambda p: gpt2.apply(cfg, p, ids, documents=ids[:, :3]))
+    assert "one entry for each token" in text(lambda p: gpt2.apply(cfg, p, ids, documents=ids[:, :3]))
