@@ -36,11 +36,11 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "interop": 4_439,
     "law": 1_373,
     "lora": 1_743,
-    "models": 5_051,
+    "models": 4_786,
     "nn": 3_866,
     "optim": 2_809,
     "planning": 4_550,
-    "recipes": 2_134,
+    "recipes": 2_133,
     "schedule": 3_304,
     "fshard": 97,
 }
@@ -235,7 +235,7 @@ def test_drawings_in_contributing_match_the_imports(edges: Callable[[], dict[str
 
 def test_imports_are_found_at_every_depth_of_a_file() -> None:
     assert {other for _, other, _ in imports("recipes.pretrain")} >= {"fshard", "models.gpt2"}
-    assert {other for _, other, _ in imports("models.gpt2")} >= {"init", "nn"}
+    assert {other for _, other, _ in imports("models.bert")} >= {"init", "nn"}
 
 
 @pytest.mark.parametrize("name", IDEA)

@@ -6,7 +6,6 @@ axis; {V} varies over it, {I} does not. Source: Devlin et al., 2018; weights as 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,12 +19,13 @@ from fshard import nn
 from fshard._core.files.io import StrPath
 from fshard._core.ops import global_size, own_range
 from fshard.errors import checked, fail, must_be, raise_all
-from fshard.interop.hf import FileTensor, WeightHeaders
+from fshard.interop.hf import WeightHeaders
 from fshard.nn.decoding import check_ids
-from fshard.spec import Axis, P
+from fshard.spec import P
 
 from .activations import ACTIVATIONS, activation_errors
-from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
+from .hf_files import ModelFile, file_functions
+from .leaves import Leaves, in_blocks, layer, leaf, specs_of
 from .transformer import (
     ONE_DEVICE,
     Layout,
@@ -33,8 +33,6 @@ from .transformer import (
     check_numbers,
     flat_linear,
     fold_name,
-    linear_params,
-    norm_params,
     project_heads,
     shapes_of,
 )
@@ -87,6 +85,30 @@ class Config:
         raise_all(errors)
 
 
+LEAVES = Leaves({  # the matrices in the file are [out, in]
+    "word": leaf("bert.embeddings.word_embeddings.weight", "v d"),
+    "position": leaf("bert.embeddings.position_embeddings.weight", "p d"),
+    "type": leaf("bert.embeddings.token_type_embeddings.weight", "t d"),
+    **layer("ln", "bert.embeddings.LayerNorm", "d", "d"),
+    **in_blocks("h", "bert.encoder.layer", {
+        **layer("q", "attention.self.query", "(h k) d -> d h k", "(h k) -> h k"),
+        **layer("k", "attention.self.key", "(h k) d -> d h k", "(h k) -> h k"),
+        **layer("v", "attention.self.value", "(h k) d -> d h k", "(h k) -> h k"),
+        **layer("proj", "attention.output.dense", "d (h k) -> h k d", "d"),
+        **layer("ln_1", "attention.output.LayerNorm", "d", "d"),
+        **layer("up", "intermediate.dense", "f d -> d f", "f"),
+        **layer("down", "output.dense", "d f -> f d", "d"),
+        **layer("ln_2", "output.LayerNorm", "d", "d"),
+    }),
+    **layer("mlm.dense", "cls.predictions.transform.dense", "o d -> d o", "o"),
+    **layer("mlm.ln", "cls.predictions.transform.LayerNorm", "d", "d"),
+    "mlm.b": leaf("cls.predictions.bias", "v"),
+    **layer("pooler", "bert.pooler.dense", "o d -> d o", "o"),
+    **layer("nsp", "cls.seq_relationship", "l d -> d l", "l"),
+}, lambda cfg: {"h": cfg.num_hidden_layers},
+   lambda cfg, name, _: bool(getattr(cfg, name.partition(".")[0], True)))  # fmt: skip
+
+
 @checked
 def init(cfg: Config) -> Any:
     """Return the described parameters: matrices, embeddings N(0, initializer_range^2), norms 1, biases and padding 0.
@@ -94,55 +116,16 @@ def init(cfg: Config) -> Any:
     >>> list(init(cfg))
     ['word', 'position', 'type', 'ln', 'h', 'mlm']
     """
-    d, h, f, std = cfg.hidden_size, cfg.num_attention_heads, cfg.intermediate_size, cfg.initializer_range
-    k = d // h
-
-    def block() -> Any:
-        return {
-            **{name: linear_params((d,), (h, k), std) for name in ("q", "k", "v")},
-            "proj": linear_params((h, k), (d,), std),
-            "ln_1": norm_params(d),
-            "up": linear_params((d,), (f,), std),
-            "down": linear_params((f,), (d,), std),
-            "ln_2": norm_params(d),
-        }
-
-    word, pad = initial.normal((cfg.vocab_size, d), std=std), cfg.pad_token_id
-    return _with_heads(cfg, {
-        "word": word if pad is None else initial.zero_row(word, pad),
-        "position": initial.normal((cfg.max_position_embeddings, d), std=std),
-        "type": initial.normal((cfg.type_vocab_size, d), std=std),
-        "ln": norm_params(d),
-        "h": [block() for _ in range(cfg.num_hidden_layers)],
-        "mlm": {"dense": linear_params((d,), (d,), std), "ln": norm_params(d), "b": initial.zeros(cfg.vocab_size)},
-        "pooler": linear_params((d,), (d,), std),
-        "nsp": linear_params((d,), (2,), std),
-    })  # fmt: skip
+    d, h = cfg.hidden_size, cfg.num_attention_heads
+    sizes = {"v": cfg.vocab_size, "p": cfg.max_position_embeddings, "t": cfg.type_vocab_size, "d": d, "o": d, "h": h,
+             "k": d // h, "f": cfg.intermediate_size, "l": 2}  # fmt: skip
+    params = LEAVES.init(cfg, sizes, lambda _: cfg.initializer_range)
+    if cfg.pad_token_id is not None:
+        params["word"] = initial.zero_row(params["word"], cfg.pad_token_id)
+    return params
 
 
-@checked
-def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """Split heads, hidden units and the vocabulary over `model`; replicate the rest. `fs.fully_shard` adds a data axis.
-
-    >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
-    >>> params["word"]
-    f32[32@model, 16]
-    """
-    m = model
-    heads = {"w": P(None, m), "b": P(m)}
-    block = {
-        "q": heads, "k": heads, "v": heads, "proj": {"w": P(m), "b": P()}, "ln_1": P(),
-        "up": {"w": P(None, m), "b": P(m)}, "down": {"w": P(m), "b": P()}, "ln_2": P(),
-    }  # fmt: skip
-    return _with_heads(cfg, {
-        "word": P(m), "position": P(), "type": P(), "ln": P(), "h": [block] * cfg.num_hidden_layers,
-        "mlm": {"dense": P(), "ln": P(), "b": P(m)}, "pooler": P(), "nsp": P(),
-    })  # fmt: skip
-
-
-def _with_heads(cfg: Config, params: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts without the heads that the config does not have."""
-    return {name: part for name, part in params.items() if name not in _HEADS or getattr(cfg, name)}
+specs = specs_of(LEAVES, Config)
 
 
 @checked
@@ -189,9 +172,7 @@ def _encode(
         errors.append(fail(f"bert: {size} tokens do not fit {cfg.max_position_embeddings} positions",
                            fix="a larger max_position_embeddings"))  # fmt: skip
     raise_all(errors)
-    if layout.zigzag:
-        raise fail("bert: its tokens have no zigzag order, in which no rank would have less work", layout=layout,
-                   fix="a Layout without zigzag")  # fmt: skip
+    layout.refuse_zigzag("bert")
     layout = layout.with_batch(ids, key, cfg.hidden_dropout_prob, cfg.attention_probs_dropout_prob)
     x = layout.embed(ids, top["word"], cfg.vocab_size)
     if cfg.pad_token_id is not None:  # the embedding of padding has no gradient
@@ -325,29 +306,6 @@ def follows(cfg: Config, params: Any, x: Tensor, *, layout: Layout = ONE_DEVICE,
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
 
-_TOP = {  # the matrices in the file are [out, in]
-    "word": FileTensor("bert.embeddings.word_embeddings.weight"),
-    "position": FileTensor("bert.embeddings.position_embeddings.weight"),
-    "type": FileTensor("bert.embeddings.token_type_embeddings.weight"),
-    **weight_and_bias("ln", "bert.embeddings.LayerNorm"),
-    **weight_and_bias("mlm.dense", "cls.predictions.transform.dense", "o i -> i o"),
-    **weight_and_bias("mlm.ln", "cls.predictions.transform.LayerNorm"),
-    "mlm.b": FileTensor("cls.predictions.bias"),
-    **weight_and_bias("pooler", "bert.pooler.dense", "o i -> i o"),
-    **weight_and_bias("nsp", "cls.seq_relationship", "o i -> i o"),
-}
-_BLOCK = {
-    **weight_and_bias("q", "attention.self.query", "(h k) d -> d h k", "(h k) -> h k"),
-    **weight_and_bias("k", "attention.self.key", "(h k) d -> d h k", "(h k) -> h k"),
-    **weight_and_bias("v", "attention.self.value", "(h k) d -> d h k", "(h k) -> h k"),
-    **weight_and_bias("proj", "attention.output.dense", "d (h k) -> h k d"),
-    **weight_and_bias("ln_1", "attention.output.LayerNorm"),
-    **weight_and_bias("up", "intermediate.dense", "o i -> i o"),
-    **weight_and_bias("down", "output.dense", "o i -> i o"),
-    **weight_and_bias("ln_2", "output.LayerNorm"),
-}
-
-
 def _with_heads_of(cfg: Config, headers: WeightHeaders) -> Config:
     names = [n.removeprefix("bert.") for n in headers.tensors]
     found: dict[str, Any] = {head: any(n.startswith(start) for n in names) for head, start in _HEADS.items()}
@@ -361,7 +319,7 @@ def _name_in(name: str, names: Collection[str]) -> str:
 
 
 FILE = ModelFile(
-    Config, init, functools.partial(file_tensor, top=_TOP, block=_BLOCK, blocks="bert.encoder.layer"),
+    Config, init, LEAVES.tensor,
     kind="Bert", suffix=lambda cfg: "ForPreTraining" if cfg.nsp else "ForMaskedLM" if cfg.mlm else "Model",
     prefix="bert.", ignored=("embeddings.position_ids",),
     fixed={"model_type": "bert", "is_decoder": False, "add_cross_attention": False, "tie_word_embeddings": True,

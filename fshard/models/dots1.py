@@ -7,20 +7,18 @@ Face `Dots1ForCausalLM`.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from fshard import nn
 from fshard.errors import checked
-from fshard.interop.hf import FileTensor
 
 from . import llama, mixtral, qwen3_moe
-from .hf_files import file_functions, file_tensor
+from .hf_files import file_functions
 from .kv_cache import Cache
 from .mixtral import apply, init, loss, losses, specs, states
-from .transformer import Layout, generate_of
+from .transformer import Layout, functions_of
 
 
 @checked
@@ -68,15 +66,10 @@ class Config(qwen3_moe.BaseConfig):
         return routing._replace(weights=routing.weights * self.routed_scaling_factor)
 
 
-generate = generate_of(apply, Config)
+_, generate = functions_of(apply, Config)
 
-_SHARED = {f"shared.{name}.w": FileTensor(f"mlp.shared_experts.{name}_proj.weight", dims)
-           for name, dims in (("gate", "f d -> d f"), ("up", "f d -> d f"), ("down", "d f -> f d"))}  # fmt: skip
-_BLOCK = {**qwen3_moe.TENSORS, "router.b": FileTensor("mlp.gate.e_score_correction_bias"), **_SHARED}
-FILE = replace(
-    llama.FILE, config_class=Config, init=init, absent={}, kind="Dots1", fixed={"model_type": "dots1"},
-    tensor=functools.partial(file_tensor, top=llama.TOP, block=_BLOCK, blocks=llama.BLOCKS),
-)  # fmt: skip
+FILE = replace(llama.FILE, config_class=Config, init=init, absent={}, kind="Dots1", fixed={"model_type": "dots1"},
+               tensor=qwen3_moe.LEAVES.tensor)  # fmt: skip
 theirs, config, load, save = file_functions(FILE)
 
 

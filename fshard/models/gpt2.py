@@ -7,35 +7,20 @@ Source: Radford et al., 2019; weights as in Hugging Face `GPT2LMHeadModel`.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from fshard import init as initial
 from fshard import nn
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import FileTensor
-from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
-from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
-from .kv_cache import Cache, KeyValues, Tokens
-from .transformer import (
-    Layout,
-    Pieces,
-    causal_attention,
-    check_numbers,
-    decoder_of,
-    forward_of,
-    generate_of,
-    linear_params,
-    loss_of,
-    norm_params,
-    split_qkv,
-)
+from .hf_files import ModelFile, file_functions
+from .kv_cache import Cache, KeyValues
+from .leaves import Leaves, in_blocks, layer, leaf, specs_of
+from .transformer import Layout, Run, check_numbers, decoder_of, functions_of, pieces_of, split_qkv
 
 
 @checked
@@ -71,6 +56,21 @@ class Config:
                        f"{self.n_embd % self.n_head}", n_embd=self.n_embd, n_head=self.n_head)  # fmt: skip
 
 
+LEAVES = Leaves({  # the matrices in the file are [in, out], as here
+    "wte": leaf("transformer.wte.weight", "v d"),
+    "wpe": leaf("transformer.wpe.weight", "t d"),
+    **in_blocks("h", "transformer.h", {
+        **layer("ln_1", "ln_1", "d", "d"),
+        **layer("qkv", "attn.c_attn", "d (c h k) -> d c h k", "(c h k) -> c h k"),
+        **layer("proj", "attn.c_proj", "(h k) d -> h k d", "d"),
+        **layer("ln_2", "ln_2", "d", "d"),
+        **layer("up", "mlp.c_fc", "d f", "f"),
+        **layer("down", "mlp.c_proj", "f d", "d"),
+    }),
+    **layer("ln_f", "transformer.ln_f", "d", "d"),
+}, lambda cfg: {"h": cfg.n_layer})  # fmt: skip
+
+
 @checked
 def init(cfg: Config) -> Any:
     """Return the described parameters. Projections into the residual stream are drawn with std / sqrt(2 n_layer).
@@ -78,84 +78,37 @@ def init(cfg: Config) -> Any:
     >>> list(init(cfg))
     ['wte', 'wpe', 'h', 'ln_f']
     """
-    d, h, k, f = cfg.n_embd, cfg.n_head, cfg.n_embd // cfg.n_head, cfg.n_inner or 4 * cfg.n_embd
-    std, residual = cfg.initializer_range, cfg.initializer_range / math.sqrt(2 * max(1, cfg.n_layer))
-
-    def block() -> Any:
-        return {
-            "ln_1": norm_params(d),
-            "qkv": linear_params((d,), (3, h, k), std),
-            "proj": linear_params((h, k), (d,), residual),
-            "ln_2": norm_params(d),
-            "up": linear_params((d,), (f,), std),
-            "down": linear_params((f,), (d,), residual),
-        }
-
-    return {
-        "wte": initial.normal((cfg.vocab_size, d), std=std),
-        "wpe": initial.normal((cfg.n_positions, d), std=std),
-        "h": [block() for _ in range(cfg.n_layer)],
-        "ln_f": norm_params(d),
-    }
+    d, h, std = cfg.n_embd, cfg.n_head, cfg.initializer_range
+    residual = dict.fromkeys(("h.*.proj.w", "h.*.down.w"), std / math.sqrt(2 * max(1, cfg.n_layer)))
+    sizes = {"v": cfg.vocab_size, "t": cfg.n_positions, "d": d, "c": 3, "h": h, "k": d // h, "f": cfg.n_inner or 4 * d}
+    return LEAVES.init(cfg, sizes, lambda name: residual.get(name, std))
 
 
-@checked
-def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """Split heads, hidden units and the vocabulary over `model`; replicate the rest. `fs.fully_shard` adds a data axis.
-
-    >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
-    >>> params["wte"]
-    f32[32@model, 16]
-    """
-    m = model
-    block = {
-        "ln_1": P(),
-        "qkv": {"w": P(None, None, m), "b": P(None, m)},
-        "proj": {"w": P(m), "b": P()},
-        "ln_2": P(),
-        "up": {"w": P(None, m), "b": P(m)},
-        "down": {"w": P(m), "b": P()},
-    }
-    return {"wte": P(m), "wpe": P(), "h": [block] * cfg.n_layer, "ln_f": P()}
+specs = specs_of(LEAVES, Config)
 
 
-def pieces(
-    cfg: Config, ids: Tensor, *, layout: Layout, key: Tensor | None, mask: Tensor | Tokens | None,
-    cache: Cache | None = None,
-) -> Pieces:  # fmt: skip
-    """Return the parts of the model on ids [B@data, T]."""
-    tokens = Tokens.of(ids, mask, cache)
-    if tokens.stop > cfg.n_positions:
-        raise fail(f"gpt2: {tokens.stop} tokens do not fit {cfg.n_positions} positions",
-                   fix="a larger n_positions")  # fmt: skip
-    layout = layout.with_batch(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
-
-    def embed(top: Any) -> Tensor:  # [B, T, D], or [B, T@model, D] under sequence parallelism
-        x = layout.embed(ids, top["wte"], cfg.vocab_size)
-        x = x + layout.time_slice(nn.embedding(tokens.positions, top["wpe"]), tokens.positions.ndim - 1)
-        return layout.dropout(x, cfg.embd_pdrop, key, "embd", tokens.total)
-
-    return Pieces(layout, embed, lambda _: lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, cached),
-                  lambda top, x: layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon))  # fmt: skip
+def _embed(run: Run, top: Any, ids: Tensor, key: Tensor | None) -> Tensor:
+    cfg, layout, at = run.cfg, run.layout, run.tokens.positions
+    x = layout.embed(ids, top["wte"], cfg.vocab_size) + layout.time_slice(nn.embedding(at, top["wpe"]), at.ndim - 1)
+    return run.dropout(x, cfg.embd_pdrop, key, "embd")
 
 
 def _block(
-    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, cached: KeyValues | None
+    run: Run, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None
 ) -> tuple[Tensor, KeyValues | None]:
     """Compute x + attention(norm(x)), then x + mlp(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
-    t, w = tokens.t, p["qkv"]["w"]
+    cfg, layout, t, w = run.cfg, run.layout, run.tokens.t, p["qkv"]["w"]
     h = layout.layer_norm(x, p["ln_1"], cfg.layer_norm_epsilon)
     h = layout.column_linear(h, t, w.flatten(1), p["qkv"]["b"].flatten())  # [B, T, 3HK@model]
     q, k, v = split_qkv(h, w.shape[1:])  # each [B, H@model, T, K]
-    a, cached = causal_attention(q, k, v, tokens, cached, layout=layout, rate=cfg.attn_pdrop, key=key,
-                                 heads=cfg.n_head)  # fmt: skip
+    a, cached = run.attention(q, k, v, key, cached, rate=cfg.attn_pdrop, heads=cfg.n_head)
     a = layout.row_linear(a, p["proj"]["w"].flatten(0, 1), p["proj"]["b"])
-    x = x + layout.dropout(a, cfg.resid_pdrop, key, "proj", tokens.total)
+    x = x + run.dropout(a, cfg.resid_pdrop, key, "proj")
 
     h = layout.layer_norm(x, p["ln_2"], cfg.layer_norm_epsilon)
     h = ACTIVATIONS[cfg.activation_function](layout.column_linear(h, t, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
     h = layout.row_linear(h, p["down"]["w"], p["down"]["b"])
-    return x + layout.dropout(h, cfg.resid_pdrop, key, "down", tokens.total), cached
+    return x + run.dropout(h, cfg.resid_pdrop, key, "down"), cached
 
 
 def head_logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
@@ -163,28 +116,18 @@ def head_logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: 
     return layout.column_linear(x, t, top["wte"].transpose(0, 1))  # [B, T, V@model]
 
 
-apply, states = decoder_of(Config, init, forward_of(init, pieces), head_logits)
-loss = loss_of(apply, Config)
-generate = generate_of(apply, Config)
+pieces = pieces_of(
+    _embed, _block, lambda run, top, x: run.layout.layer_norm(x, top["ln_f"], run.cfg.layer_norm_epsilon),
+    rates=("embd_pdrop", "attn_pdrop", "resid_pdrop"), longest="n_positions",
+)  # fmt: skip
+apply, states = decoder_of(Config, init, pieces, head_logits)
+loss, generate = functions_of(apply, Config)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
-_TOP = {
-    "wte": FileTensor("transformer.wte.weight"),
-    "wpe": FileTensor("transformer.wpe.weight"),
-    **weight_and_bias("ln_f", "transformer.ln_f"),
-}
-_BLOCK = {  # the matrices in the file are [in, out], as here
-    **weight_and_bias("ln_1", "ln_1"),
-    **weight_and_bias("qkv", "attn.c_attn", "d (c h k) -> d c h k", "(c h k) -> c h k"),
-    **weight_and_bias("proj", "attn.c_proj", "(h k) d -> h k d"),
-    **weight_and_bias("ln_2", "ln_2"),
-    **weight_and_bias("up", "mlp.c_fc"),
-    **weight_and_bias("down", "mlp.c_proj"),
-}
 FILE = ModelFile(
-    Config, init, functools.partial(file_tensor, top=_TOP, block=_BLOCK, blocks="transformer.h"),
+    Config, init, LEAVES.tensor,
     kind="GPT2", suffix="LMHeadModel", prefix="transformer.", ignored=(".attn.bias", ".attn.masked_bias"),
     absent={"bos_token_id": 50256, "eos_token_id": 50256}, tied={"lm_head.weight": "transformer.wte.weight"},
     fixed={"model_type": "gpt2", "tie_word_embeddings": True, "scale_attn_weights": True,

@@ -7,40 +7,23 @@ Source: Black et al., 2022, "GPT-NeoX-20B"; weights as in Hugging Face `GPTNeoXF
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fshard import init as initial
 from fshard import nn
 from fshard.collectives import pvary
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import FileTensor
 from fshard.nn import rope
-from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
-from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
-from .kv_cache import Cache, KeyValues, Tokens
-from .transformer import (
-    Block,
-    Layout,
-    Pieces,
-    causal_attention,
-    check_numbers,
-    decoder_of,
-    flat_linear,
-    forward_of,
-    generate_of,
-    linear_params,
-    loss_of,
-    norm_params,
-    rope_angles,
-    split_qkv,
-)
+from .hf_files import ModelFile, file_functions
+from .kv_cache import Cache, KeyValues
+from .leaves import Leaves, in_blocks, layer, leaf, specs_of
+from .transformer import Layout, Run, check_numbers, decoder_of, flat_linear, functions_of, pieces_of, split_qkv
 
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
 
@@ -87,6 +70,28 @@ class Config:
         rope.frequencies(self.rope_parameters, d // h, self.max_position_embeddings)  # raises for wrong ones
 
 
+def _has(cfg: Config, name: str, _: int) -> bool:
+    if name == "head.w":
+        return not cfg.tie_word_embeddings
+    return cfg.attention_bias or name not in ("qkv.b", "proj.b")
+
+
+_HEADS = ("lm_head.weight", "embed_out.weight")  # in memory transformers 5 uses the first, in files the second
+LEAVES = Leaves({  # the matrices in the file are [out, in]; q, k and v are interleaved by head
+    "wte": leaf("gpt_neox.embed_in.weight", "v d"),
+    **in_blocks("h", "gpt_neox.layers", {
+        **layer("ln_1", "input_layernorm", "d", "d"),
+        **layer("qkv", "attention.query_key_value", "(h c k) d -> d c h k", "(h c k) -> c h k"),
+        **layer("proj", "attention.dense", "d (h k) -> h k d", "d"),
+        **layer("ln_2", "post_attention_layernorm", "d", "d"),
+        **layer("up", "mlp.dense_h_to_4h", "f d -> d f", "f"),
+        **layer("down", "mlp.dense_4h_to_h", "d f -> f d", "d"),
+    }),
+    **layer("ln_f", "gpt_neox.final_layer_norm", "d", "d"),
+    "head.w": leaf("embed_out.weight", "v d -> d v"),
+}, lambda cfg: {"h": cfg.num_hidden_layers}, _has)  # fmt: skip
+
+
 @checked
 def init(cfg: Config) -> Any:
     """Return the described parameters: matrices are drawn from N(0, initializer_range^2).
@@ -94,141 +99,73 @@ def init(cfg: Config) -> Any:
     >>> list(init(cfg))
     ['wte', 'h', 'ln_f', 'head']
     """
-    d, h, f, v = cfg.hidden_size, cfg.num_attention_heads, cfg.intermediate_size, cfg.vocab_size
-    k, std = d // h, cfg.initializer_range
-
-    def block() -> Any:
-        return {
-            "ln_1": norm_params(d),
-            "qkv": linear_params((d,), (3, h, k), std, bias=cfg.attention_bias),
-            "proj": linear_params((h, k), (d,), std, bias=cfg.attention_bias),
-            "ln_2": norm_params(d),
-            "up": linear_params((d,), (f,), std),
-            "down": linear_params((f,), (d,), std),
-        }
-
-    head = {} if cfg.tie_word_embeddings else {"head": linear_params((d,), (v,), std, bias=False)}
-    return {
-        "wte": initial.normal((v, d), std=std),
-        "h": [block() for _ in range(cfg.num_hidden_layers)],
-        "ln_f": norm_params(d),
-        **head,
-    }
+    d, h = cfg.hidden_size, cfg.num_attention_heads
+    sizes = {"v": cfg.vocab_size, "d": d, "c": 3, "h": h, "k": d // h, "f": cfg.intermediate_size}
+    return LEAVES.init(cfg, sizes, lambda _: cfg.initializer_range)
 
 
-@checked
-def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """Split heads, hidden units and the vocabulary over `model`; replicate the rest. `fs.fully_shard` adds a data axis.
-
-    >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
-    >>> params["wte"]
-    f32[32@model, 32]
-    """
-    m, bias = model, cfg.attention_bias
-    block = {
-        "ln_1": P(),
-        "qkv": {"w": P(None, None, m), **({"b": P(None, m)} if bias else {})},
-        "proj": {"w": P(m), **({"b": P()} if bias else {})},
-        "ln_2": P(),
-        "up": {"w": P(None, m), "b": P(m)},
-        "down": {"w": P(m), "b": P()},
-    }
-    head = {} if cfg.tie_word_embeddings else {"head": {"w": P(None, m)}}
-    return {"wte": P(m), "h": [block] * cfg.num_hidden_layers, "ln_f": P(), **head}
+specs = specs_of(LEAVES, Config)
 
 
-def pieces(
-    cfg: Config, ids: Tensor, *, layout: Layout, key: Tensor | None, mask: Tensor | Tokens | None,
-    cache: Cache | None = None,
-) -> Pieces:  # fmt: skip
-    """Return the parts of the model on ids [B@data, T]."""
-    tokens = Tokens.of(ids, mask, cache)
-    layout = layout.with_batch(ids, key, cfg.hidden_dropout, cfg.attention_dropout)
-
-    def embed(top: Any) -> Tensor:  # [B, T, D], or [B, T@model, D] under sequence parallelism
-        x = layout.embed(ids, top["wte"], cfg.vocab_size)
-        return layout.dropout(x, cfg.hidden_dropout, key, "embd", tokens.total)
-
-    def block_for(x: Tensor) -> Block:
-        angles = rope_angles(cfg.rope_parameters, cfg.hidden_size // cfg.num_attention_heads,
-                             cfg.max_position_embeddings, tokens=tokens, layout=layout, dtype=x.dtype)  # fmt: skip
-        return lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, angles, cached)
-
-    return Pieces(layout, embed, block_for, lambda top, x: layout.layer_norm(x, top["ln_f"], cfg.layer_norm_eps))
+def _embed(run: Run, top: Any, ids: Tensor, key: Tensor | None) -> Tensor:
+    return run.dropout(run.layout.embed(ids, top["wte"], run.cfg.vocab_size), run.cfg.hidden_dropout, key, "embd")
 
 
-Angles = tuple[Tensor, Tensor]  # the cos and sin that rotate queries and keys
+def _angles(run: Run, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    cfg, width = run.cfg, run.cfg.hidden_size // run.cfg.num_attention_heads
+    return run.rope_angles(cfg.rope_parameters, width, cfg.max_position_embeddings, dtype)
 
 
 def _block(
-    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, angles: Angles,
-    cached: KeyValues | None,
-) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
+    run: Run, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None
+) -> tuple[Tensor, KeyValues | None]:
     """Compute x + attention(norm(x)), then x + mlp(norm(x)), or both of one x; x [B, T, D]{I model}, or split."""
-    t, size, rate, eps = tokens.t, tokens.total, cfg.hidden_dropout, cfg.layer_norm_eps
+    cfg, layout, t, eps = run.cfg, run.layout, run.tokens.t, run.cfg.layer_norm_eps
+
+    def attention(h: Tensor) -> tuple[Tensor, KeyValues | None]:
+        """Return a rank's term of the sum over model, without the last bias: [B, T, D]{V model} -> the same."""
+        q, k, v = split_qkv(flat_linear(h, p["qkv"]), p["qkv"]["w"].shape[1:])  # each [B, H@model, T, K]
+        q, k = (rope.rotate(y, *run.angles, style="half") for y in (q, k))
+        a, new = run.attention(q, k, v, key, cached, rate=cfg.attention_dropout, heads=cfg.num_attention_heads)
+        return nn.linear(a, p["proj"]["w"].flatten(0, 1)), new
+
+    def mlp(h: Tensor) -> Tensor:
+        """Return a rank's term, as `attention` does."""
+        h = ACTIVATIONS[cfg.hidden_act](nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
+        return nn.linear(h, p["down"]["w"])
+
+    def add_bias(x: Tensor, name: str) -> Tensor:
+        return x + layout.replicated(p[name]["b"]) if "b" in p[name] else x
+
+    def leave(h: Tensor, name: str) -> Tensor:
+        return run.dropout(add_bias(layout.leave(h), name), cfg.hidden_dropout, key, name)
+
     if not cfg.use_parallel_residual:
-        h = layout.enter(layout.layer_norm(x, p["ln_1"], eps), t)
-        a, cached = _attention(cfg, p, h, layout, key, tokens, angles, cached)
-        x = x + layout.dropout(_add_bias(layout.leave(a), p["proj"], layout), rate, key, "proj", size)
-        h = _mlp(cfg, p, layout.enter(layout.layer_norm(x, p["ln_2"], eps), t))
-        return x + layout.dropout(_add_bias(layout.leave(h), p["down"], layout), rate, key, "down", size), cached
+        a, new = attention(layout.enter(layout.layer_norm(x, p["ln_1"], eps), t))
+        x = x + leave(a, "proj")
+        return x + leave(mlp(layout.enter(layout.layer_norm(x, p["ln_2"], eps), t)), "down"), new
 
     # Both norms normalize the same x: it is normalized and enters once, and each norm scales and shifts it inside.
     h = layout.enter(nn.layer_norm(x, eps=eps), t)
     ln_1, ln_2 = pvary((p["ln_1"], p["ln_2"]), layout.model)
-    a, cached = _attention(cfg, p, h * ln_1["w"] + ln_1["b"], layout, key, tokens, angles, cached)
-    h = _mlp(cfg, p, h * ln_2["w"] + ln_2["b"])
+    a, new = attention(h * ln_1["w"] + ln_1["b"])
+    h = mlp(h * ln_2["w"] + ln_2["b"])
     # a and h are partial results over model. So is their sum, so that one transfer reduces both, unless each has a
     # dropout mask of its own.
-    if not rate or key is None:
-        return x + _add_bias(_add_bias(layout.leave(a + h), p["proj"], layout), p["down"], layout), cached
-    a = layout.dropout(_add_bias(layout.leave(a), p["proj"], layout), rate, key, "proj", size)
-    return x + a + layout.dropout(_add_bias(layout.leave(h), p["down"], layout), rate, key, "down", size), cached
+    if not cfg.hidden_dropout or key is None:
+        return x + add_bias(add_bias(layout.leave(a + h), "proj"), "down"), new
+    return x + leave(a, "proj") + leave(h, "down"), new
 
 
-def _attention(
-    cfg: Config, p: Any, h: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, angles: Angles,
-    cached: KeyValues | None,
-) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
-    """Return a rank's term of the sum over model, without the last bias: [B, T, D]{V model} -> [B, T, D]{V model}."""
-    q, k, v = split_qkv(flat_linear(h, p["qkv"]), p["qkv"]["w"].shape[1:])  # each [B, H@model, T, K]
-    q, k = (rope.rotate(y, *angles, style="half") for y in (q, k))
-    a, cached = causal_attention(q, k, v, tokens, cached, layout=layout, rate=cfg.attention_dropout, key=key,
-                                 heads=cfg.num_attention_heads)  # fmt: skip
-    return nn.linear(a, p["proj"]["w"].flatten(0, 1)), cached
-
-
-def _mlp(cfg: Config, p: Any, h: Tensor) -> Tensor:
-    """Return a rank's term of the sum over model, without the last bias: [B, T, D]{V model} -> [B, T, D]{V model}."""
-    h = ACTIVATIONS[cfg.hidden_act](nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
-    return nn.linear(h, p["down"]["w"])
-
-
-def _add_bias(x: Tensor, p: Any, layout: Layout) -> Tensor:
-    return x + layout.replicated(p["b"]) if "b" in p else x
-
-
-apply, states = decoder_of(Config, init, forward_of(init, pieces))
-loss = loss_of(apply, Config)
-generate = generate_of(apply, Config)
+pieces = pieces_of(
+    _embed, _block, lambda run, top, x: run.layout.layer_norm(x, top["ln_f"], run.cfg.layer_norm_eps),
+    angles=_angles, rates=("hidden_dropout", "attention_dropout"),
+)  # fmt: skip
+apply, states = decoder_of(Config, init, pieces)
+loss, generate = functions_of(apply, Config)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
-
-_HEADS = ("lm_head.weight", "embed_out.weight")  # in memory transformers 5 uses the first, in files the second
-_TOP = {
-    "wte": FileTensor("gpt_neox.embed_in.weight"),
-    **weight_and_bias("ln_f", "gpt_neox.final_layer_norm"),
-    "head.w": FileTensor("embed_out.weight", "v d -> d v"),
-}
-_BLOCK = {  # the matrices in the file are [out, in]; q, k and v are interleaved by head
-    **weight_and_bias("ln_1", "input_layernorm"),
-    **weight_and_bias("qkv", "attention.query_key_value", "(h c k) d -> d c h k", "(h c k) -> c h k"),
-    **weight_and_bias("proj", "attention.dense", "d (h k) -> h k d"),
-    **weight_and_bias("ln_2", "post_attention_layernorm"),
-    **weight_and_bias("up", "mlp.dense_h_to_4h", "f d -> d f"),
-    **weight_and_bias("down", "mlp.dense_4h_to_h", "d f -> f d"),
-}
 
 
 def _rotary(config: dict[str, Any]) -> dict[str, Any]:
@@ -239,7 +176,7 @@ def _rotary(config: dict[str, Any]) -> dict[str, Any]:
 
 
 FILE = ModelFile(
-    Config, init, functools.partial(file_tensor, top=_TOP, block=_BLOCK, blocks="gpt_neox.layers"),
+    Config, init, LEAVES.tensor,
     kind="GPTNeoX", prefix="gpt_neox.", fixed={"model_type": "gpt_neox"},
     ignored=(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
     absent={"bos_token_id": 0, "eos_token_id": 2}, heads=_HEADS, tied=dict.fromkeys(_HEADS, "gpt_neox.embed_in.weight"),

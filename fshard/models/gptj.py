@@ -7,37 +7,21 @@ Source: Wang & Komatsuzaki, 2021, "GPT-J-6B"; weights as in Hugging Face `GPTJFo
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fshard import init as initial
 from fshard import nn
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import FileTensor
 from fshard.nn import rope
-from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
-from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
-from .kv_cache import Cache, KeyValues, Tokens
-from .transformer import (
-    Block,
-    Layout,
-    Pieces,
-    causal_attention,
-    check_numbers,
-    decoder_of,
-    forward_of,
-    generate_of,
-    linear_params,
-    loss_of,
-    norm_params,
-    project_heads,
-)
+from .hf_files import ModelFile, file_functions
+from .kv_cache import Cache, KeyValues
+from .leaves import Leaves, in_blocks, layer, leaf, specs_of
+from .transformer import Layout, Run, check_numbers, decoder_of, functions_of, pieces_of, project_heads
 
 
 @checked
@@ -79,6 +63,22 @@ class Config:
                        fix=f"an even number of at most {width}, the width of a head")  # fmt: skip
 
 
+LEAVES = Leaves({  # the matrices in the file are [out, in]
+    "wte": leaf("transformer.wte.weight", "v d"),
+    **in_blocks("h", "transformer.h", {
+        **layer("ln_1", "ln_1", "d", "d"),
+        **layer("q", "attn.q_proj", "(h k) d -> d h k"),
+        **layer("k", "attn.k_proj", "(h k) d -> d h k"),
+        **layer("v", "attn.v_proj", "(h k) d -> d h k"),
+        **layer("proj", "attn.out_proj", "d (h k) -> h k d"),
+        **layer("up", "mlp.fc_in", "f d -> d f", "f"),
+        **layer("down", "mlp.fc_out", "d f -> f d", "d"),
+    }),
+    **layer("ln_f", "transformer.ln_f", "d", "d"),
+    **layer("head", "lm_head", "v d -> d v", "v"),
+}, lambda cfg: {"h": cfg.n_layer}, lambda cfg, name, _: name != "head.w" or not cfg.tie_word_embeddings)  # fmt: skip
+
+
 @checked
 def init(cfg: Config) -> Any:
     """Return the described parameters: matrices are drawn from N(0, initializer_range^2).
@@ -86,86 +86,34 @@ def init(cfg: Config) -> Any:
     >>> list(init(cfg))
     ['wte', 'h', 'ln_f', 'head']
     """
-    d, h, k, v = cfg.n_embd, cfg.n_head, cfg.n_embd // cfg.n_head, cfg.vocab_size
-    f, std = cfg.n_inner or 4 * d, cfg.initializer_range
-
-    def block() -> Any:
-        return {
-            "ln_1": norm_params(d),
-            "q": linear_params((d,), (h, k), std, bias=False),
-            "k": linear_params((d,), (h, k), std, bias=False),
-            "v": linear_params((d,), (h, k), std, bias=False),
-            "proj": linear_params((h, k), (d,), std, bias=False),
-            "up": linear_params((d,), (f,), std),
-            "down": linear_params((f,), (d,), std),
-        }
-
-    return {
-        "wte": initial.normal((v, d), std=std),
-        "h": [block() for _ in range(cfg.n_layer)],
-        "ln_f": norm_params(d),
-        "head": {"b": initial.zeros(v)} if cfg.tie_word_embeddings else linear_params((d,), (v,), std),
-    }
+    d, h = cfg.n_embd, cfg.n_head
+    sizes = {"v": cfg.vocab_size, "d": d, "h": h, "k": d // h, "f": cfg.n_inner or 4 * d}
+    return LEAVES.init(cfg, sizes, lambda _: cfg.initializer_range)
 
 
-@checked
-def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """Split heads, hidden units and the vocabulary over `model`; replicate the rest. `fs.fully_shard` adds a data axis.
-
-    >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
-    >>> params["wte"]
-    f32[32@model, 16]
-    """
-    m = model
-    block = {
-        "ln_1": P(),
-        "q": {"w": P(None, m)},
-        "k": {"w": P(None, m)},
-        "v": {"w": P(None, m)},
-        "proj": {"w": P(m)},
-        "up": {"w": P(None, m), "b": P(m)},
-        "down": {"w": P(m), "b": P()},
-    }
-    head = {"b": P(m)} if cfg.tie_word_embeddings else {"w": P(None, m), "b": P(m)}
-    return {"wte": P(m), "h": [block] * cfg.n_layer, "ln_f": P(), "head": head}
+specs = specs_of(LEAVES, Config)
 
 
-def pieces(
-    cfg: Config, ids: Tensor, *, layout: Layout, key: Tensor | None, mask: Tensor | Tokens | None,
-    cache: Cache | None = None,
-) -> Pieces:  # fmt: skip
-    """Return the parts of the model on ids [B@data, T]."""
-    tokens = Tokens.of(ids, mask, cache)
-    if tokens.stop > cfg.n_positions:
-        raise fail(f"gptj: {tokens.stop} tokens do not fit {cfg.n_positions} positions",
-                   fix="a larger n_positions")  # fmt: skip
-    layout = layout.with_batch(ids, key, cfg.embd_pdrop, cfg.attn_pdrop, cfg.resid_pdrop)
+def _embed(run: Run, top: Any, ids: Tensor, key: Tensor | None) -> Tensor:
+    return run.dropout(run.layout.embed(ids, top["wte"], run.cfg.vocab_size), run.cfg.embd_pdrop, key, "embd")
 
-    def embed(top: Any) -> Tensor:  # [B, T, D], or [B, T@model, D] under sequence parallelism
-        return layout.dropout(layout.embed(ids, top["wte"], cfg.vocab_size), cfg.embd_pdrop, key, "embd", tokens.total)
 
-    def block_for(x: Tensor) -> Block:
-        rates, _ = rope.frequencies({"rope_theta": 10_000.0}, cfg.rotary_dim, cfg.n_positions, device=ids.device)
-        angles = rope.angles(tokens.positions, rates, dtype=x.dtype)
-        return lambda p, x, key, cached: _block(cfg, p, x, layout, key, tokens, angles, cached)
-
-    return Pieces(layout, embed, block_for, lambda top, x: layout.layer_norm(x, top["ln_f"], cfg.layer_norm_epsilon))
+def _angles(run: Run, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return run.rope_angles({"rope_theta": 10_000.0}, run.cfg.rotary_dim, run.cfg.n_positions, dtype)
 
 
 def _block(
-    cfg: Config, p: Any, x: Tensor, layout: Layout, key: Tensor | None, tokens: Tokens, angles: tuple[Tensor, Tensor],
-    cached: KeyValues | None,
-) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
+    run: Run, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None
+) -> tuple[Tensor, KeyValues | None]:
     """Compute x + attention(norm(x)) + mlp(norm(x)), both of one norm; x [B, T, D]{I model}, or [B, T@model, D]."""
-    t = tokens.t
-    h = layout.enter(layout.layer_norm(x, p["ln_1"], cfg.layer_norm_epsilon), t)
+    cfg, layout = run.cfg, run.layout
+    h = layout.enter(layout.layer_norm(x, p["ln_1"], cfg.layer_norm_epsilon), run.tokens.t)
     q, k, v = (project_heads(h, p[name]) for name in ("q", "k", "v"))  # each [B, H@model, T, K]
-    q, k = (rope.rotate(y, *angles, style="pairs") for y in (q, k))
+    q, k = (rope.rotate(y, *run.angles, style="pairs") for y in (q, k))
     if cfg.attn_pdrop and key is not None:
         # Scores are computed in float32 for half precision too. Torch's fused kernel does; with dropout it is not used.
         q, k = (y.to(torch.promote_types(y.dtype, torch.float32)) for y in (q, k))
-    a, cached = causal_attention(q, k, v, tokens, cached, layout=layout, rate=cfg.attn_pdrop, key=key,
-                                 heads=cfg.n_head)  # fmt: skip
+    a, cached = run.attention(q, k, v, key, cached, rate=cfg.attn_pdrop, heads=cfg.n_head)
     a = nn.linear(a, p["proj"]["w"].flatten(0, 1))
     h = ACTIVATIONS[cfg.activation_function](nn.linear(h, p["up"]["w"], p["up"]["b"]))  # [B, T, F@model]
     h, b = nn.linear(h, p["down"]["w"]), layout.replicated(p["down"]["b"])
@@ -174,8 +122,8 @@ def _block(
     # dropout mask of its own.
     if not cfg.resid_pdrop or key is None:
         return x + layout.leave(a + h) + b, cached
-    a = layout.dropout(layout.leave(a), cfg.resid_pdrop, key, "proj", tokens.total)
-    return x + a + layout.dropout(layout.leave(h) + b, cfg.resid_pdrop, key, "down", tokens.total), cached
+    a = run.dropout(layout.leave(a), cfg.resid_pdrop, key, "proj")
+    return x + a + run.dropout(layout.leave(h) + b, cfg.resid_pdrop, key, "down"), cached
 
 
 def head_logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
@@ -184,29 +132,18 @@ def head_logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: 
     return nn.linear(layout.enter(x, t), w, top["head"]["b"])  # [B, T, V@model]
 
 
-apply, states = decoder_of(Config, init, forward_of(init, pieces), head_logits)
-loss = loss_of(apply, Config)
-generate = generate_of(apply, Config)
+pieces = pieces_of(
+    _embed, _block, lambda run, top, x: run.layout.layer_norm(x, top["ln_f"], run.cfg.layer_norm_epsilon),
+    angles=_angles, rates=("embd_pdrop", "attn_pdrop", "resid_pdrop"), longest="n_positions",
+)  # fmt: skip
+apply, states = decoder_of(Config, init, pieces, head_logits)
+loss, generate = functions_of(apply, Config)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
-_TOP = {
-    "wte": FileTensor("transformer.wte.weight"),
-    **weight_and_bias("ln_f", "transformer.ln_f"),
-    **weight_and_bias("head", "lm_head", "v d -> d v"),
-}
-_BLOCK = {  # the matrices in the file are [out, in]
-    **weight_and_bias("ln_1", "ln_1"),
-    "q.w": FileTensor("attn.q_proj.weight", "(h k) d -> d h k"),
-    "k.w": FileTensor("attn.k_proj.weight", "(h k) d -> d h k"),
-    "v.w": FileTensor("attn.v_proj.weight", "(h k) d -> d h k"),
-    "proj.w": FileTensor("attn.out_proj.weight", "d (h k) -> h k d"),
-    **weight_and_bias("up", "mlp.fc_in", "f d -> d f"),
-    **weight_and_bias("down", "mlp.fc_out", "d f -> f d"),
-}
 FILE = ModelFile(
-    Config, init, functools.partial(file_tensor, top=_TOP, block=_BLOCK, blocks="transformer.h"),
+    Config, init, LEAVES.tensor,
     kind="GPTJ", prefix="transformer.", fixed={"model_type": "gptj"}, ignored=(".attn.bias", ".attn.masked_bias"),
     absent={"bos_token_id": 50256, "eos_token_id": 50256}, tied={"lm_head.weight": "transformer.wte.weight"},
 )  # fmt: skip

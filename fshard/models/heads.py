@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from fshard import init as initial
 from fshard import nn, tree
 from fshard._core.files.io import StrPath
 from fshard._core.files.url import as_path
@@ -26,8 +27,8 @@ from fshard.random import fold_in
 from fshard.spec import Axis, P
 
 from . import bert, gpt2, gpt_neox, gptj, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
-from .hf_files import weight_and_bias
-from .transformer import ONE_DEVICE, Layout, flat_linear, linear_params, shapes_of, spec_of
+from .leaves import layer
+from .transformer import ONE_DEVICE, Layout, flat_linear, shapes_of, spec_of
 
 
 class _Model(NamedTuple):
@@ -119,7 +120,11 @@ def init(cfg: Config) -> Any:
     {'w': f32[768, 2] = normal(std=0.02), 'b': f32[2] = zeros}
     """
     d = cfg.base.n_embd if hasattr(cfg.base, "n_embd") else cfg.base.hidden_size
-    score = linear_params((d,), (len(cfg.labels),), cfg.base.initializer_range, bias=cfg.has_bias)
+    n = len(cfg.labels)
+    score = {
+        "w": initial.normal((d, n), std=cfg.base.initializer_range),
+        **({"b": initial.zeros(n)} if cfg.has_bias else {}),
+    }
     return {"base": _without_head(_model_of(cfg.base).module.init(cfg.base)), "score": score}
 
 
@@ -284,10 +289,10 @@ def theirs(path: tree.Path, cfg: Config) -> FileTensor:
         found: FileTensor = model.module.theirs(path[1:])
         return found
     name = str(model.sequence if cfg.task == "sequence" else model.tokens)
-    leaves = weight_and_bias("score", name, "l d -> d l")
+    leaves = layer("score", name, "l d -> d l", "l")
     if tree.dotted(path) not in leaves:
         raise fail(f"theirs: the model has no leaf at the path {path!r}", fix="('base', ...), or ('score', 'w' or 'b')")
-    return leaves[tree.dotted(path)]
+    return leaves[tree.dotted(path)].file
 
 
 _MAX_LABELS = 1 << 20  # each has a name in the memory

@@ -199,29 +199,3 @@ def _has_type(value: Any, hint: Any) -> bool:
     if kind is int:
         return type(value) is int and 0 <= value < 1 << 31
     return type(value) in (int, float) if kind is float else isinstance(value, kind)
-
-
-def weight_and_bias(ours: str, name: str, w: str | None = None, b: str | None = None) -> dict[str, FileTensor]:
-    """Return the leaves `ours.w` and `ours.b` of a layer, and their tensors, `name.weight` and `name.bias`."""
-    return {f"{ours}.w": FileTensor(f"{name}.weight", w), f"{ours}.b": FileTensor(f"{name}.bias", b)}
-
-
-def file_tensor(
-    path: tree.Path, top: Mapping[str, FileTensor], block: Mapping[str, FileTensor], blocks: str
-) -> FileTensor:
-    """Return the file tensor of the leaf at a path: by `block` in a block ("h", number, ...), else by `top`.
-
-    `blocks` is the prefix of the blocks' tensors, before the number of the block.
-
-    >>> file_tensor(("h", 3, "w"), {}, {"w": FileTensor("ln_1.weight")}, "transformer.h")
-    FileTensor(name='transformer.h.3.ln_1.weight', dims=None, at=None)
-    """
-    in_block = bool(path) and path[0] == "h"
-    name, known = tree.dotted(path[2:] if in_block else path), block if in_block else top
-    if name not in known or (in_block and type(path[1]) is not int):
-        raise fail(f"theirs: the model has no leaf at the path {path!r}",
-                   fix=f"one of {', '.join(top)}, or ('h', 0, ...) and one of {', '.join(block)}")  # fmt: skip
-    if not in_block:
-        return top[name]
-    inner = block[name]
-    return replace(inner, name=f"{blocks}.{path[1]}.{inner.name}")

@@ -75,68 +75,47 @@ class Tokens(NamedTuple):
         return self.start + self.total
 
     @staticmethod
-    def of(ids: Tensor, mask: Tensor | Tokens | None = None, cache: Cache | None = None) -> Tokens:
-        """Locate ids [B, T]; mask [B, S] is nonzero for tokens and 0 for padding, which positions do not count.
+    def of(
+        ids: Tensor, mask: Tensor | None = None, cache: Cache | None = None, documents: Tensor | None = None,
+        context: Axis = None,
+    ) -> Tokens:  # fmt: skip
+        """Locate ids [B, T], or [B, T@context] in the zigzag order.
 
-        Tokens that `located` has located are returned.
+        A mask [B, S] is nonzero for tokens and 0 for padding, which positions do not count; with packed `documents`
+        [B, T] positions begin anew with each.
         """
-        if isinstance(mask, Tokens):
-            return mask
         check_ids("model", ids)
-        t, start = ids.shape[1], 0 if cache is None else cache.length
-        s, capacity = start + t, 0 if cache is None else cache.capacity
+        if (cache is not None and context) or (documents is not None and (cache is not None or mask is not None)):
+            raise fail("model: Layout(context=) takes no cache, and documents take neither a cache nor a mask",
+                       fix="generate with a Layout without context; padding as a document")  # fmt: skip
+        t, start, capacity = ids.shape[1], 0 if cache is None else cache.length, 0 if cache is None else cache.capacity
+        s, attended = start + t, None
         if cache is not None and s > capacity:
             raise fail(f"decoding: {s} tokens do not fit a cache of {capacity}", fix=f"Cache({s})")
-        if mask is None:
-            return Tokens(start, t, torch.arange(start, s, device=ids.device), None, capacity)
-        if tuple(mask.shape) != (len(ids), s):
-            raise fail("decoding: the mask must have one entry for each token, also for those in the cache",
-                       mask=list(mask.shape), needed=[len(ids), s])  # fmt: skip
-        real = mask != 0
-        positions = _count_real(real)[:, start:]
-        attended = real[:, None, None, :] & nn.causal_mask(t, s, device=ids.device)
-        return Tokens(start, t, positions, attended, capacity, real[:, start:])
-
-
-def located(
-    ids: Tensor, mask: Tensor | None, cache: Cache | None, documents: Tensor | None, context: Axis
-) -> Tensor | Tokens | None:
-    """Locate ids [B, T@context] in zigzag order, or with packed `documents`; else return the mask.
-
-    Positions begin anew with each document.
-    """
-    if documents is None and not context:
-        return mask
-    if cache is not None or (documents is not None and mask is not None):
-        raise fail("model: Layout(context=) takes no cache, and documents take neither a cache nor a mask",
-                   fix="generate with a Layout without context; padding as a document")  # fmt: skip
-    check_ids("model", ids)
-    numbers = documents if mask is None else (mask != 0).long()
-    if numbers is not None and numbers.shape != ids.shape:
-        raise fail("model: a mask, or documents, must have one number for each token", got=list(numbers.shape),
-                   ids=list(ids.shape))  # fmt: skip
-    t, attended = ids.shape[1], None
-    size = global_size("model", t, context, word="an even T") if context else t
-    positions = nn.zigzag_positions(size, context) if context else torch.arange(t, device=ids.device)
-    if numbers is not None:
-        in_order = nn.from_zigzag(numbers, context, size=size) if context else numbers
-        in_order = all_gather(in_order, context, 1, size=size)
-        if mask is None:
-            begins = F.pad(in_order[:, 1:] != in_order[:, :-1], (1, 0), value=True)
-            every = torch.arange(size, device=ids.device)
-            of_all = every - torch.where(begins, every, 0).cummax(1).values
-        else:
-            of_all = _count_real(in_order)
-        positions = of_all[:, positions]
-    if documents is not None and not context:
-        same = documents[:, None, :, None] == documents[:, None, None, :]
-        attended = same & nn.causal_mask(t, t, device=ids.device)
-    return Tokens(0, t, positions, attended, 0, None if mask is None else mask != 0, documents, size)
-
-
-def _count_real(real: Tensor) -> Tensor:
-    """Return positions [B, T] that do not count padding."""
-    return (real.cumsum(1) - 1).clamp(min=0)
+        real = None if mask is None else mask != 0
+        numbers = documents if real is None else real.long()
+        if numbers is not None and tuple(numbers.shape) != (len(ids), s):
+            raise fail("model: a mask, or documents, must have one entry for each token, also for those in the cache",
+                       got=list(numbers.shape), needed=[len(ids), s])  # fmt: skip
+        size = global_size("model", t, context, word="an even T") if context else s
+        positions = nn.zigzag_positions(size, context) if context else torch.arange(start, s, device=ids.device)
+        if numbers is not None:
+            if context:
+                numbers = all_gather(nn.from_zigzag(numbers, context, size=size), context, 1, size=size)
+            if documents is not None:
+                begins = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
+                every = torch.arange(size, device=ids.device)
+                numbers = every - torch.where(begins, every, 0).cummax(1).values
+            else:
+                numbers = (numbers.cumsum(1) - 1).clamp(min=0)
+            positions = numbers[:, positions] if context else numbers[:, start:]
+        if real is not None and not context:
+            attended = real[:, None, None, :] & nn.causal_mask(t, s, device=ids.device)
+        elif documents is not None and not context:
+            same = documents[:, None, :, None] == documents[:, None, None, :]
+            attended = same & nn.causal_mask(t, t, device=ids.device)
+        return Tokens(start, t, positions, attended, capacity, None if real is None else real[:, start:], documents,
+                      size if context else None)  # fmt: skip
 
 
 def append_to_cache(

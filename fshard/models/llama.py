@@ -8,38 +8,23 @@ Source: Touvron et al., 2023, "Llama 2"; Ainslie et al., 2023, for grouped queri
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from fshard import init as initial
 from fshard import nn
 from fshard.collectives import pvary
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import FileTensor
 from fshard.nn import rope
-from fshard.spec import Axis, P
 
 from .activations import ACTIVATIONS, activation_errors
-from .hf_files import ModelFile, file_functions, file_tensor, weight_and_bias
-from .kv_cache import Cache, KeyValues, Tokens
-from .transformer import (
-    Layout,
-    Pieces,
-    causal_attention,
-    check_numbers,
-    decoder_of,
-    flat_linear,
-    forward_of,
-    generate_of,
-    linear_params,
-    loss_of,
-    project_heads,
-    rope_angles,
-)
+from .hf_files import ModelFile, file_functions
+from .kv_cache import Cache, KeyValues
+from .leaves import Leaf, Leaves, in_blocks, layer, leaf, specs_of
+from .transformer import Layout, Run, check_numbers, decoder_of, flat_linear, functions_of, pieces_of, project_heads
 
 
 @dataclass(frozen=True)
@@ -122,6 +107,48 @@ class Config(BaseConfig):
     mlp_bias: bool = False
 
 
+def has(cfg: BaseConfig, name: str, _: int) -> bool:
+    """Return whether the model has a leaf."""
+    part, last = name.partition(".")[::2]
+    if last == "b":
+        return part in cfg.biased
+    return cfg.qk_norm if part in ("q_norm", "k_norm") else part != "head" or not cfg.tie_word_embeddings
+
+
+def decoder_leaves(mlp: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """Return the leaves of a decoder with these leaves after attention in each block."""
+    return {
+        "wte": leaf("model.embed_tokens.weight", "v d"),
+        **in_blocks("h", "model.layers", {
+            "norm_1.w": leaf("input_layernorm.weight", "d"),
+            **layer("q", "self_attn.q_proj", "(g r k) d -> d g r k", "(g r k) -> g r k"),
+            **layer("k", "self_attn.k_proj", "(g k) d -> d g k", "(g k) -> g k"),
+            **layer("v", "self_attn.v_proj", "(g k) d -> d g k", "(g k) -> g k"),
+            **layer("proj", "self_attn.o_proj", "d (g r k) -> g r k d", "d"),
+            "q_norm.w": leaf("self_attn.q_norm.weight", "k"),
+            "k_norm.w": leaf("self_attn.k_norm.weight", "k"),
+            "norm_2.w": leaf("post_attention_layernorm.weight", "d"),
+            **mlp,
+        }),
+        "norm_f.w": leaf("model.norm.weight", "d"),
+        "head.w": leaf("lm_head.weight", "v d -> d v"),
+    }  # fmt: skip
+
+
+MLP = {
+    **layer("gate", "mlp.gate_proj", "f d -> d f", "f"),
+    **layer("up", "mlp.up_proj", "f d -> d f", "f"),
+    **layer("down", "mlp.down_proj", "d f -> f d", "d"),
+}
+LEAVES = Leaves(decoder_leaves(MLP), lambda cfg: {"h": cfg.num_hidden_layers}, has)
+
+
+def sizes(cfg: BaseConfig) -> dict[str, int]:
+    """Return the sizes of the dims of leaves."""
+    return {"v": cfg.vocab_size, "d": cfg.hidden_size, "g": cfg.groups, "r": cfg.num_attention_heads // cfg.groups,
+            "k": cfg.width, "f": cfg.intermediate_size}  # fmt: skip
+
+
 @checked
 def init(cfg: BaseConfig) -> Any:
     """Return the described parameters: matrices are drawn from N(0, initializer_range^2), biases are 0, norms 1.
@@ -129,158 +156,55 @@ def init(cfg: BaseConfig) -> Any:
     >>> init(Config(num_key_value_heads=8))["h"][0]["q"]
     {'w': f32[4096, 8, 4, 128] = normal(std=0.02)}
     """
-    return init_with(cfg, functools.partial(mlp_params, cfg, cfg.intermediate_size))
+    return LEAVES.init(cfg, sizes(cfg), lambda _: cfg.initializer_range)
 
 
-def mlp_params(cfg: BaseConfig, f: int) -> Any:
-    """Return the described parameters of a gated MLP of hidden width `f`."""
-    d, std = cfg.hidden_size, cfg.initializer_range
-    shapes = {"gate": (d, f), "up": (d, f), "down": (f, d)}
-    return {name: linear_params((i,), (o,), std, bias=name in cfg.biased) for name, (i, o) in shapes.items()}
+specs = specs_of(LEAVES, BaseConfig)
 
 
-def init_with(cfg: BaseConfig, mlp: Callable[[], Any]) -> Any:
-    """Return the described parameters of a decoder; `mlp()` describes the layer after attention."""
-    d, g, k, std = cfg.hidden_size, cfg.groups, cfg.width, cfg.initializer_range
-    r = cfg.num_attention_heads // g
-
-    def block() -> Any:
-        shapes = {"q": ((d,), (g, r, k)), "k": ((d,), (g, k)), "v": ((d,), (g, k)), "proj": ((g, r, k), (d,))}
-        return {
-            "norm_1": {"w": initial.ones(d)},
-            **{name: linear_params(i, o, std, bias=name in cfg.biased) for name, (i, o) in shapes.items()},
-            **({f"{name}_norm": {"w": initial.ones(k)} for name in "qk"} if cfg.qk_norm else {}),
-            "norm_2": {"w": initial.ones(d)},
-            **mlp(),
-        }
-
-    head = {} if cfg.tie_word_embeddings else {"head": linear_params((d,), (cfg.vocab_size,), std, bias=False)}
-    return {
-        "wte": initial.normal((cfg.vocab_size, d), std=std),
-        "h": [block() for _ in range(cfg.num_hidden_layers)],
-        "norm_f": {"w": initial.ones(d)},
-        **head,
-    }
+def _embed(run: Run, top: Any, ids: Tensor, key: Tensor | None) -> Tensor:
+    return run.layout.embed(ids, top["wte"], run.cfg.vocab_size)
 
 
-@checked
-def specs(cfg: BaseConfig, *, model: Axis = None) -> Any:
-    """Split key and value heads with their queries, hidden units and the vocabulary over `model`; replicate the rest.
-
-    `fs.fully_shard` adds a data axis.
-
-    >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
-    >>> params["wte"]
-    f32[32@model, 16]
-    """
-    return specs_with(cfg, model, mlp_specs(cfg, model))
+def _angles(run: Run, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return run.rope_angles(run.cfg.rope_parameters, run.cfg.width, run.cfg.max_position_embeddings, dtype)
 
 
-def mlp_specs(cfg: BaseConfig, model: Axis) -> Any:
-    """Return the specs of a gated MLP."""
-    return {**{name: column_specs(cfg, name, model) for name in ("gate", "up")}, "down": row_specs(cfg, "down", model)}
-
-
-def specs_with(cfg: BaseConfig, model: Axis, mlp: Any) -> Any:
-    """Return the specs of a decoder; `mlp` has the specs of the layer after attention."""
-    block = {
-        "norm_1": P(), **{name: column_specs(cfg, name, model) for name in "qkv"},
-        "proj": row_specs(cfg, "proj", model),
-        **({"q_norm": P(), "k_norm": P()} if cfg.qk_norm else {}), "norm_2": P(), **mlp,
-    }  # fmt: skip
-    head = {} if cfg.tie_word_embeddings else {"head": {"w": P(None, model)}}
-    return {"wte": P(model), "h": [block] * cfg.num_hidden_layers, "norm_f": P(), **head}
-
-
-def column_specs(cfg: BaseConfig, name: str, model: Axis) -> Any:
-    """Return the specs of a linear layer whose outputs are split."""
-    return {"w": P(None, model), "b": P(model)} if name in cfg.biased else {"w": P(None, model)}
-
-
-def row_specs(cfg: BaseConfig, name: str, model: Axis) -> Any:
-    """Return the specs of a linear layer whose inputs are split."""
-    return {"w": P(model), "b": P()} if name in cfg.biased else {"w": P(model)}
-
-
-def forward(
-    cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], described: Any, block: Callable[..., Any], *,
-    layout: Layout, specs: Any, key: Tensor | None, remat: bool, mask: Tensor | Tokens | None,
-    cache: Cache | None = None, has_aux: bool = False, each: Sequence[tuple[Any, ...]] = (),
-) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
-    """Embed ids and apply all blocks, `block(forward, params, x, key, cached, window)`; see `apply_blocks`.
-
-    Return the normalized stream after the last block, the unsharded parameters `names`, and the outputs of
-    the blocks. `described` is the tree of `init`; `each` has more arguments for each block.
-    """
-    run = _pieces(cfg, ids, block, layout=layout, key=key, mask=mask, cache=cache, each=each)
-    return run.run(params, names, described=described, specs=specs, key=key, remat=remat, cache=cache, has_aux=has_aux)
-
-
-def pieces(cfg: BaseConfig, ids: Tensor, **options: Any) -> Pieces:
-    """Return the parts of the model on ids [B@data, T]; `options` are layout, key and mask."""
-    return _pieces(cfg, ids, _block, **options)
-
-
-def _pieces(
-    cfg: BaseConfig, ids: Tensor, block: Callable[..., Any], *, layout: Layout, key: Tensor | None,
-    mask: Tensor | Tokens | None, cache: Cache | None = None, each: Sequence[tuple[Any, ...]] = (),
-) -> Pieces:  # fmt: skip
-    tokens = Tokens.of(ids, mask, cache)
-    layout = layout.with_batch(ids, key, cfg.attention_dropout)
-
-    def forward_of(x: Tensor) -> Forward:
-        angles = rope_angles(cfg.rope_parameters, cfg.width, cfg.max_position_embeddings, tokens=tokens, layout=layout,
-                             dtype=x.dtype)  # fmt: skip
-        return Forward(cfg, layout, tokens, angles)
-
-    own = [(window, *more) for window, more in zip(cfg.windows, each or [()] * cfg.num_hidden_layers, strict=True)]
-    # x: [B, T, D], or [B, T@model, D] under sequence parallelism
-    return Pieces(layout, lambda top: layout.embed(ids, top["wte"], cfg.vocab_size),
-                  lambda x: functools.partial(block, forward_of(x)),
-                  lambda top, x: norm(cfg, layout, x, top["norm_f"]), own)  # fmt: skip
-
-
-def norm(cfg: BaseConfig, layout: Layout, x: Tensor, p: Any) -> Tensor:
+def norm(run: Run, x: Tensor, p: Any) -> Tensor:
     """Normalize the stream."""
-    return nn.rms_norm(x, layout.replicated(p["w"]), eps=cfg.rms_norm_eps)
+    return nn.rms_norm(x, run.layout.replicated(p["w"]), eps=run.cfg.rms_norm_eps)
 
 
-class Forward(NamedTuple):
-    """The arguments that all blocks of one forward pass share."""
-
-    cfg: BaseConfig
-    layout: Layout
-    tokens: Tokens
-    angles: tuple[Tensor, Tensor]  # the cos and sin that rotate queries and keys
-
-    def norm(self, x: Tensor, p: Any) -> Tensor:
-        """Normalize the stream."""
-        return norm(self.cfg, self.layout, x, p)
-
-    def attention(
-        self, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None
-    ) -> tuple[Tensor, KeyValues | None]:
-        """Compute the first half of a block, and the updated cache; x is the stream."""
-        cfg, layout = self.cfg, self.layout
-        h = layout.enter(self.norm(x, p["norm_1"]), self.tokens.t)
-        q, k, v = (project_heads(h, p[name]) for name in "qkv")  # [B, H@model, T, K], [B, G@model, T, K] twice
-        if cfg.qk_norm:
-            q_norm, k_norm = pvary((p["q_norm"]["w"], p["k_norm"]["w"]), layout.model)
-            q, k = nn.rms_norm(q, q_norm, eps=cfg.rms_norm_eps), nn.rms_norm(k, k_norm, eps=cfg.rms_norm_eps)
-        q, k = (rope.rotate(y, *self.angles) for y in (q, k))
-        a, cached = causal_attention(q, k, v, self.tokens, cached, layout=layout, rate=cfg.attention_dropout, key=key,
-                                     heads=cfg.num_attention_heads, group=cfg.num_attention_heads // cfg.groups,
-                                     window=window)  # fmt: skip
-        return x + layout.row_linear(a, p["proj"]["w"].flatten(0, -2), p["proj"].get("b")), cached
+def attention(
+    run: Run, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None
+) -> tuple[Tensor, KeyValues | None]:
+    """Compute the first half of a block, and the updated cache; x is the stream."""
+    cfg, layout = run.cfg, run.layout
+    h = layout.enter(norm(run, x, p["norm_1"]), run.tokens.t)
+    q, k, v = (project_heads(h, p[name]) for name in "qkv")  # [B, H@model, T, K], [B, G@model, T, K] twice
+    if cfg.qk_norm:
+        q_norm, k_norm = pvary((p["q_norm"]["w"], p["k_norm"]["w"]), layout.model)
+        q, k = nn.rms_norm(q, q_norm, eps=cfg.rms_norm_eps), nn.rms_norm(k, k_norm, eps=cfg.rms_norm_eps)
+    q, k = (rope.rotate(y, *run.angles) for y in (q, k))
+    heads = cfg.num_attention_heads
+    a, cached = run.attention(q, k, v, key, cached, rate=cfg.attention_dropout, heads=heads,
+                              group=heads // cfg.groups, window=window)  # fmt: skip
+    return x + layout.row_linear(a, p["proj"]["w"].flatten(0, -2), p["proj"].get("b")), cached
 
 
 def _block(
-    run: Forward, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None
+    run: Run, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None
 ) -> tuple[Tensor, KeyValues | None]:
     """Compute x + attention(norm(x)), then x + mlp(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
-    x, cached = run.attention(p, x, key, cached, window)
-    h = hidden_units(run.cfg, p, run.layout.enter(run.norm(x, p["norm_2"]), run.tokens.t))
+    x, cached = attention(run, p, x, key, cached, window)
+    h = hidden_units(run.cfg, p, run.layout.enter(norm(run, x, p["norm_2"]), run.tokens.t))
     return x + run.layout.row_linear(h, p["down"]["w"], p["down"].get("b")), cached
+
+
+def pieces_with(block: Callable[..., Any], each: Callable[[BaseConfig], Any]) -> Callable[..., Any]:
+    """Make the `pieces` of a decoder with another block; see `pieces_of`."""
+    return pieces_of(_embed, block, lambda run, top, x: norm(run, x, top["norm_f"]), angles=_angles,
+                     rates=("attention_dropout",), each=each)  # fmt: skip
 
 
 def hidden_units(cfg: BaseConfig, p: Any, h: Tensor) -> Tensor:
@@ -288,35 +212,12 @@ def hidden_units(cfg: BaseConfig, p: Any, h: Tensor) -> Tensor:
     return ACTIVATIONS[cfg.hidden_act](flat_linear(h, p["gate"])) * flat_linear(h, p["up"])
 
 
-apply, states = decoder_of(BaseConfig, init, forward_of(init, pieces))
-loss = loss_of(apply, Config)
-generate = generate_of(apply, Config)
+pieces = pieces_with(_block, lambda cfg: [(window,) for window in cfg.windows])
+apply, states = decoder_of(BaseConfig, init, pieces)
+loss, generate = functions_of(apply, Config)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
-
-TOP = {
-    "wte": FileTensor("model.embed_tokens.weight"),
-    "norm_f.w": FileTensor("model.norm.weight"),
-    "head.w": FileTensor("lm_head.weight", "v d -> d v"),
-}
-ATTENTION = {
-    "norm_1.w": FileTensor("input_layernorm.weight"),
-    **weight_and_bias("q", "self_attn.q_proj", "(g r k) d -> d g r k", "(g r k) -> g r k"),
-    **weight_and_bias("k", "self_attn.k_proj", "(g k) d -> d g k", "(g k) -> g k"),
-    **weight_and_bias("v", "self_attn.v_proj", "(g k) d -> d g k", "(g k) -> g k"),
-    **weight_and_bias("proj", "self_attn.o_proj", "d (g r k) -> g r k d"),
-    "q_norm.w": FileTensor("self_attn.q_norm.weight"),
-    "k_norm.w": FileTensor("self_attn.k_norm.weight"),
-    "norm_2.w": FileTensor("post_attention_layernorm.weight"),
-}
-BLOCK = {
-    **ATTENTION,
-    **weight_and_bias("gate", "mlp.gate_proj", "f d -> d f"),
-    **weight_and_bias("up", "mlp.up_proj", "f d -> d f"),
-    **weight_and_bias("down", "mlp.down_proj", "d f -> f d"),
-}
-BLOCKS = "model.layers"
 
 
 def rotary(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
@@ -324,18 +225,18 @@ def rotary(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
     return {"rope_parameters": rope.parameters(config, **defaults)}
 
 
-def _sizes(cfg: BaseConfig) -> dict[str, Any]:
-    sizes = {**asdict(cfg), "num_key_value_heads": cfg.groups}
+def _file_sizes(cfg: BaseConfig) -> dict[str, Any]:
+    fields = {**asdict(cfg), "num_key_value_heads": cfg.groups}
     if cfg.head_dim is None:  # each class has its own way to leave it out
-        del sizes["head_dim"]
-    return sizes
+        del fields["head_dim"]
+    return fields
 
 
 FILE = ModelFile(
-    Config, init, functools.partial(file_tensor, top=TOP, block=BLOCK, blocks=BLOCKS),
+    Config, init, LEAVES.tensor,
     kind="Llama", prefix="model.", fixed={"model_type": "llama"}, ignored=("rotary_emb.inv_freq",),
     absent={"bos_token_id": 1, "eos_token_id": 2}, tied={"lm_head.weight": "model.embed_tokens.weight"},
-    other_fields=rotary, sizes=_sizes,
+    other_fields=rotary, sizes=_file_sizes,
 )  # fmt: skip
 theirs, config, load, save = file_functions(FILE)
 

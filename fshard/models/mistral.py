@@ -13,7 +13,7 @@ from . import llama
 from .hf_files import file_functions
 from .kv_cache import Cache
 from .llama import apply, init, specs, states
-from .transformer import Layout, generate_of, loss_of
+from .transformer import Layout, functions_of
 
 
 @checked
@@ -33,8 +33,7 @@ class Config(llama.BaseConfig):
     sliding_window: int | None = 4096
 
 
-loss = loss_of(apply, Config)
-generate = generate_of(apply, Config)
+loss, generate = functions_of(apply, Config)
 
 FILE = replace(llama.FILE, config_class=Config, kind="Mistral", fixed={"model_type": "mistral", "layer_types": None})
 theirs, config, load, save = file_functions(FILE)

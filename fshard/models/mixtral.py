@@ -22,34 +22,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard import init as initial
 from fshard import nn, tree
 from fshard.collectives import all_gather, axis_size, pslice, psum, pvary
 from fshard.errors import checked, fail, must_be
-from fshard.interop.hf import FileTensor, FileTensors
+from fshard.interop.hf import FileTensors
 from fshard.nn import rope
 from fshard.nn.experts import RouterSums, balance_of_sums, router_sums
 from fshard.schedule.unshard import unshard
-from fshard.spec import Axis, P, names_of
+from fshard.spec import Axis, names_of
 
 from . import llama
 from .activations import ACTIVATIONS
-from .hf_files import file_functions, file_tensor
-from .kv_cache import Cache, KeyValues, Tokens, located
-from .llama import Forward
-from .transformer import (
-    ONE_DEVICE,
-    Layout,
-    check_params,
-    decoder_of,
-    generate_of,
-    head_logits,
-    linear_params,
-    shapes_of,
-)
+from .hf_files import file_functions
+from .kv_cache import Cache, KeyValues, Tokens
+from .leaves import Leaf, Leaves, layer, leaf
+from .transformer import ONE_DEVICE, Layout, Pieces, Run, check_params, decoder_of, functions_of, head_logits, shapes_of
 
 _THETA = 1e6  # of rotary positions
-_MIXTURE = ("router", "experts", "shared")  # of a block; others have an MLP
 
 
 class Experts(NamedTuple):
@@ -116,6 +105,36 @@ class Config(BaseConfig):
         return Experts(self.num_local_experts, self.intermediate_size)
 
 
+def leaves(experts: str, router: str, gate: str, up: str, down: str) -> Leaves:
+    """Return the leaves of a model whose experts' matrices, each a tensor, and router have these names in files."""
+
+    def matrix(name: str, dims: str) -> Leaf:
+        one = leaf(f"{experts}.{name}.weight", dims)
+        return Leaf(FileTensors(one.file.name, one.file.dims), ("e", *one.dims))
+
+    return Leaves(llama.decoder_leaves({
+        **llama.MLP,  # of layers without experts
+        "router.w": leaf(f"{router}.weight", "n d -> d n"),
+        "router.b": leaf(f"{router}.e_score_correction_bias", "n"),
+        "experts.gate": matrix(gate, "w d -> d w"),
+        "experts.up": matrix(up, "w d -> d w"),
+        "experts.down": matrix(down, "d w -> w d"),
+        **layer("shared.gate", "mlp.shared_experts.gate_proj", "s d -> d s"),
+        **layer("shared.up", "mlp.shared_experts.up_proj", "s d -> d s"),
+        **layer("shared.down", "mlp.shared_experts.down_proj", "d s -> s d"),
+    }), lambda cfg: {"h": cfg.num_hidden_layers}, _has)  # fmt: skip
+
+
+def _has(cfg: BaseConfig, name: str, i: int) -> bool:
+    part, dense = name.partition(".")[0], i in cfg.experts.dense_layers
+    if part in ("router", "experts", "shared"):
+        return not dense and (part != "shared" or cfg.experts.shared > 0) and (name != "router.b" or cfg.experts.biased)
+    return llama.has(cfg, name, i) and (dense or f"{part}.w" not in llama.MLP)
+
+
+LEAVES = leaves("block_sparse_moe.experts.*", "block_sparse_moe.gate", "w1", "w3", "w2")
+
+
 @checked
 def init(cfg: BaseConfig) -> Any:
     """Return the described parameters: matrices are drawn from N(0, initializer_range^2), norms are 1.
@@ -123,15 +142,9 @@ def init(cfg: BaseConfig) -> Any:
     >>> init(Config())["h"][0]["experts"]["down"]
     f32[8, 14336, 4096] = normal(std=0.02)
     """
-    e, f, d, std = cfg.experts.number, cfg.experts.width, cfg.hidden_size, cfg.initializer_range
-    shapes = {"gate": (e, d, f), "up": (e, d, f), "down": (e, f, d)}
-
-    def mixture() -> Any:
-        return {"router": linear_params((d,), (e,), std, bias=cfg.experts.biased),
-                "experts": {name: initial.normal(shape, std=std) for name, shape in shapes.items()},
-                **({"shared": llama.mlp_params(cfg, cfg.experts.shared)} if cfg.experts.shared else {})}  # fmt: skip
-
-    return _with_dense_layers(cfg, llama.init_with(cfg, mixture), llama.mlp_params(cfg, cfg.intermediate_size))
+    e = cfg.experts
+    sizes = {**llama.sizes(cfg), "e": e.number, "n": e.number, "w": e.width, "s": e.shared}
+    return LEAVES.init(cfg, sizes, lambda _: cfg.initializer_range)
 
 
 @checked
@@ -144,17 +157,7 @@ def specs(cfg: BaseConfig, *, model: Axis = None, experts: Axis = None) -> Any:
     P('model')
     """
     width = tuple(name for name in names_of(model) if name not in names_of(experts)) or None
-    hidden, dense = P(experts, None, width), llama.mlp_specs(cfg, model)
-    mixture = {"router": P(), "experts": {"gate": hidden, "up": hidden, "down": P(experts, width)},
-               **({"shared": dense} if cfg.experts.shared else {})}  # fmt: skip
-    return _with_dense_layers(cfg, llama.specs_with(cfg, model, mixture), dense)
-
-
-def _with_dense_layers(cfg: BaseConfig, params: Any, mlp: Any) -> Any:
-    """Return a tree of all leaves, with `mlp` in the place of the experts of `cfg.experts.dense_layers`."""
-    blocks = [{**{name: x for name, x in block.items() if name not in _MIXTURE}, **mlp} if i in cfg.experts.dense_layers
-              else block for i, block in enumerate(params["h"])]  # fmt: skip
-    return {**params, "h": blocks}
+    return LEAVES.specs(cfg, {**dict.fromkeys("vgfs", model), "e": experts, "w": width})
 
 
 @checked
@@ -174,8 +177,8 @@ def losses(
     """
     names = [name for name in shapes_of(init, cfg) if name != "h"]
     layout, ids, targets, mask, documents = layout.to_zigzag(ids, targets, mask, documents)
-    attended = located(ids, mask, None, documents, layout.context)
-    x, top, outs = _forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat, mask=attended)
+    tokens = Tokens.of(ids, mask, None, documents, layout.context)
+    x, top, outs = _forward(cfg, params, ids, names, layout=layout, specs=specs, key=key, remat=remat, mask=tokens)
     logits = head_logits(cfg, layout, top, x, ids.shape[1])
     ce = nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.examples or None,
                           donate=True)  # fmt: skip
@@ -208,31 +211,32 @@ def loss(
 
 def _forward(
     cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any,
-    mask: Tensor | Tokens | None, cache: Cache | None = None, **options: Any,
+    key: Tensor | None, mask: Tokens, **options: Any,
 ) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
-    """`llama.forward`, whose blocks return (cached keys and values, sums of the router).
+    """Run Llama with blocks that return (cached keys and values, sums of the router).
 
     Experts that are split over the data axes are not unsharded: they go to the blocks as separate arguments.
     """
     data, axes = layout.examples, names_of(layout.experts)
-    described, tokens = shapes_of(init, cfg), Tokens.of(ids, mask, cache)
-    options |= {"mask": tokens, "cache": cache, "layout": layout, "has_aux": True}
-    block = functools.partial(_block, counted=None if tokens.real is None else layout.time_slice(tokens.real))
+    described = shapes_of(init, cfg)
+    block = functools.partial(_block, counted=None if mask.real is None else layout.time_slice(mask.real))
     _check_layout(layout)
-    if not set(axes) & set(data):
-        return llama.forward(cfg, params, ids, names, described, block, specs=specs, **options)
-    if not isinstance(specs, Mapping) or not isinstance(specs.get("h"), Sequence):
-        raise must_be("mixtral: specs", "the specs of all leaves", specs,
-                      fix="those the parameters were placed with: experts are split over a data axis")  # fmt: skip
-    check_params({"h": params.get("h")} if isinstance(params, Mapping) else params, {"h": described["h"]})
-    rest = tuple(name for name in data if name not in axes) or None
-    own = [(functools.partial(unshard, specs=s.get("experts", {}), axis=rest, shapes=d.get("experts", {}),
-                              dtype=layout.dtype, reduce_dtype=layout.reduce_dtype), p.get("experts", {}))
-           for p, s, d in zip(params["h"], specs["h"], described["h"], strict=True)]  # fmt: skip
-    params, specs, described = (
-        {**x, "h": [{**block, "experts": {}} for block in x["h"]]} for x in (params, specs, described)
-    )
-    return llama.forward(cfg, params, ids, names, described, block, specs=specs, each=own, **options)
+    own: list[tuple[Any, ...]] = [()] * cfg.num_hidden_layers
+    if set(axes) & set(data):
+        if not isinstance(specs, Mapping) or not isinstance(specs.get("h"), Sequence):
+            raise must_be("mixtral: specs", "the specs of all leaves", specs,
+                          fix="those the parameters were placed with: experts are split over a data axis")  # fmt: skip
+        check_params({"h": params.get("h")} if isinstance(params, Mapping) else params, {"h": described["h"]})
+        rest = tuple(name for name in data if name not in axes) or None
+        own = [(functools.partial(unshard, specs=s.get("experts", {}), axis=rest, shapes=d.get("experts", {}),
+                                  dtype=layout.dtype, reduce_dtype=layout.reduce_dtype), p.get("experts", {}))
+               for p, s, d in zip(params["h"], specs["h"], described["h"], strict=True)]  # fmt: skip
+        params, specs, described = (
+            {**x, "h": [{**block, "experts": {}} for block in x["h"]]} for x in (params, specs, described)
+        )
+    pieces = llama.pieces_with(block, lambda cfg: [(w, *more) for w, more in zip(cfg.windows, own, strict=True)])
+    run: Pieces = pieces(cfg, ids, layout=layout, key=key, mask=mask)
+    return run.run(params, names, described=described, specs=specs, key=key, has_aux=True, **options)
 
 
 def _check_layout(layout: Layout) -> None:
@@ -246,14 +250,13 @@ def _check_layout(layout: Layout) -> None:
 
 
 def _block(
-    run: Forward, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None,
+    run: Run, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None,
     unshard_experts: Callable[[Any], Any] | None = None, experts: Any = None, *, counted: Tensor | None,
 ) -> tuple[Tensor, tuple[KeyValues | None, RouterSums]]:  # fmt: skip
     """Compute x + attention(norm(x)), then x + mixture(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
     cfg, layout, t = run.cfg, run.layout, run.tokens.t
-    assert isinstance(cfg, BaseConfig)
-    x, cached = run.attention(p, x, key, cached, window)
-    h = run.norm(x, p["norm_2"])
+    x, cached = llama.attention(run, p, x, key, cached, window)
+    h = llama.norm(run, x, p["norm_2"])
     if "router" not in p:
         return x + layout.leave(_mlp(cfg, p, layout.enter(h, t))), (cached, _no_sums(cfg, x))
     w, b = p["router"]["w"], p["router"].get("b")
@@ -326,28 +329,15 @@ def _with_cache(*args: Any, **options: Any) -> tuple[Tensor, dict[str, Any], lis
     return x, top, [cached for cached, _ in outs]
 
 
-apply, states = decoder_of(BaseConfig, init, _with_cache)
-generate = generate_of(apply, Config)
+apply, states = decoder_of(BaseConfig, init, llama.pieces, forward=_with_cache)
+_, generate = functions_of(apply, Config)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
 
-def block_tensors(experts: str, router: str, gate: str, up: str, down: str) -> dict[str, FileTensor]:
-    """Return the tensors of a block: every matrix of an expert is a tensor of its own, by these names."""
-    return {
-        **llama.ATTENTION,
-        "router.w": FileTensor(router, "e d -> d e"),
-        "experts.gate": FileTensors(f"{experts}.{gate}.weight", "f d -> d f"),
-        "experts.up": FileTensors(f"{experts}.{up}.weight", "f d -> d f"),
-        "experts.down": FileTensors(f"{experts}.{down}.weight", "d f -> f d"),
-    }
-
-
 FILE = replace(
-    llama.FILE, config_class=Config, init=init,
-    tensor=functools.partial(file_tensor, top=llama.TOP, block=block_tensors(
-        "block_sparse_moe.experts.*", "block_sparse_moe.gate.weight", "w1", "w3", "w2"), blocks=llama.BLOCKS),
+    llama.FILE, config_class=Config, init=init, tensor=LEAVES.tensor,
     kind="Mixtral", fixed={"model_type": "mixtral", "layer_types": None, "router_jitter_noise": 0.0},
     other_fields=functools.partial(llama.rotary, theta=_THETA),
 )  # fmt: skip

@@ -13,7 +13,7 @@ from . import llama
 from .hf_files import file_functions
 from .kv_cache import Cache
 from .llama import apply, init, specs, states
-from .transformer import Layout, generate_of, loss_of
+from .transformer import Layout, functions_of
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,7 @@ class Config(BaseConfig):
         return ("q", "k", "v")
 
 
-loss = loss_of(apply, Config)
-generate = generate_of(apply, Config)
+loss, generate = functions_of(apply, Config)
 
 FILE = replace(
     llama.FILE, config_class=Config, kind="Qwen2", absent={}, fixed={"model_type": "qwen2", "use_mrope": False}

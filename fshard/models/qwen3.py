@@ -14,7 +14,7 @@ from . import qwen2
 from .hf_files import file_functions
 from .kv_cache import Cache
 from .llama import apply, init, specs, states
-from .transformer import Layout, generate_of, loss_of
+from .transformer import Layout, functions_of
 
 
 @checked
@@ -31,8 +31,7 @@ class Config(qwen2.BaseConfig):
     attention_bias: bool = False
 
 
-loss = loss_of(apply, Config)
-generate = generate_of(apply, Config)
+loss, generate = functions_of(apply, Config)
 
 FILE = replace(
     qwen2.FILE, config_class=Config, kind="Qwen3", fixed={"model_type": "qwen3"},

@@ -5,17 +5,16 @@ Source: Yang et al., 2025, "Qwen3 technical report"; weights as in Hugging Face 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fshard.errors import checked
 
 from . import llama, mixtral
-from .hf_files import file_functions, file_tensor
+from .hf_files import file_functions
 from .kv_cache import Cache
 from .mixtral import apply, init, loss, losses, specs, states
-from .transformer import Layout, generate_of
+from .transformer import Layout, functions_of
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,9 @@ class Config(BaseConfig):
         return mixtral.Experts(self.num_experts, self.moe_intermediate_size, dense_layers=dense)
 
 
-generate = generate_of(apply, Config)
+_, generate = functions_of(apply, Config)
 
-TENSORS = {
-    **llama.BLOCK,
-    **mixtral.block_tensors("mlp.experts.*", "mlp.gate.weight", "gate_proj", "up_proj", "down_proj"),
-}
+LEAVES = mixtral.leaves("mlp.experts.*", "mlp.gate", "gate_proj", "up_proj", "down_proj")
 
 
 def _other_fields(config: dict[str, Any]) -> dict[str, Any]:
@@ -76,8 +72,7 @@ def _other_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 FILE = replace(
     llama.FILE, config_class=Config, init=init, absent={}, kind="Qwen3Moe", fixed={"model_type": "qwen3_moe"},
-    other_fields=_other_fields,
-    tensor=functools.partial(file_tensor, top=llama.TOP, block=TENSORS, blocks=llama.BLOCKS),
+    other_fields=_other_fields, tensor=LEAVES.tensor,
 )  # fmt: skip
 theirs, config, load, save = file_functions(FILE)
 

@@ -21,7 +21,7 @@ from fshard.schedule.tables import Kind
 from fshard.schedule.unshard import make_whole
 
 from . import gpt2, gpt_neox, gptj, llama, mixtral
-from .kv_cache import located
+from .kv_cache import Tokens
 from .transformer import Layout, check_params, fold_name, head_logits, shapes_of, spec_of
 
 
@@ -115,7 +115,7 @@ class Stages:
 
         def pieces(batch: Any) -> Any:
             layout = replace(self.layout, stage=None, zigzag=bool(self.layout.context))
-            tokens = located(batch["ids"], None, None, None, layout.context)
+            tokens = Tokens.of(batch["ids"], context=layout.context)
             return self.model.pieces(self.cfg, batch["ids"], layout=layout, key=key, mask=tokens)
 
         def first(ends: Any, batch: Any) -> Tensor:

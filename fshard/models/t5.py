@@ -17,21 +17,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard import init as initial
-from fshard import nn, tree
+from fshard import nn
 from fshard._core.files.io import StrPath
-from fshard.collectives import pvary
+from fshard._core.ops import global_size, own_range
+from fshard.collectives import all_gather, pvary
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import FileTensor, WeightHeaders, config_of, tensors
+from fshard.interop.hf import WeightHeaders, config_of, tensors
 from fshard.nn import decoding
 from fshard.nn.decoding import Decoder, Options, check_ids
 from fshard.nn.decoding.options import with_tokens
 from fshard.random import fold_in
-from fshard.spec import Axis, P
+from fshard.spec import P
 
 from .activations import ACTIVATIONS, activated, activation_errors
 from .hf_files import ModelFile, file_functions, read_config
 from .kv_cache import Cache, KeyValues, Tokens, append_to_cache
+from .leaves import Leaf, Leaves, in_blocks, layer, leaf, specs_of
 from .transformer import (
     ONE_DEVICE,
     Layout,
@@ -39,7 +40,6 @@ from .transformer import (
     check_numbers,
     flat_linear,
     fold_name,
-    linear_params,
     project_heads,
     shapes_of,
     spec_of,
@@ -123,6 +123,41 @@ def _activation(feed_forward_proj: str) -> str:
     return "gelu_new" if feed_forward_proj == "gated-gelu" else name
 
 
+def _leaves() -> dict[str, Leaf]:
+    """Return the leaves by name; the matrices in files are [out, in]."""
+    bias = "SelfAttention.relative_attention_bias.weight"
+    leaves = {"wte": leaf("shared.weight", "v d")}
+    for stack, layers in (("encoder", ("attn", "mlp")), ("decoder", ("attn", "cross", "mlp"))):
+        leaves[f"{stack}.bias"] = leaf(f"{stack}.block.0.layer.0.{bias}", "n h")
+        inner = {"attn.bias": leaf(f"layer.0.{bias}", "n h")}
+        for i, name in enumerate(layers):
+            inner[f"{name}.norm.w"] = leaf(f"layer.{i}.layer_norm.weight", "d")
+            if name == "mlp":
+                file = f"layer.{i}.DenseReluDense"
+                for ours, theirs in (("up", "wi"), ("gate", "wi_0"), ("linear", "wi_1")):
+                    inner |= layer(f"mlp.{ours}", f"{file}.{theirs}", "f d -> d f")
+                inner |= layer("mlp.down", f"{file}.wo", "d f -> f d")
+                continue
+            file = f"layer.{i}.{'SelfAttention' if name == 'attn' else 'EncDecAttention'}"
+            for part in "qkv":
+                inner |= layer(f"{name}.{part}", f"{file}.{part}", "(h k) d -> d h k")
+            inner |= layer(f"{name}.proj", f"{file}.o", "d (h k) -> h k d")
+        leaves |= in_blocks(f"{stack}.h", f"{stack}.block", inner)
+        leaves[f"{stack}.norm_f.w"] = leaf(f"{stack}.final_layer_norm.weight", "d")
+    return {**leaves, "head.w": leaf("lm_head.weight", "v d -> d v")}
+
+
+def _has(cfg: Config, name: str, _: int) -> bool:
+    if name in ("mlp.up.w", "mlp.gate.w", "mlp.linear.w"):
+        return cfg.gated != (name == "mlp.up.w")
+    if name.endswith("bias"):
+        return cfg.shares_positions != (name == "attn.bias")
+    return name != "head.w" or not cfg.tie_word_embeddings
+
+
+LEAVES = Leaves(_leaves(), lambda cfg: {"encoder.h": cfg.num_layers, "decoder.h": cfg.decoder_layers}, _has)
+
+
 @checked
 def init(cfg: Config) -> Any:
     """Return the described parameters: matrices have the std of T5, which its attention without a scale needs.
@@ -130,71 +165,17 @@ def init(cfg: Config) -> Any:
     >>> init(Config())["encoder"]["bias"], init(Config())["decoder"]["h"][0]["cross"]["q"]
     (f32[32, 8] = normal(std=0.04419), {'w': f32[512, 8, 64] = normal(std=0.005524)})
     """
-    d, h, k, f, n = cfg.d_model, cfg.num_heads, cfg.d_kv, cfg.d_ff, cfg.relative_attention_num_buckets
-    factor = cfg.initializer_factor
+    d, h, k, f = cfg.d_model, cfg.num_heads, cfg.d_kv, cfg.d_ff
+    sizes = {"v": cfg.vocab_size, "d": d, "h": h, "k": k, "f": f, "n": cfg.relative_attention_num_buckets}
+    fans = {"wte": 1, "head": 1, "q": d * k, "proj": h * k, "down": f}  # d of the others
 
-    def linear(inputs: tuple[int, ...], outputs: tuple[int, ...], fan: int) -> Any:
-        return linear_params(inputs, outputs, factor * fan**-0.5, bias=False)
+    def std(name: str) -> float:
+        return cfg.initializer_factor * float(fans.get(name.removesuffix(".w").rpartition(".")[2], d) ** -0.5)
 
-    def norm() -> Any:
-        return {"w": initial.full(d, factor)}
-
-    def bias() -> Any:
-        return initial.normal((n, h), std=factor * d**-0.5)
-
-    def attention() -> Any:
-        return {"norm": norm(), "q": linear((d,), (h, k), d * k), "k": linear((d,), (h, k), d),
-                "v": linear((d,), (h, k), d), "proj": linear((h, k), (d,), h * k)}  # fmt: skip
-
-    def block(name: str) -> Any:
-        return {
-            "attn": {**attention(), **({} if cfg.shares_positions else {"bias": bias()})},
-            **({"cross": attention()} if name == "decoder" else {}),
-            "mlp": {"norm": norm(), **{p: linear((d,), (f,), d) for p in _mlp_inputs(cfg)},
-                    "down": linear((f,), (d,), f)},
-        }  # fmt: skip
-
-    def stack(name: str, layers: int) -> Any:
-        return {**({"bias": bias()} if cfg.shares_positions else {}),
-                "h": [block(name) for _ in range(layers)], "norm_f": norm()}  # fmt: skip
-
-    return {
-        "wte": initial.normal((cfg.vocab_size, d), std=factor),
-        "encoder": stack("encoder", cfg.num_layers),
-        "decoder": stack("decoder", cfg.decoder_layers),
-        **({} if cfg.tie_word_embeddings else {"head": linear((d,), (cfg.vocab_size,), 1)}),
-    }
+    return LEAVES.init(cfg, sizes, std, cfg.initializer_factor)
 
 
-def _mlp_inputs(cfg: Config) -> tuple[str, ...]:
-    """Return the names of the projections to the hidden units; a gated layer has two."""
-    return ("gate", "linear") if cfg.gated else ("up",)
-
-
-@checked
-def specs(cfg: Config, *, model: Axis = None) -> Any:
-    """Split heads with their relative positions, hidden units and the vocabulary over `model`; replicate the rest.
-
-    `fs.fully_shard` adds a data axis.
-
-    >>> params = fs.materialize(init(cfg), specs(cfg, model="model"), mesh, key=fs.key(0))
-    >>> params["wte"]
-    f32[32@model, 16]
-    """
-    column, row, bias = {"w": P(None, model)}, {"w": P(model)}, {"bias": P(None, model)}
-    attention = {"norm": P(), "q": column, "k": column, "v": column, "proj": row}
-    encoder = {
-        "attn": attention if cfg.shares_positions else {**attention, **bias},
-        "mlp": {"norm": P(), **dict.fromkeys(_mlp_inputs(cfg), column), "down": row},
-    }
-    decoder = {**encoder, "cross": attention}
-    shared = bias if cfg.shares_positions else {}
-    return {
-        "wte": P(model),
-        "encoder": {**shared, "h": [encoder] * cfg.num_layers, "norm_f": P()},
-        "decoder": {**shared, "h": [decoder] * cfg.decoder_layers, "norm_f": P()},
-        **({} if cfg.tie_word_embeddings else {"head": column}),
-    }
+specs = specs_of(LEAVES, Config)
 
 
 @checked
@@ -207,11 +188,19 @@ def apply(
     The first of `decoder_ids` is `cfg.decoder_start_token_id`. `params` are as placed. Pass their `specs` if they vary
     over `layout.data` or are split over it (FSDP): each block is then unsharded just before it runs. `key` turns
     dropout on; `remat` recomputes blocks in backward. `mask` [B@data, S] and `decoder_mask` [B@data, T] are 0 for
-    padding, on either side: no token attends to it.
+    padding, on either side: no token attends to it. With `layout.context` ids and `mask` are [B@data, S@context], for
+    the encoder; the decoder runs on each rank, with all of the source.
 
     >>> apply(cfg, params, ids, ids).shape
     torch.Size([2, 4, 32])
     """
+    if layout.context:
+        states = encode(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask)
+        size = global_size("t5", ids.shape[1], layout.context)
+        states, mask = all_gather((states, mask), layout.context, 1, size=size, to="invariant")
+        logits: Tensor = decode(cfg, params, states, decoder_ids, layout=replace(layout, context=None), specs=specs,
+                                key=key, remat=remat, mask=mask, decoder_mask=decoder_mask)  # fmt: skip
+        return logits
     call = _Call.of(cfg, params, ids, layout, specs, key, remat, ("wte", *_STACKS, *_head(cfg)))
     source = layout.enter(_encode(call, ids, mask), ids.shape[1])  # once for all blocks
     return _decode(call, source, decoder_ids, mask, decoder_mask, None)[0]
@@ -224,7 +213,8 @@ def encode(
 ) -> Tensor:  # fmt: skip
     """Return the encoder's last hidden states: ids [B@data, S] -> [B@data, S, D]{I model}; arguments as of `apply`.
 
-    The parameters need neither a decoder nor a head.
+    With `layout.context` ids, mask and states are [B@data, S@context, ..]. The parameters need neither a decoder nor a
+    head.
 
     >>> encode(cfg, params, ids).shape
     torch.Size([2, 4, 16])
@@ -247,6 +237,7 @@ def decode(
     >>> decode(cfg, params, encode(cfg, params, ids), ids).shape
     torch.Size([2, 4, 32])
     """
+    layout.refuse_context("t5.decode")
     call = _Call.of(cfg, params, decoder_ids, layout, specs, key, remat, ("wte", "decoder", *_head(cfg)))
     logits, cache = _decode(call, pvary(states, layout.model), decoder_ids, mask, decoder_mask, cache)
     return logits if cache is None else (logits, cache)
@@ -275,7 +266,6 @@ class _Call(NamedTuple):
     ) -> _Call:  # fmt: skip
         """Unshard the named parts of the parameters; ids [B, ...] have this rank's batch."""
         check_ids("t5", ids)
-        layout.refuse_context("t5")
         layout = layout.with_batch(ids, key, cfg.dropout_rate)
         described = shapes_of(init, cfg)
         top = layout.unshard(names, _without_blocks(params), _without_blocks(specs), _without_blocks(described))
@@ -292,9 +282,14 @@ def _without_blocks(parts: Any) -> Any:
 
 def _encode(call: _Call, ids: Tensor, mask: Tensor | None) -> Tensor:
     """Return the normalized stream after the last block, [B, S, D]{I model}, or [B, S@model, D]."""
-    at = torch.arange(ids.shape[1], device=ids.device)
-    buckets = _buckets(at - at.unsqueeze(1), call.cfg, bidirectional=True)
-    stack = _Stack(call.cfg, call.layout, Tokens.of(ids), buckets, _attended(mask, *ids.shape), None)
+    axis = call.layout.context
+    call.layout.refuse_zigzag("t5")
+    size = global_size("t5", ids.shape[1], axis) if axis else ids.shape[1]
+    first, n = own_range("t5", size, axis)
+    at = torch.arange(size, device=ids.device)
+    buckets = _buckets(at - at[first : first + n].unsqueeze(1), call.cfg, bidirectional=True)
+    attended = all_gather(_attended(mask, *ids.shape), axis, 3, size=size)
+    stack = _Stack(call.cfg, call.layout, Tokens.of(ids)._replace(size=size), buckets, attended, None)
     return _run_stack("encoder", call, stack, ids, (), None)[0]
 
 
@@ -374,15 +369,16 @@ class _Stack(NamedTuple):
 
     def dropout(self, x: Tensor, key: Tensor | None, name: str) -> Tensor:
         """Drop values of the stream."""
-        return self.layout.dropout(x, self.cfg.dropout_rate, key, name, self.tokens.t)
+        return self.layout.dropout(x, self.cfg.dropout_rate, key, name, self.tokens.total)
 
     def attention(self, q: Tensor, kv: KeyValues, mask: Tensor | None, p: Any, key: Tensor | None, name: str) -> Tensor:
         """Attend, without a scale: q [B, H@model, T, K], keys and values [B, H@model, S, K] -> the stream."""
         layout, rate = self.layout, self.cfg.dropout_rate
         has_dropout = bool(rate) and key is not None
-        shape = layout.global_shape((len(q), self.cfg.num_heads, q.shape[2], kv.k.shape[2])) if has_dropout else None
+        shape = (len(q), self.cfg.num_heads, self.tokens.total, kv.k.shape[2])
         a = nn.attention(q, kv.k, kv.v, mask=mask, scale=1.0, rate=rate, key=fold_name(key, name),
-                         spec=P(layout.data, layout.model), shape=shape)  # fmt: skip
+                         spec=P(layout.data, layout.model, layout.context),
+                         shape=layout.global_shape(shape) if has_dropout else None)  # fmt: skip
         a = layout.row_linear(a.transpose(1, 2).flatten(2), p["proj"]["w"].flatten(0, 1))
         return self.dropout(a, key, f"{name}.proj")
 
@@ -395,8 +391,9 @@ class _Stack(NamedTuple):
         else:
             h = activated(cfg.activation, flat_linear(h, p["up"]), p["down"]["w"])
         if cfg.dropout_rate and key is not None:
-            h = nn.dropout(h, cfg.dropout_rate, key=fold_in(key, "hidden"), spec=P(layout.data, None, layout.model),
-                           shape=layout.global_shape((len(h), self.tokens.t, cfg.d_ff)))  # fmt: skip
+            h = nn.dropout(h, cfg.dropout_rate, key=fold_in(key, "hidden"),
+                           spec=P(layout.data, layout.context, layout.model),
+                           shape=layout.global_shape((len(h), self.tokens.total, cfg.d_ff)))  # fmt: skip
         return self.dropout(layout.row_linear(h, p["down"]["w"]), key, "down")
 
 
@@ -431,6 +428,7 @@ def _block(
     h = stack.enter(x, attn["norm"])
     q, k, v = (project_heads(h, attn[name]) for name in "qkv")  # each [B, H@model, T, K]
     k, v, own = append_to_cache(k, v, stack.tokens, own)
+    k, v = all_gather((k, v), stack.layout.context, 2, size=stack.tokens.total)  # of an encoder
     x = _finite(x + stack.attention(q, KeyValues(k, v), bias, attn, key, "attn"))
 
     if "cross" in p:
@@ -511,6 +509,7 @@ def generate(
 
     Raises ShardingError for sources without tokens.
     """
+    layout.refuse_context("generate")
     chosen = Options.of(with_tokens(options, cfg.eos_token_id, cfg.pad_token_id, cfg.vocab_size))
     check_ids("generate", ids)
     if not ids.shape[1]:
@@ -539,39 +538,7 @@ def generate(
 # --- Hugging Face files ---------------------------------------------------------------------------------------
 
 
-def _names() -> dict[str, FileTensor]:
-    """Our leaves as tensors of the files, with `*` for the number of a block; the matrices there are [out, in]."""
-    bias = "SelfAttention.relative_attention_bias.weight"
-    names = {"wte": FileTensor("shared.weight"), "head.w": FileTensor("lm_head.weight", "v d -> d v")}
-    for stack, layers in (("encoder", ("attn", "mlp")), ("decoder", ("attn", "cross", "mlp"))):
-        names[f"{stack}.norm_f.w"] = FileTensor(f"{stack}.final_layer_norm.weight")
-        names[f"{stack}.bias"] = FileTensor(f"{stack}.block.0.layer.0.{bias}")
-        names[f"{stack}.h.*.attn.bias"] = FileTensor(f"{stack}.block.*.layer.0.{bias}")
-        for i, layer in enumerate(layers):
-            ours, file = f"{stack}.h.*.{layer}", f"{stack}.block.*.layer.{i}"
-            names[f"{ours}.norm.w"] = FileTensor(f"{file}.layer_norm.weight")
-            if layer == "mlp":
-                names |= {f"{ours}.{a}.w": FileTensor(f"{file}.DenseReluDense.{b}.weight", "o i -> i o")
-                          for a, b in (("up", "wi"), ("gate", "wi_0"), ("linear", "wi_1"), ("down", "wo"))}  # fmt: skip
-                continue
-            file += ".SelfAttention" if layer == "attn" else ".EncDecAttention"
-            names |= {f"{ours}.{a}.w": FileTensor(f"{file}.{a}.weight", "(h k) d -> d h k") for a in "qkv"}
-            names[f"{ours}.proj.w"] = FileTensor(f"{file}.o.weight", "d (h k) -> h k d")
-    return names
-
-
-_NAMES = _names()
 _CLASSES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}
-
-
-def _tensor(path: tree.Path) -> FileTensor:
-    in_block = len(path) > 2 and path[1] == "h" and type(path[2]) is int
-    name = tree.dotted((*path[:2], "*", *path[3:]) if in_block else path)
-    if name not in _NAMES:
-        raise fail(f"theirs: the model has no leaf at the path {path!r}",
-                   fix=f"one of {', '.join(_NAMES)}, where * is the number of a block")  # fmt: skip
-    found = _NAMES[name]
-    return replace(found, name=found.name.replace("*", str(path[2]))) if in_block else found
 
 
 class _T5File(ModelFile):
@@ -609,7 +576,7 @@ def _begin_alike(headers: WeightHeaders) -> bool:
 
 
 FILE = _T5File(
-    Config, init, _tensor, kind="", suffix=lambda cfg: f"{_CLASSES[cfg.model_type]}ForConditionalGeneration",
+    Config, init, LEAVES.tensor, kind="", suffix=lambda cfg: f"{_CLASSES[cfg.model_type]}ForConditionalGeneration",
     fixed={"is_encoder_decoder": True},
     tied=dict.fromkeys([*(f"{stack}.embed_tokens.weight" for stack in _STACKS), "lm_head.weight"], "shared.weight"),
     ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),  # of the first files: not used

@@ -7,6 +7,7 @@ Source: Shoeybi et al., 2019, and Korthikanti et al., 2022, "Reducing activation
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard import init as initial
 from fshard import nn, tree
 from fshard._core.ops import Gather, Vary
 from fshard._core.region import live_axis, region
@@ -32,7 +32,7 @@ from fshard.schedule.scan import scan
 from fshard.schedule.unshard import make_whole, unshard
 from fshard.spec import Axis, P, any_on_host, is_spec, names_of
 
-from .kv_cache import Cache, KeyValues, Tokens, append_to_cache, located
+from .kv_cache import Cache, KeyValues, Tokens, append_to_cache
 
 # A block: its unsharded parameters, x, its key, its cached keys and values[, its own argument] -> x and the
 # updated keys and values.
@@ -211,6 +211,12 @@ class Layout:
             raise fail(f"{what}: has no form for positions that an axis splits", layout=self,
                        fix="a Layout without context")  # fmt: skip
 
+    def refuse_zigzag(self, what: str) -> None:
+        """Raise ShardingError if the tokens of an encoder are in the zigzag order."""
+        if self.zigzag:
+            raise fail(f"{what}: its tokens have no zigzag order, in which no rank would have less work", layout=self,
+                       fix="a Layout without zigzag")  # fmt: skip
+
     def global_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the global shape of a shape whose dim 0 is this rank's batch."""
         batch = self.batch
@@ -291,19 +297,6 @@ def fold_name(key: Tensor | None, name: str | int) -> Tensor | None:
     return None if key is None else fold_in(key, name)
 
 
-def norm_params(width: int) -> dict[str, Any]:
-    """Return the described parameters of a layer norm."""
-    return {"w": initial.ones(width), "b": initial.zeros(width)}
-
-
-def linear_params(
-    inputs: tuple[int, ...], outputs: tuple[int, ...], std: float, *, bias: bool = True
-) -> dict[str, Any]:
-    """Describe the parameters of a linear layer: w [inputs.., outputs..] from N(0, std^2) and, with `bias`, zeros."""
-    w = {"w": initial.normal((*inputs, *outputs), std=std)}
-    return {**w, "b": initial.zeros(outputs)} if bias else w
-
-
 def flat_linear(x: Tensor, p: Any) -> Tensor:
     """Compute x @ w + b with all output dims flattened: [B, T, D], w [D, F..], b [F..] if there is one -> [B, T, F]."""
     return nn.linear(x, p["w"].flatten(1), p["b"].flatten() if "b" in p else None)
@@ -320,24 +313,6 @@ def split_qkv(x: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
     """Split one projection [B, T, 3HK] of `shape` (3, H, K) into q, k and v, each [B, H, T, K]."""
     qkv: Tensor = x.unflatten(-1, tuple(shape))  # type: ignore[no-untyped-call]
     return qkv.permute(2, 0, 3, 1, 4).unbind(0)
-
-
-def rope_angles(
-    parameters: Mapping[str, Any], width: int, longest: int, *, tokens: Tokens, layout: Layout, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return cos and sin that rotate queries and keys, [T, R/2], or [B, T, R/2] with a mask; see `rope.frequencies`.
-
-    For rope types that depend on the length of the sequence, that is the longest length so far on all ranks.
-    """
-    length: int | Tensor | None = None
-    if parameters.get("rope_type") in ("dynamic", "longrope"):
-        length = tokens.stop
-        if tokens.positions.ndim == 2:
-            ends = tokens.positions + 1
-            last = ends.max() if ends.numel() else ends.new_zeros(())  # a rank may have no rows
-            length = pmax(last, layout.examples)
-    rates, factor = rope.frequencies(parameters, width, longest, length=length, device=tokens.positions.device)
-    return rope.angles(tokens.positions, rates, factor, dtype=dtype)
 
 
 def causal_attention(
@@ -447,21 +422,77 @@ class Pieces(NamedTuple):
         return self.norm(top, x), top, outs
 
 
-def forward_of(init: Callable[[Any], Any], pieces: Callable[..., Pieces]) -> Callable[..., Any]:
-    """Make the `forward` of a decoder, for `decoder_of`, from its parts."""
+class Run(NamedTuple):
+    """The arguments that all blocks of one forward pass share."""
 
-    def forward(
-        cfg: Any, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any, key: Tensor | None,
-        remat: bool, mask: Tensor | Tokens | None, cache: Cache | None = None,
-    ) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
-        run = pieces(cfg, ids, layout=layout, key=key, mask=mask, cache=cache)
-        return run.run(params, names, described=shapes_of(init, cfg), specs=specs, key=key, remat=remat, cache=cache)
+    cfg: Any
+    layout: Layout
+    tokens: Tokens
+    angles: Any = None  # the cos and sin that rotate queries and keys
 
-    return forward
+    def dropout(self, x: Tensor, rate: float, key: Tensor | None, name: str) -> Tensor:
+        """Drop values of the stream."""
+        return self.layout.dropout(x, rate, key, name, self.tokens.total)
+
+    def rope_angles(
+        self, parameters: Mapping[str, Any], width: int, longest: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return cos and sin that rotate queries and keys, [T, R/2], [B, T, R/2] with a mask; see `rope.frequencies`.
+
+        For rope types that depend on the length of the sequence, that is the longest length so far on all ranks.
+        """
+        length: int | Tensor | None = None
+        at = self.tokens.positions
+        if parameters.get("rope_type") in ("dynamic", "longrope"):
+            length = self.tokens.stop
+            if at.ndim == 2:
+                last = (at + 1).max() if at.numel() else at.new_zeros(())  # a rank may have no rows
+                length = pmax(last, self.layout.examples)
+        rates, factor = rope.frequencies(parameters, width, longest, length=length, device=at.device)
+        return rope.angles(at, rates, factor, dtype=dtype)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, cached: KeyValues | None, **options: Any
+    ) -> tuple[Tensor, KeyValues | None]:
+        """Run `causal_attention`."""
+        return causal_attention(q, k, v, self.tokens, cached, layout=self.layout, key=key, **options)
 
 
-def loss_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor]:
-    """Make the `loss` of a decoder from its `apply` and the class of its configs."""
+def pieces_of(
+    embed: Callable[[Run, Any, Tensor, Tensor | None], Tensor], block: Callable[..., Any],
+    norm: Callable[[Run, Any, Tensor], Tensor], *, angles: Callable[[Run, torch.dtype], Any] = lambda run, dtype: None,
+    rates: Sequence[str] = (), longest: str = "", each: Callable[[Any], Any] = lambda cfg: None,
+) -> Callable[..., Pieces]:  # fmt: skip
+    """Make the `pieces` of a decoder: (cfg, ids [B@data, T], layout=, key=, mask=Tokens) -> its parts on these ids.
+
+    Args:
+        embed: (run, unsharded parameters, ids, key) -> the stream, [B, T, D], or [B, T@model, D] where it is split.
+        block: (run, its parameters, stream, key, cached, its own arguments by `each(cfg)`) -> stream, updated cache.
+        norm: (run, unsharded parameters, stream) -> the normalized stream.
+        angles: (run, dtype) -> cos and sin.
+        rates: the names of the config's rates of dropout; `longest`: of its number of positions, if it has one.
+    """
+
+    def pieces(cfg: Any, ids: Tensor, *, layout: Layout, key: Tensor | None, mask: Tokens) -> Pieces:
+        tokens = mask
+        if longest and tokens.stop > getattr(cfg, longest):
+            raise fail(f"{type(cfg).__module__.rpartition('.')[2]}: {tokens.stop} tokens do not fit "
+                       f"{getattr(cfg, longest)} positions", fix=f"a larger {longest}")  # fmt: skip
+        run = Run(cfg, layout.with_batch(ids, key, *[getattr(cfg, rate) for rate in rates]), tokens)
+        return Pieces(run.layout, lambda top: embed(run, top, ids, key),
+                      lambda x: functools.partial(block, run._replace(angles=angles(run, x.dtype))),
+                      lambda top, x: norm(run, top, x), each(cfg))  # fmt: skip
+
+    return pieces
+
+
+def check_config(verb: str, cfg: Any, config: type) -> None:
+    if not isinstance(cfg, config):
+        raise must_be(f"{verb}: cfg", f"a {config.__module__.rpartition('.')[2]}.Config", cfg)
+
+
+def functions_of(apply: Callable[..., Any], config: type) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Make the `loss` and `generate` of a decoder from its `apply` and the class of its configs."""
 
     @checked
     def loss(
@@ -479,17 +510,6 @@ def loss_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor]:
                        documents=documents)  # fmt: skip
         return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.examples or None,
                             donate=True)  # fmt: skip
-
-    return loss
-
-
-def check_config(verb: str, cfg: Any, config: type) -> None:
-    if not isinstance(cfg, config):
-        raise must_be(f"{verb}: cfg", f"a {config.__module__.rpartition('.')[2]}.Config", cfg)
-
-
-def generate_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor]:
-    """Make the `generate` of a decoder from its `apply` and the class of its configs."""
 
     @checked
     def generate(
@@ -521,7 +541,7 @@ def generate_of(apply: Callable[..., Any], config: type) -> Callable[..., Tensor
         return decoding.generate(decoder, ids, new=new, size=cfg.vocab_size, options=chosen, data=layout.data,
                                  model=layout.model, mask=mask, key=key, on_token=on_token)  # fmt: skip
 
-    return generate
+    return loss, generate
 
 
 def head_logits(cfg: Any, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
@@ -531,17 +551,33 @@ def head_logits(cfg: Any, layout: Layout, top: dict[str, Any], x: Tensor, t: int
 
 
 def decoder_of(
-    config: type, init: Callable[[Any], Any], forward: Callable[..., tuple[Tensor, dict[str, Any], list[Any]]],
+    config: type, init: Callable[[Any], Any], pieces: Callable[..., Pieces],
     logits: Callable[[Any, Layout, dict[str, Any], Tensor, int], Tensor] = head_logits,
+    forward: Callable[..., tuple[Tensor, dict[str, Any], list[Any]]] | None = None,
 ) -> tuple[Callable[..., Any], Callable[..., Tensor]]:  # fmt: skip
     """Make `apply` and `states` of a decoder.
 
     Args:
         config: the class of its configs; `init` describes the parameters of one.
-        forward: (cfg, params, ids, names, layout=, specs=, key=, remat=, mask=, cache=) -> the normalized stream after
-            the last block, the unsharded parameters `names`, and the keys and values of each block.
+        pieces: of `pieces_of`.
         logits: (cfg, layout, unsharded parameters, stream, T) -> logits.
+        forward: (cfg, params, ids, names, layout=, specs=, key=, remat=, mask=, cache=) -> the normalized stream after
+            the last block, the unsharded parameters `names`, and the keys and values of each block; by default of the
+            pieces.
     """
+
+    def run(
+        cfg: Any, params: Any, ids: Tensor, layout: Layout, specs: Any, key: Tensor | None, remat: bool,
+        mask: Tensor | None, documents: Tensor | None, cache: Cache | None = None, without: Sequence[str] = ("h",),
+    ) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
+        names = [name for name in shapes_of(init, cfg) if name not in without]
+        inside, ids, mask, documents = layout.to_zigzag(ids, mask, documents)
+        tokens = Tokens.of(ids, mask, cache, documents, layout.context)
+        options: Any = {"specs": specs, "key": key, "remat": remat, "cache": cache}
+        if forward is not None:
+            return forward(cfg, params, ids, names, layout=inside, mask=tokens, **options)
+        parts = pieces(cfg, ids, layout=inside, key=key, mask=tokens)
+        return parts.run(params, names, described=shapes_of(init, cfg), **options)
 
     @checked
     def apply(
@@ -563,10 +599,7 @@ def decoder_of(
         torch.Size([2, 4, 32])
         """
         check_config("apply", cfg, config)
-        names = [name for name in shapes_of(init, cfg) if name != "h"]
-        inside, ids, mask, documents = layout.to_zigzag(ids, mask, documents)
-        x, top, blocks = forward(cfg, params, ids, names, layout=inside, specs=specs, key=key, remat=remat,
-                                 mask=located(ids, mask, cache, documents, layout.context), cache=cache)  # fmt: skip
+        x, top, blocks = run(cfg, params, ids, layout, specs, key, remat, mask, documents, cache)
         out = layout.from_zigzag(logits(cfg, layout, top, x, ids.shape[1]))
         return out if cache is None else (out, cache.updated(blocks, ids.shape[1]))
 
@@ -583,10 +616,7 @@ def decoder_of(
         torch.Size([2, 4, 16])
         """
         check_config("states", cfg, config)
-        names = [name for name in shapes_of(init, cfg) if name not in ("h", "head")]
-        inside, ids, mask, documents = layout.to_zigzag(ids, mask, documents)
-        x, *_ = forward(cfg, params, ids, names, layout=inside, specs=specs, key=key, remat=remat,
-                        mask=located(ids, mask, None, documents, layout.context))  # fmt: skip
+        x, *_ = run(cfg, params, ids, layout, specs, key, remat, mask, documents, without=("h", "head"))
         return layout.from_zigzag(layout.whole(x, ids.shape[1]))
 
     return apply, states

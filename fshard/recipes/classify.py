@@ -176,7 +176,7 @@ def run(args: Options) -> float:
     )
     scale = fs.LossScale() if args.dtype == "float16" else None
     optimizer = make_optimizer(
-        args, stepped, stepped_specs, zero=args.zero, weight_decay=0.05, summed=True, scale=scale
+        args, stepped, stepped_specs, zero=("data",) * args.zero, weight_decay=0.05, summed=True, scale=scale
     )
     of_rows = optim.adamw(learning_rate(args), b2=0.99)
     key = fs.key(args.seed)

@@ -59,7 +59,7 @@ class Options(command.Options):
     batch: int = option(8, "sequences per step, over all devices", rule=at_least(1))
     lr: float = option(4e-3, rule=POSITIVE)
     fsdp: bool = option(False, "shard parameters and optimizer state over data too")
-    zero: bool = option(False, "shard only the optimizer state over data (ZeRO-1)")
+    zero: bool = option(False, "shard only the optimizer state, over data and seq (ZeRO-1)")
     sequence_parallel: bool = option(False, "split the residual stream along time over model")
     text: Path | None = option(None, "train on this file instead of the standard library")
     context: int = option(128, "tokens per sequence", rule=at_least(1))
@@ -91,8 +91,6 @@ class Options(command.Options):
             divisor = max(n for n in range(1, min(self.heads, self.width) + 1) if self.width % n == 0)
             problems.append(f"--heads {self.heads}: must divide --width, and {self.width} % {self.heads} = "
                             f"{self.width % self.heads}: give --heads {divisor}")  # fmt: skip
-        if "seq=" in self.mesh and self.zero:
-            problems.append(f"--mesh {self.mesh} --zero: seq= does not take --zero: give --fsdp, or nothing")
         if "stage=" in self.mesh and (self.zero or self.compile or self.experts):
             problems.append(f"--mesh {self.mesh}: stage= takes neither --zero, --compile nor --experts: leave them out")
         if "stage=" in self.mesh and self.batch % self.microbatches:
@@ -189,7 +187,8 @@ def train(args: Options) -> float:
         layout = replace(layout, stage="stage", dtype=policy.compute, reduce_dtype=torch.float32)
     build: Any = stages.pipelined
     staged = partial(build, cfg, layout=layout, specs=specs, schedule=args.schedule, remat=args.remat)
-    optimizer = make_optimizer(args, described, specs, zero=args.zero, weight_decay=0.1)
+    over = tokens_spec(mesh).axes
+    optimizer = make_optimizer(args, described, specs, zero=over if args.zero else (), weight_decay=0.1)
     key = fs.key(args.seed)
     state = {"params": described, "opt": optimizer.init(described)}
     state_specs = {"params": specs, "opt": optimizer.specs(specs), "key": P(), "step": P()}
@@ -216,7 +215,7 @@ def train(args: Options) -> float:
     @fs.shard_map(mesh=mesh, in_specs=in_specs, out_specs=(state_specs, P()), donate=0, compile=args.compile)
     def train_step(state: Any, batch: Any) -> Any:
         key = fs.fold_in(state["key"], state["step"]) if args.dropout else None
-        params = fs.pvary(state["params"], "data") if args.zero else state["params"]
+        params = fs.pvary(state["params"], over) if args.zero else state["params"]
         step = staged(microbatches=args.microbatches) if layout.stage else fs.value_and_grad(loss_fn)
         loss, grads = step(params, batch["ids"], batch["targets"], key)
         params, opt = optimizer.update(grads, state["opt"], state["params"])
@@ -293,20 +292,20 @@ def learning_rate(args: command.Options) -> optim.Schedule:
 
 
 def make_optimizer(
-    args: command.Options, described: Any, specs: Any, *, zero: bool, weight_decay: float, summed: bool = False,
-    scale: fs.LossScale | None = None,
+    args: command.Options, described: Any, specs: Any, *, zero: tuple[str, ...], weight_decay: float,
+    summed: bool = False, scale: fs.LossScale | None = None,
 ) -> optim.Optimizer:  # fmt: skip
-    """Return AdamW with clipping; weight decay only for matrices. With `zero` its state is split over data.
+    """Return AdamW with clipping; weight decay only for matrices. Its state is split over the axes `zero`.
 
-    `summed`: the loss sums the gradients over data, as in `classify`; otherwise the optimizer sums them.
+    `summed`: the loss sums the gradients over them, as in `classify`; otherwise the optimizer sums them.
     """
-    split = fs.fully_shard(specs, described, axis="data") if zero else specs
+    split = fs.fully_shard(specs, described, axis=zero) if zero else specs
     decay = fs.tree.map(lambda leaf: leaf.ndim > 1, described)
     adamw = optim.adamw(learning_rate(args), b2=0.99, weight_decay=weight_decay, mask=decay)
     optimizer = optim.chain(optim.clip_by_global_norm(1.0, split), adamw)
     if scale:
         optimizer = scale.guard(optimizer, split)
-    return optim.zero(optimizer, specs, split, axis="data", summed=summed) if zero else optimizer
+    return optim.zero(optimizer, specs, split, axis=zero, summed=summed) if zero else optimizer
 
 
 def architecture(args: Options) -> tuple[Any, Any, dict[str, Any]]:

@@ -482,16 +482,16 @@ x, params = torch.ones(2, 3, 5, 5), {"w": torch.ones(2, 3, 3, 3), "b": torch.one
     "fshard.schedule.remat.remat": LOCAL_MLP + 'h = x\nblock = lambda p, h: torch.relu(h @ p["up"]) @ p["down"]',
 }
 OF_MODELS = {
-    "bert": "apply embed follows init logits loss pooled specs", "gpt2": "init specs",
-    "gpt_neox": "init specs", "gptj": "init specs", "llama": "init specs", "mixtral": "init loss losses specs",
-    "t5": "apply decode encode generate init loss specs",
+    "bert": "apply embed follows init logits loss pooled", "gpt2": "init", "gpt_neox": "init", "gptj": "init",
+    "llama": "init", "mixtral": "init loss losses specs", "t5": "apply decode encode generate init loss",
 }  # fmt: skip
 for _name, _keys in OF_MODELS.items():
     SETUP |= {f"fshard.models.{_name}.{key}": model(_name) for key in _keys.split()}
 _MADE = "fshard.models.hf_files.file_functions.<locals>"
 SETUP |= {f"{_MADE}.{key}": model("gpt2", saved=True) for key in ("config", "load", "save")}
 SETUP |= {"fshard.models.bert.config": model("bert", saved=True)}
-MADE = ("decoder_of.apply", "decoder_of.states", "generate_of.generate", "loss_of.loss")
+SETUP |= {"fshard.models.leaves.specs_of.<locals>.specs": model("gpt2")}
+MADE = ("decoder_of.apply", "decoder_of.states", "functions_of.generate", "functions_of.loss")
 SETUP |= {f"fshard.models.transformer.{key.replace('.', '.<locals>.')}": model("gpt2") for key in MADE}
 SETUP |= {f"fshard.models.resnet.{key}": RESNET_PLACED for key in ("apply", "features", "save")}
 SETUP |= {f"fshard.models.heads.{key}": HEADS for key in ["apply", "config", "embed", "load", "loss", "save", "specs"]}

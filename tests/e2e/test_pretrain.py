@@ -31,6 +31,7 @@ MESHES = {
     "data=2,model=2 fsdp sequence": "--mesh data=2,model=2 --fsdp --sequence-parallel",
     "model=4": "--mesh model=4",  # 257 tokens and 3 heads over 4
     "data=2,seq=2 fsdp": "--mesh data=2,seq=2 --fsdp",
+    "data=2,seq=2 zero": "--mesh data=2,seq=2 --zero",
     "data=2,stage=2 fsdp": "--mesh data=2,stage=2 --fsdp --schedule zero_bubble --microbatches 2",
 }
 
@@ -84,7 +85,7 @@ def test_a_mixture_of_eight_experts_has_one_curve_and_norm_on_every_mesh_and_res
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["data=2,model=2 zero sequence", "data=2,model=2 fsdp sequence", "model=4",
-                                  "data=2,seq=2 fsdp", "data=2,stage=2 fsdp"])  # fmt: skip
+                                  "data=2,seq=2 fsdp", "data=2,seq=2 zero", "data=2,stage=2 fsdp"])  # fmt: skip
 def test_the_mesh_never_changes_the_curve_with_dropout(name, text, one, one_with_dropout, tmp_path):
     assert abs(one_with_dropout[9]["loss"] - one[9]["loss"]) > 1e-3
     assert_same_curve(run(tmp_path, text, "--dropout", "0.1", *MESHES[name].split()), one_with_dropout)
@@ -236,10 +237,6 @@ def refusal(*flags):
     ("--steps -1 --batch 0", "--steps -1: give 1 or more; --batch 0: give 1 or more"),
     ("--layers 0 --heads -1 --width 0",
      "--layers 0: give 1 or more; --heads -1: give 1 or more; --width 0: give 1 or more"),
-    (
-        "--mesh seq=2 --zero",
-        "--mesh seq=2 --zero: seq= does not take --zero: give --fsdp, or nothing",
-    ),
     (
         "--fsdp --zero",
         "--fsdp --zero: fully sharded parameters have a sharded optimizer state: give one of the two",

@@ -101,6 +101,33 @@ def test_dropout_by_position_equals_one_device(module, cfg):
         assert_same(losses(module, cfg, *mesh, **options, key=key), want, str(mesh), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(("kind", "meshes"), [
+    ("t5", [({"seq": 3},)]),
+    pytest.param("umt5", [({"seq": 1},), ({"seq": 2},), MESHES["everything"]], marks=pytest.mark.slow),
+])  # fmt: skip
+def test_encoder_decoder_with_a_split_source_equals_one_device(kind, meshes):
+    """Relative positions, dropout and padding are by global positions; the decoder's ranks have all of the source."""
+    cfg, s = t5.Config(kind, 61, 24, 5, 34, 1, 1, 3, 8, 6, 0.2, tie_word_embeddings=kind == "t5"), 11
+    ids, mask, targets = ints(61, 4, s), torch.arange(s) < s - torch.arange(4)[:, None], ints(61, 4, 7, seed=1)
+
+    def run(axes, key, fully_sharded=False, sequence=False):
+        params, specs, layout, spec = placed(t5, cfg, axes, fully_sharded, sequence=sequence)
+
+        def step(params, ids, mask, targets):
+            options = {"layout": layout, "specs": specs, "key": key, "mask": mask}
+            loss = fs.value_and_grad(lambda p: t5.loss(cfg, p, ids, targets, **options))(params)
+            return loss, t5.encode(cfg, params, ids, **options)
+
+        mapped = fs.shard_map(step, mesh=fs.make_mesh(**axes), in_specs=(specs, spec, spec, P(layout.data)),
+                              out_specs=((P(), specs), spec))  # fmt: skip
+        return fs.device_get(mapped(params, ids, mask, targets))
+
+    want = run({"data": 1}, fs.key(7))
+    assert abs(want[0][0] - run({"data": 1}, None)[0][0]) > 1e-4
+    for axes, *options in meshes:
+        assert_same(run(axes, fs.key(7), *options), want, str(axes), rtol=1e-12, atol=1e-12)
+
+
 def test_steps_with_dropout_and_microbatches_of_split_positions_verify():
     cfg = gpt2.Config(37, 16, 8, 1, 2, embd_pdrop=0.1, attn_pdrop=0.2, resid_pdrop=0.3)
     params, specs, layout, spec = placed(gpt2, cfg, {"data": 2, "seq": 2}, False)
@@ -180,7 +207,7 @@ def test_parts_of_models_without_a_form_for_split_positions_refuse_them():
         "generate": lambda p: gpt2.generate(cfg, p, ids, new=1, layout=layout),
         "heads": lambda p: heads.apply(heads.Config(cfg, "tokens"), p, ids, layout=layout),
         "bert.embed": lambda p: bert.embed(bert.Config(), p, ids, layout=layout),
-        "t5": lambda p: t5.encode(t5.Config(), p, ids, layout=layout),
+        "t5.decode": lambda p: t5.decode(t5.Config(), p, ids, ids, layout=layout),
     }.items():
         assert f"{what}: has no form for positions that an axis splits" in text(f), what
     encoder = bert.Config(61, 24, 2, 3, 34)
@@ -190,4 +217,4 @@ def test_parts_of_models_without_a_form_for_split_positions_refuse_them():
     )
     cache = gpt2.Cache(8)
     assert "Layout(context=) takes no cache" in text(lambda p: gpt2.apply(cfg, p, ids, layout=layout, cache=cache)[0])
-    assert "one number for each token" in text(lambda p: gpt2.apply(cfg, p, ids, documents=ids[:, :3]))
+    assert "one entry for each token" in text(lambda p: gpt2.apply(cfg, p, ids, documents=ids[:, :3]))

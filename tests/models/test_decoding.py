@@ -104,7 +104,7 @@ def test_impossible_arguments_are_errors():
     with pytest.raises(ShardingError, match="12 tokens do not fit a cache of 10\n  fix: Cache\\(12\\)"):
         Tokens.of(ids, cache=Cache(10, 9))
     with pytest.raises(ShardingError, match="one entry for each token, also for those in the cache\n"
-                                            "  mask  \\[4, 3\\]    needed  \\[4, 5\\]"):  # fmt: skip
+                                            "  got  \\[4, 3\\]    needed  \\[4, 5\\]"):  # fmt: skip
         Tokens.of(ids, torch.ones(4, 3), Cache(10, 2))
     with pytest.raises(ShardingError, match="13 tokens do not fit 12 positions"):
         generated(MESHES[0], ids, new=11)

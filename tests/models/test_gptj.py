@@ -6,7 +6,7 @@ import torch
 
 import fshard as fs
 from fshard import P
-from fshard.models import gptj
+from fshard.models import gptj, transformer
 from tests.lib import model_cases as cases
 from tests.lib.assertions import error_text
 from tests.lib.model_cases import DECODERS
@@ -20,8 +20,8 @@ def test_attention_scores_of_half_precision_are_float32_with_dropout(monkeypatch
         dtypes.append((q.dtype, k.dtype, v.dtype))
         return original(q, k, v, *args, **kwargs)
 
-    original = gptj.causal_attention
-    monkeypatch.setattr(gptj, "causal_attention", recorded)
+    original = transformer.causal_attention
+    monkeypatch.setattr(transformer, "causal_attention", recorded)
     described = fs.tree.map(lambda d: d.to(torch.bfloat16), gptj.init(cfg))
     for key, scores in ((fs.key(0), torch.float32), (None, torch.bfloat16)):
         mesh = fs.make_mesh(data=1)

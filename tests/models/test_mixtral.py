@@ -175,7 +175,10 @@ def test_layers_without_experts_have_no_balance_and_nothing_waits_for_them():
     layout = mixtral.Layout("data", "model", experts="data")
     run = fs.shard_map(lambda p, ids: qwen3_moe.losses(cfg, p, ids, ids, layout=layout, specs=specs), mesh=mesh,
                        in_specs=(specs, P("data")), out_specs=P())  # fmt: skip
-    got = fs.device_get(run(fs.materialize(qwen3_moe.init(cfg), specs, mesh, key=fs.key(0)), ids))
+    params = qwen3_moe.init(cfg)
+    leaves = fs.tree.leaves(params)
+    assert len({id(x) for x in leaves}) == len(leaves), "layers are tied"
+    got = fs.device_get(run(fs.materialize(params, specs, mesh, key=fs.key(0)), ids))
     assert (got["balance"], got["z"]) == (0, 0)
     assert got["cross_entropy"] > 0
 
