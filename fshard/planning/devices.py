@@ -76,6 +76,12 @@ class Device:
     bandwidth: float
     links: tuple[Link, ...] = ()
     efficiency: float = 1.0
+    launch: float = 0.0
+
+    @property
+    def is_bound(self) -> bool:
+        """True if seconds are a lower bound: neither number is fitted or measured."""
+        return self.efficiency == 1 and self.launch == 0
 
     def __post_init__(self) -> None:
         numbers = {"memory": self.memory, "bandwidth": self.bandwidth, "efficiency": self.efficiency}

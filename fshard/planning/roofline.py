@@ -79,9 +79,10 @@ class Roofline:
     `lanes`: the spans, by start.
     `times`: for each event of the plan, the second at which the lane of operations is past it.
     `flops_at_peak`: seconds that the FLOPs of the step, but for recomputed ones, take at the peak of their dtypes.
+    `is_bound`: whether the device has neither a fitted nor a measured efficiency, so that a step takes longer.
 
     >>> plan.time
-    Roofline(11.4 us: 0.03 ns of operations, 11.4 us waiting for data; MFU 0.0%)
+    Roofline(at least 11.4 us: 0.03 ns of operations, 11.4 us waiting for data; MFU at most 0.0%)
     """
 
     seconds: float
@@ -91,6 +92,7 @@ class Roofline:
     lanes: tuple[Span, ...]
     times: tuple[float, ...]
     flops_at_peak: float
+    is_bound: bool = False
 
     @property
     def mfu(self) -> float:
@@ -109,7 +111,9 @@ class Roofline:
 
     def __repr__(self) -> str:
         waits = "".join(f", {duration(seconds)} waiting for {axes}" for axes, seconds in self.exposed.items())
-        return f"Roofline({duration(self.seconds)}: {duration(self.compute)} of operations{waits}; MFU {self.mfu:.1%})"
+        least, most = ("at least ", "at most ") if self.is_bound else ("", "")
+        return (f"Roofline({least}{duration(self.seconds)}: {duration(self.compute)} of operations{waits}; "
+                f"MFU {most}{self.mfu:.1%})")  # fmt: skip
 
 
 @checked
@@ -280,7 +284,8 @@ class _Lanes:
             over = "+".join(self._meetings.apart)
             self._exposed[over] = self._exposed.get(over, 0.0) + end - self.now
         spans.sort(key=lambda span: span.start)
-        return Roofline(end, self._compute, self._exposed, transfers, tuple(spans), tuple(self._times), self._at_peak)
+        return Roofline(end, self._compute, self._exposed, transfers, tuple(spans), tuple(self._times), self._at_peak,
+                        self._meetings.device.is_bound)  # fmt: skip
 
 
 def _operation_seconds(operation: Operation, device: Device) -> tuple[float, float]:
