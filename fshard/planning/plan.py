@@ -29,7 +29,7 @@ from fshard.shard_map import ShardMapped, planned_calls
 from fshard.spec import format_axes, short_dtype, size
 
 from .chrome import Timeline
-from .devices import Device
+from .device import Device
 from .events import Event, Kind, Operation, Phase, Start, Wait, phase_now
 from .flops import (  # fmt: skip
     CONSTANTS,

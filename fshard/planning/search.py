@@ -11,7 +11,7 @@ from typing import Any
 from fshard.errors import checked, fail
 from fshard.spec import box_shape, local_box, size
 
-from .devices import Device
+from .device import Device
 from .plan import plan_ranks
 from .repeat import Repeats
 from .table import Layout, PlanRow, PlanTable, Task, progress_bar, text

@@ -21,7 +21,7 @@ from fshard.errors import ShardingError, checked, fail, must_be, number_of
 from fshard.shard_map import ShardMapped
 from fshard.spec import size
 
-from .devices import Device
+from .device import Device
 from .plan import Plan, plan_ranks
 
 _MOST_LINES = 8

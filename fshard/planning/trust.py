@@ -25,7 +25,7 @@ from fshard.init import Deferred
 from fshard.sharded import Sharded
 from fshard.spec import P, box_shape, is_spec, local_box, size
 
-from .devices import Device
+from .device import Device
 from .events import Event, Operation, Start
 
 _LONGEST_RING = 1024
@@ -112,7 +112,7 @@ def _worst_leaf(
     """Yield a warning of the leaf that loses most by an axis, if that is 1 MiB or more on a rank.
 
     A leaf loses the bytes that its longest part has more than an even one. One that is full loses all other parts,
-    if the axis splits other leaves of its argument, those of the indices `splitting`.
+    if the axis splits other leaves of its argument, at the indices `splitting`.
     """
     most, found = _LEAST - 1, ""
     first = dict.fromkeys(axes, 0)

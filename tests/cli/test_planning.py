@@ -200,7 +200,7 @@ def test_errors_name_the_option(capsys: pytest.CaptureFixture[str]):
 def test_rows_of_pipelines_have_their_schedules_and_waits(capsys: pytest.CaptureFixture[str]):
     Path("config.json").write_text(json.dumps({**GPT2, "n_layer": 2}))
     out = run(capsys, "--device", "h100", "--batch", "4", "--layout", "stage=2,data=1,accumulate=2,schedule=gpipe")
-    row = out.splitlines()[-2]
+    row = out.splitlines()[-1]
     assert row.split()[:4] == ["2", "1", "2", "gpipe"]
     assert "stages wait " in row
     Path("config.json").write_text(json.dumps({**CONFIGS["t5"], "model_type": "t5"}))

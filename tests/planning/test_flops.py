@@ -281,7 +281,8 @@ def test_a_registered_formula_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         del flop_registry[packet]
     assert unknown(got) == []
     assert got.time is not None
-    assert got.time.compute == pytest.approx(2 * 4096**3 / H100.flops[torch.float32])
+    seconds = 2 * 4096**3 / H100.flops[torch.float32] + 3 * 4 * 4096**2 / H100.bandwidth
+    assert got.time.compute == pytest.approx(seconds)
 
 
 def test_operations_that_read_and_write_have_no_warning() -> None:
