@@ -433,6 +433,8 @@ CALLS = [
     # devices and plans
     *prefixed("devices",
         outside(fs.devices.of, name="h100"),
+        outside(fs.devices.fitted, device=fs.devices.H100),
+        outside(fs.devices.measure, mesh=None, seconds=0.01),
         outside(fs.devices.this_cpu, seconds=0.01),
         outside(fs.devices.with_bus_bandwidth, device=fs.devices.H100, measured={16: 3e11}),
         outside(fs.devices.Device, name="own", flops={torch.float32: 1e12}, memory=2**30, bandwidth=1e11,

@@ -14,9 +14,9 @@ import torch
 from fshard import __version__
 from fshard.errors import ShardingError, printable
 
-from . import estimating, inspecting, launching, merging, planning
+from . import estimating, inspecting, launching, measuring, merging, planning
 
-_COMMANDS = (inspecting, estimating, planning, launching, merging)
+_COMMANDS = (inspecting, estimating, planning, measuring, launching, merging)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

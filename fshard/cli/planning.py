@@ -48,8 +48,10 @@ def add(commands: Any) -> None:
     option(
         "--device",
         metavar="NAME",
-        help="of fs.devices: h100, a100, mi300x, tpu-v5p, cpu ...: for what fits, and for times",
+        help="of fs.devices: h100, a100, mi300x, tpu-v5p, cpu ..., or the file of `measure`: for what fits and times",
     )
+    option("--efficiency", type=float, metavar="SHARE",
+           help="of the peak that products reach (default: the fitted one, or 1: a bound)")  # fmt: skip
     option(
         "--bus-bandwidth",
         metavar="RANKS=GB/s",
@@ -81,7 +83,11 @@ def _run(options: argparse.Namespace) -> str:
         raise fail("plan: --search without --device: there is nothing to compare", fix="--device h100")
     if options.bus_bandwidth and not options.device:
         raise fail("plan: --bus-bandwidth without --device: there is no time to plan", fix="--device h100")
-    device = devices.of(options.device) if options.device else None
+    if options.efficiency and not options.device:
+        raise fail("plan: --efficiency without --device: there is no time to plan", fix="--device h100")
+    device = devices.fitted(devices.of(options.device)) if options.device else None
+    if device is not None and options.efficiency:
+        device = dataclasses.replace(device, efficiency=options.efficiency)
     if device is not None and options.bus_bandwidth:
         device = devices.with_bus_bandwidth(device, _rates(options.bus_bandwidth))
     job = read_job(options.model, options.seq)

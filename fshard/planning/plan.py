@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -29,7 +29,7 @@ from fshard.shard_map import ShardMapped, planned_calls
 from fshard.spec import format_axes, short_dtype, size
 
 from .chrome import Timeline
-from .devices import Device
+from .device import Device
 from .events import Event, Kind, Operation, Phase, Start, Wait, phase_now
 from .flops import (  # fmt: skip
     CONSTANTS,
@@ -49,6 +49,7 @@ from .measure import planned_timeline
 from .memory import PARTS, Memory, Storage, Storages, arguments_of, assign_parts, parts_and_largest, tensors_at
 from .roofline import Roofline, joined
 from .strip import LEGEND, letters, strip
+from .trust import NO_SPLITS, Splits, placed_leaves, splits_of, unknown_operations, warnings_of
 
 _aten = torch.ops.aten
 _SET_GRAD = cast(Any, Tensor).grad.__set__
@@ -77,10 +78,13 @@ class Plan:
         flops: by kind of operation and dtype; no entry for kinds that only read and write.
         device: the device of the estimates, if one was named.
         time: estimate of the seconds, with a device.
-        warnings: operations that may compute much, and have no formula for their FLOPs, which `flops` and `time` lack.
+        warnings: what the plan does not know: operations without a formula for their FLOPs, which `flops` and `time`
+            lack (`torch.utils.flop_counter.register_flop_formula` adds one), kernels with an unknown workspace,
+            seconds that are a bound, leaves that an axis does not split evenly, long rings, experts assumed balanced.
         branches_on: the axes whose positions the program asks for by `fs.axis_position`.
         positions: the plan of each of these positions, this one included: the stages of a pipeline. They send each
             other messages, so the time of each has its waits for the others.
+        splits: what each axis is used for: `plan.splits.kinds` may be {"data": "FSDP", "model": "tensor"}.
     """
 
     mesh: dict[str, int]
@@ -94,6 +98,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     branches_on: tuple[str, ...] = ()
     positions: tuple[Plan, ...] = ()
+    splits: Splits = NO_SPLITS
 
     @property
     def bubble(self) -> float | None:
@@ -166,9 +171,7 @@ class Plan:
         return rows if self.positions else []
 
     def _warnings(self) -> list[str]:
-        rows = [f"  {text}" for text in self.warnings]
-        head = "FLOPs unknown (torch.utils.flop_counter.register_flop_formula adds a formula)"
-        return [head, *rows] if rows else []
+        return ["warnings", *(f"  {text}" for text in self.warnings)] if self.warnings else []
 
     def _sent(self) -> str:
         count = number_of(len(self.transfers), "transfer")
@@ -216,7 +219,9 @@ def plan_ranks(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> 
         ends = [0, *(r for run in runs.values() if run.uneven - {*over} for r in run.others)]
         groups = list(dict.fromkeys(tuple(ranks_over(over, mesh.axes, mesh.coords(end))) for end in ends))
         missing = {rank for group in groups for rank in group} - runs.keys()
-    return [_plan_together(dict(mesh.axes), {r: runs[r] for r in group}, over, device) for group in groups]
+    parameters = {s.path for s in runs[0].memory.storages if s.argument and s.part == "parameters"}
+    splits = splits_of(placed_leaves(args, f._in_specs), mesh.axes, parameters, runs[0].events, over)
+    return [_plan_together(dict(mesh.axes), {r: runs[r] for r in group}, over, device, splits) for group in groups]
 
 
 def _uneven_axes(plan: CallPlan) -> set[str]:
@@ -274,11 +279,11 @@ def _run_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device |
 
 
 def _plan_together(
-    mesh: dict[str, int], runs: Mapping[int, _RankRun], over: tuple[str, ...], device: Device | None
+    mesh: dict[str, int], runs: Mapping[int, _RankRun], over: tuple[str, ...], device: Device | None, splits: Splits
 ) -> Plan:  # fmt: skip
     """Return the plan of the rank with the highest peak, of ranks at each position of the axes `over`."""
     times = [None] * len(runs) if device is None else joined({r: run.events for r, run in runs.items()}, mesh, device)
-    plans = [plan_of(mesh, rank, run.events, run.memory, device, time)
+    plans = [plan_of(mesh, rank, run.events, run.memory, device, time, splits)
              for (rank, run), time in zip(runs.items(), times, strict=True)]  # fmt: skip
     highest = max(plans, key=lambda p: p.memory.peak)
     if not over:
@@ -289,7 +294,7 @@ def _plan_together(
 
 def plan_of(
     mesh: dict[str, int], rank: int, events: Sequence[Event], memory: Memory, device: Device | None,
-    time: Roofline | None,
+    time: Roofline | None, splits: Splits,
 ) -> Plan:  # fmt: skip
     """Return the plan of a rank with these events."""
     transfers = tuple(e.transfer for e in events if isinstance(e, Start))
@@ -297,19 +302,8 @@ def plan_of(
     for e in events:
         if isinstance(e, Operation) and e.flops:
             flops[e.kind, e.dtype] += e.flops
-    warnings = warnings_of(unknown_operations(events))
-    return Plan(mesh, rank, tuple(events), memory, transfers, dict(flops), device, time, warnings)
-
-
-def unknown_operations(events: Iterable[Event]) -> Counter[str]:
-    """Return how often each operation without a formula runs, by its name and line."""
-    found = (e for e in events if isinstance(e, Operation) and e.flops is None)
-    return Counter(f"{e.name} at {e.where}" if e.where else e.name for e in found)
-
-
-def warnings_of(unknown: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the texts of `Plan.warnings`."""
-    return tuple(f"{text}, {number_of(n, 'call')}" for text, n in unknown.items())
+    warnings = warnings_of(unknown_operations(events), events, device, splits)
+    return Plan(mesh, rank, tuple(events), memory, transfers, dict(flops), device, time, warnings, splits=splits)
 
 
 class _Gradients(TorchFunctionMode):

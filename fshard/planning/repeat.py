@@ -84,7 +84,7 @@ class Repeats:
         memory = Memory(events[peak].live, peak, line_of(events[peak]), parts,
                         _extended((*arguments, 0), extra, 0), largest=largest)  # fmt: skip
         time = None if more.device is None else roofline(events, more.mesh, more.device)
-        return plan_of(more.mesh, more.rank, events, memory, more.device, time)
+        return plan_of(more.mesh, more.rank, events, memory, more.device, time, more.splits)
 
     def _places(self, extra: int) -> Iterator[_Place]:
         """Yield the events of the plan with `extra` blocks more than the smaller one."""

@@ -1,9 +1,13 @@
 """A time for a planned step: each operation and transfer at the rates of a device, overlapped as scheduled.
 
 Operations run one after the other on one lane, in the order of the plan. With a peak of F FLOP/s for its dtype, of
-which programs reach the share e, `Device.efficiency`, and a memory of M bytes/s,
+which programs reach the share e, `Device.efficiency`, and a memory of M bytes/s (of few bytes its cache),
 
-    operation    max(FLOPs / (e F), bytes / M)        source: Williams et al., 2009, "Roofline"
+    operation    FLOPs / (e F) + bytes / M
+
+The sum, where a roofline (Williams et al., 2009) has the maximum: a product of small sides, as one part of a matrix
+over 8 ranks, reads many bytes for its FLOPs and is far from both. A program starts an operation in `Device.launch`
+seconds. On a device with a queue this overlaps with the operations before; on a CPU it does not.
 
 A transfer starts at its `Start`, or when the links that it needs are free, and overlaps the operations; a `Wait`
 holds the lane until the transfer has ended. Where a program branches on its position, the ranks at all positions are
@@ -20,10 +24,10 @@ An all_reduce makes two rounds, the others one. A ring enters and leaves each gr
 group share what passes: eight devices of a node send eight times as fast over the network as one. Source of the ring's
 latency and of this sharing: NVIDIA, NCCL, `src/graph/tuning.cc`.
 
-It is an estimate, not a simulation: it has no launch of a kernel, no pause of the program, no fusion by a compiler, and
-no competition between transfers and operations for a device's units or memory. Operations without a formula for their
-FLOPs, which `Plan.warnings` lists, take the time of their bytes. The efficiency of a device, fitted to a
-measured step, has to account for all of these ([docs/planning.md](../../docs/planning.md)).
+It is an estimate, not a simulation: it has no pause of the program, no fusion by a compiler, and no competition between
+transfers and operations for a device's units or memory. Operations without a formula for their FLOPs, which
+`Plan.warnings` lists, take the time of their bytes. The efficiency of a device, fitted to a measured step, has to
+account for all of these ([docs/planning.md](../../docs/planning.md)).
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ from fshard._core.transfers import Transfer
 from fshard.errors import ShardingError, checked, fail
 from fshard.spec import format_axes
 
-from .devices import Device, Link
+from .device import Device, Link
 from .events import Event, Operation, Start, Wait
 
 COMPUTE = "compute"
@@ -79,9 +83,10 @@ class Roofline:
     `lanes`: the spans, by start.
     `times`: for each event of the plan, the second at which the lane of operations is past it.
     `flops_at_peak`: seconds that the FLOPs of the step, but for recomputed ones, take at the peak of their dtypes.
+    `is_bound`: whether the device has neither a fitted nor a measured efficiency, so that a step takes longer.
 
     >>> plan.time
-    Roofline(11.4 us: 0.03 ns of operations, 11.4 us waiting for data; MFU 0.0%)
+    Roofline(at least 11.4 us: 0.03 ns of operations, 11.4 us waiting for data; MFU at most 0.0%)
     """
 
     seconds: float
@@ -91,6 +96,7 @@ class Roofline:
     lanes: tuple[Span, ...]
     times: tuple[float, ...]
     flops_at_peak: float
+    is_bound: bool = False
 
     @property
     def mfu(self) -> float:
@@ -109,7 +115,9 @@ class Roofline:
 
     def __repr__(self) -> str:
         waits = "".join(f", {duration(seconds)} waiting for {axes}" for axes, seconds in self.exposed.items())
-        return f"Roofline({duration(self.seconds)}: {duration(self.compute)} of operations{waits}; MFU {self.mfu:.1%})"
+        least, most = ("at least ", "at most ") if self.is_bound else ("", "")
+        return (f"Roofline({least}{duration(self.seconds)}: {duration(self.compute)} of operations{waits}; "
+                f"MFU {most}{self.mfu:.1%})")  # fmt: skip
 
 
 @checked
@@ -220,7 +228,7 @@ class _Lanes:
     """The operations and transfers of one rank, up to its time `now`."""
 
     def __init__(self, rank: int, meetings: _Meetings) -> None:
-        self.now = self._compute = self._at_peak = 0.0
+        self.now = self._compute = self._at_peak = self._launched = 0.0
         self.waits_for: Transfer | None = None
         self.blocked: list[_Meeting] = []  # that it waits for
         self._rank, self._meetings = rank, meetings
@@ -235,13 +243,14 @@ class _Lanes:
             match event:
                 case Operation():
                     seconds, counted = _operation_seconds(event, self._meetings.device)
-                    self._compute += seconds
+                    begin = self._start(seconds)
+                    self._compute += begin + seconds - self.now
                     again = 0.2 if event.kind == "attention" and event.phase == "backward" else 0.0
                     counts = event.phase != "recompute" and event.kind in _MODEL
                     self._at_peak += (1 - again) * counted if counts else 0.0
                     if seconds:
-                        self._spans.append(Span(COMPUTE, event.name, self.now, self.now + seconds, event.where))
-                    self.now += seconds
+                        self._spans.append(Span(COMPUTE, event.name, begin, begin + seconds, event.where))
+                    self.now = begin + seconds
                 case Start():
                     if self._meetings.apart:
                         yield self.now
@@ -256,6 +265,14 @@ class _Lanes:
         for transfer, found in pending.values():  # a transfer that nothing waits for ends before the step does
             yield from self._wait(transfer, found)
         self.waits_for = None
+
+    def _start(self, seconds: float) -> float:
+        """Return when the next operation starts: a program starts them one by one, ahead of a device with a queue."""
+        if not seconds:
+            return self.now
+        device = self._meetings.device
+        self._launched = (self._launched if device.queued else self.now) + device.launch
+        return max(self.now, self._launched)
 
     def _wait(self, transfer: Transfer, found: list[_Meeting]) -> Iterator[float]:
         self.waits_for, self.blocked = transfer, found
@@ -280,7 +297,8 @@ class _Lanes:
             over = "+".join(self._meetings.apart)
             self._exposed[over] = self._exposed.get(over, 0.0) + end - self.now
         spans.sort(key=lambda span: span.start)
-        return Roofline(end, self._compute, self._exposed, transfers, tuple(spans), tuple(self._times), self._at_peak)
+        return Roofline(end, self._compute, self._exposed, transfers, tuple(spans), tuple(self._times), self._at_peak,
+                        self._meetings.device.is_bound)  # fmt: skip
 
 
 def _operation_seconds(operation: Operation, device: Device) -> tuple[float, float]:
@@ -296,7 +314,7 @@ def _operation_seconds(operation: Operation, device: Device) -> tuple[float, flo
                        f"it has {known}",
                        fix="dataclasses.replace(device, flops={**device.flops, dtype: rate})")  # fmt: skip
         at_peak = operation.flops / rate
-    return max(at_peak / device.efficiency, operation.bytes / device.bandwidth), at_peak
+    return at_peak / device.efficiency + operation.bytes / device.rate_of(operation.bytes), at_peak
 
 
 def _transfer_seconds(transfer: Transfer, mesh: tuple[tuple[str, int], ...], device: Device) -> tuple[float, list[str]]:

@@ -8,18 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
-from fshard import tree
 from fshard.errors import checked, fail
-from fshard.init import Deferred
-from fshard.sharded import Sharded
-from fshard.spec import P, box_shape, is_spec, local_box, size
+from fshard.spec import box_shape, local_box, size
 
-from .devices import Device
-from .plan import plan_ranks, unknown_operations, warnings_of
+from .device import Device
+from .plan import plan_ranks
 from .repeat import Repeats
 from .table import Layout, PlanRow, PlanTable, Task, progress_bar, text
+from .trust import placed_leaves, unknown_operations, warnings_of
 
 _FEWEST, _MOST = 4, 8  # blocks that are planned: of fewer none has others around it whose weights are gathered
 
@@ -207,7 +203,8 @@ def _row_of(task: Task, layout: Layout, repeats: Repeats, blocks: int) -> PlanRo
     at_peak = extend(lambda row: (row.mfu or 0) * (row.seconds or 0))
     counts = [unknown_operations(p.events) for p in (repeats.few, repeats.more)]
     unknown = {key: counts[0][key] + (n - counts[0][key]) * (blocks - repeats.blocks) for key, n in counts[1].items()}
-    return replace(more, plan=None, peak=repeats.peak(blocks), warnings=warnings_of(unknown), seconds=seconds,
+    warnings = warnings_of(unknown, repeats.more.events, task.device, repeats.more.splits)
+    return replace(more, plan=None, peak=repeats.peak(blocks), warnings=warnings, seconds=seconds,
                    mfu=at_peak / (seconds or 1),
                    sent=round(extend(lambda row: row.sent)),
                    note=f"from {repeats.blocks} and {repeats.blocks + 1} of its {blocks} blocks")  # fmt: skip
@@ -222,20 +219,15 @@ def _whole(task: Task, layout: Layout, repeats: Sequence[Repeats], blocks: int) 
 
 
 def rank_bytes(leaves: Any, specs: Any, axes: Mapping[str, int]) -> int:
-    """Return the bytes of a rank's parts of tensors in the device's memory, on the rank with most; ties count once.
-
-    Without a spec, a placed leaf has the spec of its placement, and another leaf is full on every rank.
-    """
-    flat = tree.broadcast(specs, leaves, name="specs", leaf=lambda s: s is None or is_spec(s))
-    pairs = [(x, x.spec if spec is None and isinstance(x, Sharded) else spec or P())
-             for x, spec in zip(tree.leaves(leaves), flat, strict=True)]  # fmt: skip
+    """Return the bytes of a rank's parts of `placed_leaves` on the device, on the rank with most; ties count once."""
+    pairs = [(x, spec) for _, x, spec in placed_leaves(leaves, specs)]
     chosen = sorted({a for _, spec in pairs for a in spec.lengths})
     first = dict.fromkeys(axes, 0)  # has the longest parts over axes without chosen lengths
     positions = itertools.product(*(range(axes[a]) for a in chosen))
     ranks = [{**first, **dict(zip(chosen, at, strict=True))} for at in positions]
     totals, seen = [0] * len(ranks), set()
     for x, spec in pairs:
-        if not isinstance(x, (Deferred, Sharded, Tensor)) or id(x) in seen:
+        if id(x) in seen:
             continue
         seen.add(id(x))
         for i, coords in enumerate(ranks if spec.memory == "device" else ()):

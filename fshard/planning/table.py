@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +21,11 @@ from fshard.errors import ShardingError, checked, fail, must_be, number_of
 from fshard.shard_map import ShardMapped
 from fshard.spec import size
 
-from .devices import Device
+from .device import Device
 from .plan import Plan, plan_ranks
+
+_MOST_LINES = 8
+_CALLS = re.compile(r"( at .*)?, \d+ calls?$")  # of a warning
 
 Layout = Mapping[str, Any]
 StepOf = Callable[..., Any]  # (**layout) -> (f, args)
@@ -137,6 +142,7 @@ class PlanTable:
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the header, and the cells of each row: the settings that differ, then the numbers that are known."""
         same = self.same
+        least, most = ("≥ ", "≤ ") if self.device is not None and self.device.is_bound else ("", "")
         names = list(dict.fromkeys(name for row in self.rows for name in row.layout if name not in same))
         columns: dict[str, Callable[[PlanRow], str]] = {
             "peak": lambda row: "" if row.peak is None else size(row.peak),
@@ -144,9 +150,9 @@ class PlanTable:
                 "" if row.peak is None or self.device is None else f"{row.peak / self.device.memory:.0%}"
             ),
             "sent": lambda row: "" if row.sent is None else size(row.sent),
-            "step": lambda row: "" if row.seconds is None else duration(row.seconds),
-            f"{self.unit}/s": lambda row: "" if row.rate is None else three_digits(row.rate),
-            "MFU": lambda row: "" if row.mfu is None else f"{row.mfu:.1%}",
+            "step": lambda row: "" if row.seconds is None else f"{least}{duration(row.seconds)}",
+            f"{self.unit}/s": lambda row: "" if row.rate is None else f"{most}{three_digits(row.rate)}",
+            "MFU": lambda row: "" if row.mfu is None else f"{most}{row.mfu:.1%}",
             "": _remark,
         }
         texts = {name: [column(row) for row in self.rows] for name, column in columns.items()}
@@ -165,7 +171,15 @@ class PlanTable:
         align = "".join("l" if name in ("", "memory") else "r" for name in header)
         lines = [Row(cells, hover="" if row.error is None else _words(row.error))
                  for cells, row in zip(rows, self.rows, strict=True)]  # fmt: skip
-        return page(self.head, table(lines, head=header, align=align), *([self.note] if self.note else []))
+        return page(self.head, table(lines, head=header, align=align), *self._notes())
+
+    def _notes(self) -> list[str]:
+        """Return the lines below the table: the note, and the warnings of the rows without their places and counts."""
+        texts = Counter(x for row in self.rows for x in {_CALLS.sub("", text): None for text in row.warnings})
+        planned = sum(row.peak is not None for row in self.rows)
+        lines = [f"{text} ({number_of(n, 'layout')})" if n < planned else text for text, n in texts.items()]
+        more = [f"and {len(lines) - _MOST_LINES} more warnings, in JSON"][: len(lines) > _MOST_LINES]
+        return [*[self.note][: bool(self.note)], *lines[:_MOST_LINES], *more]
 
     @property
     def head(self) -> str:
@@ -180,7 +194,7 @@ class PlanTable:
     def __repr__(self) -> str:
         header, rows = self.cells()
         left = [i for i, name in enumerate(header) if not name]
-        return "\n".join([self.head, *aligned([header, *rows], left), *([self.note] if self.note else [])])
+        return "\n".join([self.head, *aligned([header, *rows], left), *self._notes()])
 
 
 @checked
@@ -303,11 +317,9 @@ def _shares(row: PlanRow, memory: int) -> dict[str, float]:
 def _remark(row: PlanRow) -> str:
     if row.error is not None:
         return f"error: {(_words(row.error).strip().splitlines() or [''])[0]}"
-    unknown = ", ".join(dict.fromkeys(text.split()[0] for text in row.warnings))
     bubble = None if row.plan is None else row.plan.bubble
     waits = "" if bubble is None else f"stages wait {bubble:.1%}"
-    remarks = ("does not fit" * (row.fits is False), row.note, waits, f"FLOPs unknown: {unknown}" * bool(unknown))
-    return "; ".join(filter(None, remarks))
+    return "; ".join(filter(None, ("does not fit" * (row.fits is False), row.note, waits)))
 
 
 # --- progress -------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from fshard.shard_map import ShardMapped
 from fshard.spec import format_axes, size
 
 from .chrome import LEAST_EVENTS, MOST_EVENTS, Slice, Timeline, chrome_events, fitted
-from .devices import Device
+from .device import Device
 from .measure import CudaClock, HostClock, Recorder, own_clocks, timeline
 from .plan import plan
 from .strip import LEGEND, strip

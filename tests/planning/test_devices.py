@@ -1,15 +1,19 @@
-"""The table of devices: what is published, names, and bad numbers; `this_cpu` measures."""
+"""The table of devices: what is published, names, and bad numbers; measured devices and their files."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fshard as fs
 from fshard import P, devices
+from fshard._core.transfers import Transfer
+from fshard.planning import Start, Wait, rates
 from fshard.planning.devices import Device, Link
 from tests.lib.assertions import error_text
 
@@ -58,18 +62,54 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         devices.of("h1000")
 
 
-def test_this_cpu_measures_rates_that_torch_reaches() -> None:
-    cpu = devices.this_cpu(seconds=0.03)
-    assert set(cpu.flops) == {torch.float32, torch.float64, torch.bfloat16, torch.float16}
-    assert cpu.flops[torch.float32] > 1e8
-    assert cpu.bandwidth > 1e8
-    (link,) = cpu.links
-    assert link.ranks is None
-    assert link.bandwidth > 1e6
-    assert 0 < link.latency < 1
-    for seconds in (0.0, math.nan, -1.0, 1e9):
-        with pytest.raises(fs.ShardingError, match="seconds must be a number in"):
-            devices.this_cpu(seconds=seconds)
+def test_measure_finds_rates_that_torch_reaches_and_a_link_for_each_axis(tmp_path: Path) -> None:
+    device = devices.measure(fs.make_mesh(kind="simulated", machine=2, rank=2), seconds=0.05)
+    assert (device.name, device.queued, device.is_bound) == ("cpu", False, False)
+    assert 1e8 < device.flops[torch.float32] < 1e14
+    assert 1e8 < device.bandwidth <= device.cache_bandwidth < 1e14
+    assert 0 < device.launch < 1e-2
+    assert [(link.name, link.ranks) for link in device.links] == [("rank", 2), ("machine", None)]
+    devices.write(device, tmp_path / "d.json")
+    assert devices.of(str(tmp_path / "d.json")) == device
+    (link,) = devices.this_cpu(seconds=0.05).links
+    assert (link.name, link.ranks) == ("loopback", None)
+    for seconds in (0, -1, math.nan, 601):
+        assert "seconds must be a number in (0, 600]" in error_text(devices.measure, seconds=seconds)
+    assert "mesh must be a mesh of devices" in error_text(devices.measure, fs.make_mesh(kind="abstract", data=2))
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"name": "x", "flops": {"float99": 1}, "memory": 1, "bandwidth": 1}'])
+def test_a_file_that_no_device_wrote_is_refused_by_its_path(tmp_path: Path, text: str) -> None:
+    (tmp_path / "d.json").write_text(text)
+    assert "d.json is not the file of a device" in error_text(devices.of, str(tmp_path / "d.json"))
+    assert "none.json is not the file of a device" in error_text(devices.of, str(tmp_path / "none.json"))
+
+
+def test_links_follow_from_the_times_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rates that a device has are found again in the times that its plans give all_reduces."""
+    mesh = fs.make_mesh(kind="simulated", machine=2, rank=4)
+    known = dataclasses.replace(devices.H100, links=(Link("rank", 4, 2e9, 1e-5), Link("machine", None, 1e8, 1e-3)))
+
+    def planned(mesh: Any, op: str, axes: Any, nbytes: int, seconds: float) -> float:
+        n = math.prod(mesh.axes[a] for a in axes)
+        kept = nbytes // n if op in ("reduce_scatter", "all_to_all") else 0
+        transfer = Transfer(op, axes, torch.float32, nbytes, ranks=n, kept=kept)
+        return fs.planning.roofline([Start(transfer, 0, 0), Wait(0, 0)], mesh.axes, known).seconds
+
+    monkeypatch.setattr(rates, "transfer_seconds", planned)
+    for found, link in zip(rates._links(mesh, 1.0), known.links, strict=True):
+        assert found[:2] == link[:2]
+        assert found[2:] == pytest.approx(link[2:], rel=1e-3)
+    rows = rates.compare_transfers(mesh, known)
+    assert len(rows) == 20
+    assert all(row.measured == pytest.approx(row.planned) for row in rows)
+
+
+def test_fitted_numbers_are_of_devices_of_that_name() -> None:
+    for device in (devices.H100, devices.A100):
+        assert 0.3 < devices.fitted(device).efficiency < 0.9
+        assert 0 < devices.fitted(device).launch < 1e-4
+    assert devices.fitted(devices.TPU_V5P) == devices.TPU_V5P
 
 
 def test_repr_says_rates_memory_and_links() -> None:

@@ -37,10 +37,10 @@ def transfer(op: str, nbytes: int, ranks: int = 2) -> Any:
 
 
 EVENTS = (
-    operation("forward", 1024, 20_000),  # 0.02 s: 20 FLOPs a byte
+    operation("forward", 1024, 20_000),  # 0.02 s, and 0.01 s of memory: 20 FLOPs a byte
     Start(transfer("all_gather", 300), 0, 2048),  # 0.03 s
-    operation("forward", 2048, 1000),  # 0.01 s, of memory
-    Wait(0, 2048),  # 0.02 s of it are waited for
+    operation("forward", 2048, 1000),  # 0.011 s
+    Wait(0, 2048),  # 0.019 s of it are waited for
     operation("backward", 4096),
     operation("update", 512),
 )
@@ -75,7 +75,7 @@ def test_memory_of_a_plan_by_event_and_by_time() -> None:
     assert texts(figure, 1)[:2] == ["parameters 1.0 KiB", "activations 3.0 KiB"]
     assert [(p.get_y(), p.get_height()) for p in figure.axes[1].patches] == [(0.0, 1.0), (1.0, 3.0)]
     timed = fs.plot.memory(planned(*EVENTS, device=DEVICE, parameters=4096))
-    assert [x for x, _ in points(timed)[0]] == pytest.approx([0, 20, 20, 30, 50])  # ms
+    assert [x for x, _ in points(timed)[0]] == pytest.approx([0, 30, 30, 41, 60])  # ms
     assert points(timed)[-1][0][1] == 3000 / 1024  # the device's memory, which the step exceeds
     assert timed._repr_png_().startswith(b"\x89PNG")
 
@@ -91,15 +91,15 @@ def test_roofline_has_a_point_for_each_line_and_the_share_of_its_time() -> None:
     figure = fs.plot.roofline(planned(*EVENTS, device=DEVICE))
     (axes,) = figure.axes
     found = sorted(tuple(map(float, p)) for dots in axes.collections for p in dots.get_offsets())
-    assert found == [(10.5, pytest.approx(21_000 / 0.03))]  # both products of one line: 21,000 FLOPs, 2,000 bytes
-    assert axes.get_legend().get_texts()[0].get_text() == "43%  aten.mm f32"  # of 0.07 s
-    assert "29% in operations without FLOPs" in axes.get_title()
+    assert found == [(10.5, pytest.approx(21_000 / 0.041))]  # both products of one line: 21,000 FLOPs, 2,000 bytes
+    assert axes.get_legend().get_texts()[0].get_text() == "51%  aten.mm f32"  # of 0.08 s
+    assert "25% in operations without FLOPs" in axes.get_title()
     assert texts(figure)[0] == "f32 1e-06 TFLOP/s"
 
 
 def test_traffic_is_seconds_with_a_device_and_bytes_sent_without() -> None:
     figure = fs.plot.traffic(planned(*EVENTS, device=DEVICE))
-    assert bars(figure) == [(0.0, 50.0), (0.0, 10.0), (10.0, 20.0)]  # operations; hidden, and waited for
+    assert bars(figure) == [(0.0, 61.0), (0.0, 11.0), (11.0, 19.0)]  # operations; hidden, and waited for
     sent = fs.plot.traffic(planned(*EVENTS, Start(transfer("all_reduce", 100, 4), 1, 0), Wait(1, 0)))
     assert bars(sent) == [(0.0, 300.0), (300.0, 150.0)]  # of 4 ranks: 2 (4-1)/4 of the bytes
     assert "sent by the rank in a step, B" in texts(sent)

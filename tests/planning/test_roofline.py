@@ -42,17 +42,33 @@ def one(name: str, axes: tuple[str, ...], nbytes: int, **mesh: int) -> float:
     return roofline(blocking(transfer(name, axes, nbytes, ranks)), mesh, DEVICE).seconds
 
 
-def test_an_operation_takes_the_slower_of_its_flops_and_its_bytes() -> None:
+def test_an_operation_takes_its_flops_and_its_bytes() -> None:
     for event, seconds in [
         (op(2 * 10**12, 10), 2.0),
         (op(2 * 10**12, 10, torch.bfloat16), 0.5),
         (op(10, 3 * 10**10), 3.0),
+        (op(10**12, 10**10), 2.0),
         (op(5 * 10**12, 10**10, kind="elementwise"), 1.0),  # the FLOPs of no matrix units
         (op(0, 10**10, torch.int64, kind="copy"), 1.0),  # no rate is needed
     ]:
         assert roofline([event], {"data": 1}, DEVICE).seconds == pytest.approx(seconds)
     half = dataclasses.replace(DEVICE, efficiency=0.5)  # of the FLOPs, not of the memory
-    assert roofline([op(10**12, 10**10), op(10**12, 3 * 10**10)], {"data": 1}, half).seconds == pytest.approx(5.0)
+    assert roofline([op(10**12, 10**10), op(10**12, 3 * 10**10)], {"data": 1}, half).seconds == pytest.approx(8.0)
+
+
+def test_a_program_starts_operations_ahead_of_a_device_with_a_queue() -> None:
+    small, large = op(10**11), op(10**12)  # 0.1 s and 1 s
+    queued, synchronous = (dataclasses.replace(DEVICE, launch=0.5, queued=queued) for queued in (True, False))
+    free = op(0, 0, kind="copy")  # allocates only
+    for events, ahead, after in [
+        ([small] * 3, 1.6, 1.8),
+        ([large, small, small, small], 2.1, 0.5 * 4 + 1.3),
+        ([small, large, free, small], 2.1, 0.5 * 3 + 1.2),
+    ]:
+        for device, seconds in ((queued, ahead), (synchronous, after)):
+            found = roofline(events, {"data": 1}, device)
+            assert found.seconds == found.compute == pytest.approx(seconds)
+            assert not found.is_bound
 
 
 def test_mfu_leaves_out_recomputed_flops_and_counts_each_dtype_at_its_peak() -> None:

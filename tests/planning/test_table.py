@@ -148,8 +148,10 @@ def test_a_table_as_text_html_and_json(table: PlanTable):
     lines = repr(table).splitlines()
     assert lines[0] == "4 layouts on 4 small of 270.0 KiB; batch=512; of each device"
     assert lines[1].split() == ["data", "model", "remat", "peak", "memory", "sent", "step", "tokens/s", "MFU"]
-    assert len(lines) == 6
-    assert len({line.index("%") for line in lines[2:]}) == 1  # columns are aligned
+    assert len(lines) == 7
+    assert len({line.index("%") for line in lines[2:6]}) == 1  # columns are aligned
+    assert all(line.count("≥") == 1 and line.count("≤") == 2 for line in lines[2:6])
+    assert lines[6].startswith("seconds are a lower bound")
     html = table._repr_html_()
     assert html.count("<tr") >= 5
     assert "parameters " in html

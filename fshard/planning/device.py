@@ -1,0 +1,122 @@
+"""One device as plain data: rates, memory, links, and the two numbers that are fitted or measured; its file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fshard.errors import checked, fail, must_be
+
+
+class Link(NamedTuple):
+    """One level of the network: all links between the devices of a group of `ranks` consecutive ones.
+
+    `ranks`: None for any number. `bandwidth`: bytes/s that each device sends. `latency`: seconds of one step.
+
+    >>> fs.devices.H100.links[0]
+    Link(name='NVLink', ranks=8, bandwidth=450000000000.0, latency=1.9e-06)
+    """
+
+    name: str
+    ranks: int | None
+    bandwidth: float
+    latency: float
+
+
+@checked
+@dataclass(frozen=True)
+class Device:
+    """One device and the links between its kind, from the nearest outwards.
+
+    `flops`: FLOP/s of matrix products, by dtype. `memory`: bytes. `bandwidth`: bytes/s of that memory, reads and
+    writes. `links`: none for a single device.
+    `efficiency`: the share of `flops` that products reach in a program, from 0 to 1: fit it to a measured step of large
+    products. 1 is the bound of the hardware; 0.45 to 0.75 are usual.
+    `launch`: seconds that a program takes to start an operation: fit it to a measured step of small ones.
+    `cache`: bytes; an operation that reads and writes at most these does so at `cache_bandwidth`, in bytes/s.
+    `queued`: whether operations wait in a queue, so that starting one overlaps with those before; a CPU has none.
+
+    >>> fs.devices.H100.flops[torch.bfloat16] / 1e12, fs.devices.H100.memory // 2**30
+    (989.4, 80)
+
+    Raises ShardingError for rates that are not positive, and for links that do not reach further one after the other.
+    """
+
+    name: str
+    flops: Mapping[torch.dtype, float] = field(hash=False)
+    memory: int
+    bandwidth: float
+    links: tuple[Link, ...] = ()
+    efficiency: float = 1.0
+    launch: float = 0.0
+    cache: int = 0
+    cache_bandwidth: float = 1.0
+    queued: bool = True
+
+    def rate_of(self, nbytes: int) -> float:
+        """Return the bytes/s at which an operation reads and writes `nbytes`."""
+        return self.cache_bandwidth if nbytes <= self.cache else self.bandwidth
+
+    @property
+    def is_bound(self) -> bool:
+        """True if seconds are a lower bound: neither number is fitted or measured."""
+        return self.efficiency == 1 and self.launch == 0
+
+    def __post_init__(self) -> None:
+        numbers = {"memory": self.memory, "bandwidth": self.bandwidth, "efficiency": self.efficiency,
+                   "cache_bandwidth": self.cache_bandwidth}  # fmt: skip
+        numbers |= {f"flops[{dtype}]": rate for dtype, rate in self.flops.items()}
+        for link in self.links:
+            numbers |= {f"bandwidth of {link.name}": link.bandwidth}
+        if self.efficiency > 1:
+            raise fail(f"Device {self.name!r}: efficiency is {self.efficiency}", "it is a share of flops",
+                       fix="a number from 0 to 1; a device that computes faster has larger flops")  # fmt: skip
+        for name, x in numbers.items():
+            if not 0 < x < math.inf:
+                raise must_be(f"Device {self.name!r}: {name}", "a positive number", x)
+        for link in self.links:
+            if not 0 <= link.latency < math.inf:
+                raise must_be(f"Device {self.name!r}: latency of {link.name}", "seconds, 0 or more", link.latency)
+        if not 0 <= self.launch < math.inf:
+            raise must_be(f"Device {self.name!r}: launch", "seconds, 0 or more", self.launch)
+        reach = [math.inf if link.ranks is None else link.ranks for link in self.links]
+        if any(n < 2 for n in reach) or any(a >= b or (b < math.inf and b % a) for a, b in itertools.pairwise(reach)):
+            levels = ", ".join(f"{link.name} {link.ranks}" for link in self.links)
+            raise fail(
+                f"Device {self.name!r}: each level of links joins a multiple of the ranks of the one before",
+                f"links: {levels}", fix="order them from the nearest outwards; None as the last is any number",
+            )  # fmt: skip
+
+    def __repr__(self) -> str:
+        links = ", ".join(f"{link.name} {link.bandwidth / 1e9:g} GB/s" for link in self.links)
+        best = max(self.flops, key=lambda dtype: (dtype is torch.bfloat16, self.flops[dtype]), default=None)
+        rate = f"{self.flops[best] / 1e12:,.4g} TFLOP/s {str(best).removeprefix('torch.')}, " if best else ""
+        share = f", efficiency {self.efficiency:.2f}" if self.efficiency != 1 else ""
+        return (f"Device({self.name}: {rate}{self.memory / 2**30:,.3g} GiB at {self.bandwidth / 1e12:.3g} TB/s, "
+                f"{links or 'no links'}{share})")  # fmt: skip
+
+
+def write(device: Device, path: Path) -> None:
+    """Write a device to a JSON file, as `read` reads it."""
+    flops = {str(dtype).removeprefix("torch."): rate for dtype, rate in device.flops.items()}
+    links = [link._asdict() for link in device.links]
+    path.write_text(json.dumps({**asdict(device), "flops": flops, "links": links}, indent=2) + "\n")
+
+
+def read(path: Path) -> Device:
+    """Return the device of a JSON file. Raises ShardingError for a file that has other fields, or no JSON."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text())
+        flops = {getattr(torch, name): rate for name, rate in data["flops"].items()}
+        links = tuple(Link(**link) for link in data.get("links", ()))
+        return Device(**{**data, "flops": flops, "links": links})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
+        raise fail(f"device: {path} is not the file of a device", f"{type(e).__name__}: {e}",
+                   fix="python -m fshard measure --out device.json writes one") from e  # fmt: skip
