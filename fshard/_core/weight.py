@@ -122,7 +122,8 @@ class Leaf:
         module: the dotted name of the module, which targets are matched with.
         part: "weight", "bias", or another name.
         layout: "io" for a matrix [in.., out..], "oi" for one [out, in], "table" for embeddings [in, out] that are
-            looked up; None for a leaf that is not a matrix.
+            looked up; "sum_io", "sum_oi" for [in, out] and [out, in], or a stack of them, that a module may use in any
+            way, and which an adapter is added to; None for a leaf that is not a matrix.
         inputs: the number of input dims.
         why: the reason why it is not a matrix.
 
@@ -132,13 +133,21 @@ class Leaf:
 
     module: str
     part: str
-    layout: Literal["io", "oi", "table"] | None = None
+    layout: Literal["io", "oi", "table", "sum_io", "sum_oi"] | None = None
     inputs: int = 1
     why: str = ""
 
     def split(self, entries: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Split one entry for each dim of the leaf into entries of inputs and of outputs."""
+        """Split one entry for each dim of the leaf into entries of inputs and of outputs; both have a stack's dim."""
+        if self.is_summed:
+            stack, (ins, outs) = entries[:-2], split_dims(entries[-2:], 1, str(self.layout)[-2:])
+            return (*stack, *ins), (*stack, *outs)
         return split_dims(entries, self.inputs, self.layout)
+
+    @property
+    def is_summed(self) -> bool:
+        """Tell whether the sum of the leaf and its adapter is built."""
+        return str(self.layout).startswith("sum")
 
 
 def split_dims(entries: tuple[Any, ...], inputs: int, layout: str | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -16,6 +16,12 @@ from fshard.errors import fail
 from fshard.spec import P
 
 
+def sum_of_factors(leaf: Leaf, a: Tensor, b: Tensor) -> Tensor:
+    """Return a b in the shape of a summed leaf: [.., in, r], [r, .., out] -> [.., in, out], or [.., out, in]."""
+    ab = a @ b.movedim(0, -2)
+    return ab if leaf.layout == "sum_io" else ab.mT
+
+
 class AdaptedWeight(Weight):
     """Base class of a matrix `base`, a tensor or a Weight, with a few numbers that train."""
 

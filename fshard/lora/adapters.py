@@ -99,7 +99,8 @@ def init(cfg: Config, params: Any, *, of: Of = None, key: Tensor | None = None) 
 
 def _factors(cfg: Config, leaf: Leaf, shape: tuple[int, ...]) -> dict[str, Deferred]:
     inputs, outputs = leaf.split(shape)
-    r, bound = cfg.rank_of(leaf.module), 1 / math.sqrt(max(1, math.prod(inputs)))
+    r = cfg.rank_of(leaf.module)
+    bound = 1 / math.sqrt(max(1, math.prod(inputs[-1:] if leaf.is_summed else inputs)))
     a, b = (*inputs, r), (r, *outputs)
     table, random = leaf.layout == "table", cfg.init == "random"
     if table:

@@ -37,6 +37,8 @@ class Config:
         init: of `a`: "kaiming", U(-1/sqrt(in), 1/sqrt(in)), or "gaussian", N(0, 1/r^2); `b` is 0. Tables of embeddings
             have a = 0 and b of N(0, 1). "random" also draws `b`, or `a` of tables, so that the adapter changes the
             model from the start: for tests.
+        parameters: parameters outside of layers, by names or globs, as PEFT's target_parameters: stacks of experts,
+            [experts, in, out] or [experts, out, in]. Each forward adds their factors to them.
 
     >>> Config(("q_proj", "v_proj"), rank=16, alpha=32, ranks={"layers.0.self_attn.q_proj": 4}).rank
     16
@@ -56,17 +58,21 @@ class Config:
     alphas: Mapping[str, float] = field(default_factory=dict, hash=False)
     exclude: str | Sequence[str] = ()
     init: Literal["kaiming", "gaussian", "random"] = "kaiming"
+    parameters: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         errors = []
-        for name in ("targets", "modules_to_save", "exclude"):
+        for name in ("targets", "modules_to_save", "exclude", "parameters"):
             value = getattr(self, name)
             if not isinstance(value, str):
                 object.__setattr__(self, name, tuple(value))
         for name in ("ranks", "alphas"):  # a copy: what a config means does not change
             object.__setattr__(self, name, dict(getattr(self, name)))
-        if not self.targets:
+        if not self.targets and not self.parameters:
             errors.append(fail("lora.Config: targets is empty", fix="names of modules, or 'all-linear'"))
+        if self.parameters and (self.dropout or self.dora or isinstance(self.parameters, str)):
+            errors.append(fail(f"lora.Config: parameters={self.parameters!r}, dropout={self.dropout}, dora={self.dora}",
+                               fix="a list of names, without dropout and dora, as in PEFT"))  # fmt: skip
         for name, rank in {"rank": self.rank, **{f"ranks[{k!r}]": r for k, r in self.ranks.items()}}.items():
             if rank < 1:
                 errors.append(fail(f"lora.Config: {name}={rank}", fix="1 or more"))

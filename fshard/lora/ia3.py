@@ -26,9 +26,10 @@ from fshard import lora, tree
 from fshard._core.weight import Leaf, Part, is_weight
 from fshard.collectives import pvary
 from fshard.errors import ShardingError, checked, fail, raise_all
-from fshard.spec import Axis, P, describe, names_of
+from fshard.spec import Axis, P, describe
 
 from .adapted import AdaptedWeight
+from .placement import aligned, given_specs, model_axes, placement
 from .targets import Of, Targets, check_adapters, named_leaves, specs_by_name
 
 
@@ -121,8 +122,9 @@ def specs(cfg: Config, params: Any, specs: Any, *, of: Of = None) -> dict[str, d
 
 @checked
 def apply(
-    cfg: Config, params: Any, adapters: Mapping[str, Any], *, of: Of = None, specs: Any = None, model: Axis = None
-) -> Any:
+    cfg: Config, params: Any, adapters: Mapping[str, Any], *, of: Of = None, specs: Any = None,
+    adapter_specs: Any = None, model: Axis = None,
+) -> Any:  # fmt: skip
     """Return the parameters with a `ScaledWeight` at each scaled layer, and the biases of scaled outputs scaled.
 
         y = (x @ w + b) * scale, or (x * scale) @ w + b     in the wider dtype, rounded to the layer's
@@ -131,7 +133,9 @@ def apply(
 
     Args:
         of: as for `init`.
-        specs: of params, a prefix; needed on a mesh, where the scales are placed by `ia3.specs`.
+        specs: of params, a prefix; needed on a mesh.
+        adapter_specs: of the scales; by default by `ia3.specs`. A scale that `model` does not split, of a layer that it
+            splits, is the same on its ranks, and is sliced.
         model: the axes over which the base stays split inside the model.
 
     >>> params = fs.ia3.apply(fs.ia3.Config(["up"]), {"up": torch.eye(2)}, {"up": {"scale": torch.tensor([2.0, 3.0])}})
@@ -141,21 +145,28 @@ def apply(
     Raises ShardingError listing every scale that is missing, of no layer, or of another number of dims.
     """
     named = named_leaves("ia3.apply", params)
-    targets = _targets("ia3.apply", cfg, named, of)
-    if model and specs is None:
-        raise fail(f"ia3.apply: model={model!r}, and no specs", fix="specs=, the specs of params")
+    targets, over = _targets("ia3.apply", cfg, named, of), model_axes("ia3.apply", model, specs)
     wanted = {name: {"scale": len(_of_side(cfg, leaf, tuple(x.shape)))} for name, (leaf, x) in targets.adapted.items()}
     check_adapters("ia3.apply", targets, named, adapters, wanted, (Tensor,))
     by_name = {} if specs is None else specs_by_name("ia3.apply", named, params, specs)
+    given = given_specs("ia3.apply", [*adapters], adapters, adapter_specs)
+    placed = {}
+    for name, (leaf, x) in targets.adapted.items():  # as the bias that is multiplied: over all axes, and not varied
+        spec, base = _scale_spec(cfg, name, leaf, x.ndim, by_name) if by_name else P(), by_name.get(name, P())
+        axes = (*over, *base.axes, *spec.axes)
+        where = placement("scale", spec, given.get((name, "scale")), base, wanted[name]["scale"], axes)
+        placed[name, "scale"] = where._replace(varied=())
+    scales, errors = aligned("ia3.apply", adapters, placed, given)
+    raise_all(errors)
     found: dict[str, Any] = {name: adapters[name]["value"] for name in targets.copied}
     values = {name: x for name, (_, x) in named.items()}
     for name, (leaf, x) in targets.adapted.items():
-        scale, base = adapters[name]["scale"], by_name.get(name, P())
-        spec = _scale_spec(cfg, name, leaf, x.ndim, by_name) if by_name else P()
+        scale = scales[name]["scale"]
         bias = _bias_of(name, values)
         if bias is not None and not cfg.scales_inputs(leaf.module):
             found[bias] = (values[bias] * scale).to(values[bias].dtype)
-        missing = tuple(a for a in base.axes if a in names_of(model) and a not in spec.axes)
+        spec = placed[name, "scale"].spec
+        missing = tuple(a for a in by_name.get(name, P()).axes if a in over and a not in spec.axes)
         found[name] = ScaledWeight(x, pvary(scale, missing or None), leaf, leaf.inputs,
                                    cfg.scales_inputs(leaf.module), spec)  # fmt: skip
     return tree.unflatten(tree.flatten(params, is_weight)[1], [found.get(name, x) for name, x in values.items()])

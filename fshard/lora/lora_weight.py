@@ -15,30 +15,20 @@ import torch
 from torch import Tensor
 
 from fshard import nn, random, tree
-from fshard._core.host_memory import to_device
 from fshard._core.microbatch import flattened_rows
 from fshard._core.ops import known_sizes
 from fshard._core.region import known_axes, region
 from fshard._core.weight import Leaf, Part, Weight, is_weight
-from fshard.collectives import pslice, psum, pvary
+from fshard.collectives import psum, pvary
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.nn.decoding import global_batch
 from fshard.random import fold_in
-from fshard.spec import Axis, P, describe, is_spec, names_of, same_placement, total
+from fshard.spec import Axis, P, describe, names_of, same_placement, total
 
-from .adapted import AdaptedWeight
+from .adapted import AdaptedWeight, sum_of_factors
 from .config import Config
-from .targets import (
-    Adapted,
-    Of,
-    another_shape,
-    check_weight,
-    checked_leaves,
-    named_leaves,
-    parts_of,
-    specs_by_name,
-    specs_of,
-)
+from .placement import Placement, aligned, given_specs, model_axes, placement
+from .targets import Adapted, Of, another_shape, check_weight, checked_leaves, named_leaves, specs_by_name, specs_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -183,9 +173,10 @@ def apply(
 
         y = x @ w + (dropout(x) @ a @ b) * s     added in the dtype of a, rounded to the dtype of x @ w
 
-    The merged weight is never built. Differentiate with respect to `adapters`: the base then has no gradient, no buffer
-    for one, and no transfer. Several adapters: apply again, to the result. Pass to `unshard`, `scan` and the models the
-    specs of the base: each node knows the specs of its factors.
+    The merged weight is never built, except of `cfg.parameters`: each rank adds the factors to its part of those.
+    Differentiate with respect to `adapters`: the base then has no gradient, no buffer for one, and no transfer. Several
+    adapters: apply again, to the result. Pass to `unshard`, `scan` and the models the specs of the base: each node
+    knows the specs of its factors.
 
     Args:
         of: as for `init`.
@@ -214,14 +205,19 @@ def apply(
     if batch is not None and batch < 0:
         raise fail(f"lora.apply: batch={batch}", fix="the number of rows on all ranks")
     named = named_leaves("lora.apply", params)
+    over = model_axes("lora.apply", model, specs)
     leaves = checked_leaves("lora.apply", cfg, named, adapters, of, (Tensor,))
     base_specs = {} if specs is None else specs_by_name("lora.apply", named, params, specs)
-    factors, placed = _aligned(cfg, leaves, adapters, base_specs, adapter_specs, names_of(model))
+    factors, placed = _aligned(cfg, leaves, adapters, base_specs, adapter_specs, over)
     has_dropout = cfg.dropout > 0 and key is not None
     sizes = _input_sizes(factors, placed, leaves, shapes) if has_dropout else {}
     found: dict[str, Any] = {}
     for name, _, x, leaf in leaves:
         parts = factors[name]
+        if leaf is not None and leaf.is_summed:
+            scale = cfg.scale_of(leaf.module) * weight
+            found[name] = x + (sum_of_factors(leaf, parts["a"], parts["b"]) * scale).to(x.dtype)
+            continue
         found[name] = parts["value"] if leaf is None else LoraWeight(
             base=x, a=parts["a"], b=parts["b"], magnitude=parts.get("magnitude"),
             key=fold_in(key, name) if has_dropout and key is not None else None,
@@ -232,19 +228,18 @@ def apply(
     return tree.unflatten(tree.flatten(params, is_weight)[1], [found.get(name, x) for name, (_, x) in named.items()])
 
 
-_SlicedDim = tuple[str, int, tuple[str, ...], tuple[int, ...] | None]  # (part, dim, axes, lengths)
-
-
 class _Placed(NamedTuple):
-    """The placement of the factors as a leaf uses them, and the changes that the placement of the adapters needs."""
+    """The placement of the factors as a leaf uses them."""
 
-    specs: tuple[P, P, P]  # of a, b, magnitude
+    parts: dict[str, Placement]  # of a, b, magnitude
     inputs: tuple[Axis, ...]  # the axes over which each input dim stays split inside the model
     outputs: Axis  # the axes of all output dims
-    slices: tuple[_SlicedDim, ...]
-    varied: tuple[tuple[str, tuple[str, ...]], ...]  # (part, axes) to vary over
-    same: tuple[tuple[str, int, int | None], ...]  # (part, dim, dim of the base): of one local size; None: of the rank
-    misplaced: tuple[tuple[str, int, tuple[str, ...], tuple[str, ...]], ...]  # (part, dim, its axes, the base's)
+    sizes_of: dict[str, tuple[int | None, ...]]  # the dim of the base with the size of each dim; None: the rank
+
+    @property
+    def specs(self) -> tuple[P, P, P]:
+        a, b, magnitude = (part.spec for part in self.parts.values())
+        return a, b, magnitude
 
 
 @functools.lru_cache(maxsize=4096)  # `apply` asks for each leaf in every step
@@ -254,99 +249,46 @@ def _placed(
     """Return the placement of the factors of a leaf, by its spec and their `given` ones: by default its placement."""
     wanted, dims = specs_of(leaf, base, ndim, "specs"), leaf.split(tuple(range(ndim)))
     like: dict[str, tuple[int | None, ...]] = {"a": (*dims[0], None), "b": (None, *dims[1]), "magnitude": dims[1]}
-    specs: list[P] = []
-    slices: list[_SlicedDim] = []
-    varied: list[tuple[str, tuple[str, ...]]] = []
-    same: list[tuple[str, int, int | None]] = []
-    misplaced: list[tuple[str, int, tuple[str, ...], tuple[str, ...]]] = []
-    for spec, (part, base_dims) in zip(given, like.items(), strict=True):
-        spec = wanted[part] if spec is None else spec
-        own_axes = list(parts_of(f"adapter_specs of {part!r}", spec, len(base_dims)))
-        for dim, (axes, base_axes) in enumerate(zip(own_axes, wanted[part].parts(len(base_dims)), strict=True)):
-            over, base_over = (tuple(a for a in of if a in model) for of in (axes, base_axes))
-            if over != base_over and axes:
-                misplaced.append((part, dim, axes, base_axes))
-            elif over != base_over:
-                slices.append((part, dim, base_over, base.lengths_over(base_over)))
-                own_axes[dim] = base_over
-            elif axes == base_axes:
-                same.append((part, dim, base_dims[dim]))
-        specs.append(wanted[part].with_entries(*own_axes))
-        missing = tuple(a for a in base.axes if a in model and a not in specs[-1].axes)
-        if missing:
-            varied.append((part, missing))
+    parts = {part: placement(part, wanted[part], spec, base, len(like[part]), model)
+             for part, spec in zip(like, given, strict=True)}  # fmt: skip
     kept = [tuple(a for a in axes if a in model) for axes in base.parts(ndim)]
     inputs, outputs = leaf.split(tuple(kept))
-    return _Placed((specs[0], specs[1], specs[2]), tuple(axes or None for axes in inputs),
-                   tuple(a for axes in outputs for a in axes) or None, tuple(slices), tuple(varied), tuple(same),
-                   tuple(misplaced))  # fmt: skip
+    return _Placed(parts, tuple(axes or None for axes in inputs), tuple(a for axes in outputs for a in axes) or None,
+                   like)  # fmt: skip
 
 
 def _aligned(
     cfg: Config, leaves: Sequence[Adapted], adapters: Mapping[str, Any], base_specs: dict[str, P], adapter_specs: Any,
     model: tuple[str, ...],
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, _Placed]]:  # fmt: skip
-    """Return the factors as their bases use them, and their placements.
-
-    Over the axes of `model` that split a base its factors are split in the same way, or vary: a factor that is
-    replicated is sliced. Each kind of slice, and all that vary over the same axes, are one call.
-    """
-    if model and not base_specs:
-        raise fail(f"lora.apply: model={model!r}, and no specs", fix="specs=, the specs of params")
-    out = {name: dict(adapters[name]) for name, *_ in leaves}
-    own_specs: dict[tuple[str, str], P] = {}
-    if adapter_specs is not None:
-        flat = tree.broadcast(adapter_specs, out, name="lora.apply: adapter_specs", leaf=is_spec)
-        pairs = [(name, part) for name in sorted(out) for part in sorted(out[name])]
-        own_specs = dict(zip(pairs, flat, strict=True))
+    """Return the factors as their bases use them, and their placements."""
+    given = given_specs("lora.apply", [name for name, *_ in leaves], adapters, adapter_specs)
     placed: dict[str, _Placed] = {}
-    slices: dict[Any, list[tuple[str, str]]] = {}
-    varied: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     errors: list[ShardingError] = []
     for name, _, x, leaf in leaves:
-        base, factors = base_specs.get(name, P()), out[name]
+        base, factors = base_specs.get(name, P()), adapters[name]
         if leaf is None:
-            spec = own_specs.get((name, "value"), base)
+            spec = given.get((name, "value"), base)
             if not same_placement(spec.with_entries(*spec, memory=base.memory), base, x.ndim):
                 errors.append(fail(f"lora.apply: adapters[{name!r}]['value'] replaces a leaf with another spec",
                                    value=spec, leaf=base, fix="the specs of lora.specs"))  # fmt: skip
             continue
-        a, b, magnitude = (own_specs.get((name, part)) for part in ("a", "b", "magnitude"))
+        a, b, magnitude = (given.get((name, part)) for part in ("a", "b", "magnitude"))
+        over = (*model, *base.axes) if leaf.is_summed else model
         try:
-            here = placed[name] = _placed(leaf, x.ndim, base, (a, b, magnitude), model)
+            here = placed[name] = _placed(leaf, x.ndim, base, (a, b, magnitude), over)
         except ShardingError as e:
             errors.append(ShardingError(f"lora.apply: {name!r}: {e}"))
             continue
-        for part, factor in factors.items():
-            placed_by = own_specs.get((name, part))
-            if placed_by is not None and placed_by.memory == "host":
-                factors[part] = to_device(factor)
-        for part, dim, axes, base_axes in here.misplaced:
-            errors.append(fail(f"lora.apply: adapters[{name!r}][{part!r}] has dim {dim} over {axes}, and its base that "
-                               f"dim over {base_axes or None}", factor=own_specs[name, part], base=base,
-                               fix="the specs of lora.specs, or P()"))  # fmt: skip
         rank = cfg.rank_of(leaf.module)
-        wrong = {part for part, dim, of_base in here.same if part in factors and
-                 factors[part].shape[dim] != (rank if of_base is None else x.shape[of_base])}  # fmt: skip
-        errors += [another_shape(f"lora.apply: adapters[{name!r}]", part, factors[part], x, rank) for part in
-                   sorted(wrong)]  # fmt: skip
-        for part, dim, axes, lengths in here.slices:
-            if part in factors:
-                slices.setdefault((axes, dim, lengths), []).append((name, part))
-        for part, axes in here.varied:
-            if part in factors:
-                varied.setdefault(axes, []).append((name, part))
-    raise_all(errors)
-    for (axes, dim, lengths), which in slices.items():
-        _replace(out, which, pslice([out[name][part] for name, part in which], axes, dim, lengths=lengths))
-    for axes, which in varied.items():
-        _replace(out, which, pvary([out[name][part] for name, part in which], axes))
+        for part, factor in sorted(factors.items()):
+            sizes = [rank if dim is None else x.shape[dim] for dim in here.sizes_of[part]]
+            if any(factor.shape[dim] != sizes[dim] for dim in here.parts[part].same):
+                errors.append(another_shape(f"lora.apply: adapters[{name!r}]", part, factor, x, rank))
+    parts = {(name, part): here.parts[part] for name, here in placed.items() for part in adapters[name]}
+    out, more = aligned("lora.apply", {name: adapters[name] for name, *_ in leaves}, parts, given)
+    raise_all([*errors, *more])
     return out, placed
-
-
-def _replace(factors: dict[str, dict[str, Tensor]], which: Sequence[tuple[str, str]], new: Sequence[Tensor]) -> None:
-    for (name, part), x in zip(which, new, strict=True):
-        factors[name][part] = x
 
 
 def _input_sizes(

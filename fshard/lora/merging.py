@@ -22,6 +22,7 @@ from fshard.shard_map import shard_map
 from fshard.sharded import Sharded, device_put
 from fshard.spec import P
 
+from .adapted import sum_of_factors
 from .config import Config
 from .int8 import Int8
 from .targets import Adapted, Of, another_shape, check_weight, checked_leaves, named_leaves, specs_of
@@ -102,6 +103,8 @@ def _delta(w: Tensor, factors: Mapping[str, Tensor], leaf: Leaf, scale: float) -
     dtype = a.dtype
     if w.device.type == "cpu" and dtype in (torch.float16, torch.bfloat16):
         a, b = a.float(), b.float()
+    if leaf.is_summed:
+        return (sum_of_factors(leaf, a, b) * scale).to(dtype)
     delta = (b.flatten(1).T.contiguous() @ a.flatten(0, -2).T.contiguous()) * scale  # [out, in]
     return (delta if leaf.layout == "oi" else delta.T).to(dtype).reshape(w.shape)
 

@@ -84,12 +84,12 @@ def _chosen(
     verb: str, cfg: Config, of: Of, leaves: tuple[tuple[tree.Path, int], ...]
 ) -> tuple[dict[str, Leaf], tuple[str, ...]]:
     """Return the adapted leaves, and the names of the copied ones, of a tree of leaves of these paths and dims."""
-    rows = [(tree.dotted(path), path, leaf_of(of, path, ndim)) for path, ndim in leaves]
+    rows = [(tree.dotted(path), path, _summed(cfg, of, leaf_of(of, path, ndim), ndim)) for path, ndim in leaves]
     saved = [name for name, _, leaf in rows if module_names(tuple(cfg.modules_to_save)).contain(leaf.module)]
     adapted: dict[str, Leaf] = {}
     errors: list[ShardingError] = []
     for name, path, leaf in rows:
-        if name in saved or leaf.part in ("bias", "b") or not is_target(cfg, leaf):
+        if name in saved or not (leaf.is_summed or (leaf.part not in ("bias", "b") and is_target(cfg, leaf))):
             continue
         adapted[name] = leaf
         if leaf.layout is None:
@@ -101,6 +101,16 @@ def _chosen(
     biases = [name for name, _, leaf in rows if leaf.part in ("bias", "b") and
               (cfg.bias == "all" or (cfg.bias == "lora_only" and leaf.module in modules))]  # fmt: skip
     return adapted, tuple(dict.fromkeys([*saved, *biases]))
+
+
+def _summed(cfg: Config, of: Of, leaf: Leaf, ndim: int) -> Leaf:
+    """Return a leaf of `cfg.parameters` as one that an adapter is added to, by its full name; others unchanged."""
+    name = leaf.module if of is None else f"{leaf.module}.{leaf.part}"
+    if not cfg.parameters or ndim not in (2, 3) or not module_names(tuple(cfg.parameters)).name(name):
+        return leaf
+    module = getattr(of, "module", None)
+    inputs_first = module is None or (ndim == 3 and getattr(module.get_submodule(leaf.module), "is_transposed", False))
+    return Leaf(name, "", "sum_io" if inputs_first else "sum_oi")
 
 
 def is_target(cfg: Config, leaf: Leaf) -> bool:
@@ -132,6 +142,8 @@ def _unmatched(verb: str, cfg: Config, leaves: list[Leaf], adapted: Mapping[str,
     if not adapted and not missing:
         return [fail(f"{verb}: every target is excluded, or a module to save", targets=cfg.targets, exclude=cfg.exclude,
                      modules_to_save=cfg.modules_to_save, fix="a narrower exclude")]  # fmt: skip
+    names = [leaf.module for leaf in leaves if leaf.is_summed]
+    missing += [("parameters", one) for one in without_module(cfg.parameters, names)]
     missing += [("modules_to_save", one) for one in without_module(cfg.modules_to_save, modules, inside=True)]
     errors = [fail(f"{verb}: {option}: no module is named {one!r}", near=", ".join(near(one, matrices)),
                    fix="one of these, by its last parts or in full")
@@ -197,8 +209,10 @@ def checked_leaves(
 ) -> list[Adapted]:  # fmt: skip
     """Return the leaves that have an adapter, whose leaves are of these `kinds`. Raise what `check_adapters` raises."""
     targets = Targets.among(verb, cfg, named, of)
-    wanted = {name: {"a": leaf.inputs + 1, "b": x.ndim - leaf.inputs + 1, "magnitude": x.ndim - leaf.inputs}
-              for name, (leaf, x) in targets.adapted.items()}  # fmt: skip
+    wanted = {}
+    for name, (leaf, x) in targets.adapted.items():
+        inputs, outputs = map(len, leaf.split(tuple(range(x.ndim))))
+        wanted[name] = {"a": inputs + 1, "b": outputs + 1, "magnitude": outputs}
     for parts in wanted.values():
         if not cfg.dora:
             del parts["magnitude"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import re
 import textwrap
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ from fshard.interop.accelerate.keys import KEYS, STRATEGIES
 
 accelerate = pytest.importorskip("accelerate")
 from accelerate.commands.config import config_args  # noqa: E402
-from accelerate.commands.launch import launch_command_parser  # noqa: E402
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser  # noqa: E402
 from accelerate.utils import FullyShardedDataParallelPlugin  # noqa: E402
+from accelerate.utils.launch import prepare_multi_gpu_env  # noqa: E402
+from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: E402
 
 T5_LORA = Path(__file__).parent / "t5_lora_fsdp.yaml"
 Settings = fs.accelerate.Settings
@@ -74,30 +78,113 @@ def test_file_of_the_t5_lora_example_is_read_as_it_stands():
     )  # fmt: skip
     assert told == [(
         f"{T5_LORA}, line 10: fsdp_config.fsdp_backward_prefetch_policy: is honoured, as fsdp_backward_prefetch: "
-        "BACKWARD_PRE; Accelerate reads fsdp_backward_prefetch, ignores this key and prefetches nothing"
+        "BACKWARD_PRE; Accelerate ignores it and prefetches nothing"
     )]  # fmt: skip
     assert settings.axes == {"data": 2}
     assert settings.units() == ("T5Block",)
 
 
-def test_accelerate_itself_ignores_the_prefetch_of_that_file(monkeypatch: pytest.MonkeyPatch):
-    """The warning says so: the launcher's parser has no such option, so that the environment of FSDP lacks it."""
-    options = {o for a in PARSER._actions for o in a.option_strings}
-    assert "--fsdp_backward_prefetch" in options
-    assert "--fsdp_backward_prefetch_policy" not in options
+# The keys of `random_file`, with some of their values.
+VALUES: dict[str, tuple[Any, ...]] = {
+    "fsdp_version": (1, "1", 2, 2, 2, "2"),
+    "fsdp_sharding_strategy": (*STRATEGIES, "full_shard", "HYBRID_SHARD_ZERO2", 1, 2, "3", 4),
+    "fsdp_reshard_after_forward": (True, False, "true", "no", "FULL_SHARD", "SHARD_GRAD_OP", 2, "1"),
+    "fsdp_offload_params": (True, False, "true", "no"),
+    "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP", "transformer_based_wrap"),
+    "fsdp_transformer_layer_cls_to_wrap": ("T5Block", "BertLayer,BertEmbeddings", "A, B"),
+    "fsdp_min_num_params": (0, 10, 2000000, "1e8"),
+    "fsdp_backward_prefetch": ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "backward_pre", 1),
+    "fsdp_backward_prefetch_policy": ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
+    "fsdp_forward_prefetch": (True, False, "yes"),
+    "fsdp_state_dict_type": ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", "3", 1),
+    "fsdp_activation_checkpointing": (True, False, "on"),
+    "fsdp_activation_checkpointing_offload": (True, False),
+    "fsdp_cpu_ram_efficient_loading": (True, False),
+    "fsdp_sync_module_states": (True, "true", False),
+    "fsdp_use_orig_params": (True, "no"),
+    "num_processes": (2, 4, 8), "num_machines": (1, 2), "mixed_precision": ("no", "bf16", "fp16"),
+    "debug": (True, False), "downcast_bf16": ("no",), "main_process_port": (29501,), "rdzv_backend": ("static", "c10d"),
+}  # fmt: skip
+# The keys that may explain why a field differs from Accelerate's.
+REASONS = {"strategy": "sharding_strategy|reshard_after_forward", "wrap": "transformer_layer_cls|min_num_params"}
+
+# What Accelerate raises for files that are read here, and the key that a warning names. It cannot read a 1e8.
+READ_HERE = {"invalid truth value": "reshard_after_forward", "set `--fsdp_sync_module_states`": "sync_module_states",
+             "requires `fsdp_version=2`": "activation_checkpointing_offload", "'1e8'": ""}  # fmt: skip
 
 
-def test_accelerate_ignores_reshard_after_forward_with_version_1(monkeypatch: pytest.MonkeyPatch):
-    """It sets FSDP_SHARDING_STRATEGY to its option's default, and reads the other key only without that variable."""
-    monkeypatch.setenv("FSDP_VERSION", "1")
-    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", PARSER.get_default("fsdp_sharding_strategy"))
-    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "shard_grad_op")
+def random_file(number: int) -> str:
+    draw = random.Random(number)
+    chosen = {name: draw.choice(values) for name, values in VALUES.items() if draw.random() < 0.25}
+    items = [*{"distributed_type": "FSDP", "num_processes": 4, **chosen}.items()]
+    draw.shuffle(items)
+    short = draw.random() < 0.2  # in fsdp_config a key may lack its prefix
+    section = {(key.removeprefix("fsdp_") if short else key): x for key, x in items if key.startswith("fsdp_")}
+    top = {key: x for key, x in items if not key.startswith("fsdp_")}
+    return written(**top, **({"fsdp_config": section} if section else {}))
+
+
+def read_by_accelerate(path: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return what Accelerate makes of a file: its launcher the environment, and its plugin the settings."""
+    args = _validate_launch_command(PARSER.parse_args(["--config_file", path, "script.py"]))[0]
+    for name, value in prepare_multi_gpu_env(args).items():
+        monkeypatch.setenv(name, value)
     plugin = FullyShardedDataParallelPlugin()
-    assert plugin.sharding_strategy.name == "FULL_SHARD"
-    assert plugin.reshard_after_forward is None
-    settings, told = read_warned(fsdp(fsdp_version=1, fsdp_reshard_after_forward="SHARD_GRAD_OP"))
-    assert settings.strategy == "SHARD_GRAD_OP"
-    assert "Accelerate 1.15 ignores it with fsdp_version 1, and trains with FULL_SHARD" in told[0]
+    classes, policy = plugin.transformer_cls_names_to_wrap, getattr(plugin.auto_wrap_policy, "__name__", "none")
+    wraps = {"transformer": tuple(map(str.strip, classes)) if classes else "_no_split_modules",
+             "size": plugin.min_num_params or None, "none": None}  # fmt: skip
+    out = {
+        "processes": args.num_processes, "machines": args.num_machines, "debug": bool(args.debug),
+        "port": args.main_process_port if "main_process_port" in Path(path).read_text() else None,
+        "compute": {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[str(args.mixed_precision)],
+        "wrap": wraps[policy.partition("_")[0]], "remat": plugin.activation_checkpointing,
+        "offload_activations": plugin.activation_checkpointing_offload,
+        "state_dict": plugin.state_dict_type.name.partition("_")[0].lower(),
+    }  # fmt: skip
+    if plugin.fsdp_version == 2:  # it always gathers the next unit ahead
+        offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        strategy = "FULL_SHARD" if plugin.reshard_after_forward else "SHARD_GRAD_OP"
+        return {**out, "strategy": strategy, "offload": offload, "backward_prefetch": "pre", "forward_prefetch": True}
+    ahead = plugin.backward_prefetch and plugin.backward_prefetch.name.removeprefix("BACKWARD_").lower()
+    return {**out, "strategy": plugin.sharding_strategy.name, "offload": plugin.cpu_offload.offload_params,
+            "backward_prefetch": ahead, "forward_prefetch": plugin.forward_prefetch}  # fmt: skip
+
+
+@pytest.mark.parametrize("files", [40, pytest.param(350, marks=pytest.mark.slow)])
+def test_random_files_have_the_settings_of_accelerate_or_a_named_reason(files: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("accelerate.utils.launch.is_port_in_use", lambda port: False)
+    monkeypatch.setattr("accelerate.utils.dataclasses.is_cuda_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    counts: Counter[str] = Counter()
+    for number in range(files):
+        path, want, refused, refused_here = random_file(number), None, "", ""
+        with warnings.catch_warnings(), monkeypatch.context() as env:
+            warnings.simplefilter("ignore")
+            try:
+                want = read_by_accelerate(path, env)
+            except (ValueError, KeyError) as e:
+                refused = str(e)
+            try:
+                settings = fs.accelerate.read(path)
+            except ShardingError as e:
+                refused_here = str(e)
+        if refused_here:
+            assert refused, (Path(path).read_text(), refused_here)
+            assert re.match(r"(\d problems\n)?f\.yaml, line \d+: (\w+\.)?\w+: ", refused_here)
+            counts["refused by both"] += 1
+            continue
+        told = "\n".join(settings.warnings)
+        if want is None:
+            key = next((key for words, key in READ_HERE.items() if words in refused), "none")
+            assert key in told, (refused, told)
+            counts["only here"] += 1
+            continue
+        differ = {name for name, value in want.items() if getattr(settings, name) != value}
+        unnamed = {name for name in differ if not re.search(REASONS.get(name, name), told)}
+        assert not unnamed, (number, Path(path).read_text(), unnamed, want, settings)
+        counts["differ by a named reason" if differ else "same"] += 1
+    assert counts["same"] > 0.4 * files, counts
+    assert sum(counts.values()) == files
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -179,7 +266,9 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "parallelism_config_dp_shard_size": (4, {"shards": 4}),
     "parallelism_config_tp_size": (2, {"model": 2}),
 }  # fmt: skip
-HONOURED = {"fsdp_backward_prefetch_policy", "fsdp_transformer_layer_cls_to_wrap"}
+HONOURED = {"fsdp_backward_prefetch_policy", "fsdp_transformer_layer_cls_to_wrap",
+            "fsdp_activation_checkpointing_offload", "parallelism_config_dp_replicate_size",
+            "parallelism_config_dp_shard_size", "parallelism_config_tp_size"}  # fmt: skip
 REFUSED = {"mpirun_config": {"mpirun_hostfile": "hosts"}, "fsdp_ignored_modules": "head",
            "parallelism_config_cp_size": 2, "parallelism_config_sp_size": 2}  # fmt: skip
 NO_EFFECT: dict[str, Any] = {
@@ -274,14 +363,25 @@ READ: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         # a number is a strategy in version 1, and in version 2 the size of a group, as in torch's `fully_shard`
         ({"version": 2, "reshard_after_forward": True}, VERSION_2, ""),
         ({"version": 2, "reshard_after_forward": "false"}, {"strategy": "SHARD_GRAD_OP"} | VERSION_2, ""),
-        ({"version": 2, "reshard_after_forward": 2}, {"reshard": 2} | VERSION_2, ""),
-        ({"version": 2, "reshard_after_forward": "NO_SHARD"}, {"strategy": "NO_SHARD"} | VERSION_2, ""),
+        ({"version": 2, "reshard_after_forward": 1}, VERSION_2, ""),
+        ({"version": 2, "reshard_after_forward": 2}, {"reshard": 2} | VERSION_2, "in groups of 2; Accelerate"),
+        ({"version": 2, "reshard_after_forward": "NO_SHARD"}, {"strategy": "NO_SHARD"} | VERSION_2, "refuses it"),
+        ({"version": 2, "reshard_after_forward": True, "sharding_strategy": "HYBRID_SHARD"}, VERSION_2,
+         "means nothing next to fsdp_reshard_after_forward; Accelerate 1.15 ignores it with fsdp_version 2"),
+        ({"sharding_strategy": "HYBRID_SHARD", "reshard_after_forward": True}, {"strategy": "HYBRID_SHARD"},
+         "means nothing next to fsdp_sharding_strategy"),
+        ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": False}, {"strategy": "SHARD_GRAD_OP"}, ""),
+        ({"reshard_after_forward": "SHARD_GRAD_OP"}, {"strategy": "SHARD_GRAD_OP"},
+         "ignores it with fsdp_version 1, and trains with FULL_SHARD"),
         ({"version": 1, "reshard_after_forward": "FULL_SHARD"}, {}, ""),
         ({"version": 1, "reshard_after_forward": 1}, {}, ""),
         ({"version": 2, "sharding_strategy": "SHARD_GRAD_OP"}, {"strategy": "SHARD_GRAD_OP"} | VERSION_2,
-         "Accelerate ignores it with fsdp_version 2"),
+         "is honoured, as SHARD_GRAD_OP; Accelerate 1.15 ignores it with fsdp_version 2, and trains with FULL_SHARD"),
+        ({"version": 2, "forward_prefetch": False}, VERSION_2 | {"forward_prefetch": False}, "does not take it"),
         ({"backward_prefetch": "BACKWARD_PRE", "backward_prefetch_policy": 1}, {"backward_prefetch": "pre"},
          "is honoured, as fsdp_backward_prefetch: BACKWARD_PRE"),
+        ({"backward_prefetch": "BACKWARD_PRE", "backward_prefetch_policy": 2}, {"backward_prefetch": "pre"},
+         "means nothing next to fsdp_backward_prefetch: BACKWARD_PRE"),
         ({"offload_params": True}, {"offload": True}, ""),
         ({}, {"wrap": None}, ""),
         ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, {"wrap": 100_000_000}, ""),
@@ -321,6 +421,7 @@ def test_units_of_a_model_without_named_classes():
 
     settings = read(fsdp(fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP"))
     assert settings.units(Model) == ("Attention", "Block")
+    assert settings.units(Model()) == settings.units(Model)
     for wrong in (None, int):
         with pytest.raises(ShardingError, match=r"_no_split_modules\n  (no class was given|int has none)"):
             settings.units(wrong)
@@ -351,9 +452,9 @@ def test_axes_of_the_strategies():
 
 def test_number_of_reshard_after_forward_is_the_size_of_an_axis():
     """Weights stay split within groups of four of the eight ranks."""
-    settings = read(
-        written(distributed_type="FSDP", num_processes=8, fsdp_config={"version": 2, "reshard_after_forward": 4})
-    )
+    path = written(distributed_type="FSDP", num_processes=8, fsdp_config={"version": 2, "reshard_after_forward": 4})
+    settings, told = read_warned(path)
+    assert "FULL_SHARD in groups of 4; Accelerate refuses it" in told[0]
     assert settings.axes == {"data": 2, "group": 4}
     assert settings.strategy_options["axis"] == ("data", "group")
     assert settings.strategy_options["release"] == "group"
@@ -381,8 +482,8 @@ def test_unsupported_types_are_refused(kind: Any):
     assert error(written(distributed_type=kind)).splitlines() == [
         f"f.yaml, line 1: distributed_type: {kind!r} is not supported",
         "  Accelerate has it; here ranks are processes of torchrun, on the CPU or on CUDA",
-        ("  fix: one of NO, MULTI_CPU, MULTI_GPU, FSDP; DeepSpeed's ZeRO stages 1 to 3 are SHARD_GRAD_OP and "
-         "FULL_SHARD of FSDP"),
+        ("  fix: one of NO, MULTI_CPU, MULTI_GPU, FSDP; of DeepSpeed's ZeRO, stage 1 is MULTI_GPU and fs.optim.zero, "
+         "stages 2 and 3 are SHARD_GRAD_OP and FULL_SHARD of FSDP"),
     ]  # fmt: skip
 
 
@@ -409,11 +510,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     )),
     *((FSDP | {"fsdp_config": config}, message) for config, message in (
         ({"reshard_after_forward": "ZERO"}, "is not true, false, or one of FULL_SHARD"),
-        ({"version": 2, "reshard_after_forward": 1}, "is not true, false, or an integer of 2 or more"),
-        ({"reshard_after_forward": False, "sharding_strategy": "FULL_SHARD"},
-         "is SHARD_GRAD_OP, and fsdp_sharding_strategy is FULL_SHARD\n  fix: keep one"),
-        ({"backward_prefetch": "BACKWARD_PRE", "backward_prefetch_policy": 2},
-         "and fsdp_backward_prefetch: BACKWARD_PRE differ"),
+        ({"version": 2, "state_dict_type": "LOCAL_STATE_DICT"}, "with fsdp_version 2, which Accelerate refuses too"),
         ({"offload_params": True, "fsdp_offload_params": False},
          "fsdp_config.fsdp_offload_params is set twice\n  fsdp_offload_params is also at f.yaml, line 4"),
     )),

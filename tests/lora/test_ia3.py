@@ -65,6 +65,7 @@ def test_scales_compose_with_adapters_and_with_each_other() -> None:
     "targets", [("attn.c_proj", "c_fc", "mlp.c_proj"), pytest.param(("c_attn", "mlp.c_proj"), marks=pytest.mark.slow)]
 )
 def test_mesh_never_changes_scaled_layers(targets: Any) -> None:
+    """With scales that are placed as their layers, and with replicated ones, which are sliced."""
     model = gpt2.Config(vocab_size=13, n_positions=8, n_embd=12, n_layer=2, n_head=3)
     described = gpt2.init(model)
     cfg = ia3.Config(targets, feedforward=targets[-1:])
@@ -72,16 +73,17 @@ def test_mesh_never_changes_scaled_layers(targets: Any) -> None:
            for name, one in ia3.init(cfg, described, of=gpt2.theirs).items()}  # fmt: skip
     ids = torch.arange(20).reshape(4, 5) % 13
     results = []
-    for axes, sharded in (({"data": 1, "model": 1}, False), ({"data": 2, "model": 2}, True)):
+    two = {"data": 2, "model": 2}
+    for axes, sharded, replicated in (({"data": 1, "model": 1}, False, False), (two, True, False), (two, True, True)):
         mesh = fs.make_mesh(**axes)
         specs = gpt2.specs(model, model="model")
         specs = fs.fully_shard(specs, described, axis="data") if sharded else specs
-        placed = ia3.specs(cfg, described, specs, of=gpt2.theirs)
+        placed = P() if replicated else ia3.specs(cfg, described, specs, of=gpt2.theirs)
 
         @fs.shard_map(mesh=mesh, in_specs=(specs, placed, P("data")), out_specs=(P(), placed))
-        def run(p: Any, scales: Any, ids: Tensor, specs: Any = specs) -> Any:
+        def run(p: Any, scales: Any, ids: Tensor, specs: Any = specs, placed: Any = placed) -> Any:
             def loss(scales: Any) -> Tensor:
-                adapted = ia3.apply(cfg, p, scales, of=gpt2.theirs, specs=specs, model="model")
+                adapted = ia3.apply(cfg, p, scales, of=gpt2.theirs, specs=specs, adapter_specs=placed, model="model")
                 return gpt2.loss(model, adapted, ids[:, :-1], ids[:, 1:], layout=gpt2.Layout("data", "model"),
                                  specs=specs, remat=True)  # fmt: skip
 
@@ -90,8 +92,9 @@ def test_mesh_never_changes_scaled_layers(targets: Any) -> None:
         key = fs.key(0)
         out = run(fs.materialize(described, specs, mesh, key=key), fs.materialize(own, placed, mesh, key=key), ids)
         results.append(fs.tree.leaves(fs.device_get(out)))
-    for a, b in zip(*results, strict=True):
+    for a, b, c in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-6)
         assert a.abs().sum() > 0
 
 

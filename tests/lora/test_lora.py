@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fshard as fs
+from fshard import P
 from tests.lib.model_cases import LAYOUTS, close
 from tests.lib.tiers import slow_unless
 from tests.lora import cases
@@ -205,3 +206,37 @@ def test_adapters_are_computed_in_the_dtype_of_the_layout():
     assert {x.dtype for x in fs.tree.leaves(got[2])} == {torch.float32}
     assert got[0].dtype == torch.bfloat16
     close(got[:2], cases.our_results(case, "one device", dtype=torch.bfloat16)[:2], 0.1, 0.05)  # 8 bits of bf16
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(("data", "model")), P("model", "data"), P(None, "model", "data")])
+def test_parameters_of_experts_are_added_to_their_factors_on_every_mesh(spec):
+    """Values, gradients and merged leaves by hand, with factors placed as the parameter, and with replicated ones."""
+    cfg = fs.lora.Config((), rank=2, alpha=4, init="random", parameters=("experts.up",))
+    params = {"experts": {"up": torch.arange(96.0).reshape(4, 4, 6) / 96}}
+    described = fs.lora.init(cfg, params)
+    assert [tuple(x.shape) for x in fs.tree.leaves(described)] == [(4, 4, 2), (2, 4, 6)]
+    assert "high=0.5" in repr(described["experts.up"]["a"])  # 1/sqrt(in), as peft has it
+    x, mesh = torch.linspace(-1, 1, 32).reshape(4, 2, 4), fs.make_mesh(data=2, model=2)
+    full = fs.device_get(fs.materialize(described, P(), mesh, key=fs.key(0)))
+
+    def sum_of(factors):
+        ab = torch.einsum("eir,reo->eio", factors["experts.up"]["a"], factors["experts.up"]["b"])
+        return params["experts"]["up"] + 2 * ab
+
+    want = fs.value_and_grad(lambda factors: (x @ sum_of(factors)).square().sum())(full)
+    for placed in (fs.lora.specs(cfg, params, {"experts": {"up": spec}}), P()):
+
+        @fs.shard_map(mesh=mesh, in_specs=(spec, placed, P()), out_specs=(P(), placed))
+        def run(p, adapters, x, placed=placed):
+            def loss(adapters):
+                adapted = fs.lora.apply(cfg, p, adapters, specs=spec, adapter_specs=placed)
+                w = fs.unshard(adapted, spec, ("data", "model"))["experts"]["up"]
+                return fs.pmean((fs.pvary(x, ("data", "model")) @ w).square().sum(), ("data", "model"))
+
+            return fs.value_and_grad(loss)(adapters)
+
+        got = fs.device_get(run(params, fs.device_put(full, placed, mesh), x))
+        for a, b in zip(fs.tree.leaves(got), fs.tree.leaves(want), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    merged = fs.lora.merge(cfg, fs.device_put(params, spec, mesh), fs.device_put(full, P(), mesh))
+    torch.testing.assert_close(fs.device_get(merged)["experts"]["up"], sum_of(full), rtol=1e-6, atol=1e-6)

@@ -8,7 +8,6 @@ their defaults: `accelerate/commands/config/config_args.py`, `commands/launch.py
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -260,8 +259,8 @@ def _parse(v: Values, name: str, entry: Entry) -> None:
         return
     if name == "distributed_type" and str(entry.value).upper() not in _TYPES:
         v.refuse(name, "is not supported", "Accelerate has it; here ranks are processes of torchrun, on the CPU or on "
-                 "CUDA", fix=f"one of {', '.join(_TYPES)}; DeepSpeed's ZeRO stages 1 to 3 are SHARD_GRAD_OP and "
-                 "FULL_SHARD of FSDP")  # fmt: skip
+                 "CUDA", fix=f"one of {', '.join(_TYPES)}; of DeepSpeed's ZeRO, stage 1 is MULTI_GPU and fs.optim."
+                 "zero, stages 2 and 3 are SHARD_GRAD_OP and FULL_SHARD of FSDP")  # fmt: skip
         return
     if entry.value is None or (isinstance(entry.value, (str, list, dict)) and entry.value in ("", [], {}, [""])):
         return
@@ -345,6 +344,14 @@ def _precision(v: Values) -> dict[str, Any]:
     return {"compute": _DTYPES.get(text, torch.float32), "accumulate": accumulate, "compile": compiled}
 
 
+# Keys that Accelerate reads only, or takes only, with another fsdp_version; and what they are then.
+_OF_THE_OTHER_VERSION: Mapping[int, Mapping[str, Any]] = {
+    1: {"fsdp_activation_checkpointing_offload": False,
+        **{f"parallelism_config_{name}_size": 1 for name in ("dp_replicate", "dp_shard", "tp")}},
+    2: {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": True},
+}  # fmt: skip
+
+
 def _schedule(v: Values) -> dict[str, Any]:
     """Translate `fsdp_config`, whose defaults depend on its version."""
     if v.get("distributed_type") != "FSDP":
@@ -357,48 +364,61 @@ def _schedule(v: Values) -> dict[str, Any]:
     if v.get("fsdp_activation_checkpointing_offload") and not v.get("fsdp_activation_checkpointing"):
         v.refuse("fsdp_activation_checkpointing_offload", "without fsdp_activation_checkpointing: the inputs of units "
                  "are kept only where the units are recomputed", fix="fsdp_activation_checkpointing: true")  # fmt: skip
+    for name, default in _OF_THE_OTHER_VERSION[version].items():
+        if v.get(name, default) != default:
+            v.warn(name, f"is honoured; Accelerate does not take it with fsdp_version {version}")
     kinds = {"FULL_STATE_DICT": "full", "LOCAL_STATE_DICT": "local", "SHARDED_STATE_DICT": "sharded"}
-    default = "FULL_STATE_DICT" if version == 1 else "SHARDED_STATE_DICT"
+    state_dict = v.get("fsdp_state_dict_type", "FULL_STATE_DICT" if version == 1 else "SHARDED_STATE_DICT")
+    if version == 2 and state_dict == "LOCAL_STATE_DICT":
+        v.refuse("fsdp_state_dict_type", "with fsdp_version 2, which Accelerate refuses too",
+                 fix="SHARDED_STATE_DICT or FULL_STATE_DICT")  # fmt: skip
     return {
         "strategy": strategy, "reshard": reshard, "wrap": _wrap_of(v), "offload": v.get("fsdp_offload_params", False),
         "remat": v.get("fsdp_activation_checkpointing", False),
         "offload_activations": v.get("fsdp_activation_checkpointing_offload", False),
-        "state_dict": kinds[v.get("fsdp_state_dict_type", default)],
+        "state_dict": kinds[state_dict],
         "backward_prefetch": _backward_prefetch_of(v, version),
         "forward_prefetch": v.get("fsdp_forward_prefetch", version == 2),
     }  # fmt: skip
 
 
 def _strategy_of(v: Values, version: int) -> tuple[str, int | None]:
-    """Return the strategy, and the size of the group over which weights stay split after forward, if there is one."""
-    by_name, reshard = v.get("fsdp_sharding_strategy"), v.get("fsdp_reshard_after_forward")
-    by_reshard, group = None, None
-    if reshard is not None:
-        word = _WORDS.get(str(reshard).lower())
-        is_number = not isinstance(reshard, bool) and re.fullmatch(r"\d+", str(reshard)) is not None
-        try:
-            if is_number and version == 2:
-                by_reshard, group = "FULL_SHARD", _int(2)(reshard)
-            elif word is not None and not is_number:
-                by_reshard = "FULL_SHARD" if word else "SHARD_GRAD_OP"
-            else:
-                by_reshard = _strategy(reshard)
-        except ValueError as e:
-            v.refuse("fsdp_reshard_after_forward", f"is not true, false, or {e}")
-        if version == 1 and by_reshard not in (None, by_name, None if by_name else "FULL_SHARD"):
-            v.warn("fsdp_reshard_after_forward", f"is honoured, as {by_reshard}; Accelerate 1.15 ignores it with "
-                   "fsdp_version 1, and trains with FULL_SHARD")  # fmt: skip
-    if by_name and by_reshard and by_name != by_reshard:
-        pairs = {("HYBRID_SHARD", "FULL_SHARD"), ("_HYBRID_SHARD_ZERO2", "SHARD_GRAD_OP")}
-        if version == 2 and (by_name, by_reshard) in pairs:
-            return by_name, group
-        v.refuse("fsdp_reshard_after_forward", f"is {by_reshard}, and fsdp_sharding_strategy is {by_name}",
-                 fix="keep one of them")  # fmt: skip
-    if version == 2 and by_name and not by_reshard:
-        v.warn("fsdp_sharding_strategy", f"is honoured, as {by_name}; Accelerate ignores it with fsdp_version 2")
-    strategy = by_name or by_reshard or "FULL_SHARD"
+    """Return the strategy, and the size of the group over which weights stay split after forward, if there is one.
+
+    In version 1 Accelerate reads fsdp_sharding_strategy, in version 2 fsdp_reshard_after_forward. Here the other key
+    is read if that one is missing.
+    """
+    rows = [("fsdp_sharding_strategy", v.get("fsdp_sharding_strategy"), None),
+            ("fsdp_reshard_after_forward", *_reshard_of(v, version))][:: 1 if version == 1 else -1]  # fmt: skip
+    (first, strategy, group), (second, other, its_group) = rows
+    there = strategy or "FULL_SHARD"
+    if other not in (None, there):
+        read_as = f"means nothing next to {first}" if strategy else f"is honoured, as {other}"
+        v.warn(second, f"{read_as}; Accelerate 1.15 ignores it with fsdp_version {version}, and trains with {there}")
+    if strategy is None:
+        strategy, group = other or "FULL_SHARD", its_group
     if v.get("parallelism_config_dp_replicate_size", 1) > 1 and strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
         strategy = "HYBRID_SHARD" if strategy == "FULL_SHARD" else "_HYBRID_SHARD_ZERO2"
+    return strategy, group
+
+
+def _reshard_of(v: Values, version: int) -> tuple[str | None, int | None]:
+    """Return what fsdp_reshard_after_forward is: a strategy, and the size of a group."""
+    name = "fsdp_reshard_after_forward"
+    value = str(v.get(name)).lower()
+    if name not in v.values:
+        return None, None
+    if value in _WORDS and (version == 2 or not value.isdecimal()):
+        return "FULL_SHARD" if _WORDS[value] else "SHARD_GRAD_OP", None
+    try:
+        group = _int(2)(value) if version == 2 and value.isdecimal() else None
+        strategy = "FULL_SHARD" if group else _strategy(value)
+    except ValueError as e:
+        v.refuse(name, f"is not true, false, or {e}")
+        return None, None
+    if version == 2:
+        groups = f" in groups of {group}" if group else ""
+        v.warn(name, f"is read as {strategy}{groups}; Accelerate refuses it with fsdp_version 2")
     return strategy, group
 
 
@@ -427,11 +447,12 @@ def _wrap_of(v: Values) -> tuple[str, ...] | int | str | None:
 def _backward_prefetch_of(v: Values, version: int) -> str | None:
     ignored_there, value = v.get("fsdp_backward_prefetch_policy"), v.get("fsdp_backward_prefetch")
     if ignored_there:
-        v.warn("fsdp_backward_prefetch_policy", f"is honoured, as fsdp_backward_prefetch: {ignored_there}; Accelerate "
-               "reads fsdp_backward_prefetch, ignores this key and prefetches nothing")  # fmt: skip
-        if value and value != ignored_there:
-            v.refuse("fsdp_backward_prefetch_policy", f"and fsdp_backward_prefetch: {value} differ",
-                     fix="keep fsdp_backward_prefetch")  # fmt: skip
+        read_as = (
+            f"is honoured, as fsdp_backward_prefetch: {ignored_there}; Accelerate ignores it and prefetches nothing"
+        )
+        if value not in (None, ignored_there):
+            read_as = f"means nothing next to fsdp_backward_prefetch: {value}; Accelerate ignores it"
+        v.warn("fsdp_backward_prefetch_policy", read_as)
     default = "NO_PREFETCH" if version == 1 else "BACKWARD_PRE"
     words = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETCH": None}
     return words[value or ignored_there or default]

@@ -142,20 +142,20 @@ class Settings:
         return options
 
     @checked
-    def units(self, model: type | None = None) -> tuple[str, ...] | int | None:
-        """Return the `units=` of `fs.defer`. `model` is its class, which `_no_split_modules` is read of, if need be.
+    def units(self, model: Any = None) -> tuple[str, ...] | int | None:
+        """Return the `units=` of `fs.defer`: `model`, a class or a module, has them if the file names no classes.
 
         >>> Settings(wrap=("T5Block",)).units()
         ('T5Block',)
 
-        Raises ShardingError if the class is needed and names none.
+        Raises ShardingError if the model is needed and names none.
         """
         if self.wrap != NO_SPLIT_MODULES:
             assert not isinstance(self.wrap, str)
             return self.wrap
         names = getattr(model, NO_SPLIT_MODULES, None)
         if not names:
-            what = f"{model.__name__} has none" if model else "no class was given"
+            what = f"{getattr(model, '__name__', type(model).__name__)} has none" if model else "no class was given"
             raise fail("units: the file wraps the classes in the model's _no_split_modules", what,
                        fix="units(T5ForConditionalGeneration); or fsdp_transformer_layer_cls_to_wrap: T5Block in the "
                            "file")  # fmt: skip

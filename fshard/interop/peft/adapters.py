@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from fshard import lora, tree
@@ -55,8 +55,8 @@ def load(
         of: the names of its leaves, as for `lora.init`.
         prefix: of the names of modules, which those in the folder may lack: `"bert."`, for adapters of a base model
             without a head.
-        ignored: ends of the names of tensors that are not read: `".base_layer.weight"`, the frozen table that PEFT
-            writes next to an adapter of some embeddings.
+        ignored: ends of the names of tensors that are not read. Nor is the frozen table, `.base_layer.weight`, that
+            PEFT writes next to an adapter of some embeddings: `params` has it.
 
     >>> cfg, adapters = fs.peft.load("my-adapters", params, of=gpt2.theirs)
     >>> adapters["h.0.qkv.w"]["a"]
@@ -79,7 +79,7 @@ def load(
         missing = set(without_module(fields["targets"], modules))
         fields["targets"] = tuple(t for t in fields["targets"] if t not in missing) or fields["targets"]
     fields["modules_to_save"] = _saved(fields["modules_to_save"], dict(zip(names, modules, strict=True)))
-    if not fields["targets"]:
+    if not fields["targets"] and not fields.get("parameters"):
         raise fail(f"{path / CONFIG}: target_modules and layers_to_transform name no layer of the model",
                    target_modules=contents.get("target_modules"), layers=contents.get("layers_to_transform"),
                    fix="the model that the adapters are of; or prefix=, for adapters of it without a head")  # fmt: skip
@@ -92,6 +92,7 @@ def load(
         cfg = lora.Config(**fields)
     targets = _targets("peft.load", cfg, params, of)
     described = _described(cfg, targets)
+    leaves |= {name: (leaves[name][0], leaf) for name, (leaf, _) in targets.adapted.items()}
     headers = WeightHeaders(path / WEIGHTS)
     raise_all([fail(f"{path / WEIGHTS}: {name!r} does not begin with {_START}", fix="adapters that PEFT has written")
                for name in headers.tensors if not name.startswith(_START)])  # fmt: skip
@@ -101,9 +102,13 @@ def load(
     errors = [fail(f"{path / WEIGHTS}: has no {head}.weight: PEFT has trained {table!r} apart from it",
                    "here they are tied", fix="in peft, modules_to_save with both, and ensure_weight_tying=True")
               for head, table in ties.values() if f"{head}.weight" not in headers.tensors]  # fmt: skip
-    errors += [fail(f"{path / WEIGHTS}: {name!r} is a matrix of the base, which PEFT wrote next to its adapter",
-                    fix="ignored=['.base_layer.weight'], if params has it")
-               for name in headers.tensors if name.endswith(".base_layer.weight")
+    bases = {f"{leaf.module.removeprefix(prefix)}.base_layer.weight": theirs((name, "value")).parts(x.shape)[0].shape
+             for name, (leaf, x) in targets.adapted.items() if not leaf.is_summed}  # fmt: skip
+    unread = [name for name in headers.tensors if name.removeprefix(prefix) in bases]
+    errors += [fail(f"{path / WEIGHTS}: {name!r} has another shape than the leaf of params: the vocabulary has grown",
+                    got=list(shape), expected=list(bases[name.removeprefix(prefix)]),
+                    fix="a base of that vocabulary, with this table; and ignored=['.base_layer.weight']")
+               for name in unread if (shape := headers.tensors[name].shape) != bases[name.removeprefix(prefix)]
                and not name.endswith(tuple(ignored))]  # fmt: skip
     if contents.get("ensure_weight_tying"):
         errors += [fail(f"{path / CONFIG}: ensure_weight_tying, and {leaf.module!r} is adapted and tied",
@@ -111,7 +116,9 @@ def load(
                    for name, (leaf, _) in targets.adapted.items() if _tied_to(name, leaves, of)]  # fmt: skip
     raise_all(errors)
     copies = {f"{head}.weight": f"{table}.weight" for head, table in ties.values()}
-    return cfg, read(headers, described, theirs, prefix=prefix, ignored=(*ignored, *_WRITTEN_TWICE), copies=copies)
+    return cfg, read(
+        headers, described, theirs, prefix=prefix, ignored=(*ignored, *unread, *_WRITTEN_TWICE), copies=copies
+    )
 
 
 @checked
@@ -144,6 +151,7 @@ def save(
         leaves = _leaves(params, of)
         targets = _targets("peft.save", cfg, params, of)
         described = _described(cfg, targets)
+        leaves |= {name: (leaves[name][0], leaf) for name, (leaf, _) in targets.adapted.items()}
         check_described(flat, tree.leaves_with_path(described))
         theirs = _file_tensors(cfg, described, leaves, of)
         ties = _tied_copies("peft.save", leaves, targets, of)
@@ -242,6 +250,8 @@ def _file_tensors(
             layer = "base_layer." if leaf.module in adapted and leaf.part in ("bias", "b") else ""
             end = {"w": "weight", "b": "bias"}.get(leaf.part, leaf.part)
             return FileTensor(f"{leaf.module}.{layer}{end}", dims)
+        if leaf.is_summed:
+            return _of_parameter(leaf, part, described[name]["a"].ndim, adapted, of)
         factors = _factor_dims(dims or "i o -> i o", leaf.inputs)
         if isinstance(cfg, ia3.Config):
             return FileTensor(f"{leaf.module}.ia3_l", factors["in" if cfg.scales_inputs(leaf.module) else "out"])
@@ -249,6 +259,20 @@ def _file_tensors(
         return FileTensor(f"{leaf.module}.{keys[part]}", factors[part])
 
     return theirs
+
+
+def _of_parameter(leaf: Leaf, part: str, ndim: int, adapted: Container[str], of: Any) -> FileTensor:
+    """Return the tensor of a factor of a parameter: peft wraps a module again for each of its adapted parameters."""
+    if not hasattr(of, "module"):
+        raise fail(f"peft: {leaf.module!r}: PEFT's target_parameters are of modules of transformers",
+                   fix="the tree and the function that fs.defer returns for the model of transformers")  # fmt: skip
+    module, _, parameter = leaf.module.rpartition(".")
+    names = [n for n, _ in of.module.get_submodule(module).named_parameters(recurse=False)]
+    outer = sum(f"{module}.{n}" in adapted for n in names[names.index(parameter) + 1 :])
+    dims = {"a": "(e rank) i -> e i rank", "b": "o (rank e) -> rank e o"}[part]
+    return FileTensor(f"{module}.{'base_layer.' * outer}{_KEYS[part]}",
+                      dims if ndim == 3 else dims.replace("(e rank)", "rank").replace("(rank e)", "rank").replace(
+                          " e ", " "))  # fmt: skip
 
 
 def _factor_dims(dims: str, inputs: int) -> dict[str, str]:
@@ -282,7 +306,7 @@ def _contents(
     heads: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     """Return the fields of the config that say what the adapters compute."""
-    adapted = {leaf.module for leaf, _ in targets.adapted.values()}
+    adapted = {leaf.module for leaf, _ in targets.adapted.values() if not leaf.is_summed}
     names = {m.removeprefix(prefix): m for m in dict.fromkeys(leaf.module for _, leaf in leaves.values())}
     saved = [s.removeprefix(prefix) for s in cfg.modules_to_save]
     whole = [n for n, m in names.items() if module_names(tuple(cfg.modules_to_save)).contain(m)]
@@ -306,7 +330,10 @@ def _contents(
         inside = [n for n, m in names.items() if m in adapted]
         chosen, excluded = only(inside, list(names), selects), []
         forward = only([n for n in inside if names[n] in first], inside, lambda ends, n: n.endswith(tuple(ends)))
-    own = {n: m for n, m in names.items() if m in adapted}
+    parameters = {
+        leaf.module.removeprefix(prefix): leaf.module for leaf, _ in targets.adapted.values() if leaf.is_summed
+    }
+    own = {n: m for n, m in names.items() if m in adapted} | parameters
     inputs_first = any(_stores_inputs_first(*leaves[name], of) for name in targets.adapted)
     common = {"inference_mode": True, "target_modules": chosen, "exclude_modules": excluded or None,
               "modules_to_save": [*saved, *heads] or None, "fan_in_fan_out": inputs_first}  # fmt: skip
@@ -317,7 +344,8 @@ def _contents(
     return {
         **common, "peft_type": "LORA", "r": cfg.rank, "lora_alpha": cfg.alpha, "rank_pattern": ranks,
         "alpha_pattern": alphas, "lora_dropout": cfg.dropout, "use_rslora": cfg.rslora, "use_dora": cfg.dora,
-        "bias": cfg.bias, "init_lora_weights": {"kaiming": True, "random": False}.get(cfg.init, cfg.init),
+        "target_parameters": list(parameters) or None, "bias": cfg.bias,
+        "init_lora_weights": {"kaiming": True, "random": False}.get(cfg.init, cfg.init),
     }  # fmt: skip
 
 

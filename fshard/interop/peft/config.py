@@ -36,7 +36,7 @@ KEPT = ("auto_mapping", "base_model_name_or_path", "peft_version", "revision", "
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (), "arrow_config": (), "corda_config": (), "kasa_config": (),
     "layer_replication": ([],), "loftq_config": ({},), "lora_bias": (False,),
-    "lora_ga_config": (), "megatron_config": (), "monteclora_config": (), "target_parameters": ([],),
+    "lora_ga_config": (), "megatron_config": (), "monteclora_config": (),
     "trainable_token_indices": ([], {}), "use_bdlora": (False,), "use_qalora": (False,), "velora_config": (),
 }  # fmt: skip
 # Fields of an option that is off, of how values began, and of how PEFT runs. `merge_weights` is of its first versions.
@@ -44,6 +44,8 @@ _WITHOUT_EFFECT = ("eva_config", "megatron_core", "merge_weights", "qalora_group
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
+_WRAPPED = """apply, tree = fs.defer(lambda: peft.get_peft_model(model, config)), which has every method of peft;
+    fs.peft.weights(folder, tree, of=apply)"""
 _MAX_NAMES, _MAX_SAVED = 1_000, 100  # names of a list, or patterns
 _NAMES = f"at most {_MAX_NAMES:,} names, or a regular expression"
 
@@ -75,6 +77,7 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "bias": (lambda x: x in ("none", "all", "lora_only"), "none, all or lora_only"),
     "target_modules": (lambda x: isinstance(x, str) or _strings(x), _NAMES),
     "exclude_modules": (lambda x: isinstance(x, str) or _strings(x), _NAMES),
+    "target_parameters": (_strings, _NAMES),
     "modules_to_save": (lambda x: _strings(x) and len(x) <= _MAX_SAVED, f"at most {_MAX_SAVED} names"),
     "rank_pattern": (lambda x: _patterns(x) and all(_is(int)(n) and 0 < n < 1 << 31 for n in x.values()),
                      "a number of 1 or more for each pattern"),
@@ -89,8 +92,8 @@ _IA3_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "feedforward_modules": _FIELDS["exclude_modules"],
     "init_ia3_weights": (_is(bool), "true or false"),
 }
-_NULLABLE = ("target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern",
-             "layers_to_transform", "layers_pattern", "init_lora_weights", "feedforward_modules",
+_NULLABLE = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save", "rank_pattern",
+             "alpha_pattern", "layers_to_transform", "layers_pattern", "init_lora_weights", "feedforward_modules",
              "ensure_weight_tying")  # fmt: skip
 
 
@@ -130,7 +133,7 @@ def config_fields(
     return {
         "rank": of("r", 8), "alpha": of("lora_alpha", 8), "dropout": float(of("lora_dropout", 0.0)),
         "rslora": of("use_rslora", False), "dora": of("use_dora", False), "bias": of("bias", "none"),
-        **chosen, "targets": _with_prefix(targets, prefix),
+        **chosen, "targets": _with_prefix(targets, prefix), "parameters": tuple(of("target_parameters", ())),
         "ranks": dict(of("rank_pattern", {})), "alphas": dict(of("alpha_pattern", {})),
         "init": {"false": "random", "gaussian": "gaussian"}.get(str(of("init_lora_weights", True)).lower(), "kaiming"),
     }  # fmt: skip
@@ -141,9 +144,7 @@ def _errors(
 ) -> list[ShardingError]:
     kind = contents.get("peft_type")
     if kind not in ("LORA", "IA3"):
-        return [fail(f"{path}: peft_type is {kind!r}, and neither 'LORA' nor 'IA3'",
-                     fix="apply, tree = fs.defer(lambda: peft.get_peft_model(model, config)) has every method of peft; "
-                         "fs.peft.weights(folder, tree, of=apply)")]  # fmt: skip
+        return [fail(f"{path}: peft_type is {kind!r}, and neither 'LORA' nor 'IA3'", fix=_WRAPPED)]
     errors = []
     for name, value in sorted(contents.items()):
         test, words = (_FIELDS if kind == "LORA" else _IA3_FIELDS).get(name, (None, ""))
@@ -154,8 +155,7 @@ def _errors(
                 errors.append(fail(f"{path}: {name} is {value!r}", fix=words))
         elif kind == "LORA" and name in _NEUTRAL:
             if value is not None and value not in _NEUTRAL[name]:
-                errors.append(fail(f"{path}: {name} is not supported", f"it is {value!r}",
-                                   fix=f"only {' or '.join(map(repr, [*_NEUTRAL[name], None]))}"))  # fmt: skip
+                errors.append(fail(f"{path}: {name} is not supported next to a tree", f"it is {value!r}", fix=_WRAPPED))
         elif value is not None:
             errors.append(fail(f"{path}: {name} is not a field of {kind} that is known here", f"it is {value!r}",
                                fix="take it out of the file if it changes nothing"))  # fmt: skip
@@ -168,7 +168,11 @@ def _errors(
         errors.append(fail(f"{path}: init_lora_weights is {start!r}, which is not known here",
                            fix="true, if it says only how the values began: they are in the file"))  # fmt: skip
     targets, layers, patterns = (contents.get(k) for k in ("target_modules", "layers_to_transform", "layers_pattern"))
-    if targets is None and (kind == "IA3" or model_type not in DEFAULT_TARGETS):
+    if (
+        targets is None
+        and not contents.get("target_parameters")
+        and (kind == "IA3" or model_type not in DEFAULT_TARGETS)
+    ):
         errors.append(fail(f"{path}: target_modules is null, and there is no default for the model type {model_type!r}",
                            fix="name the adapted layers in it"))  # fmt: skip
     if isinstance(targets, str) and layers not in (None, []):

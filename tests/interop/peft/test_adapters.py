@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from fshard.models import bert, gpt2, gpt_neox, heads, llama, t5
+from fshard.models import bert, gpt2, gpt_neox, heads, llama, qwen3_moe, t5
 from tests.lib.assertions import assert_same, error_text
 from tests.lib.later import Later
 
@@ -35,6 +35,8 @@ GPT2 = {"vocab_size": V, "n_positions": 12, "n_embd": 24, "n_layer": 2, "n_head"
         "attn_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}  # fmt: skip
 LLAMA = {"vocab_size": V, "hidden_size": 24, "intermediate_size": 29, "num_hidden_layers": 2, "num_attention_heads": 6,
          "num_key_value_heads": 3, "max_position_embeddings": 16}  # fmt: skip
+MOE = {**LLAMA, "num_key_value_heads": 3, "head_dim": 4, "moe_intermediate_size": 8, "num_experts": 4,
+       "num_experts_per_tok": 2}  # fmt: skip
 NEOX = {"vocab_size": V, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 34,
         "max_position_embeddings": 16}  # fmt: skip
 BERT = {"vocab_size": V, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 34,
@@ -73,6 +75,7 @@ MODELS = {
     "tied llama": Model(
         lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, tie_word_embeddings=True)), llama, llama.apply
     ),
+    "qwen3_moe": Model(lambda: hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**MOE)), qwen3_moe, qwen3_moe.apply),
     "gpt_neox": Model(lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**NEOX)), gpt_neox, gpt_neox.apply),
     "bert classifier": Model(
         lambda: hf.BertForSequenceClassification(hf.BertConfig(**BERT, num_labels=LABELS)),
@@ -88,6 +91,11 @@ MODELS = {
         lambda m: m(input_ids=IDS, decoder_input_ids=IDS.flip(1)).logits,
     ),
 }
+
+
+def more_tokens() -> Any:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**{**LLAMA, "vocab_size": V + 2}))
+
 
 # name -> (model, options of LoraConfig, or of IA3Config)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -126,6 +134,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5, IA3": ("t5", {"feedforward_modules": None, "task_type": "SEQ_2_SEQ_LM"}),
     "bert classifier, IA3": ("bert classifier", {"feedforward_modules": None, "task_type": "SEQ_CLS"}),
 }  # fmt: skip
+EXPERTS = "qwen3_moe, parameters of experts"
+CASES_OF_MODULES: dict[str, tuple[str, dict[str, Any]]] = {EXPERTS: ("qwen3_moe", {
+    "target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "mlp.experts.gate_up_proj", "gate.weight"],
+    "rank_pattern": {"gate_up_proj": 2}, "use_rslora": True})}  # fmt: skip
 FAST = ["gpt2, fused and stored [in, out]", "llama, patterns of rank and alpha", "gpt2, IA3"]
 
 
@@ -140,7 +152,7 @@ class Reference:
 
 
 def reference(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
-    kind, options = CASES[name]
+    kind, options = {**CASES, **CASES_OF_MODULES}[name]
     model = MODELS[kind]
     torch.manual_seed(0)
     base = model.build().to(dtype).eval()
@@ -163,8 +175,7 @@ def load(ref: Reference, folder: Path) -> tuple[Any, Any, Any, Any, Any]:
     """Return cfg, params, `of`, and the config and the described adapters."""
     cfg, params = fs.hf.load(folder / "base")
     of = (lambda path: heads.theirs(path, cfg)) if ref.model.module is heads else ref.model.module.theirs
-    ignored = [".base_layer.weight"] if "embed" in str(ref.wrapped.peft_config["default"].target_modules) else []
-    return cfg, params, of, *fs.peft.load(folder / "theirs", params, of=of, ignored=ignored)
+    return cfg, params, of, *fs.peft.load(folder / "theirs", params, of=of)
 
 
 def placed(params: Any, specs: Any, mesh: fs.Mesh) -> Any:
@@ -175,6 +186,19 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / WEIGHTS)
 
 
+def check_step(ref: Reference, ours: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    """Compare each leaf after a step of 0.1 times the gradient of the mean square of the logits with PEFT's."""
+    ref.model.theirs(ref.wrapped).square().mean().backward()
+    with torch.no_grad():
+        for x in ref.wrapped.parameters():
+            if x.grad is not None:
+                x.sub_(0.1 * x.grad)
+    stepped = peft.get_peft_model_state_dict(ref.wrapped)
+    for n, x in ours.items():
+        torch.testing.assert_close(x, stepped[n], rtol=1e-5, atol=1e-5, msg=lambda m, n=n: f"{n}: {m}")
+    assert any(not torch.allclose(x, before[n], atol=1e-3) for n, x in ours.items())
+
+
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) -> None:
     ref = reference(name, tmp_path)
@@ -183,14 +207,13 @@ def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) 
     specs = fs.fully_shard(ref.model.module.specs(cfg, model="model"), params, axis="data")
     method: Any = fs.lora if isinstance(lora, fs.lora.Config) else fs.ia3
     adapter_specs = method.specs(lora, params, specs, of=of)
-    where = {"adapter_specs": adapter_specs, "data": "data"} if method is fs.lora else {}
     options = {"layout": ref.model.module.Layout("data", "model"), "specs": specs}
 
     @fs.shard_map(mesh=mesh, in_specs=(specs, adapter_specs, P("data")), out_specs=(ref.model.classes, adapter_specs),
                   check="first" if name == FAST[0] else "never")  # fmt: skip
     def step(p: Any, a: Any, ids: Tensor) -> Any:
         def loss(a: Any) -> tuple[Tensor, Tensor]:
-            adapted = method.apply(lora, p, a, of=of, specs=specs, model="model", **where)
+            adapted = method.apply(lora, p, a, of=of, specs=specs, adapter_specs=adapter_specs, model="model")
             logits = ref.model.logits(cfg, adapted, ids, **options)
             return fs.psum(logits.square().sum(), ref.model.classes.axes) / ref.logits.numel(), logits
 
@@ -212,15 +235,7 @@ def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) 
     assert bool(ours["modules_to_save"]) == bool(wanted["modules_to_save"])  # without it peft has the same logits
 
     fs.peft.save(tmp_path / "ours", lora, trained, params, of=of, like=tmp_path / "theirs")
-    ref.model.theirs(ref.wrapped).square().mean().backward()
-    with torch.no_grad():
-        for x in ref.wrapped.parameters():
-            if x.grad is not None:
-                x.sub_(0.1 * x.grad)
-    stepped = peft.get_peft_model_state_dict(ref.wrapped)
-    for n, x in tensors_in(tmp_path / "ours").items():
-        torch.testing.assert_close(x, stepped[n], rtol=1e-5, atol=1e-5, msg=lambda m, n=n: f"{n}: {m}")
-    assert any(not torch.allclose(x, theirs[n], atol=1e-3) for n, x in tensors_in(tmp_path / "ours").items())
+    check_step(ref, tensors_in(tmp_path / "ours"), theirs)
     again = peft.PeftModel.from_pretrained(ref.base, tmp_path / "ours").eval()
     with torch.no_grad():
         got = fs.device_get(step(p, trained, IDS)[0])
@@ -232,6 +247,7 @@ def test_adapters_round_trip_between_peft_and_a_mesh(name: str, tmp_path: Path) 
     ("name", "auto"),
     [
         ("gpt2, fused and stored [in, out]", "CausalLM"),
+        (EXPERTS, "CausalLM"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
@@ -279,6 +295,7 @@ def test_adapters_round_trip_beside_a_deferred_module(name: str, auto: str, tmp_
     assert_same(tensors_in(tmp_path / "same"), tensors_in(tmp_path / "theirs"))
     assert contents(tmp_path / "same")["fan_in_fan_out"] == (ref.model.module is gpt2)
     fs.peft.save(tmp_path / "ours", lora, trained, params, of=apply, like=tmp_path / "theirs")
+    check_step(ref, tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "theirs"))
     again = peft.PeftModel.from_pretrained(ref.base, tmp_path / "ours").eval()
     got = fs.device_get(step({**placed_tree, "a": trained}, inputs)[0])
     with torch.no_grad():
@@ -319,7 +336,12 @@ def test_adapters_round_trip_beside_a_deferred_module(name: str, auto: str, tmp_
             "'shared' is one table with encoder.embed_tokens, decoder.embed_tok",
             False,
         ),
-        ("llama", {"target_modules": ["lm_head"]}, "'lm_head.base_layer.weight' is a matrix of the base", False),
+        (
+            "more tokens",
+            {"target_modules": ["lm_head"]},
+            "'lm_head.base_layer.weight' has another shape than the leaf of params: the vocabulary",
+            False,
+        ),
     ],
 )
 def test_table_that_peft_trains_apart_from_a_layer_that_shares_it_is_refused(
@@ -327,7 +349,8 @@ def test_table_that_peft_trains_apart_from_a_layer_that_shares_it_is_refused(
 ) -> None:
     layer = {"t5": "k", "gpt2": "c_attn"}.get(kind, "q_proj")
     config = peft.LoraConfig(r=1, **{"target_modules": [layer], **options})
-    peft.get_peft_model(MODELS[kind].build(), config).save_pretrained(tmp_path)
+    kind, build = ("llama", more_tokens) if kind == "more tokens" else (kind, MODELS[kind].build)
+    peft.get_peft_model(build(), config).save_pretrained(tmp_path)
     of, tree = MODELS[kind].module.theirs, None
     if deferred:
         of, tree = fs.defer(MODELS[kind].build)

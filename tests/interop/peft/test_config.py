@@ -85,7 +85,7 @@ def test_every_field_of_peft_is_known_and_its_default_is_accepted() -> None:
 
 def test_fields_of_other_methods_and_unknown_fields_are_named_all_at_once() -> None:
     text = error_text(use_qalora=True, lora_bias=True, layer_replication=[[0, 2]], trainable_token_indices=[1],
-                      target_parameters=["w"], loftq_config={"loftq_bits": 4}, corda_config={"a": 2.0}, r=0,
+                      target_parameters="w", loftq_config={"loftq_bits": 4}, corda_config={"a": 2.0}, r=0,
                       bias="some", new_field=1, another=None, lora_dropout=1.0, rank_pattern={"q": "3"})  # fmt: skip
     for name in ("use_qalora", "lora_bias", "layer_replication", "trainable_token_indices", "target_parameters",
                  "loftq_config", "corda_config", "r", "bias", "new_field", "lora_dropout", "rank_pattern"):  # fmt: skip

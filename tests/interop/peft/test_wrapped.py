@@ -23,6 +23,20 @@ METHODS = [("LoRA and a trained head", "llama"), ("prompt tuning", "gpt2"), ("Ra
 MORE = [("IA3", "gpt2"), ("prefix tuning", "llama"), ("DoRA", "llama"), ("LoKr", "llama"), ("VeRA", "gpt2"),
         ("trainable tokens", "gpt2"), ("LNTuning", "gpt2"), ("adaption prompt", "llama"), ("AdaLoRA", "llama"),
         ("IA3", "t5")]  # fmt: skip
+# Options of LoraConfig, of which `fs.peft.load` has the last only.
+LORA_OPTIONS: dict[str, dict[str, Any]] = {
+    "tokens": {"trainable_token_indices": {"embed_tokens": [1, 3]}},
+    "replicated layers": {"layer_replication": [[0, 2], [1, 2]]},
+    "biases of factors": {"lora_bias": True},
+    "parameters": {"target_parameters": ["up_proj.weight"]},
+}
+
+
+def wrapped(method: str, base: str) -> Any:
+    if method not in LORA_OPTIONS:
+        return tuned(method, base)
+    targets = [] if method == "parameters" else ["q_proj"]
+    return peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=targets, **LORA_OPTIONS[method]))
 
 
 def config_in(folder: Path) -> dict[str, Any]:
@@ -31,11 +45,12 @@ def config_in(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("method", "base"), [*METHODS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+    ("method", "base"),
+    [*METHODS, *(pytest.param(*case, marks=pytest.mark.slow) for case in (*MORE, *((o, "") for o in LORA_OPTIONS)))],
 )
 def test_folder_of_a_wrapped_module_is_that_of_peft_from_a_mesh(method: str, base: str, tmp_path: Path) -> None:
-    apply, tree = fs.defer(functools.partial(tuned, method, base))
-    module = tuned(method, base)
+    apply, tree = fs.defer(functools.partial(wrapped, method, base))
+    module = wrapped(method, base)
     with torch.no_grad():  # no leaf has the value of its constructor
         for p in module.parameters():
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
@@ -112,6 +127,11 @@ def test_module_and_folder_of_another_kind_are_errors(tmp_path: Path) -> None:
     apply, tree = fs.defer(functools.partial(tuned, "P-tuning", "gpt2"))
     text = error_text(fs.peft.save_module, tmp_path / "new", tree, of=apply)
     assert text.startswith("peft: the prompt is computed by an encoder")
+    apply, tree = fs.defer(lambda: peft.get_peft_model(llama(), peft.ShiraConfig(r=2, target_modules=["q_proj"])))
+    text = error_text(fs.peft.save_module, tmp_path / "new", tree, of=apply)
+    assert "q_proj.shira_indices' is computed from several leaves when it is saved" in text
+    cpt = peft.CPTConfig(task_type="CAUSAL_LM", cpt_token_ids=[1, 2], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2])
+    assert "hook on the gradient" in error_text(fs.defer, lambda: peft.get_peft_model(gpt2(), cpt))
     assert not (tmp_path / "new").exists()
     apply, tree = fs.defer(functools.partial(tuned, "LoRA", "gpt2"))
     text = error_text(fs.peft.save_module, tmp_path / "new", tree, of=apply)
