@@ -32,7 +32,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "cli": 1_623,
     "core": 17_237,
     "data": 1_056,
-    "defer": 5_262,
+    "defer": 5_362,
     "interop": 4_439,
     "law": 1_373,
     "lora": 1_743,

@@ -44,7 +44,7 @@ from . import graph
 from .functional_module import Apply
 from .graph import Draw, Node, draws, step_name, tensors_in, topological_order
 from .module_leaves import MODULE_ATTRIBUTES, Leaves, Place, leaves_at, places_of
-from .recorder import EAGER, GradientHooks, Recorder, recording, recording_error, why_valueless
+from .recorder import EAGER, NESTED, GradientHooks, Recorder, recording, recording_error, why_valueless
 from .references import Outside, Slot, items, reachable
 from .replaced import Replace
 from .replay import Replay, bytes_in_full, is_local
@@ -138,9 +138,12 @@ def _construct(constructor: Callable[[], nn.Module]) -> nn.Module:
         with hooks:
             module = constructor()
     except Exception as e:
-        if any(frame.f_code.co_name == "register_empty_parameter" for frame, _ in traceback.walk_tb(e.__traceback__)):
+        frames = [frame for frame, _ in traceback.walk_tb(e.__traceback__)]
+        if any(frame.f_code.co_name == "register_empty_parameter" for frame in frames):
             raise fail("defer: the constructor runs inside init_empty_weights of Accelerate, which puts parameters on "
                        "the meta device", fix="leave it out: fs.defer allocates no parameter") from None  # fmt: skip
+        if any(frame.f_globals.get("__name__", "").startswith("torch.nested") for frame in frames):
+            raise recording_error(f"a tensor here {NESTED[0]}", fix=NESTED[1], frame=user_frame(frames[-1])) from e
         if not isinstance(e, RuntimeError) or "FakeTensor" not in str(e):
             if not isinstance(e, ShardingError):
                 e.add_note(f"while fs.defer ran the constructor; if it runs alone: {EAGER}")
@@ -149,8 +152,12 @@ def _construct(constructor: Callable[[], nn.Module]) -> nn.Module:
         lazy = "Uninitialized" in str(e)
         what = "the shape of a lazy layer is decided by its first call" if lazy else \
             "this operation needs a tensor that has memory"  # fmt: skip
-        frames = [frame for frame, _ in traceback.walk_tb(e.__traceback__)]
-        fix = "give the constructor the sizes: Linear for LazyLinear" if lazy else EAGER
+        fix = (
+            "give the constructor the sizes, as Linear for LazyLinear; or call the lazy module in it once, with "
+            "reference=0"
+            if lazy
+            else EAGER
+        )
         raise recording_error(what, fix=fix, frame=user_frame(frames[-1])) from e
     if not isinstance(module, nn.Module):
         raise fail(f"defer: the constructor returned {module!r}", fix="return the nn.Module")
@@ -242,6 +249,9 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | No
             return x
         if not draws(recorder.node(x)):
             return recorder.value(x, label)
+        if storage_id(x) in recorder.on_meta:
+            release(x)
+            return on_meta[id(x)]
         errors.append(fail(f"defer: {label}: is drawn, and neither a parameter nor a buffer",
                            fix=f"make it a buffer, with persistent=False; or {EAGER}"))  # fmt: skip
         return x

@@ -31,7 +31,7 @@ from .batch_draws import SplitBatch, draws_of
 from .batch_statistics import UNSET, BatchStatistics, without_process_group
 from .draws import Draws
 from .module_copy import ModuleCopy, copy_module
-from .module_leaves import Named, leaves_at, places_of
+from .module_leaves import Named, in_memory_order, leaves_at, memory_orders, places_of
 from .probe import Fake
 from .recomputation import AGAIN, RefuseCheckpoint, recomputed, refused_by_torch_func
 from .references import Outside, Seen, reachable
@@ -104,7 +104,7 @@ class Apply(Pure):
         self.ties.update((name, p.leaf) for p in self._places for name in p.names if name != p.leaf)
         self.transient = transient | {p.leaf for p in self._places if p.transient}
         self._leaves = leaves_at(self._places)  # of the skeleton, for their shapes
-        self.shapes = shapes_of(self._leaves["params"])
+        self.shapes, self.orders = shapes_of(self._leaves["params"]), memory_orders(self._leaves)
         self.frozen = frozenset(k for k, x in self._leaves["params"].items() if not x.requires_grad)
         self._chosen, self.are_units_by_size = units, isinstance(units, int)
         self.units = leaves_of_units(module, choose_units(module, units), self._places)
@@ -318,6 +318,7 @@ class Apply(Pure):
                 "statistics over an axis" if self._has_norms_over and self.module.training else ""  # fmt: skip
             if what:
                 raise fail(f"{self!r}: {what} cannot be compiled", fix="call it outside torch.compile")
+        params, buffers = in_memory_order(params, self.orders), in_memory_order(buffers, self.orders)
         draws, named = None, in_module({**params, **(in_units or {})}, self._replaced.splits)
         if self._key is not None:
             run_on_fakes = functools.partial(self._run_on_fakes, named, buffers)

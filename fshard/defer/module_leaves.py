@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # of all modules: parameters, buffers, modules, hooks
@@ -61,6 +63,25 @@ def named_modules(
     for key, m in module._modules.items():
         if m is not None and m is not module and m not in parents:
             yield from named_modules(m, f"{prefix}{key}.", (*parents, module))
+
+
+def memory_orders(leaves: Leaves) -> dict[str, list[int]]:
+    """Return the dims, outermost in memory first, of the leaves that are not row-major but have no gaps."""
+    dense = {name: x for named in leaves.values() for name, x in named.items() if x.layout is torch.strided}
+    orders = {name: np.argsort(x.stride(), kind="stable")[::-1].tolist() for name, x in dense.items()
+              if not x.is_contiguous()}  # fmt: skip
+    return {name: order for name, order in orders.items() if dense[name].permute(order).is_contiguous()}
+
+
+def in_memory_order(named: Mapping[str, Any], orders: Mapping[str, list[int]]) -> dict[str, Any]:
+    """Return the leaves with the memory order that the constructor gave them: torch's kernels round by it."""
+    out = dict(named)
+    for name in orders.keys() & named.keys():
+        x, order = named[name], orders[name]
+        if type(x) is Tensor or type(x) is nn.Parameter:
+            inverse = [order.index(d) for d in range(len(order))]
+            out[name] = x if x.permute(order).is_contiguous() else x.permute(order).contiguous().permute(inverse)
+    return out
 
 
 def leaves_at(places: Sequence[Place]) -> Leaves:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from fshard import tree
@@ -49,6 +50,8 @@ from .replay import Replay, bytes_in_full
 from .strided_view import Shape, StridedView, refined_shape, row_major_strides, strided_view
 
 EAGER = "fs.defer(constructor, reference=0), which builds it eagerly"
+NESTED = "is a nested tensor, whose rows have different sizes", ("keep its values and offsets; in forward, "
+          "torch.nested.nested_tensor_from_jagged(values, offsets)")  # fmt: skip
 
 
 def recording_error(
@@ -60,6 +63,10 @@ def recording_error(
 
 def why_valueless(x: Tensor) -> tuple[str, str] | None:
     """Return the reason for which a real tensor has no values that can be sliced, and a fix; None if it has them."""
+    if is_lazy(x):
+        return "is lazy: the first call of its module decides the shape", "call the module once in the constructor"
+    if x.is_nested:
+        return NESTED
     if x.layout is not torch.strided:
         return f"has the layout {x.layout}", "keep the dense tensor, or indices and values; make the other in forward"
     if x.is_quantized:
@@ -150,6 +157,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, budget: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.budget = budget
+        self.on_meta: set[int] = set()  # storages that the constructor asked for on the meta device: without values
         self._storages: dict[int, RecordedStorage] = {}
 
     # --- values of tensors ------------------------------------------------------------------------------------
@@ -300,10 +308,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record_new(self, op: AtenCall, is_draw: bool) -> Any:
         if not any("Tensor" in str(r.type) for r in schema_of(op.func).returns):
             return self._run_on_values(op)
+        if op.name == "linalg_lstsq" and op.kwargs.get("driver") in (None, "gelsy"):
+            op.kwargs["driver"] = "gelsd"  # torch's gelsy rounds by what its memory had before
         try:
             out = _run(op)
         except _ValueNeededError:
-            return self._run_on_values(op)
+            if op.name != "linalg_lstsq" or not any(graph.draws(self.node(x)) for x in op.args[:2]):
+                return self._run_on_values(op)
+            a, b = op.args[:2]  # the shapes of the results are those for a matrix of full rank, as a drawn one is
+            with without_modes():
+                full = torch.eye(*a.shape[-2:], dtype=a.dtype).expand(a.shape), torch.zeros(b.shape, dtype=b.dtype)
+                found = op.func(*full, *op.args[2:], **op.kwargs)
+            out = tuple(torch.empty(x.shape, dtype=x.dtype) for x in found)
         results = graph.tensors_in(out)
         for x in results:
             if x.layout is not torch.strided:
@@ -403,12 +419,17 @@ class MemoryAccess(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("generator") is torch.default_generator:  # operations receive another object for it
             kwargs["generator"] = None
+        to_meta = any(x in ("meta", _META) for x in (*args, kwargs.get("device")) if isinstance(x, (str, torch.device)))
         if kwargs.get("device") is not None or func in _UNSEEN_MOVES:  # to the default device, or another
             kwargs["device"] = torch.device("cpu")
         rule = _MEMORY_RULES.get(func)
-        if rule is not None and args and any(map(self.recorder.is_recorded, graph.tensors_in(args[0]))):
+        is_recorded = self.recorder.is_recorded
+        if rule is not None and args and (rule is _deepcopy or any(map(is_recorded, graph.tensors_in(args[0])))):
             return rule(self.recorder, *args, **kwargs)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if to_meta:
+            self.recorder.on_meta.update(map(storage_id, graph.tensors_in(out)))
+        return out
 
 
 class GradientHooks(TorchFunctionMode):
@@ -472,6 +493,7 @@ def _deepcopy(recorder: Recorder, x: Tensor, memo: dict[int, Any]) -> Tensor:
     return copied
 
 
+_META = torch.device("meta")
 _UNSEEN_MOVES = frozenset([torch.tensor, torch.as_tensor])  # they move their result to a device without an operation
 _data: Any = Tensor.data
 _MEMORY_RULES: dict[Any, Callable[..., Any]] = {

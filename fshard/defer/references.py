@@ -6,6 +6,7 @@ One that is found by its name in a file (`torch.relu`), or in a class, is shared
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import operator
@@ -140,11 +141,15 @@ def copy_with_functions(root: Any, outside: Mapping[int, Any]) -> Any:
                  x.__kwdefaults__) and not _is_global(x)]  # fmt: skip
     cells = {id(c): (c, CellType()) for f in functions for c in f.__closure__ or () if id(c) not in outside}
     copies = [(f, _copy_of(f, cells)) for f in functions]
-    memo.update((id(f), new) for f, new in copies)
+    # copy.deepcopy calls `__new__` of a class without arguments, which one that has its own may not take.
+    modules = [(m, object.__new__(type(m))) for m in found if isinstance(m, nn.Module) and _has_new(type(m))]
+    memo.update((id(x), new) for x, new in (*copies, *modules))
+    for m, new_module in modules:
+        vars(new_module).update(copy.deepcopy(vars(m), memo))
     out = copy.deepcopy(root, memo)
     for cell, new_cell in cells.values():
-        if (content := contents_of(cell)) is not None:
-            new_cell.cell_contents = _copied(content, memo)
+        with contextlib.suppress(ValueError):  # a variable without a value
+            new_cell.cell_contents = _copied(cell.cell_contents, memo)
     for f, new in copies:
         new.__defaults__, new.__kwdefaults__ = _copied(f.__defaults__, memo), _copied(f.__kwdefaults__, memo)
         new.__dict__.update((key, _copied(x, memo)) for key, x in vars(f).items())
@@ -154,6 +159,12 @@ def copy_with_functions(root: Any, outside: Mapping[int, Any]) -> Any:
                 if (bound := _bound(value, memo)) is not value:
                     Slot(x, key)[None] = bound
     return out
+
+
+def _has_new(kind: type[nn.Module]) -> bool:
+    """Return whether instances of a class are made by a `__new__` of its own, and have no rule to be copied."""
+    rules = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__")
+    return kind.__new__ is not object.__new__ and all(getattr(kind, r, None) is getattr(object, r, None) for r in rules)
 
 
 def _copy_of(f: FunctionType, cells: Mapping[int, tuple[CellType, CellType]]) -> FunctionType:

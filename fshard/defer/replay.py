@@ -175,7 +175,7 @@ class Replay:
             return self.evaluate(source, ()).reshape(box_shape(box))
         row = math.prod(source.shape[1:])
         rows = slice(first // row, last // row + 1)
-        flat = self.evaluate(source, (rows, *full_box(source.shape[1:]))).reshape(-1)
+        flat = self.evaluate(source, (rows, *full_box(source.shape[1:]))).contiguous().view(-1)
         return flat.as_strided(box_shape(box), strides, flat.storage_offset() + first - rows.start * row)
 
     def _write(self, node: graph.Write, box: Box) -> Tensor:

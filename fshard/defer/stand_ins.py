@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -44,10 +45,11 @@ class StandIn(Tensor):
     @classmethod
     def like(
         cls, leaf: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, note: str,
-        error: Callable[[str], ShardingError],
+        error: Callable[[str], ShardingError], memory: Tensor | None = None,
     ) -> Self:  # fmt: skip
         with without_modes():  # of a dry run, whose fake tensors have no subclass
-            out = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
+            flat = torch.empty(math.prod(shape), dtype=dtype, device="meta") if memory is None else memory
+            out = flat[: math.prod(shape)].view(tuple(shape)).as_subclass(cls)
         out.leaf, out.note, out.error, out._device = leaf, note, error, device
         return out
 
@@ -83,8 +85,31 @@ class OutsideUnit(StandIn):
         )
 
 
+class _PathTo(torch.autograd.Function):
+    """A tensor that depends on shards, without values or a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, numel: int, *shards: Tensor) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="meta")
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise fail("leaves of units are passed to an autograd.Function outside of the units' forwards, which returns "
+                   "gradients of them", "they are gathered only while the unit runs", fix="units=None")  # fmt: skip
+
+
+def path_to(shards: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
+    """Return memory, for tensors without values, that depends on shards: a backward to these passes the users of both.
+
+    An autograd.Function that is passed parameters of a unit, as an adjoint method is, then runs, and raises an error.
+    """
+    with without_modes():
+        out: Tensor = _PathTo.apply(dtype, numel, *shards)  # type: ignore[no-untyped-call]
+    return out
+
+
 def outside_unit(
-    unit: str, leaf: str, full: Any, device: torch.device, value: Callable[[str], Tensor] | None
+    unit: str, leaf: str, full: Any, device: torch.device, memory: Tensor | None, value: Callable[[str], Tensor] | None
 ) -> OutsideUnit:  # fmt: skip
     """Return what a module has outside of a unit's forward in the place of the unit's leaf."""
 
@@ -94,7 +119,7 @@ def outside_unit(
                     fix=f"leave {unit!r} out of units=, or choose the module that uses the leaf there; or units=None"
                     )  # fmt: skip
 
-    out = OutsideUnit.like(leaf, full.shape, full.dtype, device, f" of unit {unit}", error)
+    out = OutsideUnit.like(leaf, full.shape, full.dtype, device, f" of unit {unit}", error, memory)
     out.value = value
     return out
 
@@ -105,7 +130,8 @@ def between_calls(apply: str, leaf: str, x: Tensor) -> StandIn:
     def error(operation: str) -> ShardingError:
         return recomputed(f"{apply}: {leaf!r} is used by {operation} after forward has ended",
                           "a module has the leaves of a call while its forward runs; "
-                          "torch.utils.checkpoint runs a part of it again in backward")  # fmt: skip
+                          "torch.utils.checkpoint, and an adjoint method, run a part of it again in backward"
+                          )  # fmt: skip
 
     return StandIn.like(leaf, x.shape, x.dtype, x.device, ", between calls", error)
 
@@ -238,7 +264,7 @@ def adapted_as(module: nn.Module, places: Sequence[Place]) -> dict[str, Leaf]:
         if p.kind != "params" or p.leaf in out:
             continue
         name, _, part = p.leaf.rpartition(".")
-        m = module.get_submodule(p.name.rpartition(".")[0])
+        m = module.get_submodule(p.name.removesuffix(p.key).rstrip("."))
         kinds = {c.__name__ for c in type(m).__mro__}
         if part != "weight" or p.holder[p.key].ndim != 2:
             out[p.leaf] = Leaf(name, part, why=f"it is the {part} of a {type(m).__name__}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -23,8 +24,8 @@ from fshard.schedule.units import Unit, UnitCalls, UnitOptions, UnitSchedule
 from fshard.schedule.unshard import Route, placements, routes, unshard
 from fshard.spec import Axis, P, is_spec, matches
 
-from .module_leaves import Named, Place
-from .stand_ins import Split, in_module, outside_unit
+from .module_leaves import Named, Place, in_memory_order
+from .stand_ins import Split, in_module, outside_unit, path_to
 
 Units = str | int | Callable[[str, nn.Module], bool] | Sequence[str] | None
 
@@ -103,9 +104,9 @@ def leaves_of_units(module: nn.Module, names: Sequence[str], places: Sequence[Pl
     """
     units = {id(module.get_submodule(name)): name for name in names}
 
-    def around(leaf_name: str) -> list[str]:  # outermost first
+    def around(name: str, key: str) -> list[str]:  # outermost first
         path, m = [], module
-        for part in leaf_name.split(".")[:-1]:
+        for part in name.removesuffix(key).split(".")[:-1]:  # a key may have dots, as in tensordict's modules
             m = m.get_submodule(part)
             path += [units[id(m)]] if id(m) in units else []
         return path
@@ -113,7 +114,7 @@ def leaves_of_units(module: nn.Module, names: Sequence[str], places: Sequence[Pl
     of_leaf: dict[str, list[list[str]]] = {}
     for p in places:
         if p.kind == "params":
-            of_leaf.setdefault(p.leaf, []).extend(map(around, p.names))
+            of_leaf.setdefault(p.leaf, []).extend(around(name, p.key) for name in p.names)
     out: dict[str, list[str]] = {name: [] for name in names}
     for leaf, paths in of_leaf.items():
         only = [name for name in paths[0] if all(name in path for path in paths)]
@@ -302,6 +303,9 @@ class UnshardedByUnit(Pure):
                 x = known[leaf] if leaf in known else self._full({leaf: params[leaf]}, {leaf: specs[leaf]})[leaf]
             return x if in_transform() else known.setdefault(leaf, x)  # what a transform returns ends with it
 
+        shards = [x for name in units for leaf in apply.units[name] for x in tree.leaves(params[leaf])]
+        numel = max((math.prod(x.shape) for x in self._shapes.values()), default=0)
+        memories = functools.cache(functools.partial(path_to, shards, numel))
         placeholders = {}
         for name, unit in units.items():
             parts = iter([x if part is None else part for part, x in zip(unit.plan.slices, unit.shards, strict=True)])
@@ -311,8 +315,8 @@ class UnshardedByUnit(Pure):
                 by_size = apply.are_units_by_size and not is_weight(x) and not apply.specs["params"][leaf].axes
                 value = functools.partial(kept, name) if by_size else None
                 if leaf in in_units:
-                    placeholders[leaf] = outside_unit(name, leaf, full_leaf, here.device, value)
-        shards = [x for name in units for leaf in apply.units[name] for x in tree.leaves(params[leaf])]
+                    memory = memories(x.dtype) if isinstance(x, Tensor) and x.requires_grad else None
+                    placeholders[leaf] = outside_unit(name, leaf, full_leaf, here.device, memory, value)
         calls = UnitCalls(UnitSchedule(here, units, self._options), shards)
         result = apply.run(full, full_buffers, args, kwargs, calls, placeholders, self._fill(units, params, kept))
         calls.end()
@@ -326,7 +330,12 @@ class UnshardedByUnit(Pure):
         def fill(name: str, tensors: Sequence[Tensor] | None) -> Sequence[Any]:
             if tensors is None:
                 return [kept(name, leaf) for leaf in self._apply.units[name]]
-            return tree.unflatten(structures[name], tensors) if name in structures else tensors
+            xs = tree.unflatten(structures[name], tensors) if name in structures else tensors
+            if not self._apply.orders:
+                return xs
+            return list(
+                in_memory_order(dict(zip(self._apply.units[name], xs, strict=True)), self._apply.orders).values()
+            )
 
         return fill
 

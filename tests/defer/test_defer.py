@@ -203,6 +203,8 @@ VARIANTS = {
     "gamma": lambda: filled(lambda w: w.copy_(torch.distributions.Gamma(torch.full((30, 21), 2.0), 1.0).sample())),
     "multinomial": lambda: filled(lambda w: w.copy_(torch.multinomial(torch.ones(30, 99), 21))),
     "inverse of drawn": lambda: filled(lambda w: w.copy_((torch.eye(30) + torch.rand(30, 30) / 60).inverse()[:, :21])),
+    "lstsq": lambda: filled(lambda w: w.copy_(torch.linalg.lstsq(torch.eye(90, 30), torch.randn(90, 21)).solution)),
+    "copied norm": lambda: copy.deepcopy(nn.BatchNorm1d(13)),  # its number of batches is a literal
     "weight_norm, old": lambda: nn.utils.weight_norm(nn.Conv1d(6, 9, 3)),
     "spectral_norm, old": lambda: nn.utils.spectral_norm(nn.Linear(12, 9)),
     "prune": lambda: prune.l1_unstructured(nn.Linear(12, 9), "weight", 0.3),
@@ -490,6 +492,7 @@ class AnyStrides(nn.Module):
         bits = torch.arange(4.0)
         bits.view(torch.int32)[2:] = 0
         self.register_buffer("bits", bits)
+        self.register_buffer("tiled", torch.arange(1, 5).repeat(2).reshape(2, -1).transpose(1, 0).reshape(-1))
         self.register_buffer("cat_with_empty", torch.cat([torch.zeros(0), torch.ones(2, 3), torch.zeros(0, 3)]))
 
 
@@ -707,6 +710,33 @@ class RunsBatchNorm(nn.Module):
         self.register_buffer("a", a)
         self.register_buffer("b", b)
         self.register_buffer("outer", torch.mul(a, 3, out=torch.empty(2, 2)))
+
+
+class Functional(nn.Module):
+    """As modules of tensordict: a skeleton on meta, run with parameters whose names in their dict have dots."""
+
+    def __init__(self):
+        super().__init__()
+        self.values = nn.Identity()
+        self.values._parameters.update({f"0.{k}": nn.Parameter(x) for k, x in nn.Linear(3, 2).named_parameters()})
+        with torch.device("meta"):
+            self.skeleton = nn.Linear(3, 2)
+        for name, x in list(self.skeleton.named_parameters()):
+            delattr(self.skeleton, name)
+            setattr(self.skeleton, name, x.data.to("meta"))
+
+    def forward(self, x):
+        named = {name.rpartition(".")[2]: p for name, p in self.values.named_parameters()}
+        vars(self.skeleton).update(named)
+        return self.skeleton(x)
+
+
+def test_a_skeleton_on_meta_runs_with_leaves_whose_names_have_dots():
+    apply, tree = defer(Functional, units="Identity")
+    assert apply.units == {"values": ("values.0.weight", "values.0.bias")}
+    assert apply.module.skeleton.weight.is_meta
+    values, x = values_on_one_device(tree["params"]), torch.ones(4, 3)
+    assert_same(apply(values, {}, x), nn.functional.linear(x, *values.values()))
 
 
 @pytest.mark.parametrize("module", [AnyStrides, Data, RunsBatchNorm])
@@ -1056,6 +1086,14 @@ def test_error_text_of_a_draw_without_a_rule():
             lambda: parametrizations.orthogonal(nn.Linear(3, 3)), "allclose() needs numbers that are drawn", id="branch"
         ),
         pytest.param(lambda: nn.LazyLinear(3), "the shape of a lazy layer is decided by its first call", id="lazy"),
+        *[
+            pytest.param(
+                lambda layout=layout: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout),
+                "a tensor here is a nested tensor, whose rows have different sizes",
+                id=f"nested, {layout}",
+            )
+            for layout in (torch.jagged, torch.strided)
+        ],
         pytest.param(lambda: 3, "the constructor returned 3", id="not a module"),
     ],
 )
@@ -1069,6 +1107,8 @@ def test_unrecordable_operation_is_an_error_with_its_line(constructor, start_of_
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_error_text_of_leaves_without_values():
+    rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
     def valueless():
         module = nn.Module()
         module.register_buffer(
@@ -1077,19 +1117,24 @@ def test_error_text_of_leaves_without_values():
         with without_modes():  # as by a library with operations of its own
             module.register_buffer("table", torch.ones(2).to("meta"))
             module.register_buffer("bytes", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+            module.register_buffer("rows", rows)
         return module
 
     expected = (
-        "3 problems\n"
+        "4 problems\n"
         "defer: graph: has the layout torch.sparse_coo\n"
         "  fix: keep the dense tensor, or indices and values; make the other in forward\n"
         "defer: table: is on the meta device, without values\n"
         "  fix: construct it on the CPU: fs.defer allocates no parameters\n"
         "defer: bytes: is quantized, as torch.qint8\n"
-        "  fix: keep the integers and the scale; quantize in forward"
+        "  fix: keep the integers and the scale; quantize in forward\n"
+        "defer: rows: is a nested tensor, whose rows have different sizes\n"
+        "  fix: keep its values and offsets; in forward, torch.nested.nested_tensor_from_jagged(values, offsets)"
     )
     assert error_text(defer, valueless) == expected
     assert error_text(defer, valueless, reference=0) == expected
+    lazy = "defer: weight: is lazy: the first call of its module decides the shape\n"
+    assert lazy in error_text(defer, lambda: nn.LazyLinear(3), reference=0)
 
 
 def test_error_text_of_a_module_compiled_by_jit():

@@ -466,6 +466,61 @@ def test_changes_of_forward_are_undone():
     assert len(free_copies(apply)) == 1
 
 
+class Average(nn.Module):
+    """As ema_pytorch's: made by a `__new__` with an argument, with which copy.deepcopy does not call it."""
+
+    def __new__(cls, model):
+        return super().__new__(cls)
+
+    def __init__(self, model):
+        super().__init__()
+        unset, self.online, self.model = None, [model], copy.deepcopy(model)
+        self.scale = lambda x: x if unset is None else x * unset
+
+    def forward(self, x):
+        return self.scale(self.model(x))
+
+
+def test_module_with_a_new_of_its_own_is_copied():
+    apply, tree = fs.defer(lambda: nn.Sequential(Average(nn.Linear(3, 2))))
+    x, mesh = torch.ones(4, 3), fs.make_mesh(data=2)
+    params = fs.device_get(fs.materialize(tree["params"], P(), mesh, key=fs.key(0)))
+    run = fs.shard_map(lambda p, x: apply(p, {}, x), mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+    assert torch.equal(fs.device_get(run(params, x)), F.linear(x, params["0.model.weight"], params["0.model.bias"]))
+
+
+class Strided(nn.Module):
+    """Parameters and a buffer that are not row-major."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(64, 37).t())
+        self.conv = nn.Conv2d(3, 37, 3).to(memory_format=torch.channels_last)
+        self.register_buffer("b", torch.randn(37, 37).t())
+
+    def forward(self, x):
+        return self.conv(x).mean((2, 3)) @ self.w @ self.w.t() @ self.b
+
+
+@pytest.mark.parametrize("units", [None, "Conv2d"])
+def test_leaves_have_the_strides_that_the_constructor_gave_them(units):
+    apply, tree = fs.defer(Strided, units=units, reference=0)
+    torch.manual_seed(0)
+    module, x, mesh = Strided(), torch.randn(4, 3, 9, 9), fs.make_mesh(data=2)
+    specs = fs.fully_shard(P(), tree["params"], axis="data")
+    params, buffers = (
+        fs.materialize(tree[k], s, mesh, key=fs.key(0)) for k, s in (("params", specs), ("buffers", P()))
+    )
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P(), P("data")), out_specs=P("data"))
+    def run(p, b, x):
+        return apply.unshard(specs, "data", release=units is not None)(p, b, x)
+
+    assert apply.orders == {"w": [1, 0], "conv.weight": [0, 2, 3, 1], "b": [1, 0]}
+    expected = torch.cat([module(part) for part in x.chunk(2)])
+    assert torch.equal(fs.device_get(run(params, buffers, x)), expected)
+
+
 def test_error_text_of_a_module_that_cannot_be_copied():
     class Fixed(nn.Module):
         def __deepcopy__(self, memo):
@@ -907,8 +962,9 @@ def test_torch_checkpoint_in_a_later_call_is_refused_in_backward(kind):
     apply({n: 2 * w for n, w in leaf.items()}, {}, x)  # of other leaves, by the same copy
     text = error_text(y.sum().backward)
     assert text == ENDED.replace("h.1.", "h.0." if kind not in ("plain", "reentrant") else "h.1.") + (
-        "  a module has the leaves of a call while its forward runs; torch.utils.checkpoint runs a part of it again in "
-        "backward\n  fix: switch checkpointing off in the module, and wrap the call in fs.remat; or choose units=, and "
+        "  a module has the leaves of a call while its forward runs; torch.utils.checkpoint, and an adjoint "
+        "method, run a part of it again in backward\n"
+        "  fix: switch checkpointing off in the module, and wrap the call in fs.remat; or choose units=, and "
         "apply.unshard(..., remat=True)"
     )
 

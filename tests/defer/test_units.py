@@ -777,6 +777,47 @@ def test_units_of_a_forward_that_differentiates_inside_have_the_numbers_of_the_d
         assert text.startswith("apply.unshard: unit '0' differentiates inside its forward, and remat=True")
 
 
+class Adjoint(torch.autograd.Function):
+    """An adjoint method, as of torchdiffeq: backward runs `f` again, and returns gradients of its parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, f: Any, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.f = f
+        ctx.save_for_backward(x, *params)
+        return f(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, *params = ctx.saved_tensors
+        if ctx.f is torch.tanh:
+            return None, None, *(torch.empty(p.shape, device="meta") for p in params)
+        with torch.enable_grad():
+            return None, None, *torch.autograd.grad(ctx.f(x), params, g, allow_unused=True)
+
+
+class Solved(nn.Module):
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.f, self.again = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 3)), again
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = self.f if self.again else torch.tanh
+        return Adjoint.apply(f, x, *self.f.parameters())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("again", "error"),
+    [(True, "'f.0.weight' is used by linear after forward has ended"), (False, "leaves of units are passed to an")],
+)
+def test_parameters_of_units_in_an_adjoint_method_are_an_error(again: bool, error: str) -> None:
+    apply, tree = defer(lambda: Solved(again), units="Linear")
+    specs, mesh = {name: P("data") for name in tree["params"]}, fs.make_mesh(data=2)
+    params = fs.materialize(tree["params"], specs, mesh, key=fs.key(0))
+    step = step_of(by_unit(apply, specs), mesh, specs)
+    with pytest.raises(ShardingError, match=error):
+        step(params, torch.ones(4, 3))
+
+
 def test_recomputation_that_differs_is_an_error() -> None:
     class Counts(Block):
         def forward(self, x: Tensor, seen: list[Tensor] | None = None) -> Tensor:  # type: ignore[override]
