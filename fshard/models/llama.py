@@ -202,29 +202,14 @@ def row_specs(cfg: BaseConfig, name: str, model: Axis) -> Any:
     return {"w": P(model), "b": P()} if name in cfg.biased else {"w": P(model)}
 
 
-def forward(
-    cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], described: Any, block: Callable[..., Any], *,
-    layout: Layout, specs: Any, key: Tensor | None, remat: bool, mask: Tensor | Tokens | None,
-    cache: Cache | None = None, has_aux: bool = False, each: Sequence[tuple[Any, ...]] = (),
-) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
-    """Embed ids and apply all blocks, `block(forward, params, x, key, cached, window)`; see `apply_blocks`.
-
-    Return the normalized stream after the last block, the unsharded parameters `names`, and the outputs of
-    the blocks. `described` is the tree of `init`; `each` has more arguments for each block.
-    """
-    run = _pieces(cfg, ids, block, layout=layout, key=key, mask=mask, cache=cache, each=each)
-    return run.run(params, names, described=described, specs=specs, key=key, remat=remat, cache=cache, has_aux=has_aux)
-
-
-def pieces(cfg: BaseConfig, ids: Tensor, **options: Any) -> Pieces:
-    """Return the parts of the model on ids [B@data, T]; `options` are layout, key and mask."""
-    return _pieces(cfg, ids, _block, **options)
-
-
-def _pieces(
-    cfg: BaseConfig, ids: Tensor, block: Callable[..., Any], *, layout: Layout, key: Tensor | None,
-    mask: Tensor | Tokens | None, cache: Cache | None = None, each: Sequence[tuple[Any, ...]] = (),
+def pieces(
+    cfg: BaseConfig, ids: Tensor, *, layout: Layout, key: Tensor | None, mask: Tensor | Tokens | None,
+    cache: Cache | None = None, block: Callable[..., Any] | None = None, each: Sequence[tuple[Any, ...]] = (),
 ) -> Pieces:  # fmt: skip
+    """Return the parts of the model on ids [B@data, T].
+
+    A relative has its `block(forward, params, x, key, cached, window)`; `each` has more arguments for each block.
+    """
     tokens = Tokens.of(ids, mask, cache)
     layout = layout.with_batch(ids, key, cfg.attention_dropout)
 
@@ -236,7 +221,7 @@ def _pieces(
     own = [(window, *more) for window, more in zip(cfg.windows, each or [()] * cfg.num_hidden_layers, strict=True)]
     # x: [B, T, D], or [B, T@model, D] under sequence parallelism
     return Pieces(layout, lambda top: layout.embed(ids, top["wte"], cfg.vocab_size),
-                  lambda x: functools.partial(block, forward_of(x)),
+                  lambda x: functools.partial(block or _block, forward_of(x)),
                   lambda top, x: norm(cfg, layout, x, top["norm_f"]), own)  # fmt: skip
 
 

@@ -93,8 +93,8 @@ class Options(command.Options):
                             f"{self.width % self.heads}: give --heads {divisor}")  # fmt: skip
         if "seq=" in self.mesh and self.zero:
             problems.append(f"--mesh {self.mesh} --zero: seq= does not take --zero: give --fsdp, or nothing")
-        if "stage=" in self.mesh and (self.zero or self.compile or self.experts):
-            problems.append(f"--mesh {self.mesh}: stage= takes neither --zero, --compile nor --experts: leave them out")
+        if "stage=" in self.mesh and (self.zero or self.compile):
+            problems.append(f"--mesh {self.mesh}: stage= takes neither --zero nor --compile: leave them out")
         if "stage=" in self.mesh and self.batch % self.microbatches:
             problems.append(f"--microbatches {self.microbatches}: must divide --batch, and {self.batch} % "
                             f"{self.microbatches} = {self.batch % self.microbatches}")  # fmt: skip
