@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard import nn
+from fshard import nn, tree
 from fshard.collectives import psum, pvary
 from fshard.errors import checked, fail, must_be, shown
 from fshard.nn.experts import RouterSums
@@ -21,7 +21,7 @@ from fshard.schedule import pipeline
 from fshard.schedule.remat import remat as rematerialize
 from fshard.schedule.tables import Kind
 from fshard.schedule.unshard import make_whole
-from fshard.spec import names_of
+from fshard.spec import Axis, P, is_spec, names_of
 
 from . import gpt2, gpt_neox, gptj, llama, mixtral
 from .kv_cache import located
@@ -39,12 +39,15 @@ def pipelined(
         f.logits(params, ids) -> [B@data, T, V@model]
 
     They equal the model's `loss` and its gradients on any mesh: the mean over the targets of the full batch. `cfg` is
-    of any decoder. `specs` place the blocks: `specs["h"] = fs.on_stages(specs["h"], init(cfg)["h"], "stage", n)`. `key`
-    turns dropout on. Other arguments are as of `fs.pipelined`. Parameters that `specs` split over `layout.data` are
-    gathered in each microbatch, and with `Layout(release=False)` once.
+    of any decoder. `specs` place the blocks: `specs["h"] = fs.on_stages(specs["h"], init(cfg)["h"], "stage", n)`. They
+    may also split embeddings and head over the stages, as P(("model", "stage")), or P("stage", lengths=(0, V)): these
+    are gathered over the stages once a call. `key` turns dropout on. Other arguments are as of `fs.pipelined`.
+    Parameters that `specs` split over `layout.data` are gathered in each microbatch, and with `Layout(release=False)`
+    once.
 
     A balance loss of experts multiplies two sums over the full batch, which no microbatch knows. With
-    `cfg.output_router_logits` the stages therefore first run forward, to count the tokens of each expert.
+    `cfg.output_router_logits` the stages therefore first run forward, to count the tokens of each expert. To generate,
+    call `f.logits` for each token: it computes the tokens before again, as stages have no cache of keys and values.
 
     >>> f = pipelined(cfg, layout=gpt2.Layout(), specs=P(), microbatches=2)
     >>> loss, grads = f(params, ids, ids)
@@ -55,7 +58,22 @@ def pipelined(
         why = ["its forward may use the result of a unit anywhere: its units need not form a chain"] * callable(cfg)
         raise fail(f"pipelined: cfg is {shown(cfg)}, which has no form in stages", *why,
                    fix="a Config of a decoder; others by fs.pipelined")  # fmt: skip
+    described = shapes_of(model.init, cfg)
+    if isinstance(specs, Mapping):
+        ends = [name for name in specs if name in described and name != "h"]
+        specs = {**specs, **{name: _gathered(specs[name], described[name], layout.stage) for name in ends}}
     return Stages(model, cfg, layout, specs, microbatches, schedule, chunks, remat)
+
+
+def _gathered(specs: Any, described: Any, stage: Axis) -> Any:
+    """Return the specs of leaves that a pipeline has gathered over its axis."""
+    leaves, treedef = tree.flatten(described)
+    out = []
+    for x, spec in zip(leaves, tree.broadcast(specs, described, name="pipelined: specs", leaf=is_spec), strict=True):
+        entries = [tuple(a for a in names if a not in names_of(stage)) or None for names in spec.parts(len(x.shape))]
+        lengths = {a: ns for a, ns in spec.lengths.items() if a not in names_of(stage)}
+        out.append(P(*entries, memory=spec.memory, lengths=lengths))
+    return tree.unflatten(treedef, out)
 
 
 def model_on_stages(cfg: Any) -> ModuleType | None:

@@ -68,11 +68,12 @@ def arguments(model, cfg):
     return fs.tree.map(lambda x: x.double(), params), ids, targets
 
 
-def staged(model, cfg, axes, schedule="1f1b", chunks=1, *, key=None, check="first", remat=False, **options):
+def staged(model, cfg, axes, schedule="1f1b", chunks=1, *, key=None, check="first", remat=False, ends=(), **options):
     described, mesh = model.init(cfg), fs.make_mesh(**{"data": 1, "stage": 1, "seq": 1, "model": 1} | axes)
     split = {name: axis for name, axis in options.items() if name == "experts"}
     specs = fs.fully_shard(model.specs(cfg, model="model", **split), described, axis="data")
     specs = specs | {"h": fs.on_stages(specs["h"], described["h"], "stage", mesh.axes["stage"], chunks=chunks)}
+    specs |= ends
     layout = gpt2.Layout("data", "model", stage="stage", **options)
     f = stages.pipelined(cfg, layout=layout, specs=specs, microbatches=2, schedule=schedule, chunks=chunks, remat=remat)
     return fs.shard_map(
@@ -98,6 +99,22 @@ def test_stages_equal_the_model_on_one_device(name, layout):
 def _counted(cfg, params, ids, targets, key):
     count = (targets != -100).sum()
     return gpt2.loss(cfg, params, ids, targets, key=key) * count, count
+
+
+def test_embeddings_and_head_may_be_split_over_the_stages_too():
+    model, cfg = llama, llama.Config(32, 16, 24, 3, 4, 2)
+    args, ends = (
+        arguments(model, cfg),
+        {
+            "wte": P(("model", "stage")),
+            "head": {"w": P(None, ("model", "stage"))},
+            "norm_f": P("stage", lengths=(0, 16)),
+        },
+    )
+    got = fs.device_get(staged(model, cfg, {"stage": 2, "model": 2}, ends=ends, check="always")(*args))
+    params, ids, targets = args
+    want = fs.value_and_grad(lambda p: model.loss(cfg, p, ids, targets))(params)
+    assert_same(got, (want, model.loss(cfg, params, ids, targets), model.apply(cfg, params, ids)), **CLOSE)
 
 
 def test_recomputed_blocks_have_the_same_gradients():
