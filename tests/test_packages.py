@@ -30,18 +30,18 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
     "cli": 1_683,
-    "core": 17_246,
+    "core": 17_278,
     "data": 1_056,
     "defer": 5_362,
     "interop": 4_492,
     "law": 1_373,
     "lora": 1_831,
-    "models": 4_786,
+    "models": 4_880,
     "nn": 3_866,
     "optim": 2_809,
     "planning": 4_946,
     "recipes": 2_133,
-    "schedule": 3_304,
+    "schedule": 3_309,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

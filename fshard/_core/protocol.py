@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,13 @@ class Place(Protocol):
 
     sizes: Mapping[str, int]
     coords: Mapping[str, int]
+
+
+class Series(NamedTuple):
+    """Transfers between two ranks in an order that both know, with no other transfers of the two in between."""
+
+    name: str  # what the order depends on
+    is_first: bool  # whether this transfer is the first of its series with these pairs
 
 
 class Comm(Place, Protocol):
@@ -96,8 +103,13 @@ class Comm(Place, Protocol):
 
     # Only the ranks that a pair names need to start this one; two of them start their common transfers in one order.
 
-    def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes) -> PendingTransfer:
-        """Start to send xs to rank b for a pair (me, b). The result is received for (a, me); without one, zeros."""
+    def send(
+        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes, series: Series | None = None
+    ) -> PendingTransfer:  # fmt: skip
+        """Start to send xs to rank b for a pair (me, b). The result is received for (a, me); without one, zeros.
+
+        Ranks that disagree find out at the first transfer of a `series`: the others are not compared.
+        """
 
 
 def size_of(axes: Sequence[str], sizes: Mapping[str, int]) -> int:

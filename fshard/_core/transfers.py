@@ -19,7 +19,7 @@ from . import callsite
 from .display import Html, bar, page, table
 from .packing import part_shape
 from .protocol import Axes, Place, index_of
-from .region import checker
+from .region import checker, in_region, region, user_line
 from .torch import in_backward, is_traced
 
 Split = Sequence[Any]
@@ -163,6 +163,10 @@ def note(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split =
     """Count a transfer, and add it to the record if there is one; for `split` see `transfer`."""
     if not torch.compiler.is_dynamo_compiling():
         refuse_tracing(op)
+        if op != "send" and in_region() and set(region().apart) & set(axes):
+            raise fail(f"{op}: called in a stage of a pipeline, over {', '.join(axes)}", *user_line(),
+                       "the ranks of other stages run other operations meanwhile: it would not end",
+                       fix="call it in gather=, or after the pipeline; over axes without the stages'")  # fmt: skip
         limit: tuple[int, type[BaseException]] | None = getattr(_thread, "limit", None)
         if limit is not None and transfer_count() == limit[0]:
             raise limit[1]

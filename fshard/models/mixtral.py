@@ -74,6 +74,11 @@ class BaseConfig(llama.BaseConfig):
         """Choose experts by the logits [N, E]."""
         return nn.route(logits, self.num_experts_per_tok, renormalize=getattr(self, "norm_topk_prob", True))
 
+    def weigh(self, balance: Any, z: Any) -> Any:
+        """Return what the router's losses add to the loss."""
+        out = self.router_z_loss_coef * z
+        return out + self.router_aux_loss_coef * balance if self.output_router_logits else out
+
     def __post_init__(self) -> None:
         super().__post_init__()
         k, e = self.num_experts_per_tok, self.experts.number
@@ -182,7 +187,7 @@ def losses(
     logits = head_logits(cfg, layout, top, x, ids.shape[1])
     ce = nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.examples or None,
                           donate=True)  # fmt: skip
-    sums = tree.map(lambda *of_blocks: torch.stack(of_blocks).sum(0), _no_sums(cfg, x), *[s for _, s in outs])
+    sums = tree.map(lambda *of_blocks: torch.stack(of_blocks).sum(0), no_sums(cfg, x), *[s for _, s in outs])
     sums = psum(sums, layout.model) if layout.sequence else sums  # each rank has its part of time
     balance = balance_of_sums(psum(sums, layout.examples))
     return {"cross_entropy": ce, "balance": balance.loss, "z": balance.z}
@@ -202,51 +207,69 @@ def loss(
     """
     parts = losses(cfg, params, ids, targets, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
                    documents=documents)  # fmt: skip
-    out = parts["cross_entropy"] + cfg.router_z_loss_coef * parts["z"]
-    return out + cfg.router_aux_loss_coef * parts["balance"] if cfg.output_router_logits else out
+    out: Tensor = parts["cross_entropy"] + cfg.weigh(parts["balance"], parts["z"])
+    return out
 
 
 # --- the mixture ----------------------------------------------------------------------------------------------
+
+
+def pieces(
+    cfg: BaseConfig, ids: Tensor, *, layout: Layout, key: Tensor | None, mask: Tokens,
+    each: Sequence[tuple[Any, ...]] = (),
+) -> Pieces:  # fmt: skip
+    """Return the parts of the model on ids [B@data, T]: a block returns keys and values, and sums of the router.
+
+    `each` has more arguments for each block.
+    """
+    block = functools.partial(_block, counted=None if mask.real is None else layout.time_slice(mask.real))
+    own = [(window, *more) for window, more in zip(cfg.windows, each or [()] * cfg.num_hidden_layers, strict=True)]
+    parts: Pieces = llama.pieces_with(block, lambda _: own)(cfg, ids, layout=layout, key=key, mask=mask)
+    return parts
 
 
 def _forward(
     cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any,
     key: Tensor | None, mask: Tokens, **options: Any,
 ) -> tuple[Tensor, dict[str, Any], list[Any]]:  # fmt: skip
-    """Run Llama with blocks that return (cached keys and values, sums of the router).
+    """Return the stream after the last block, the unsharded parameters `names`, and what the blocks return.
 
     Experts that are split over the data axes are not unsharded: they go to the blocks as separate arguments.
     """
-    data, axes = layout.examples, names_of(layout.experts)
-    described = shapes_of(init, cfg)
-    block = functools.partial(_block, counted=None if mask.real is None else layout.time_slice(mask.real))
-    _check_layout(layout)
-    own: list[tuple[Any, ...]] = [()] * cfg.num_hidden_layers
-    if set(axes) & set(data):
+    described, each = shapes_of(init, cfg), []
+    if splits_by_data(layout):
         if not isinstance(specs, Mapping) or not isinstance(specs.get("h"), Sequence):
             raise must_be("mixtral: specs", "the specs of all leaves", specs,
                           fix="those the parameters were placed with: experts are split over a data axis")  # fmt: skip
         check_params({"h": params.get("h")} if isinstance(params, Mapping) else params, {"h": described["h"]})
-        rest = tuple(name for name in data if name not in axes) or None
-        own = [(functools.partial(unshard, specs=s.get("experts", {}), axis=rest, shapes=d.get("experts", {}),
-                                  dtype=layout.dtype, reduce_dtype=layout.reduce_dtype), p.get("experts", {}))
-               for p, s, d in zip(params["h"], specs["h"], described["h"], strict=True)]  # fmt: skip
+        each = [(functools.partial(unshard_experts, specs=s.get("experts", {}), described=d.get("experts", {}),
+                                   layout=layout), p.get("experts", {}))
+                for p, s, d in zip(params["h"], specs["h"], described["h"], strict=True)]  # fmt: skip
         params, specs, described = (
             {**x, "h": [{**block, "experts": {}} for block in x["h"]]} for x in (params, specs, described)
         )
-    pieces = llama.pieces_with(block, lambda cfg: [(w, *more) for w, more in zip(cfg.windows, own, strict=True)])
-    run: Pieces = pieces(cfg, ids, layout=layout, key=key, mask=mask)
+    run = pieces(cfg, ids, layout=layout, key=key, mask=mask, each=each)
     return run.run(params, names, described=described, specs=specs, key=key, has_aux=True, **options)
 
 
-def _check_layout(layout: Layout) -> None:
-    """Raise ShardingError if experts are split over some of model's axes and others, or over others and data's."""
+def splits_by_data(layout: Layout) -> bool:
+    """Return whether experts are split over axes of the data: then tokens go to them.
+
+    Raises ShardingError if experts are split over some of model's axes and others, or over others and data's.
+    """
     axes, data, model = (set(names_of(kind)) for kind in (layout.experts, layout.examples, layout.model))
     if not (axes <= data or axes <= model or model <= axes <= data | model or not axes & (data | model)):
         kind = layout.data if axes & data else layout.model
         raise fail(f"mixtral: experts={layout.experts!r} has axes of {kind!r} and others", layout=layout,
                    fix="split experts over axes of data, with all axes of model or without them; over axes of model; "
                        "or over other axes")  # fmt: skip
+    return bool(axes & data)
+
+
+def unshard_experts(experts: Any, *, specs: Any, described: Any, layout: Layout) -> Any:
+    """Unshard experts that are split over axes of the data: over its other axes."""
+    rest = tuple(name for name in layout.examples if name not in names_of(layout.experts)) or None
+    return unshard(experts, specs, rest, shapes=described, dtype=layout.dtype, reduce_dtype=layout.reduce_dtype)
 
 
 def _block(
@@ -258,7 +281,7 @@ def _block(
     x, cached = llama.attention(run, p, x, key, cached, window)
     h = llama.norm(run, x, p["norm_2"])
     if "router" not in p:
-        return x + layout.leave(_mlp(cfg, p, layout.enter(h, t))), (cached, _no_sums(cfg, x))
+        return x + layout.leave(_mlp(cfg, p, layout.enter(h, t))), (cached, no_sums(cfg, x))
     w, b = p["router"]["w"], p["router"].get("b")
     routing = cfg.route(nn.linear(h, layout.replicated(w)).flatten(0, 1), None if b is None else layout.replicated(b))
     sums = router_sums(routing, None if counted is None else counted.flatten())
@@ -276,7 +299,7 @@ def _block(
     return x + layout.leave(out), (cached, sums)
 
 
-def _no_sums(cfg: BaseConfig, x: Tensor) -> RouterSums:
+def no_sums(cfg: BaseConfig, x: Tensor) -> RouterSums:
     """Return the sums of no tokens."""
     zeros = x.new_zeros(cfg.experts.number, dtype=torch.promote_types(x.dtype, torch.float32))
     return RouterSums(zeros.long(), zeros.sum().long(), zeros, zeros.sum())

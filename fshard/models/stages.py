@@ -10,15 +10,18 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fshard import nn
+from fshard import nn, tree
 from fshard.collectives import psum, pvary
 from fshard.errors import checked, fail, must_be, shown
+from fshard.nn.experts import RouterSums
 from fshard.schedule import pipeline
 from fshard.schedule.remat import remat as rematerialize
 from fshard.schedule.tables import Kind
 from fshard.schedule.unshard import make_whole
+from fshard.spec import Axis, P, is_spec, names_of
 
 from . import gpt2, gpt_neox, gptj, llama, mixtral
 from .kv_cache import Tokens
@@ -36,28 +39,48 @@ def pipelined(
         f.logits(params, ids) -> [B@data, T, V@model]
 
     They equal the model's `loss` and its gradients on any mesh: the mean over the targets of the full batch. `cfg` is
-    of gpt2, gptj, gpt_neox, llama, mistral, qwen2 or qwen3. `specs` place the blocks:
-    `specs["h"] = fs.on_stages(specs["h"], init(cfg)["h"], "stage", n)`. `key` turns dropout on. Other arguments are as
-    of `fs.pipelined`. Parameters that `specs` split over `layout.data` are gathered in each microbatch, and with
-    `Layout(release=False)` once.
+    of any decoder. `specs` place the blocks: `specs["h"] = fs.on_stages(specs["h"], init(cfg)["h"], "stage", n)`. They
+    may also split embeddings and head over the stages, as P(("model", "stage")), or P("stage", lengths=(0, V)): these
+    are gathered over the stages once a call. `key` turns dropout on. Other arguments are as of `fs.pipelined`.
+    Parameters that `specs` split over `layout.data` are gathered in each microbatch, and with `Layout(release=False)`
+    once.
+
+    A balance loss of experts multiplies two sums over the full batch, which no microbatch knows. With
+    `cfg.output_router_logits` the stages therefore first run forward, to count the tokens of each expert. To generate,
+    call `f.logits` for each token: it computes the tokens before again, as stages have no cache of keys and values.
 
     >>> f = pipelined(cfg, layout=gpt2.Layout(), specs=P(), microbatches=2)
     >>> loss, grads = f(params, ids, ids)
 
-    Raises ShardingError for a config of another model.
+    Raises ShardingError for a config of another model, and for a module of `fs.defer`.
     """
     if (model := model_on_stages(cfg)) is None:
-        raise fail(f"pipelined: cfg is {shown(cfg)}, which has no form in stages",
-                   fix="a Config of gpt2, gptj, gpt_neox, llama, mistral, qwen2 or qwen3; others by fs.pipelined"
-                   )  # fmt: skip
+        why = ["its forward may use the result of a unit anywhere: its units need not form a chain"] * callable(cfg)
+        raise fail(f"pipelined: cfg is {shown(cfg)}, which has no form in stages", *why,
+                   fix="a Config of a decoder; others by fs.pipelined")  # fmt: skip
+    described = shapes_of(model.init, cfg)
+    if isinstance(specs, Mapping):
+        ends = [name for name in specs if name in described and name != "h"]
+        specs = {**specs, **{name: _gathered(specs[name], described[name], layout.stage) for name in ends}}
     return Stages(model, cfg, layout, specs, microbatches, schedule, chunks, remat)
+
+
+def _gathered(specs: Any, described: Any, stage: Axis) -> Any:
+    """Return the specs of leaves that a pipeline has gathered over its axis."""
+    leaves, treedef = tree.flatten(described)
+    out = []
+    for x, spec in zip(leaves, tree.broadcast(specs, described, name="pipelined: specs", leaf=is_spec), strict=True):
+        entries = [tuple(a for a in names if a not in names_of(stage)) or None for names in spec.parts(len(x.shape))]
+        lengths = {a: ns for a, ns in spec.lengths.items() if a not in names_of(stage)}
+        out.append(P(*entries, memory=spec.memory, lengths=lengths))
+    return tree.unflatten(treedef, out)
 
 
 def model_on_stages(cfg: Any) -> ModuleType | None:
     """Return the model file whose `pieces` compute a decoder with this config; None if it has no form in stages."""
-    models = {gpt2.Config: gpt2, gptj.Config: gptj, gpt_neox.Config: gpt_neox, llama.BaseConfig: llama}
-    known = not isinstance(cfg, mixtral.BaseConfig)
-    return next((m for kind, m in models.items() if known and isinstance(cfg, kind)), None)
+    models = {gpt2.Config: gpt2, gptj.Config: gptj, gpt_neox.Config: gpt_neox, mixtral.BaseConfig: mixtral,
+              llama.BaseConfig: llama}  # fmt: skip
+    return next((m for kind, m in models.items() if isinstance(cfg, kind)), None)
 
 
 @dataclass(frozen=True)
@@ -75,20 +98,22 @@ class Stages:
 
     def __call__(self, params: Any, ids: Tensor, targets: Tensor, key: Tensor | None = None) -> tuple[Tensor, Any]:
         """Return the loss, and gradients like the parameters."""
-        run = self._pipeline(self._total, key)
-        loss, (ends, blocks) = run(self._parts(params), self._batch(ids, targets), each=self._numbers(params))
+        parts, batch, each = self._parts(params), self._batch(ids, targets), self._numbers(params)
+        carried = self._router_loss(parts, batch, each, key)
+        loss, (ends, blocks) = self._pipeline(self._total, key, carried)(parts, batch, each=each)
         return loss, {name: blocks if name == "h" else ends[name] for name in params}
 
     def loss(self, params: Any, ids: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of all targets, without gradients."""
-        run = self._pipeline(self._total, None)
-        total, count = run.forward(self._parts(params), self._batch(ids, targets), each=self._numbers(params))
+        """Return the model's loss, without gradients: the mean over all targets, and losses of a router."""
+        parts, batch, each = self._parts(params), self._batch(ids, targets), self._numbers(params)
+        carried = self._router_loss(parts, batch, each, None)
+        total, count = self._pipeline(self._total, None, carried).forward(parts, batch, each=each)
         mean: Tensor = total.sum() / count.sum()
         return mean
 
     def logits(self, params: Any, ids: Tensor) -> Tensor:
         """Return the logits of the next tokens, without gradients."""
-        run = self._pipeline(self._logits, None)
+        run = self._pipeline(lambda logits, *_: logits(), None)
         out: Tensor = run.forward(self._parts(params), self._batch(ids), each=self._numbers(params))
         return self.layout.from_zigzag(out.flatten(0, 1))
 
@@ -110,7 +135,13 @@ class Stages:
 
     # --- what the stages run ---
 
-    def _pipeline(self, last: Callable[..., Any], key: Tensor | None) -> pipeline.Pipelined:
+    def _pipeline(
+        self, last: Callable[..., Any], key: Tensor | None, carried: Callable[[RouterSums], Tensor] | None = None
+    ) -> pipeline.Pipelined:
+        """Return the pipeline that ends with `last(logits, batch, carried)`, where logits is a function.
+
+        `carried` of the sums of each block's router is summed along the stages.
+        """
         key = key if key is None or not self.layout.stage else pvary(key, self.layout.stage)
 
         def pieces(batch: Any) -> Any:
@@ -118,25 +149,31 @@ class Stages:
             tokens = Tokens.of(batch["ids"], context=layout.context)
             return self.model.pieces(self.cfg, batch["ids"], layout=layout, key=key, mask=tokens)
 
-        def first(ends: Any, batch: Any) -> Tensor:
-            run = pieces(batch)
-            out: Tensor = run.embed(self._whole(ends, ("wte", "wpe")))
-            return out
+        def first(ends: Any, batch: Any) -> Any:
+            x = pieces(batch).embed(self._whole(ends, ("wte", "wpe")))
+            # Zeros of the type that the blocks' sums have: they vary where x does.
+            return x if carried is None else (x, carried(mixtral.no_sums(self.cfg, x)) + x.detach()[:0].sum())
 
-        def stage(p: Any, x: Tensor, batch: Any, i: int) -> Tensor:
-            def block(p: Any, x: Tensor) -> Tensor:
-                run = pieces(batch)
+        def stage(p: Any, h: Any, batch: Any, i: int) -> Any:
+            def block(p: Any, h: Any) -> Any:
+                x, run = (h if carried is None else h[0]), pieces(batch)
                 each = () if run.each is None else run.each[i]
-                out: Tensor = run.block_for(x)(self._whole_block(p, i), x, fold_name(key, i), None, *each)[0]
+                x, more = run.block_for(x)(self._whole_block(p, i), x, fold_name(key, i), None, *each)
+                return x if carried is None else (x, h[1] + carried(more[1]))
+
+            return rematerialize(block)(p, h) if self.remat else block(p, h)
+
+        def end(ends: Any, h: Any, batch: Any) -> Any:
+            x, total = (h, None) if carried is None else h
+            run = pieces(batch)
+
+            def logits() -> Tensor:
+                names = [name for name in ends if name != "wpe" and not (name == "wte" and "head" in ends)]
+                top, by = self._whole(ends, names), getattr(self.model, "head_logits", head_logits)
+                out: Tensor = by(self.cfg, run.layout, top, run.norm(top, x), batch["ids"].shape[1])
                 return out
 
-            return rematerialize(block)(p, x) if self.remat else block(p, x)
-
-        def end(ends: Any, x: Tensor, batch: Any) -> Any:
-            run = pieces(batch)
-            top = self._whole(ends, [name for name in ends if name != "wpe" and not (name == "wte" and "head" in ends)])
-            logits = getattr(self.model, "head_logits", head_logits)
-            return last(logits(self.cfg, run.layout, top, run.norm(top, x), batch["ids"].shape[1]), batch)
+            return last(logits, batch, total)
 
         def gather(params: Any) -> Any:
             once = replace(self, layout=replace(self.layout, release=True))
@@ -155,16 +192,50 @@ class Stages:
     def _whole_block(self, p: Any, i: int) -> Any:
         if not self.layout.release:
             return p
-        specs, layout = None if self.specs is None else spec_of(self.specs, "h"), self.layout
+        specs: Any = None if self.specs is None else spec_of(self.specs, "h")
         specs = specs[i] if isinstance(specs, (list, tuple)) else specs
-        return make_whole(p, specs, layout.unsharded(specs), shapes=self._described["h"][i], dtype=layout.dtype,
-                          reduce_dtype=layout.reduce_dtype)  # fmt: skip
+        layout, described = self.layout, self._described["h"][i]
+        apart = {}
+        if mixtral.splits_by_data(layout) and "experts" in p:
+            apart = {"experts": mixtral.unshard_experts(p["experts"], specs=specs["experts"], layout=layout,
+                                                        described=described["experts"])}  # fmt: skip
+            p, specs, described = ({name: x[name] for name in x if name != "experts"} for x in (p, specs, described))
+        return make_whole(p, specs, layout.unsharded(specs), shapes=described, dtype=layout.dtype,
+                          reduce_dtype=layout.reduce_dtype) | apart  # fmt: skip
 
-    def _total(self, logits: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    # --- losses ---
+
+    def _total(self, logits: Callable[[], Tensor], batch: Any, router: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sum of the losses of a microbatch, and the number of its targets."""
         targets, over = batch["targets"], self.layout.examples or None
-        total = nn.cross_entropy(logits, targets, axis=self.layout.model, size=self.cfg.vocab_size, over=over,
+        total = nn.cross_entropy(logits(), targets, axis=self.layout.model, size=self.cfg.vocab_size, over=over,
                                  reduction="sum", donate=True)  # fmt: skip
-        return total, psum((targets != -100).sum(), over)
+        return total if router is None else total + self._of_all(router), psum((targets != -100).sum(), over)
 
-    def _logits(self, logits: Tensor, _: Any) -> Tensor:
-        return logits
+    def _router_loss(self, parts: Any, batch: Any, each: Any, key: Tensor | None) -> Any:
+        """Return the function from a block's sums to its losses of the router, times the number of all targets."""
+        cfg, over = self.cfg, self.layout.examples
+        if not isinstance(cfg, mixtral.BaseConfig) or not cfg.weigh(1, 1):
+            return None
+        ids, e = batch["ids"], cfg.experts.number
+        targets = psum((batch["targets"] != -100).sum(), over)
+        layers = cfg.num_hidden_layers - len(cfg.experts.dense_layers & set(range(cfg.num_hidden_layers)))
+        tokens = (psum(torch.full((), layers * ids.numel(), device=ids.device), over)).clamp(min=1)
+        share = torch.zeros((), device=ids.device)
+        if cfg.weigh(1, 0):
+            count = self._pipeline(lambda _, batch, counts: self._of_all(counts), key,
+                                   lambda sums: sums.counts.to(sums.z.dtype))  # fmt: skip
+            share = count.forward(parts, batch, each=each).sum(0) / tokens
+
+        def loss(sums: RouterSums) -> Tensor:
+            balance = e * (share * sums.probabilities).sum()
+            out: Tensor = cfg.weigh(balance, sums.z) * targets / tokens
+            return out
+
+        return loss
+
+    def _of_all(self, x: Tensor) -> Tensor:
+        """Sum over the ranks that have other tokens."""
+        model = names_of(self.layout.model) if self.layout.sequence else ()
+        out: Tensor = psum(x, (*self.layout.examples, *model) or None)
+        return out

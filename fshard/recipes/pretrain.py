@@ -91,8 +91,8 @@ class Options(command.Options):
             divisor = max(n for n in range(1, min(self.heads, self.width) + 1) if self.width % n == 0)
             problems.append(f"--heads {self.heads}: must divide --width, and {self.width} % {self.heads} = "
                             f"{self.width % self.heads}: give --heads {divisor}")  # fmt: skip
-        if "stage=" in self.mesh and (self.zero or self.compile or self.experts):
-            problems.append(f"--mesh {self.mesh}: stage= takes neither --zero, --compile nor --experts: leave them out")
+        if "stage=" in self.mesh and (self.zero or self.compile):
+            problems.append(f"--mesh {self.mesh}: stage= takes neither --zero nor --compile: leave them out")
         if "stage=" in self.mesh and self.batch % self.microbatches:
             problems.append(f"--microbatches {self.microbatches}: must divide --batch, and {self.batch} % "
                             f"{self.microbatches} = {self.batch % self.microbatches}")  # fmt: skip

@@ -25,7 +25,7 @@ from fshard._core.callsite import site
 from fshard._core.comm import fake_tensors, silent_comm
 from fshard._core.microbatch import in_microbatch, microbatches
 from fshard._core.ops import differentiable_dtype, evenly, keep_placed
-from fshard._core.protocol import PendingTransfer, size_of
+from fshard._core.protocol import PendingTransfer, Series, size_of
 from fshard._core.region import bind, checker, known_axes, live_axes, region, unchecked
 from fshard._core.torch import without_modes
 from fshard._core.transfers import transposing
@@ -317,6 +317,8 @@ class _Messages:
 
     def __init__(self, order: ScheduleTable, axes: tuple[str, ...], stage: int, like: Sequence[Tensor]) -> None:
         self._comm, self._axes, self._stage = region().comm, axes, stage
+        self._name = f"{order.kind} of {order.microbatches} microbatches, {order.chunks} chunks"
+        self._begun: set[tuple[int, int]] = set()  # pairs that have started a message
         self._like, self._groups = like, by_dtype(like)
         messages = _messages_of(order.kind, order.stages, order.microbatches, order.chunks, stage)
         self._queues = {other: list(reversed(ms)) for other, ms in messages.items()}
@@ -365,8 +367,10 @@ class _Messages:
         _, key, source, target = queue.pop()
         assert (source == self._stage) == bool(xs), key
         with unchecked(), transposing(site()) if key[0] == "B" else contextlib.nullcontext():
-            pending = [self._comm.send([(xs or self._empty)[i] for i in group], [(source, target)], self._axes)
+            series = Series(self._name, (source, target) not in self._begun)
+            pending = [self._comm.send([(xs or self._empty)[i] for i in group], [(source, target)], self._axes, series)
                        for group in self._groups]  # fmt: skip
+        self._begun.add((source, target))
         if xs:
             self._sent.append(pending)
         else:
@@ -516,9 +520,10 @@ class _Run:
 
     def _run(self) -> None:
         self.chunks = self._parts(self.layers)
+        apart = bind(replace(region(), apart=self.axes))
         for _, end, op in self.order.ticks[self.stage]:
             self.messages.begin(end)
-            with in_microbatch(self.parts[op.microbatch]):
+            with apart, in_microbatch(self.parts[op.microbatch]):
                 if op.kind == "F":
                     self._forward(op)
                 elif op.kind == "W":

@@ -187,9 +187,9 @@ def _zero_bubble(n: int, m: int, stage: int) -> list[Operation]:
 
     Stage s so keeps n - s microbatches before their D, as 1F1B does, and s before their W.
     """
-    order = [Operation("F", i) for i in range(min(m, n - stage - 1))]
-    for i in range(m):
-        order += [Operation("F", i + n - stage - 1)] if i + n - stage - 1 < m else []
-        order += [Operation("D", i)]
-        order += [Operation("W", i - stage)] if i >= stage else []
+    order = []
+    for op in _one_by_one("1f1b", n, m, 1, stage):
+        order.append(op if op.kind == "F" else op._replace(kind="D"))
+        if op.kind == "B" and op.microbatch >= stage:
+            order.append(Operation("W", op.microbatch - stage))
     return order + [Operation("W", i) for i in range(max(0, m - stage), m)]

@@ -79,7 +79,7 @@ def test_a_mixture_of_eight_experts_has_one_curve_and_norm_on_every_mesh_and_res
     assert one[-1]["loss"] < one[0]["loss"]
     with pytest.raises(StopError):
         stop_after(3, out, text, *flags, *MESHES["data=2,model=2 fsdp sequence"].split())
-    run(out, text, *flags, "--resume", str(out), "--mesh", "data=4")
+    run(out, text, *flags, "--resume", str(out), *MESHES["data=2,stage=2 fsdp"].split())
     assert_same_curve(metrics(out), one)
 
 
@@ -251,7 +251,7 @@ def refusal(*flags):
     ("--save-every 5", "--save-every 5: give the folder too, --out FOLDER"),
     ("--mesh row=2", "--mesh row=2: 'row=2' is not data=N or model=N"),
     ("--mesh stage=1 --zero --batch 8",
-     "--mesh stage=1: stage= takes neither --zero, --compile nor --experts: leave them out"),
+     "--mesh stage=1: stage= takes neither --zero nor --compile: leave them out"),
     ("--mesh stage=1 --microbatches 3", "--microbatches 3: must divide --batch, and 2 % 3 = 2"),
     ("--mesh data=--1", "--mesh data=--1: 'data=--1' is not data=N or model=N"),
     ("--mesh data=1,data=2", "--mesh data=1,data=2: 'data' appears twice"),

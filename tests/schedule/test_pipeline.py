@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 
 import pytest
@@ -411,6 +412,21 @@ pipelined: each has 4 rows for 2 layers of this stage
 def test_mistakes_are_named(name):
     options, text = MISTAKES[name]
     assert wrong(**options) == text
+
+
+@pytest.mark.parametrize("check", ["first", "never"])
+def test_a_sum_over_the_stages_inside_one_is_refused(check):
+    """It would wait for stages that compute other microbatches."""
+    step = pipeline(fs.make_mesh(stage=2), 2, check=check, stage=lambda p, h, b: fs.psum(layer(p, h, b), "stage"))
+    text = error_text(step, parameters(4), batch(4))
+    assert (
+        re.sub(r":\d+ ", ":0 ", text)
+        == """\
+all_reduce: called in a stage of a pipeline, over stage
+  at test_pipeline.py:0 in <lambda>
+  the ranks of other stages run other operations meanwhile: it would not end
+  fix: call it in gather=, or after the pipeline; over axes without the stages'"""
+    )
 
 
 def test_types_of_h_are_checked_at_each_stage():

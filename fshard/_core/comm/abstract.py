@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard._core.protocol import Axes, PendingTransfer, Place, index_of, size_of
+from fshard._core.protocol import Axes, PendingTransfer, Place, Series, index_of, size_of
 from fshard._core.torch import FakeTensorMode, functional_collectives, without_modes
 from fshard._core.transfers import Split, Transfer, transfer
 
@@ -88,7 +88,7 @@ class _UnsentMessages(PendingMessages):
     ) -> None:  # fmt: skip
         super().__init__(_NoConnections(len(ranks), me), ranks, None, outgoing, incoming)  # type: ignore[arg-type]
 
-    def _exchange_headers(self) -> dict[int, int]:
+    def _exchange_headers(self, compared: bool) -> dict[int, int]:
         return dict.fromkeys(self._ranks, 0)
 
     def _start(self, send_or_receive: Any, x: Tensor, rank: int, tag: int) -> Work:
@@ -115,7 +115,7 @@ class _UnsentPeers(PeerGroup):
     def _exchange(
         self, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
         incoming: Mapping[int, Sequence[Tensor]], second_round_of: PendingMessages | None = None,
-        counts: Counts | None = None, entered: Collection[int] | None = None,
+        counts: Counts | None = None, entered: Collection[int] | None = None, compared: bool = True,
     ) -> PendingMessages:  # fmt: skip
         return _UnsentMessages(self.ranks, self.me, outgoing, incoming)
 
@@ -142,7 +142,9 @@ class _UnsentCollectives(FunctionalGroup):
     def _compare_counts(self, device: torch.device, send: Sequence[int], receive: Sequence[int]) -> None:
         """Compare nothing: the other ranks' counts are not here."""
 
-    def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> PendingTransfer:
+    def send(
+        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], series: Series | None = None
+    ) -> PendingTransfer:  # fmt: skip
         out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs]
         return lambda: out
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard._core.packing import column_counts, flatten, match_rows, pack, pad, part_shape, unpack
-from fshard._core.protocol import Dims, PendingTransfer, coords_of
+from fshard._core.protocol import Dims, PendingTransfer, Series, coords_of
 from fshard._core.torch import foreach_copy_, functional_collectives, group_named
 from fshard.errors import fail
 
@@ -86,7 +86,9 @@ class FunctionalGroup:
         out = self._wait(self._start(_ops.all_to_all_single, flat, received, sent, self.name))
         return out.view(x.shape) if sum(received) == x.numel() else torch.zeros_like(x)
 
-    def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> PendingTransfer:
+    def send(
+        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], series: Series | None = None
+    ) -> PendingTransfer:  # fmt: skip
         """Start messages between pairs of ranks."""
         out = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in xs]
         operations = []

@@ -71,7 +71,8 @@ class PendingMessages:
 
     The sizes of `incoming[r]` are those that rank r sends. All `ranks`, or only the `entered` ones of them, must start
     the same transfers with one another, in the same order. A transfer may have a second round of messages, another
-    `PendingMessages`: `second_round_of` is the first. Ranks whose `counts` of rows do not fit find out.
+    `PendingMessages`: `second_round_of` is the first. Ranks whose `counts` of rows do not fit find out. Without
+    `compared` there is no header: ranks that start different transfers wait until the timeout.
 
     Attributes: `description`, and `works`: the messages that are not known to have ended.
     """
@@ -80,7 +81,7 @@ class PendingMessages:
         self, connections: GlooConnections, ranks: Sequence[int], description: Description,
         outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]],
         second_round_of: PendingMessages | None = None, counts: Counts | None = None,
-        entered: Collection[int] | None = None,
+        entered: Collection[int] | None = None, compared: bool = True,
     ) -> None:  # fmt: skip
         self.description, self._counts = description, counts
         self.works: list[Work] = []
@@ -95,7 +96,7 @@ class PendingMessages:
         else:
             while connections.abandoned:
                 connections.abandoned.pop()._wait_for_works()
-            self._tags = self._exchange_headers()
+            self._tags = self._exchange_headers(compared)
         n, me = connections.size, connections.rank
         for r in sorted(incoming, key=lambda r: (me - r) % n):  # each rank starts with another peer
             self._receive(r, incoming[r])
@@ -107,8 +108,8 @@ class PendingMessages:
             for x in messages[id(xs)]:
                 self.works.append(self._start(connections.backend.send, x, r, self._tags[r]))
 
-    def _exchange_headers(self) -> dict[int, int]:
-        """Start to exchange headers, and return the tag of the other messages to and from each rank."""
+    def _exchange_headers(self, compared: bool) -> dict[int, int]:
+        """Start to exchange headers, if they are compared; return the tag of the messages to and from each rank."""
         connections, message = self._connections, self.description.message
         tags, number, counts = {}, self.description.number, self._counts
         for r in self._entered:
@@ -118,10 +119,11 @@ class PendingMessages:
                 message = self.description.message_with(counts[r])
                 both = counts[r] if connections.rank < r else counts[r][::-1]
                 number = hash((self.description.number, *both)) & 0xFFFF
-            self._received[r] = torch.empty(message.shape, dtype=torch.uint8, device="cpu")
-            self._headers.append(self._start(connections.backend.recv, self._received[r], r, HEADER_TAG))
-            self.works.append(self._start(connections.backend.send, message, r, HEADER_TAG))
-            self._sent_headers.add(id(message))
+            if compared:
+                self._received[r] = torch.empty(message.shape, dtype=torch.uint8, device="cpu")
+                self._headers.append(self._start(connections.backend.recv, self._received[r], r, HEADER_TAG))
+                self.works.append(self._start(connections.backend.send, message, r, HEADER_TAG))
+                self._sent_headers.add(id(message))
             tags[r] = _FIRST_TAG + (number << 14) + connections.started[r] % _NUMBERS
             connections.started[r] += 1
         return tags

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard._core.packing import parts_by_rank, reduce_in_order
-from fshard._core.protocol import Axes, Dims, PendingTransfer
+from fshard._core.protocol import Axes, Dims, PendingTransfer, Series
 from fshard._core.region import storage_key
 from fshard._core.torch import foreach_copy_
 from fshard._core.transfers import reduction
@@ -43,13 +43,13 @@ class PeerGroup:
     def _exchange(
         self, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
         incoming: Mapping[int, Sequence[Tensor]], second_round_of: PendingMessages | None = None,
-        counts: Counts | None = None, entered: Collection[int] | None = None,
+        counts: Counts | None = None, entered: Collection[int] | None = None, compared: bool = True,
     ) -> PendingMessages:  # fmt: skip
         """Start to send and receive: `PendingMessages` by position over the axes, which only `entered` ones enter."""
         ranks = self.ranks
         return PendingMessages(self.connections, ranks, description, {ranks[r]: xs for r, xs in outgoing.items()},
                                {ranks[r]: xs for r, xs in incoming.items()}, second_round_of, counts,
-                               None if entered is None else [ranks[r] for r in entered])  # fmt: skip
+                               None if entered is None else [ranks[r] for r in entered], compared)  # fmt: skip
 
     def _describe(self, op: str, xs: Sequence[Tensor], details: Sequence[Any] = ()) -> Description:
         """Describe a transfer of tensors whose shapes, and other details, are equal on every rank."""
@@ -152,11 +152,12 @@ class PeerGroup:
         return out
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
-        return self.send([x], pairs, range(len(self.ranks)))()[0].contiguous()
+        return self.send([x], pairs, entered=range(len(self.ranks)))()[0].contiguous()
 
     def send(
-        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], entered: Collection[int] | None = None
-    ) -> PendingTransfer:
+        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], series: Series | None = None,
+        entered: Collection[int] | None = None,
+    ) -> PendingTransfer:  # fmt: skip
         """Exchange messages only with the ranks that a pair names with this one, or with all the `entered` ones."""
         me = self.me
         targets = {target for source, target in pairs if source == me}
@@ -164,8 +165,10 @@ class PeerGroup:
         out = [_empty(x, x.shape) if sources else x.new_zeros(()).expand(x.shape) for x in xs]  # zeros without memory
         if entered is None:
             entered = sorted({me, *targets, *sources})
-        messages = self._exchange(self._describe("permute", xs, sorted(pairs)), dict.fromkeys(targets - {me}, xs),
-                                  dict.fromkeys(sources - {me}, out), entered=entered)  # fmt: skip
+        details = [*sorted(pairs), *([series.name] if series else [])]
+        messages = self._exchange(self._describe("permute", xs, details), dict.fromkeys(targets - {me}, xs),
+                                  dict.fromkeys(sources - {me}, out), entered=entered,
+                                  compared=series is None or series.is_first)  # fmt: skip
         if me in sources:
             foreach_copy_(out, list(xs))
 

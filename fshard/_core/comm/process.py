@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard._core.packing import pad
-from fshard._core.protocol import Axes, Dims, PendingTransfer, index_of, ranks_over
+from fshard._core.protocol import Axes, Dims, PendingTransfer, Series, index_of, ranks_over
 from fshard._core.torch import assume_constant_result, backend_of, timeout_of
 from fshard._core.transfers import Split, call_site, note, reduction
 
@@ -72,9 +72,11 @@ class GroupComm:
         self._note("all_reduce", xs, axes)
         return self._group(axes, xs[0]).reduce(xs, fresh=fresh)
 
-    def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes) -> PendingTransfer:
+    def send(
+        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes, series: Series | None = None
+    ) -> PendingTransfer:  # fmt: skip
         self._note("send", xs, axes, pairs)
-        return self._group(axes, xs[0]).send(xs, pairs)
+        return self._group(axes, xs[0]).send(xs, pairs, series)
 
 
 class ProcessComm(GroupComm):

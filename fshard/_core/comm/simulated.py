@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fshard._core.callsite import Site, site, user_frame
 from fshard._core.packing import flatten, pack, parts_by_rank, reduce_in_order, unpack
-from fshard._core.protocol import Axes, Comm, Dims, PendingTransfer, index_of, ranks_over
+from fshard._core.protocol import Axes, Comm, Dims, PendingTransfer, Series, index_of, ranks_over
 from fshard._core.torch import foreach_copy_
 from fshard._core.transfers import call_site, note, reduction
 from fshard.errors import ShardingError, fail
@@ -291,7 +291,9 @@ class SimulatedComm:
             foreach_copy_(list(xs), reduced)
         return lambda: reduced if fresh else list(xs)
 
-    def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes) -> PendingTransfer:
+    def send(
+        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes, series: Series | None = None
+    ) -> PendingTransfer:  # fmt: skip
         note(self, "send", xs, axes, pairs)
         ranks, me = ranks_over(axes, self.sizes, self.coords), index_of(axes, self.sizes, self.coords)
         shapes = [list(x.shape) for x in xs]

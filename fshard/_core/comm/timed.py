@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fshard._core.protocol import Axes, Comm, Dims, PendingTransfer
+from fshard._core.protocol import Axes, Comm, Dims, PendingTransfer, Series
 from fshard._core.transfers import Split, Transfer, reduction, transfer
 
 
@@ -111,5 +111,7 @@ class TimedComm:
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
         return self._start("all_reduce", xs, axes, lambda: self._comm.reduce(xs, axes, fresh=fresh))
 
-    def send(self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes) -> PendingTransfer:
-        return self._start("send", xs, axes, lambda: self._comm.send(xs, pairs, axes), pairs)
+    def send(
+        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes, series: Series | None = None
+    ) -> PendingTransfer:  # fmt: skip
+        return self._start("send", xs, axes, lambda: self._comm.send(xs, pairs, axes, series), pairs)
