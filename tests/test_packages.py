@@ -36,7 +36,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "interop": 4_439,
     "law": 1_373,
     "lora": 1_743,
-    "models": 5_128,
+    "models": 5_125,
     "nn": 3_866,
     "optim": 2_809,
     "planning": 4_550,
