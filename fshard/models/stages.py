@@ -98,14 +98,14 @@ class Stages:
 
     def __call__(self, params: Any, ids: Tensor, targets: Tensor, key: Tensor | None = None) -> tuple[Tensor, Any]:
         """Return the loss, and gradients like the parameters."""
-        parts, batch, each = self._parts(params), self._batch(ids, targets), self._numbers(params)
+        parts, batch, each = self._arguments(params, ids, targets)
         carried = self._router_loss(parts, batch, each, key)
         loss, (ends, blocks) = self._pipeline(self._total, key, carried)(parts, batch, each=each)
         return loss, {name: blocks if name == "h" else ends[name] for name in params}
 
     def loss(self, params: Any, ids: Tensor, targets: Tensor) -> Tensor:
         """Return the model's loss, without gradients: the mean over all targets, and losses of a router."""
-        parts, batch, each = self._parts(params), self._batch(ids, targets), self._numbers(params)
+        parts, batch, each = self._arguments(params, ids, targets)
         carried = self._router_loss(parts, batch, each, None)
         total, count = self._pipeline(self._total, None, carried).forward(parts, batch, each=each)
         mean: Tensor = total.sum() / count.sum()
@@ -113,25 +113,22 @@ class Stages:
 
     def logits(self, params: Any, ids: Tensor) -> Tensor:
         """Return the logits of the next tokens, without gradients."""
-        run = self._pipeline(lambda logits, *_: logits(), None)
-        out: Tensor = run.forward(self._parts(params), self._batch(ids), each=self._numbers(params))
+        parts, batch, each = self._arguments(params, ids)
+        out: Tensor = self._pipeline(lambda logits, *_: logits(), None).forward(parts, batch, each=each)
         return self.layout.from_zigzag(out.flatten(0, 1))
 
-    def _parts(self, params: Any) -> tuple[Any, Any]:
+    def _arguments(self, params: Any, *tokens: Tensor) -> tuple[tuple[Any, Any], dict[str, Tensor], list[int]]:
+        """Return the ends and the blocks, the batch, and the numbers of the blocks."""
         if not isinstance(params, Mapping):
             raise must_be("params", "a dict", params, fix="the tree of init, or of load")
         check_params(params, self._described)
-        return {name: x for name, x in params.items() if name != "h"}, params["h"]
+        batch = dict(zip(("ids", "targets"), self.layout.to_zigzag(*tokens)[1:], strict=False))
+        ends, blocks = {name: x for name, x in params.items() if name != "h"}, params["h"]
+        return (ends, blocks), batch, list(range(len(blocks)))
 
     @property
     def _described(self) -> Any:
         return shapes_of(self.model.init, self.cfg)
-
-    def _batch(self, *tokens: Tensor) -> dict[str, Tensor]:
-        return dict(zip(("ids", "targets"), self.layout.to_zigzag(*tokens)[1:], strict=False))
-
-    def _numbers(self, params: Any) -> list[int]:
-        return list(range(len(params["h"])))
 
     # --- what the stages run ---
 

@@ -158,7 +158,7 @@ class Pipelined:
     def _model(self, params: Any, batch: Any, each: Any) -> Any:
         """Return the loss of the model on one device: what a pipeline computes."""
         h = self.first(params[0], batch)
-        for layer, extra in _layers(params[1], each, self.chunks):
+        for layer, extra in itertools.chain(*_layers(params[1], each, self.chunks)):
             h = self.stage(layer, h, batch, *extra)
         return self.last(params[0], h, batch)
 
@@ -247,20 +247,29 @@ def _places(counts: Sequence[int]) -> list[int]:
     return [place for place, count in enumerate(counts) for _ in range(count)]
 
 
-def _layers(layers: Any, each: Any, chunks: int) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Return each layer of this rank, of all chunks in order, with its extra argument, if there is one."""
+def _layers(layers: Any, each: Any, chunks: int, n: int = 1, stage: int = 0) -> list[list[tuple[Any, tuple[Any, ...]]]]:
+    """Return the layers of each chunk of this stage, with their extra argument, if there is one."""
     if isinstance(layers, (list, tuple)):
         extra: Any = each
-        rows = [layers[i] for i in _here(layers)]
+        here = _here(layers)
+        rows, counts = [layers[i] for i in here], [len(here)]
+        if chunks > 1:
+            counts = evenly(len(layers), n * chunks)
+            if here != [i for i, place in enumerate(_places(counts)) if place % n == stage]:
+                raise fail(f"pipelined: stage {stage} has layers {here}", chunks=chunks, stages=n,
+                           fix=f"fs.on_stages(specs, layers, axis, {n}, chunks={chunks})")  # fmt: skip
+            counts = counts[stage::n]
         if isinstance(each, (list, tuple)) and len(each) == len(layers):
-            extra = [each[i] for i in _here(layers)]
+            extra = [each[i] for i in here]
     else:
         rows, extra = _unbind(layers, "layers", chunks), None if each is None else _unbind(each, "each", chunks)
+        counts = [len(rows) // chunks] * chunks
     if each is not None and (not isinstance(extra, list) or len(extra) != len(rows)):
         count = f"{len(extra)} rows" if isinstance(extra, list) else shown(each)
         raise fail(f"pipelined: each has {count} for {len(rows)} layers of this stage",
                    fix="stack and split it like the layers, or pass a list for a list")  # fmt: skip
-    return [(row, () if each is None else (extra[i],)) for i, row in enumerate(rows)]
+    pairs = iter([(row, () if each is None else (extra[i],)) for i, row in enumerate(rows)])
+    return [list(itertools.islice(pairs, count)) for count in counts]
 
 
 def _here(layers: Sequence[Any]) -> list[int]:
@@ -396,8 +405,7 @@ class _Run:
     ) -> None:  # fmt: skip
         self.pipe, self.order, self.axes, self.params, self.batches = pipe, order, axes, params, batches
         self.final, self.stage = order.stages * order.chunks - 1, axis_position(axes or None)
-        self.ends, self.layers = params[0], _layers(params[1], each, order.chunks)
-        self.sizes = self._chunk_sizes(params[1])
+        self.ends, self.chunks = params[0], _layers(params[1], each, order.chunks, order.stages, self.stage)
         rows = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.ndim]
         self.parts = list(microbatches(rows, order.microbatches))
         h, self.result = self._outline()
@@ -406,18 +414,6 @@ class _Run:
         self.found: list[Any] = []  # what `last` returns for each microbatch
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self.later: dict[tuple[int, int], Callable[[], None]] = {}
-
-    def _chunk_sizes(self, layers: Any) -> list[int]:
-        """Return the number of layers in each chunk of this rank."""
-        n, v = self.order.stages, self.order.chunks
-        if v == 1 or not isinstance(layers, (list, tuple)):
-            return [len(self.layers) // v] * v
-        here = _here(layers)
-        counts = evenly(len(layers), n * v)
-        if here != [i for i, place in enumerate(_places(counts)) if place % n == self.stage]:
-            raise fail(f"pipelined: stage {self.stage} has layers {here}", chunks=v, stages=n,
-                       fix=f"fs.on_stages(specs, layers, axis, {n}, chunks={v})")  # fmt: skip
-        return counts[self.stage :: n]
 
     def _outline(self) -> tuple[Any, Any]:
         """Return h, and zeros like the result of `last`: computed without values, on each rank without the others.
@@ -445,8 +441,7 @@ class _Run:
                     raise fail(f"pipelined: {tree.show('the h of first', path)} is {_kind(x)}, not a tensor of "
                                "floating numbers", fix="what is not differentiated is in the batch, which each "
                                "stage has")  # fmt: skip
-            if types is not None and self.layers:
-                layer, extra = self.layers[0]
+            for layer, extra in [*itertools.chain(*self.chunks)][: int(types is not None)]:
                 self._check_h(self.pipe.stage(layer, h, self.batches[0], *extra), "stage")
             result = self.pipe.last(self.ends, h, self.batches[0])
         zeros = lambda x: _zeros(x) if isinstance(x, Tensor) else x  # noqa: E731
@@ -460,9 +455,9 @@ class _Run:
         """Return the sums of the losses and the counts, the stacked aux, and the sums of the gradients."""
         loss, count, aux = self._of_last(self.result)
         self.ends, self.weights = _differentiated(self.ends)
-        rows = [(*_differentiated(layer), extra) for layer, extra in self.layers]
-        self.layers = [(layer, extra) for layer, _, extra in rows]
-        self.weights_of = [[x for _, xs, _ in part for x in xs] for part in self._parts(rows)]
+        rows = [[(*_differentiated(layer), extra) for layer, extra in chunk] for chunk in self.chunks]
+        self.chunks = [[(layer, extra) for layer, _, extra in chunk] for chunk in rows]
+        self.weights_of = [[x for _, xs, _ in chunk for x in xs] for chunk in rows]
         with differentiating(), torch.enable_grad():
             self._run()
         m, found = self.order.microbatches, [self._of_last(x) for x in self.found]
@@ -471,7 +466,7 @@ class _Run:
         if isinstance(count, Tensor):
             totals["count"] = sum([n for _, n, _ in found], torch.zeros_like(count))
         totals = {"count": None if isinstance(count, Tensor) else count * m} | self._from_last_stage(totals)
-        grads = tree.map(_take_grad, self.ends), self._grads_of_layers([xs for _, xs, _ in rows])
+        grads = tree.map(_take_grad, self.ends), self._grads_of_layers([xs for _, xs, _ in itertools.chain(*rows)])
         if (types := checker()) is not None:
             types.check_gradients([], tree.leaves(self.params), tree.leaves(grads))
         return totals["loss"], totals["count"], totals["aux"], grads
@@ -511,15 +506,9 @@ class _Run:
         check_loss("pipelined(last)", loss)
         return loss, count, aux
 
-    def _parts(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
-        """Return the rows of each chunk."""
-        rest = iter(rows)
-        return [list(itertools.islice(rest, size)) for size in self.sizes]
-
     # --- operations ---
 
     def _run(self) -> None:
-        self.chunks = self._parts(self.layers)
         apart = bind(replace(region(), apart=self.axes))
         for _, end, op in self.order.ticks[self.stage]:
             self.messages.begin(end)
