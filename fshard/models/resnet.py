@@ -33,7 +33,7 @@ from .activations import ACTIVATIONS, activation_errors
 from .hf_files import ModelFile, file_functions
 from .transformer import check_params, shapes_of, spec_of
 
-_DEPTHS: Mapping[int, tuple[Literal["basic", "bottleneck"], tuple[int, ...]]] = {
+DEPTHS: Mapping[int, tuple[Literal["basic", "bottleneck"], tuple[int, ...]]] = {
     18: ("basic", (2, 2, 2, 2)), 34: ("basic", (3, 4, 6, 3)), 50: ("bottleneck", (3, 4, 6, 3)),
     101: ("bottleneck", (3, 4, 23, 3)), 152: ("bottleneck", (3, 8, 36, 3)),
 }  # fmt: skip
@@ -90,9 +90,9 @@ class Config:
         >>> Config.of(18, num_channels=1, num_labels=2177, stem="cifar").layer_type
         'basic'
         """
-        if layers not in _DEPTHS:
-            raise fail(f"resnet.Config.of: layers={layers!r}", fix=f"one of {', '.join(map(str, _DEPTHS))}")
-        kind, depths = _DEPTHS[layers]
+        if layers not in DEPTHS:
+            raise fail(f"resnet.Config.of: layers={layers!r}", fix=f"one of {', '.join(map(str, DEPTHS))}")
+        kind, depths = DEPTHS[layers]
         sizes = (64, 128, 256, 512) if kind == "basic" else (256, 512, 1024, 2048)
         return Config(**{"hidden_sizes": sizes, "depths": depths, "layer_type": kind, **fields})
 
