@@ -36,11 +36,11 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "interop": 4_439,
     "law": 1_373,
     "lora": 1_743,
-    "models": 4_772,
+    "models": 4_769,
     "nn": 3_866,
     "optim": 2_809,
     "planning": 4_550,
-    "recipes": 2_117,
+    "recipes": 2_113,
     "schedule": 3_304,
     "fshard": 97,
 }
