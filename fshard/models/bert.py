@@ -21,21 +21,11 @@ from fshard._core.ops import global_size, own_range
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.interop.hf import WeightHeaders
 from fshard.nn.decoding import check_ids
-from fshard.spec import P
 
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import ModelFile, file_functions
 from .leaves import Leaves, in_blocks, layer, leaf, specs_of
-from .transformer import (
-    ONE_DEVICE,
-    Layout,
-    apply_blocks,
-    check_numbers,
-    flat_linear,
-    fold_name,
-    project_heads,
-    shapes_of,
-)
+from .transformer import ONE_DEVICE, Layout, apply_blocks, check_numbers, flat_linear, project_heads, shapes_of
 
 _EMBEDDINGS = ("word", "position", "type", "ln")
 _HEADS = {"mlm": "cls.predictions.", "pooler": "pooler.", "nsp": "cls.seq_relationship."}  # prefixes of their tensors
@@ -198,10 +188,8 @@ def _block(
     """
     h = layout.enter(x, t)
     q, k, v = (project_heads(h, p[name]) for name in ("q", "k", "v"))  # each [B, H@model, T, K]
-    rate, weights = cfg.attention_probs_dropout_prob, None
-    if rate and key is not None:
-        weights = layout.global_shape((len(q), cfg.num_attention_heads, size, size))
-    dropout: Any = {"rate": rate, "key": fold_name(key, "attn"), "spec": P(layout.data, layout.model), "shape": weights}
+    shape = (len(q), cfg.num_attention_heads, size, size)
+    dropout = layout.weight_dropout(cfg.attention_probs_dropout_prob, key, shape)
     if layout.context:
         a = nn.context_attention(q, k, v, layout.context, order="contiguous", causal=False, mask=attended,
                                  size=size, **dropout)  # fmt: skip

@@ -7,6 +7,7 @@ does not. Source: He et al., 2015, "Deep residual learning"; weights as in Huggi
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -33,7 +34,7 @@ from .activations import ACTIVATIONS, activation_errors
 from .hf_files import ModelFile, file_functions
 from .transformer import check_params, shapes_of, spec_of
 
-_DEPTHS: Mapping[int, tuple[Literal["basic", "bottleneck"], tuple[int, ...]]] = {
+DEPTHS: Mapping[int, tuple[Literal["basic", "bottleneck"], tuple[int, ...]]] = {
     18: ("basic", (2, 2, 2, 2)), 34: ("basic", (3, 4, 6, 3)), 50: ("bottleneck", (3, 4, 6, 3)),
     101: ("bottleneck", (3, 4, 23, 3)), 152: ("bottleneck", (3, 8, 36, 3)),
 }  # fmt: skip
@@ -90,9 +91,9 @@ class Config:
         >>> Config.of(18, num_channels=1, num_labels=2177, stem="cifar").layer_type
         'basic'
         """
-        if layers not in _DEPTHS:
-            raise fail(f"resnet.Config.of: layers={layers!r}", fix=f"one of {', '.join(map(str, _DEPTHS))}")
-        kind, depths = _DEPTHS[layers]
+        if layers not in DEPTHS:
+            raise fail(f"resnet.Config.of: layers={layers!r}", fix=f"one of {', '.join(map(str, DEPTHS))}")
+        kind, depths = DEPTHS[layers]
         sizes = (64, 128, 256, 512) if kind == "basic" else (256, 512, 1024, 2048)
         return Config(**{"hidden_sizes": sizes, "depths": depths, "layer_type": kind, **fields})
 
@@ -418,26 +419,22 @@ _LEAVES = {
     ("state", "norm", "var"): "normalization.running_var",
     ("state", "norm", "count"): "normalization.num_batches_tracked",
 }
-_FC = {"w": "classifier.1.weight", "b": "classifier.1.bias"}
+_FC = {"params.fc.w": "classifier.1.weight", "params.fc.b": "classifier.1.bias"}
+_PATH = re.compile(r"(params|state)\.(stem|stages\.(\d+)\.(\d+))\.(conv|norm)_(1|2|3|skip)\.(\w+)")
 
 
 def _tensor(path: tree.Path) -> FileTensor:
-    match path:
-        case ("params", "fc", "w" | "b" as leaf):
-            return FileTensor(_FC[leaf])
-        case (group, "stem", str(layer), leaf):
-            prefix = "resnet.embedder.embedder"
-        case (group, "stages", int(stage), int(block), str(layer), leaf):
-            n = layer.partition("_")[2]
-            inner = "shortcut" if n == "skip" else f"layer.{int(n) - 1}" if n in ("1", "2", "3") else ""
-            prefix = f"resnet.encoder.stages.{stage}.layers.{block}.{inner}" if inner else ""
-        case _:
-            prefix, group, layer, leaf = "", "", "", ""
-    name = _LEAVES.get((str(group), layer.partition("_")[0], str(leaf)))
-    if not prefix or name is None:
+    name = tree.dotted(path)
+    if name in _FC:
+        return FileTensor(_FC[name])
+    found = _PATH.fullmatch(name)
+    last = _LEAVES.get((found[1], found[5], found[7])) if found else None
+    if found is None or last is None:
         raise fail(f"theirs: the model has no leaf at the path {path!r}",
                    fix="('params', 'fc', 'w'), or ('params' or 'state', 'stages', 0, 0, 'norm_1', ...)")  # fmt: skip
-    return FileTensor(f"{prefix}.{name}")
+    inner = "shortcut" if found[6] == "skip" else f"layer.{int(found[6]) - 1}"
+    block = "embedder.embedder" if found[3] is None else f"encoder.stages.{found[3]}.layers.{found[4]}.{inner}"
+    return FileTensor(f"resnet.{block}.{last}")
 
 
 class _ResNetFile(ModelFile):

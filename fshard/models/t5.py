@@ -373,12 +373,10 @@ class _Stack(NamedTuple):
 
     def attention(self, q: Tensor, kv: KeyValues, mask: Tensor | None, p: Any, key: Tensor | None, name: str) -> Tensor:
         """Attend, without a scale: q [B, H@model, T, K], keys and values [B, H@model, S, K] -> the stream."""
-        layout, rate = self.layout, self.cfg.dropout_rate
-        has_dropout = bool(rate) and key is not None
+        layout = self.layout
         shape = (len(q), self.cfg.num_heads, self.tokens.total, kv.k.shape[2])
-        a = nn.attention(q, kv.k, kv.v, mask=mask, scale=1.0, rate=rate, key=fold_name(key, name),
-                         spec=P(layout.data, layout.model, layout.context),
-                         shape=layout.global_shape(shape) if has_dropout else None)  # fmt: skip
+        drop = layout.weight_dropout(self.cfg.dropout_rate, key, shape, name, layout.context)
+        a = nn.attention(q, kv.k, kv.v, mask=mask, scale=1.0, **drop)
         a = layout.row_linear(a.transpose(1, 2).flatten(2), p["proj"]["w"].flatten(0, 1))
         return self.dropout(a, key, f"{name}.proj")
 

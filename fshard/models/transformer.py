@@ -224,6 +224,14 @@ class Layout:
             batch = global_batch("dropout", shape[0], self.data, word="Layout(batch=)")
         return (batch, *shape[1:])
 
+    def weight_dropout(
+        self, rate: float, key: Tensor | None, shape: Sequence[int], name: str = "attn", rows: Axis = None
+    ) -> dict[str, Any]:
+        """Return options of attention to drop weights [B, H@model, T@rows, S], of this global shape but for B."""
+        drops = rate and key is not None
+        return {"rate": rate, "key": fold_name(key, name), "spec": P(self.data, self.model, rows),
+                "shape": self.global_shape(shape) if drops else None}  # fmt: skip
+
     def dropout(self, x: Tensor, rate: float, key: Tensor | None, name: str, t: int) -> Tensor:
         """Run `nn.dropout` of the stream by `key` folded with `name`; `t` is the global T."""
         if not rate or key is None:
@@ -327,10 +335,9 @@ def causal_attention(
     """
     drops = rate and key is not None
     if layout.context:
-        weights = layout.global_shape((len(q), heads // group, group, tokens.total, tokens.total)) if drops else None
-        a = nn.context_attention(q, k, v, layout.context, mask=tokens.real, documents=tokens.documents,
-                                 window=window, scale=scale, size=tokens.size, rate=rate, key=fold_name(key, "attn"),
-                                 spec=P(layout.data, layout.model), shape=weights)  # fmt: skip
+        shape = [len(q), heads // group, group, tokens.total, tokens.total]
+        a = nn.context_attention(q, k, v, layout.context, mask=tokens.real, documents=tokens.documents, window=window,
+                                 scale=scale, size=tokens.size, **layout.weight_dropout(rate, key, shape))  # fmt: skip
         return a.transpose(1, 2).flatten(2), None
     if window is None:
         k, v, cached = append_to_cache(k, v, tokens, cached)
@@ -342,9 +349,8 @@ def causal_attention(
     if group > 1 and drops:  # the split is by groups, so the drawn mask must have a dim of groups
         q, k, v = q.unflatten(1, (k.shape[1], group)), k.unsqueeze(2), v.unsqueeze(2)  # type: ignore[no-untyped-call]
         mask, shape = None if mask is None else mask.unsqueeze(1), [heads // group, group]
-    weights = layout.global_shape((len(q), *shape, tokens.t, k.shape[-2])) if drops else None
-    a = nn.attention(q, k, v, causal=mask is None, mask=mask, scale=scale, rate=rate,
-                     key=fold_name(key, "attn"), spec=P(layout.data, layout.model), shape=weights)  # fmt: skip
+    a = nn.attention(q, k, v, causal=mask is None, mask=mask, scale=scale,
+                     **layout.weight_dropout(rate, key, [len(q), *shape, tokens.t, k.shape[-2]]))  # fmt: skip
     return a.flatten(1, -3).transpose(1, 2).flatten(2), cached
 
 
@@ -626,15 +632,9 @@ def shapes_of(init: Callable[[Any], Any], cfg: Any) -> Any:
     """Return the tree `init(cfg)`, made once for each config: a forward pass needs its shapes."""
     if torch.compiler.is_dynamo_compiling():
         return init(cfg)
-    key = init, repr(cfg)  # some have dicts, which have no hash
-    described = _shapes.get(key)
-    if described is None:
-        described = init(cfg)
-        if len(_shapes) >= _MOST_SHAPES:
-            _shapes.clear()
-        _shapes[key] = described
-    return described
+    return _described(init, cfg)
 
 
-_MOST_SHAPES = 64  # configs
-_shapes: dict[tuple[Callable[[Any], Any], str], Any] = {}
+@functools.lru_cache(maxsize=64)
+def _described(init: Callable[[Any], Any], cfg: Any) -> Any:
+    return init(cfg)

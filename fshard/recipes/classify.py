@@ -43,14 +43,7 @@ from .pretrain import learning_rate, make_optimizer
 RANKS = ("data", "model")  # the axes: images are split over both
 SMOOTHING = 0.1  # of labels
 SCALE = 32.0  # of cosines
-DEPTHS: dict[int, tuple[Any, tuple[int, ...]]] = {
-    10: ("basic", (1, 1, 1, 1)),
-    18: ("basic", (2, 2, 2, 2)),
-    34: ("basic", (3, 4, 6, 3)),
-    50: ("bottleneck", (3, 4, 6, 3)),
-    101: ("bottleneck", (3, 4, 23, 3)),
-    152: ("bottleneck", (3, 8, 36, 3)),
-}
+DEPTHS: dict[int, tuple[Any, tuple[int, ...]]] = {10: ("basic", (1, 1, 1, 1)), **resnet.DEPTHS}
 MARGINS = {"none": (1.0, 0.0, 0.0), "cosine": (1.0, 0.0, 0.0), "arcface": (1.0, 0.3, 0.0), "cosface": (1.0, 0.0, 0.2)}
 
 

@@ -336,17 +336,20 @@ def pretraining(setup: Setup, described: Any) -> Part:
 
 
 def sentiment_batches(setup: Setup, rows: Any) -> tuple[Any, Any]:
-    """Return batches of some rows to train on, and of those held out: texts, and the words of their labels."""
-    tokens = setup.tokens
+    """Return batches of some rows to train on, and of the held out: texts, and the words of their labels."""
     words = [
         [*e.ids, spans.EOS] for e in setup.tokenizer.encode_batch(list(setup.texts.words), add_special_tokens=False)
     ]
     targets_of, _ = data.pad(words, length=max(map(len, words)), value=-100)
+    return text_batches(setup, setup.tokens, targets_of.numpy(), rows)
+
+
+def text_batches(setup: Setup, tokens: Sequence[Sequence[int]], targets_of: Any, rows: Any) -> tuple[Any, Any]:
+    """Return batches of some rows to train on, and of the held out: tokens, and the targets of their labels."""
 
     def fetch(rows: Any, length: int, step: int) -> dict[str, Any]:
         ids, mask = data.pad([tokens[i] for i in rows], length=length)
-        targets = targets_of[torch.from_numpy(setup.texts.labels[rows])]
-        return {"ids": ids.numpy(), "mask": mask.numpy(), "targets": targets.numpy()}
+        return {"ids": ids.numpy(), "mask": mask.numpy(), "targets": targets_of[setup.texts.labels[rows]]}
 
     lengths = np.array([len(ids) for ids in tokens])
     return (setup.batches(fetch, lengths, rows, training=True),
@@ -400,15 +403,8 @@ def minilm_lora(setup: Setup) -> Score:
 
     tokenizer = spans.read_tokenizer(folder)
     tokens = [e.ids[: BOUNDARIES[-1]] for e in tokenizer.encode_batch(list(setup.texts.texts))]
-
-    def fetch(rows: Any, length: int, step: int) -> dict[str, Any]:
-        ids, mask = data.pad([tokens[i] for i in rows], length=length)
-        return {"ids": ids.numpy(), "mask": mask.numpy(), "targets": setup.texts.labels[rows]}
-
-    lengths = np.array([len(ids) for ids in tokens])
     part = Part("minilm-lora", trained, {"adapters": adapter_specs, "head": head_specs}, params, specs, logits,
-                classes, None, setup.batches(fetch, lengths, setup.texts.train, training=True),
-                setup.batches(fetch, lengths, setup.texts.test, training=False),
+                classes, None, *text_batches(setup, tokens, np.arange(classes), setup.texts.train),
                 args.steps_of(len(setup.texts.train), args.minilm_epochs), args.lr or 1e-3)  # fmt: skip
     score, state = train(setup, part)
     setup.save_adapters("minilm-lora", cfg, state["params"]["adapters"], described, bert.theirs,

@@ -7,7 +7,7 @@ one of them for testing; many of its characters look the same in all five.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,16 +96,11 @@ def merge(codes: Array, images: Array, held_out: Array) -> Glyphs:
 
 def groups(codes: Array, alike: Iterable[Sequence[int]]) -> dict[int, int]:
     """Map each character to the first of its group: those linked by rows of `alike`, directly or by others."""
-    root = {c: c for c in np.unique(codes).tolist()}
-
-    def chain(c: int) -> Iterator[int]:
-        while root[c] != c:
-            yield c
-            c = root[c]
-        yield c
-
-    for rows in alike:
-        ends = [list(chain(int(codes[i])))[-1] for i in rows]
-        for end in ends:
-            root[end] = min(ends)
-    return {c: list(chain(c))[-1] for c in root}
+    first = {c: c for c in np.unique(codes).tolist()}
+    linked = [codes[rows].tolist() for rows in alike if len(rows) > 1]
+    before = None
+    while first != before:
+        before = dict(first)
+        for chars in linked:
+            first |= dict.fromkeys(chars, min(first[c] for c in chars))
+    return first

@@ -130,13 +130,9 @@ def tokens(text: Path | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any
 
 
 def batches(
-    text: np.ndarray[Any, Any],
-    length: int,
-    batch: int,
-    key: Tensor | None,
-    mesh: fs.Mesh,
+    text: np.ndarray[Any, Any], length: int, batch: int, key: Tensor | None, mesh: fs.Mesh,
     name: str = "text to train on",
-) -> Any:
+) -> Any:  # fmt: skip
     """Return a function from a step to its placed batch {"ids", "targets"}, [B@data, T@seq]; a rank reads its rows."""
     size = (len(text) - 1) // length
     if size < batch:
