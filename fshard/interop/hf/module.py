@@ -323,15 +323,11 @@ def _extra(
     skipped = {names.plain(name) for name in names.transient}
 
     def may_be_unused(name: str) -> bool:
-        if (
-            matches([name], ignored)
-            or name in skipped
-            or outside(name, prefix, files)
-            or (names.pretrained is not None and names.pretrained.skips(name))
-        ):
+        kind = names.kinds.get(owner.get(name, ""))
+        if kind == "params" and kind not in kinds:  # only buffers are read
             return True
-        kind = names.kinds.get(owner.get(name, ""))  # parameters, where only buffers are read
-        return kind == "params" and kind not in kinds
+        skips = names.pretrained is not None and names.pretrained.skips(name)
+        return skips or name in skipped or matches([name], ignored) or outside(name, prefix, files)
 
     return [name for name in headers.tensors if id(headers.tensors[name]) not in in_use and not may_be_unused(name)]
 

@@ -23,21 +23,21 @@ _SCALES = {".weight_scale_inv": (_FP8, 1.0), ".weight_scale": ((*_FP8, torch.int
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of scales
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ScaledEntry(HeaderEntry):
     """A matrix of dtype `stored` in a file: each block is multiplied by one of `scales`, and by `factor`."""
 
-    stored: torch.dtype = torch.int8
-    scales: HeaderEntry | None = None
-    block: tuple[int, int] = (1, 1)
-    factor: float = 1.0
+    stored: torch.dtype
+    scales: HeaderEntry
+    block: tuple[int, int]
+    factor: float
 
-    def scaled(self, values: Tensor, scales: Tensor, offsets: Sequence[int], run: int) -> Tensor:
+    def multiplied(self, values: Tensor, scales: Tensor, offsets: Sequence[int], run: int) -> Tensor:
         """Return the values of the runs of `run` elements at `offsets`."""
         index = (torch.tensor(offsets).unsqueeze(1) + torch.arange(run)).flatten()
         row, column = index // self.shape[1] // self.block[0], index % self.shape[1] // self.block[1]
         blocks = -(-self.shape[1] // self.block[1])
-        return values.float() * (scales.float() * self.factor)[row * blocks + column]
+        return (values.float() * (scales.float() * self.factor)[row * blocks + column]).to(self.dtype)
 
 
 def join_scales(headers: WeightHeaders) -> None:
@@ -66,7 +66,13 @@ def join_scales(headers: WeightHeaders) -> None:
 
 def _block_of(end: str, matrix: HeaderEntry, scales: HeaderEntry, block: tuple[int, int]) -> tuple[int, int] | None:
     """Return the numbers of rows and columns that share a scale; None if no formula is known."""
-    if len(matrix.shape) != 2 or matrix.dtype not in _SCALES[end][0] or scales.dtype not in _DTYPES:
+    if (
+        len(matrix.shape) != 2
+        or matrix.strides
+        or scales.strides
+        or matrix.dtype not in _SCALES[end][0]
+        or scales.dtype not in _DTYPES
+    ):
         return None
     rows, columns = matrix.shape
     if end == ".weight_scale_inv":

@@ -112,30 +112,25 @@ class FromFile:
 
 def _fill(out: Tensor, entry: HeaderEntry, places: Places, box: Box) -> None:
     """Fill `out` with a box of a tensor that has these places in a tensor in a file."""
-    scaled = isinstance(entry, ScaledEntry)
-    stored = entry.stored if isinstance(entry, ScaledEntry) else entry.dtype
+    product = entry if isinstance(entry, ScaledEntry) else None
+    stored = product.stored if product else entry.dtype
     assert stored is not None
-    scales = _all_of(entry.scales) if isinstance(entry, ScaledEntry) and entry.scales else None
+    scales = _all_of(product.scales) if product else torch.ones(0)
     buffer = torch.empty(0, dtype=stored, device="cpu")
     with _open(entry) as f:
         for region in places.regions(box):
             view = region.view_of(out)
-            for chunk, offsets, run in region.chunks(CHUNK_BYTES // (64 if scaled else stored.itemsize)):
+            for chunk, offsets, run in region.chunks(CHUNK_BYTES // (64 if product else stored.itemsize)):
                 target = view[chunk]
-                if (
-                    not scaled
-                    and target.dtype == entry.dtype
-                    and target.device.type == "cpu"
-                    and target.is_contiguous()
-                ):
+                unchanged = product is None and target.dtype == stored
+                if unchanged and target.device.type == "cpu" and target.is_contiguous():
                     _read(f, entry, target, offsets, run)
                     continue
                 if buffer.numel() < target.numel():
                     buffer = torch.empty(target.numel(), dtype=stored, device="cpu")
                 values = buffer[: target.numel()]
                 _read(f, entry, values, offsets, run)
-                if isinstance(entry, ScaledEntry) and scales is not None:
-                    values = entry.scaled(values, scales, offsets, run).to(entry.dtype)
+                values = product.multiplied(values, scales, offsets, run) if product else values
                 target.copy_(values.view(target.shape))
 
 
