@@ -139,11 +139,11 @@ def _unmatched(verb: str, cfg: Config, leaves: list[Leaf], adapted: Mapping[str,
         missing = [] if found else [("targets", cfg.targets)]
     else:
         missing = [("targets", one) for one in without_module(cfg.targets, modules)]
+    summed = [leaf.module for leaf in leaves if leaf.is_summed]
+    missing += [("parameters", one) for one in without_module(cfg.parameters, summed)]
     if not adapted and not missing:
         return [fail(f"{verb}: every target is excluded, or a module to save", targets=cfg.targets, exclude=cfg.exclude,
                      modules_to_save=cfg.modules_to_save, fix="a narrower exclude")]  # fmt: skip
-    names = [leaf.module for leaf in leaves if leaf.is_summed]
-    missing += [("parameters", one) for one in without_module(cfg.parameters, names)]
     missing += [("modules_to_save", one) for one in without_module(cfg.modules_to_save, modules, inside=True)]
     errors = [fail(f"{verb}: {option}: no module is named {one!r}", near=", ".join(near(one, matrices)),
                    fix="one of these, by its last parts or in full")
