@@ -17,7 +17,7 @@ from fshard.sharded import key_of
 from fshard.spec import Box, full_box
 
 from .config import Config
-from .targets import Of, Targets, named_leaves, specs_by_name, specs_of
+from .targets import Of, Targets, factor_shapes, named_leaves, specs_by_name, specs_of
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,9 @@ def init(cfg: Config, params: Any, *, of: Of = None, key: Tensor | None = None) 
 
 
 def _factors(cfg: Config, leaf: Leaf, shape: tuple[int, ...]) -> dict[str, Deferred]:
-    inputs, outputs = leaf.split(shape)
-    r = cfg.rank_of(leaf.module)
-    bound = 1 / math.sqrt(max(1, math.prod(inputs[-1:] if leaf.is_summed else inputs)))
-    a, b = (*inputs, r), (r, *outputs)
+    parts = factor_shapes(cfg, leaf, shape)
+    a, b = parts["a"], parts["b"]
+    r, bound = b[0], 1 / math.sqrt(max(1, math.prod(a[-2:-1] if leaf.is_summed else a[:-1])))
     table, random = leaf.layout == "table", cfg.init == "random"
     if table:
         return {"a": initial.normal(a) if random else initial.zeros(a), "b": initial.normal(b)}

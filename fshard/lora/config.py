@@ -70,9 +70,9 @@ class Config:
             object.__setattr__(self, name, dict(getattr(self, name)))
         if not self.targets and not self.parameters:
             errors.append(fail("lora.Config: targets is empty", fix="names of modules, or 'all-linear'"))
-        if self.parameters and (self.dropout or self.dora or isinstance(self.parameters, str)):
+        if self.parameters and (self.dropout or self.dora):
             errors.append(fail(f"lora.Config: parameters={self.parameters!r}, dropout={self.dropout}, dora={self.dora}",
-                               fix="a list of names, without dropout and dora, as in PEFT"))  # fmt: skip
+                               fix="parameters without dropout and dora, as in PEFT"))  # fmt: skip
         for name, rank in {"rank": self.rank, **{f"ranks[{k!r}]": r for k, r in self.ranks.items()}}.items():
             if rank < 1:
                 errors.append(fail(f"lora.Config: {name}={rank}", fix="1 or more"))

@@ -25,7 +25,7 @@ from fshard.spec import P
 from .adapted import sum_of_factors
 from .config import Config
 from .int8 import Int8
-from .targets import Adapted, Of, another_shape, check_weight, checked_leaves, named_leaves, specs_of
+from .targets import Adapted, Of, another_shape, check_weight, checked_leaves, factor_shapes, named_leaves, specs_of
 
 # (weight, its factors, the axes that split its inputs) -> the new weight
 _Change = Callable[[Tensor, Mapping[str, Tensor], Leaf, float, tuple[str, ...]], Tensor]
@@ -167,11 +167,9 @@ def _not_mergeable(verb: str, path: tree.Path, x: Any, placed: bool) -> Sharding
 
 def _shape_errors(verb: str, cfg: Config, found: Adapted, tensors: Mapping[str, Any]) -> list[ShardingError]:
     """Return the errors of tensors whose global shapes do not fit their leaf."""
-    wanted, rank = {"value": tuple(found.base.shape)}, None
-    if found.leaf is not None:
-        inputs, outputs = found.leaf.split(tuple(found.base.shape))
-        rank = cfg.rank_of(found.leaf.module)
-        wanted = {"a": (*inputs, rank), "b": (rank, *outputs), "magnitude": outputs}
+    shape, leaf = tuple(found.base.shape), found.leaf
+    wanted = {"value": shape} if leaf is None else factor_shapes(cfg, leaf, shape)
+    rank = None if leaf is None else cfg.rank_of(leaf.module)
     return [another_shape(f"{verb}: adapters[{found.name!r}]", part, x, found.base, rank)
             for part, x in tensors.items() if tuple(x.shape) != wanted[part]]  # fmt: skip
 

@@ -139,11 +139,11 @@ def _unmatched(verb: str, cfg: Config, leaves: list[Leaf], adapted: Mapping[str,
         missing = [] if found else [("targets", cfg.targets)]
     else:
         missing = [("targets", one) for one in without_module(cfg.targets, modules)]
+    summed = [leaf.module for leaf in leaves if leaf.is_summed]
+    missing += [("parameters", one) for one in without_module(cfg.parameters, summed)]
     if not adapted and not missing:
         return [fail(f"{verb}: every target is excluded, or a module to save", targets=cfg.targets, exclude=cfg.exclude,
                      modules_to_save=cfg.modules_to_save, fix="a narrower exclude")]  # fmt: skip
-    names = [leaf.module for leaf in leaves if leaf.is_summed]
-    missing += [("parameters", one) for one in without_module(cfg.parameters, names)]
     missing += [("modules_to_save", one) for one in without_module(cfg.modules_to_save, modules, inside=True)]
     errors = [fail(f"{verb}: {option}: no module is named {one!r}", near=", ".join(near(one, matrices)),
                    fix="one of these, by its last parts or in full")
@@ -209,16 +209,17 @@ def checked_leaves(
 ) -> list[Adapted]:  # fmt: skip
     """Return the leaves that have an adapter, whose leaves are of these `kinds`. Raise what `check_adapters` raises."""
     targets = Targets.among(verb, cfg, named, of)
-    wanted = {}
-    for name, (leaf, x) in targets.adapted.items():
-        inputs, outputs = map(len, leaf.split(tuple(range(x.ndim))))
-        wanted[name] = {"a": inputs + 1, "b": outputs + 1, "magnitude": outputs}
-    for parts in wanted.values():
-        if not cfg.dora:
-            del parts["magnitude"]
+    wanted = {name: {part: len(shape) for part, shape in factor_shapes(cfg, leaf, tuple(x.shape)).items()}
+              for name, (leaf, x) in targets.adapted.items()}  # fmt: skip
     check_adapters(verb, targets, named, adapters, wanted, kinds, config=f": this one has dora={cfg.dora}")
     found = {name: leaf for name, (leaf, _) in targets.adapted.items()}
     return [Adapted(name, *named[name], found.get(name)) for name in adapters]
+
+
+def factor_shapes(cfg: Config, leaf: Leaf, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the factors of a leaf: a [in.., r], b [r, out..], and with DoRA magnitude [out..]."""
+    (inputs, outputs), rank = leaf.split(shape), cfg.rank_of(leaf.module)
+    return {"a": (*inputs, rank), "b": (rank, *outputs), **({"magnitude": outputs} if cfg.dora else {})}
 
 
 def check_adapters(

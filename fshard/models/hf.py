@@ -73,7 +73,8 @@ def weights(
             their names, with equal values), its buffers (only persistent ones are stored), and, for a model of
             transformers, the names and shapes that the library converts between a module and its files. A module that
             peft has wrapped reads the folder of its base model. Without it names are those in the file.
-        prefix: names are looked up unchanged, without this prefix (`"transformer."`), and with it.
+        prefix: names are looked up unchanged, without this prefix (`"transformer."`), and with it. If all that is read
+            begins with it, what is outside of it in the folder is left.
         ignored: names of tensors that are not read: their ends, or globs (`"cls.*"`).
         missing: names of leaves that keep their initializers if the folder does not have them: ends, or globs.
 

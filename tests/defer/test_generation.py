@@ -91,7 +91,8 @@ def wanted(name, ids, mask=None, **kwargs):
         out = reference(name)[3].generate(ids, attention_mask=mask, **kwargs)
     n = 1 if name in ENCODERS else ids.shape[1]
     rest = n + kwargs["max_new_tokens"] - out.shape[1]  # to the length of ours
-    return torch.nn.functional.pad(out, (0, rest), value=kwargs["pad_token_id"])
+    ends = kwargs.get("eos_token_id") if "num_beams" in kwargs else None  # beams take a padding of 0 for none
+    return torch.nn.functional.pad(out, (0, rest), value=kwargs["pad_token_id"] or (ends[0] if ends else 0))
 
 
 def prompts(b=3, t=5):
@@ -157,6 +158,35 @@ def test_beams_are_those_of_transformers(name, early):
         options = {"eos": [EOS, likely], "pad": 4, "beams": 3, **both}
         assert not torch.equal(want, greedy)
         assert torch.equal(ours(name, source, {"data": 2}, padding, new=6, **options), want)
+
+
+def noise(key, step, shape):
+    """The noise that our draws add to logits."""
+    draw = fs.shard_map(lambda: fs.random.uniform(fs.fold_in(key, step), shape), mesh=fs.make_mesh(a=1), in_specs=(),
+                        out_specs=P())  # fmt: skip
+    return -(-fs.device_get(draw()).log()).log()
+
+
+@pytest.mark.parametrize("name", [pytest.param(m, marks=[] if m == "GPT2" else pytest.mark.slow) for m in PADDED])
+def test_greedy_drawn_and_searched_tokens_are_those_of_transformers_on_three_meshes(name, monkeypatch):
+    """With padding on the left and a list of ends; both sides draw by the same noise."""
+    ids, mask = prompts()
+    ids, key, steps = ids.where(mask.bool(), 0), fs.key(7), iter(range(100))
+
+    def draw(probs, num_samples):
+        return (probs.log() + noise(key, next(steps), tuple(probs.shape))).argmax(-1, keepdim=True)
+
+    monkeypatch.setattr(torch, "multinomial", draw)
+    free = wanted(name, ids, mask)
+    ends = [EOS, int(free[0, -4]), int(free[1, -3])]
+    drawn = {"temperature": 3.0, "top_p": 0.95, "top_k": 30}
+    searched = {"length_penalty": 1.5, "early_stopping": True}
+    for options, theirs in (({}, {}), ({**drawn, "key": key}, {**drawn, "do_sample": True}),
+                            ({**searched, "beams": 3}, {**searched, "num_beams": 3})):  # fmt: skip
+        want = wanted(name, ids, mask, eos_token_id=ends, **theirs)
+        assert not theirs or not torch.equal(want, free)
+        for sizes in ({"data": 1}, {"data": 2}, {"data": 3}):
+            assert torch.equal(ours(name, ids, sizes, mask, new=6, eos=ends, pad=0, **options), want), (options, sizes)
 
 
 def test_options_of_a_folder_are_those_that_transformers_generates_with(tmp_path):

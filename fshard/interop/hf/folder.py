@@ -110,7 +110,7 @@ def explain_names(
     quantization = read_json(config).get("quantization_config") if extra and config.is_file() else None
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     marks = [name for name in extra if name.endswith(_QUANTIZED)]
-    if method or marks:
+    if marks or (method and not any(hasattr(entry, "scales") for entry in headers.tensors.values())):
         return fail(f"{verb}: {headers.path} is quantized{f' by {method}' if method else ''}",
                     f"it has {(marks or extra)[0]!r}: the values of its weights are in several tensors, not read here",
                     fix="dequantize it first, with the library that wrote it; or give the folder of the model "

@@ -27,8 +27,9 @@ from .export import write_files
 from .folder import WeightHeaders, explain_names
 from .layout import OutputTensor, output_tensors
 from .places import FilePart
+from .scales import join_scales
 from .traced import Traced, trace
-from .weights import FileTensor, FromFile, check_dtype, names_with, rest_error, unused, with_dot
+from .weights import FileTensor, FromFile, check_dtype, names_with, outside, rest_error, unused, with_dot
 
 KINDS = ("params", "buffers")
 _MOST_PARTS = 16  # at the start of a name, in a pattern
@@ -170,7 +171,9 @@ def read_module(
     Raises ShardingError, before any value is read, listing every tensor that is missing, extra, of another shape, of an
     unsupported dtype, cut short or out of place in its file.
     """
-    return read_leaves(WeightHeaders(folder), described, Names.of(of), prefix, ignored, missing)
+    headers = WeightHeaders(folder)
+    join_scales(headers)
+    return read_leaves(headers, described, Names.of(of), prefix, ignored, missing)
 
 
 def read_leaves(
@@ -225,7 +228,7 @@ def read_leaves(
     kinds = {names.kinds.get(name) for of_leaf in names_of.values() for name in of_leaf}
     owner = {part.name: name for name in names.kinds if names.plain(name) in stored.leaves
              for part in stored.leaves[names.plain(name)].parts}  # fmt: skip
-    extra = _extra(headers, names, stored, used, kinds, ignored, owner)
+    extra = _extra(headers, names, stored, used, kinds, ignored, owner, prefix)
     errors += [_unused(headers, name, names.kinds.get(owner.get(name, ""))) for name in extra]
     errors += _partly_read(headers, stored, used, set(extra))
     own = [name for of_leaf in names_of.values() for name in of_leaf]
@@ -309,24 +312,22 @@ def _stale(
 
 def _extra(
     headers: WeightHeaders, names: Names, stored: Converted, used: set[str], kinds: set[str | None],
-    ignored: Sequence[str], owner: Mapping[str, str],
+    ignored: Sequence[str], owner: Mapping[str, str], prefix: str,
 ) -> list[str]:  # fmt: skip
     """Return the names in the files that no leaf uses, and that may not be unused.
 
     `owner`: name in a file -> the module's leaf that has its values.
     """
-    in_use = {id(headers.tensors[part.name]) for name in used for part in stored.leaves[name].parts}
+    files = {part.name for name in used for part in stored.leaves[name].parts}
+    in_use = {id(headers.tensors[name]) for name in files}
     skipped = {names.plain(name) for name in names.transient}
 
     def may_be_unused(name: str) -> bool:
-        if (
-            matches([name], ignored)
-            or name in skipped
-            or (names.pretrained is not None and names.pretrained.skips(name))
-        ):
+        kind = names.kinds.get(owner.get(name, ""))
+        if kind == "params" and kind not in kinds:  # only buffers are read
             return True
-        kind = names.kinds.get(owner.get(name, ""))  # parameters, where only buffers are read
-        return kind == "params" and kind not in kinds
+        skips = names.pretrained is not None and names.pretrained.skips(name)
+        return skips or name in skipped or matches([name], ignored) or outside(name, prefix, files)
 
     return [name for name in headers.tensors if id(headers.tensors[name]) not in in_use and not may_be_unused(name)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -23,6 +23,7 @@ from fshard.spec import Box, box_shape, describe, format_tensor, full_box, overl
 from .folder import WeightHeaders, explain_names, unsupported_dtype
 from .pattern import Pattern, identity
 from .places import FilePart, Places, check_division, count_elements
+from .scales import ScaledEntry, join_scales
 
 CHUNK_BYTES = 8 << 20  # in memory, in addition to the part that is read or written
 
@@ -111,21 +112,34 @@ class FromFile:
 
 def _fill(out: Tensor, entry: HeaderEntry, places: Places, box: Box) -> None:
     """Fill `out` with a box of a tensor that has these places in a tensor in a file."""
-    assert entry.dtype is not None
-    buffer = torch.empty(0, dtype=entry.dtype, device="cpu")
+    product = entry if isinstance(entry, ScaledEntry) else None
+    stored = product.stored if product else entry.dtype
+    assert stored is not None
+    scales = _all_of(product.scales) if product else torch.ones(0)
+    buffer = torch.empty(0, dtype=stored, device="cpu")
     with _open(entry) as f:
         for region in places.regions(box):
             view = region.view_of(out)
-            for chunk, offsets, run in region.chunks(CHUNK_BYTES // entry.dtype.itemsize):
+            for chunk, offsets, run in region.chunks(CHUNK_BYTES // (64 if product else stored.itemsize)):
                 target = view[chunk]
-                if target.dtype == entry.dtype and target.device.type == "cpu" and target.is_contiguous():
+                unchanged = product is None and target.dtype == stored
+                if unchanged and target.device.type == "cpu" and target.is_contiguous():
                     _read(f, entry, target, offsets, run)
                     continue
                 if buffer.numel() < target.numel():
-                    buffer = torch.empty(target.numel(), dtype=entry.dtype, device="cpu")
+                    buffer = torch.empty(target.numel(), dtype=stored, device="cpu")
                 values = buffer[: target.numel()]
                 _read(f, entry, values, offsets, run)
+                values = product.multiplied(values, scales, offsets, run) if product else values
                 target.copy_(values.view(target.shape))
+
+
+def _all_of(entry: HeaderEntry) -> Tensor:
+    """Read all of a tensor, flat."""
+    out = torch.empty(math.prod(entry.shape), dtype=entry.dtype, device="cpu")
+    with _open(entry) as f:
+        _read_bytes(f, entry, bytes_of(out), 0)
+    return out
 
 
 def _read(f: BinaryIO, entry: HeaderEntry, values: Tensor, offsets: Sequence[int], run: int) -> None:
@@ -207,6 +221,7 @@ def read(
     unsupported dtype, cut short or out of place in its file, or in an index and not in its file.
     """
     headers = folder if isinstance(folder, WeightHeaders) else WeightHeaders(folder)
+    join_scales(headers)
     errors = list(headers.errors)
     prefix = with_dot(prefix)
     paths_of: dict[int, list[tuple[tree.Path, FileTensor]]] = {}
@@ -269,8 +284,8 @@ def read(
         if error := rest_error(headers.path, name, parts):
             errors.append(error)
     in_use = {id(headers.tensors[name]) for name in used}  # an alias of a tensor has the same entry
-    extra = [name for name, entry in headers.tensors.items()
-             if id(entry) not in in_use and not name.endswith(tuple(ignored))]  # fmt: skip
+    extra = [name for name, entry in headers.tensors.items() if id(entry) not in in_use
+             and not name.endswith(tuple(ignored)) and not outside(name, prefix, used)]  # fmt: skip
     errors += [unused(headers, name) for name in extra]
     if advice := explain_names(headers, "read", lacking, extra, prefix):
         errors.append(advice)
@@ -294,6 +309,11 @@ def unused(headers: WeightHeaders, name: str, why: str = "is not part of this mo
 def names_with(prefix: str, name: str) -> list[str]:
     """Return a name unchanged, without a prefix, and with it."""
     return list(dict.fromkeys([name, name.removeprefix(prefix), prefix + name]))
+
+
+def outside(name: str, prefix: str, used: Collection[str]) -> bool:
+    """Return whether a tensor is outside of the part of a model, `prefix`, that is read."""
+    return bool(prefix and used) and not name.startswith(prefix) and all(other.startswith(prefix) for other in used)
 
 
 def with_dot(prefix: str) -> str:

@@ -24,7 +24,7 @@ from fshard.interop.hf.layout import OutputTensor, check_described, output_tenso
 from fshard.interop.hf.weights import with_dot
 from fshard.lora import ia3
 from fshard.lora.config import module_names, value_for, without_module
-from fshard.lora.targets import Of, Targets, leaf_of, named_leaves
+from fshard.lora.targets import Of, Targets, factor_shapes, leaf_of, named_leaves
 
 from .config import KEPT, config_fields, only, saves, selects
 from .files import CONFIG, WEIGHTS, check_folder, write_folder
@@ -225,14 +225,10 @@ def _described(cfg: Config, targets: Targets) -> dict[str, dict[str, Deferred]]:
     """Return the tree of the adapters, for its shapes only."""
     out = {name: {"value": zeros(x.shape)} for name, x in targets.copied.items()}
     for name, (leaf, x) in targets.adapted.items():
-        inputs, outputs = leaf.split(tuple(x.shape))
         if isinstance(cfg, ia3.Config):
-            out[name] = {"scale": zeros(inputs if cfg.scales_inputs(leaf.module) else outputs)}
-            continue
-        rank = cfg.rank_of(leaf.module)
-        out[name] = {"a": zeros((*inputs, rank)), "b": zeros((rank, *outputs))}
-        if cfg.dora:
-            out[name]["magnitude"] = zeros(outputs)
+            out[name] = {"scale": zeros(leaf.split(tuple(x.shape))[not cfg.scales_inputs(leaf.module)])}
+        else:
+            out[name] = {part: zeros(shape) for part, shape in factor_shapes(cfg, leaf, tuple(x.shape)).items()}
     return out
 
 
@@ -269,10 +265,9 @@ def _of_parameter(leaf: Leaf, part: str, ndim: int, adapted: Container[str], of:
     module, _, parameter = leaf.module.rpartition(".")
     names = [n for n, _ in of.module.get_submodule(module).named_parameters(recurse=False)]
     outer = sum(f"{module}.{n}" in adapted for n in names[names.index(parameter) + 1 :])
-    dims = {"a": "(e rank) i -> e i rank", "b": "o (rank e) -> rank e o"}[part]
-    return FileTensor(f"{module}.{'base_layer.' * outer}{_KEYS[part]}",
-                      dims if ndim == 3 else dims.replace("(e rank)", "rank").replace("(rank e)", "rank").replace(
-                          " e ", " "))  # fmt: skip
+    stack = {"a": "(e rank) i -> e i rank", "b": "o (rank e) -> rank e o"}
+    dims = stack if ndim == 3 else {"a": "rank i -> i rank", "b": "o rank -> rank o"}
+    return FileTensor(f"{module}.{'base_layer.' * outer}{_KEYS[part]}", dims[part])
 
 
 def _factor_dims(dims: str, inputs: int) -> dict[str, str]:
@@ -314,18 +309,13 @@ def _contents(
         saved = whole
     excluded = list(cfg.exclude) if not isinstance(cfg.exclude, str) else cfg.exclude
     chosen = list(cfg.targets) if not isinstance(cfg.targets, str) else cfg.targets
-    as_peft = {
-        m
-        for n, m in names.items()
-        if selects(chosen, n) and not selects(excluded, n) and not module_names(tuple(saved)).contain(n)
-    }
+    left_out = module_names(tuple(saved))
+    as_peft = {m for n, m in names.items()
+               if selects(chosen, n) and not selects(excluded, n) and not left_out.contain(n)}  # fmt: skip
     forward: Any = cfg.feedforward if isinstance(cfg, ia3.Config) else ()
     first = {m for m in adapted if isinstance(cfg, ia3.Config) and cfg.scales_inputs(m)}
-    as_peft_first = {
-        m
-        for n, m in names.items()
-        if m in adapted and (re.fullmatch(forward, n) if isinstance(forward, str) else n.endswith(forward))
-    }
+    as_peft_first = {m for n, m in names.items() if m in adapted and (
+        re.fullmatch(forward, n) if isinstance(forward, str) else n.endswith(forward))}  # fmt: skip
     if as_peft != adapted or as_peft_first != first:  # a glob, "all-linear", or an expression for names with the prefix
         inside = [n for n, m in names.items() if m in adapted]
         chosen, excluded = only(inside, list(names), selects), []

@@ -77,8 +77,9 @@ class Options:
 
     @property
     def fill(self) -> int:
-        """The token after the end of a sequence."""
-        return self.pad if self.pad is not None else next(iter(token_list(self.eos)), 0)
+        """The token after the end of a sequence. Beams take `eos` for a pad of 0, as transformers."""
+        eos = next(iter(token_list(self.eos)), 0)
+        return self.pad or eos if self.pad is None or self.beams > 1 else self.pad
 
     def __post_init__(self) -> None:
         sampled = ("top_k", "top_p", "min_p", "typical_p")

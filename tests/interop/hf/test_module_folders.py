@@ -406,7 +406,7 @@ def _gptq(tensors: dict[str, torch.Tensor]) -> None:
 
 def _fp8(tensors: dict[str, torch.Tensor]) -> None:
     tensors |= {n: x.to(torch.float8_e4m3fn) for n, x in tensors.items() if n.endswith("dense.weight")}
-    tensors |= {f"{n}_scale_inv": torch.ones(1, 1) for n in list(tensors) if n.endswith("dense.weight")}
+    tensors |= {f"{n}_scale_inv": torch.ones(2, 2) for n in list(tensors) if n.endswith("dense.weight")}
 
 
 def _renamed(rename: Any) -> Any:
@@ -563,3 +563,21 @@ def test_base_folder_is_read_into_a_module_that_peft_has_wrapped(tmp_path: Path)
         "  fix: give the folder of the base model, and read the adapters by fs.peft.load; or, into a module that peft "
         "has wrapped, by fs.peft.weights"
     )
+
+
+def test_what_is_outside_of_a_prefix_is_left(tmp_path: Path) -> None:
+    save_file(
+        {"up.weight": torch.ones(2, 3), "up.bias": torch.ones(2), "down.weight": torch.ones(1)},
+        tmp_path / "a.safetensors",
+    )
+    apply, module = fs.defer(lambda: torch.nn.Linear(3, 2))
+    for of in (apply, None):
+        found = fs.hf.weights(tmp_path / "a.safetensors", module["params"], of=of, prefix="up")
+        assert repr(found["bias"]).endswith("up.bias)")
+    text = error_text(fs.hf.weights, tmp_path / "a.safetensors", {"weight": fs.init.zeros((2, 3))}, prefix="up")
+    assert f"{tmp_path}/a.safetensors: 'up.bias' is not part of this model" in text
+    assert "down" not in text
+    read = fs.interop.hf.read(
+        tmp_path / "a.safetensors", module["params"], lambda path: fs.interop.hf.FileTensor(str(path[0])), prefix="up"
+    )
+    assert repr(read["weight"]).endswith("up.weight)")

@@ -517,6 +517,15 @@ def test_tensors_that_do_not_fit_are_all_listed(tmp_path: Path) -> None:
     )
 
 
+def test_parameters_need_a_module_and_options_that_peft_takes_with_them(tmp_path: Path) -> None:
+    with pytest.raises(fs.ShardingError, match=r"'h\.0\.q': PEFT's target_parameters are of modules of transformers"):
+        small(tmp_path, targets=(), parameters=("h.*.q",))
+    assert "parameters: no module is named 'w'" in error_text(fs.lora.init, fs.lora.Config((), parameters=("w",)), TREE)
+    for wrong in ({"dropout": 0.1}, {"dora": True}):
+        text = error_text(fs.lora.Config, (), parameters=["q"], **wrong)
+        assert text.endswith("fix: parameters without dropout and dora, as in PEFT")
+
+
 def test_targets_that_the_model_lacks_are_left_out_unless_it_lacks_all(tmp_path: Path) -> None:
     small(tmp_path)
     change(tmp_path / "a", target_modules=["q", "query"], modules_to_save=["classifier", "score"])

@@ -148,7 +148,7 @@ def test_beams_of_enough_width_find_the_most_likely_sequence(sizes):
         got = generated(sizes, ids, new=new, beams=V**2, eos=eos, pad=0, length_penalty=penalty,
                         early_stopping="never")  # fmt: skip
         for row, found in zip(ids.tolist(), got.tolist(), strict=True):
-            assert found == best_of_all(row, new, eos, penalty) + [0] * (6 - len(best_of_all(row, new, eos, penalty)))
+            assert found == best_of_all(row, new, eos, penalty) + [eos] * (6 - len(best_of_all(row, new, eos, penalty)))
 
 
 def best_of_all(row, new, eos, penalty):
