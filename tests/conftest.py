@@ -25,11 +25,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[gc_collect_iterations_key] = 1  # at the end, for errors of finalizers: five take seconds
     if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
         return  # the process that starts the workers runs no test: it needs none of what takes seconds to load
+    gc.disable()  # as below
     import hypothesis
 
     import fshard  # noqa: F401  loaded before the ranks are forked, so that they need not load it again
     from tests.lib.processes import Pool
 
+    gc.freeze()
+    gc.enable()
     hypothesis.settings.register_profile(  # on a loaded machine any example may be slow
         "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
@@ -51,7 +54,7 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
     gc.disable()
     result = yield
     gc.freeze()
-    gc.set_threshold(10_000, 20, 100)
+    gc.set_threshold(50_000, 20, 100)
     gc.enable()
     return result
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed import fsdp
 
 import fshard as fs
 from fshard import P
@@ -25,6 +24,9 @@ from fshard.defer import Apply
 from fshard.interop.hf import FileTensor, write
 from fshard.models import gpt2
 from tests.lib.assertions import assert_same
+from tests.lib.later import Later
+
+fsdp = Later("torch.distributed.fsdp")
 
 ROOT = Path(__file__).parent.parent
 TREE = {"up": fs.init.normal((7, 10), std=0.1), "down": fs.init.normal((10, 7), std=0.1), "b": fs.init.normal((7,))}

@@ -143,8 +143,10 @@ def test_results_must_have_the_parts_of_their_lengths():
     assert "P('stage', lengths=(2, 1, 4, 1))" in error_text(even, torch.arange(8))
 
 
-@pytest.mark.parametrize("lengths", [(12, 0, 0, 0), (5, 0, 6, 1), (0, 0, 0, 12)])
-@pytest.mark.parametrize(("axis", "is_known"), [("stage", False), ("stage", True), (("stage", "model"), True)])
+@pytest.mark.parametrize(("lengths", "axis", "is_known"), [
+    ((5, 0, 6, 1), "stage", False), ((5, 0, 6, 1), ("stage", "model"), True), ((12, 0, 0, 0), "stage", True),
+    ((0, 0, 0, 12), ("stage", "model"), True),
+])  # fmt: skip
 def test_vocabulary_in_chosen_parts_has_the_loss_and_gradients_of_one_device(lengths, axis, is_known):
     spec = P(axis, lengths={"stage": lengths})
     make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))  # noqa: E731

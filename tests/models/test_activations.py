@@ -8,8 +8,9 @@ import torch
 from fshard.models import bert, gpt2, gpt_neox, gptj, llama
 from fshard.models.activations import ACTIVATIONS, activated
 from tests.lib.assertions import error_text
+from tests.lib.later import Later
 
-activations = pytest.importorskip("transformers.activations")
+activations = Later("transformers.activations")
 
 OPTIONS = {bert: "hidden_act", gpt2: "activation_function", gpt_neox: "hidden_act", gptj: "activation_function",
            llama: "hidden_act"}  # fmt: skip

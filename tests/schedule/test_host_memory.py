@@ -265,7 +265,7 @@ def test_scan_with_host_leaves_has_a_buffer_for_each_prefetched_block() -> None:
         assert (ahead + 1) * block <= used <= (ahead + 2) * block + (base - grads)
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("prefetch", slow_unless([3], [0, 3]))
 def test_scan_offloads_x_before_each_block(prefetch: int, monkeypatch: Any) -> None:
     """Check the numbers, and that x before each block is in host memory, except for the one in use and the next."""
     blocks, d, rows = 10, 8, 2048

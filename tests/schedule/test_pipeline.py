@@ -91,17 +91,21 @@ def compare(mesh, m, kind, v, layers, tied=True, counted=False, check="never"):
 
 
 CASES = [(kind, v, n, m) for kind, v in KINDS for n in (1, 2, 3, 4) for m in range(1, 13)]
-FAST = [(kind, v, n, m) for kind, v in KINDS for n, m in ((1, 2), (2, 3), (3, 2), (4, 6))]
+FAST = [(kind, v, n, m) for kind, v in KINDS for n, m in ((2, 3), (4, 6))] + [
+    ("1f1b", 1, 1, 2),
+    ("interleaved", 2, 3, 2),
+]
 
 
 @pytest.mark.parametrize(("kind", "v", "n", "m"), slow_unless(FAST, CASES))
 def test_every_schedule_equals_the_model_on_one_device(kind, v, n, m):
     mesh = fs.make_mesh(stage=n)
-    for tied, counted, check in ((True, False, "always"), (False, True, "never"), (True, True, "never")):
+    for tied, counted in ((True, False), (False, True), (True, True)):
+        check = "always" if n == 2 and not counted else "never"  # types do not depend on sizes
         compare(mesh, m, kind, v, 2 * n * v, tied, counted, check)
 
 
-@pytest.mark.parametrize(("n", "layers"), [(2, 3), (4, 3), (4, 1)])
+@pytest.mark.parametrize(("n", "layers"), [(2, 3), (4, 1)])
 def test_stages_may_have_different_numbers_of_layers_and_none(n, layers):
     for kind in ("1f1b", "zero_bubble"):
         compare(fs.make_mesh(stage=n), 3, kind, 1, layers, check="always")

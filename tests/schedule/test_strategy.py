@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 import fshard as fs
 from fshard import P
 from fshard.defer.units import choose_units
 from fshard.models import gpt2
 from tests.lib.assertions import assert_same, error_text
+from tests.lib.later import Later
+
+wrap = Later("torch.distributed.fsdp.wrap")
 
 CFG = gpt2.Config(vocab_size=31, n_positions=8, n_embd=12, n_layer=2, n_head=2)
 ROWS, STEPS = 8, 2
@@ -141,10 +143,10 @@ def wrapped_by_torch(module: nn.Module, least: int) -> set[str]:
 
     def visit(name: str, m: nn.Module) -> int:
         n = sum(p.numel() for p in m.parameters())
-        if not size_based_auto_wrap_policy(m, True, n, min_num_params=least):
+        if not wrap.size_based_auto_wrap_policy(m, True, n, min_num_params=least):
             return 0
         wrapped = sum(visit(f"{name}.{key}" if name else key, child) for key, child in m.named_children())
-        if name and size_based_auto_wrap_policy(m, False, n - wrapped, min_num_params=least):
+        if name and wrap.size_based_auto_wrap_policy(m, False, n - wrapped, min_num_params=least):
             chosen.add(name)
             return n
         return wrapped
