@@ -30,7 +30,7 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
     "cli": 1_623,
-    "core": 17_228,
+    "core": 17_274,
     "data": 1_056,
     "defer": 5_262,
     "interop": 4_439,
@@ -41,7 +41,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "optim": 2_809,
     "planning": 4_550,
     "recipes": 2_134,
-    "schedule": 3_304,
+    "schedule": 3_311,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

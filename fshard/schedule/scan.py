@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._core.region import known_axes, live_axes, region
-from fshard._core.torch import has_tangent, in_transform
+from fshard._core.torch import any_tangent, in_transform
 from fshard._core.weight import is_weight
 from fshard.errors import ShardingError, checked, fail, must_be
 from fshard.grad import split_tensors
@@ -97,9 +97,7 @@ def scan(
     plans = None
     # Neither a compiler nor a transform of torch.func can trace a schedule; its buffers have no tangents.
     if (live or host or offload) and not (
-        torch.compiler.is_dynamo_compiling()
-        or in_transform()
-        or any(map(has_tangent, split_tensors((params, x, each))[0]))
+        torch.compiler.is_dynamo_compiling() or in_transform() or any_tangent(split_tensors((params, x, each))[0])
     ):
         plans = blocks.plans(axis, dtype, reduce_dtype)
     if plans is not None:
