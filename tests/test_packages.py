@@ -41,7 +41,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "optim": 2_809,
     "planning": 4_550,
     "recipes": 2_134,
-    "schedule": 3_311,
+    "schedule": 3_315,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

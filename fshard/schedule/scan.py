@@ -103,8 +103,9 @@ def scan(
     if plans is not None:
         check_captured("scan", block, _EACH)
         step = lambda p, x, extra: split(_run(block, p, x, extra))  # noqa: E731
-        flat_params, flat_each = ([FlatTree.from_tree(t) for t in trees] for trees in (blocks.params, blocks.each))
-        executor = Executor(region("scan"), step, FlatTree.from_tree(x), flat_params, flat_each, plans, options)
+        flat_x, nothing, *flat_params = map(FlatTree.from_tree, (x, (), *blocks.params))
+        flat_each = [FlatTree.from_tree(extra) if extra else nothing for extra in blocks.each]
+        executor = Executor(region("scan"), step, flat_x, flat_params, flat_each, plans, options)
         x, outs = run_blocks(executor, x, blocks.params, blocks.each)
     else:
 
