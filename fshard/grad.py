@@ -18,7 +18,7 @@ from torch import Tensor
 from . import tree
 from ._core.microbatch import in_microbatch, microbatches
 from ._core.ops import differentiable_dtype, keep_placed
-from ._core.torch import has_tangent, in_transform, is_wrapped, named_as
+from ._core.torch import any_tangent, in_transform, is_wrapped, named_as
 from .errors import ShardingError, api_boundary, checked, fail, number_of, shown
 
 
@@ -133,7 +133,7 @@ def needs_torch_func(inputs: Sequence[Tensor]) -> bool:
         or in_transform()
         or torch.is_inference_mode_enabled()
         or any((recorded and x.requires_grad) or x.is_inference() for x in inputs)
-        or any(map(has_tangent, inputs))
+        or any_tangent(inputs)
     )
 
 

@@ -263,9 +263,10 @@ class ShardMapped:
             local.clear()
             with marks:
                 out = self._body(*inputs)
-            if versions:
-                call.note_written(plan, arguments[0], versions, refuse=self._check != "never")
             result = call.flatten_result(out)  # seen by the checker: tensors made of numpy arrays are not captured
+            if versions:
+                with _NOTHING if checker is None else checker.paused():
+                    call.note_written(plan, arguments[0], versions, refuse=self._check != "never")
             if checker is not None:
                 with checker.paused():
                     self._check_results(checker, plan, result.out)

@@ -182,7 +182,7 @@ def test_checked_call_runs_at_most_26_python_functions_per_operation():
         assert (many - few) / 100 <= 26
 
 
-def test_step_with_gradients_runs_at_most_4_python_functions_per_leaf_and_145_for_one():
+def test_step_with_gradients_runs_at_most_one_python_function_per_leaf_and_139_for_one():
     def loss(p, x):
         return torch.stack([(w * x).sum() for w in p]).sum()
 
@@ -192,8 +192,8 @@ def test_step_with_gradients_runs_at_most_4_python_functions_per_leaf_and_145_fo
         p, x = state(n, ONE), torch.ones(4, 4)
         for _ in range(3):
             counts[n] = python_calls(f, p, x)[0]
-    assert counts[1] <= 145
-    assert (counts[100] - counts[10]) / 90 <= 4
+    assert counts[1] <= 139
+    assert (counts[100] - counts[10]) / 90 <= 1
 
 
 def test_step_of_a_clip_and_adamw_runs_at_most_19_python_functions_per_donated_leaf_and_197_for_one():
@@ -230,7 +230,7 @@ def test_materialize_runs_at_most_131_python_functions_per_leaf_and_71_more_for_
     assert per_leaf[2] - per_leaf[1] <= 71
 
 
-def test_block_of_a_scan_runs_at_most_342_python_functions_and_of_a_loop_235():
+def test_block_of_a_scan_runs_at_most_300_python_functions_and_of_a_loop_212():
     mesh, specs = fs.make_mesh(kind="simulated", a=2), {"w": P("a"), "b": P("a")}
     counts = {}
 
@@ -257,8 +257,8 @@ def test_block_of_a_scan_runs_at_most_342_python_functions_and_of_a_loop_235():
             x = block(fs.unshard(block_params, specs, "a"), x)
         return x
 
-    assert (run(by_scan, 30) - run(by_scan, 10)) / 20 <= 342  # it gathers twice
-    assert (run(by_loop, 30) - run(by_loop, 10)) / 20 <= 235
+    assert (run(by_scan, 30) - run(by_scan, 10)) / 20 <= 300  # it gathers twice
+    assert (run(by_loop, 30) - run(by_loop, 10)) / 20 <= 212
 
 
 def test_checked_arguments_of_known_types_cost_one_look_up():

@@ -9,8 +9,9 @@ from __future__ import annotations
 import fshard._core.torch_version  # noqa: F401  first: where a name below is missing, its warning explains why
 
 # isort: split
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -29,7 +30,10 @@ from torch._functorch import eager_transforms
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.overrides import _push_mode as _push_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 _P = ParamSpec("_P")
@@ -96,6 +100,11 @@ def has_tangent(x: Tensor) -> bool:
     An open level proves nothing: a simulated mesh opens one.
     """
     return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def any_tangent(xs: Iterable[Tensor]) -> bool:
+    """Return whether one of some tensors has a tangent. Without an open level, which is usual, none is asked."""
+    return forward_ad._current_level >= 0 and any(map(has_tangent, xs))
 
 
 # torch turns tangents off inside the jvp of an autograd.Function, also for outer levels.
@@ -168,6 +177,29 @@ FakeTensorMode = fake_tensor.FakeTensorMode
 
 # A dispatch mode that reads a size of a tensor would call the modes above torch.func, if these were not off.
 without_torch_function = torch._C.DisableTorchFunction
+
+
+@contextlib.contextmanager
+def suspended(operations: TorchDispatchMode, functions: TorchFunctionMode) -> Iterator[None]:
+    """Leave a mode of operations and one of functions of torch: to pass through them costs three times an operation.
+
+    A mode that another one was entered above stays, and sees what runs.
+    """
+    has_operations = _get_current_dispatch_mode() is operations
+    has_functions = _get_current_function_mode() is functions  # type: ignore[no-untyped-call]
+    # Not by their `__exit__`, whose flags belong to the process: ranks that are threads leave their modes in any order.
+    if has_operations:
+        _pop_mode()
+    if has_functions:
+        _pop_function_mode()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if has_operations:
+            _push_mode(operations)
+        if has_functions:
+            _push_function_mode(functions)  # type: ignore[no-untyped-call]
+
 
 # The functions of torch.distributed write to their arguments; torch.compile traces these, which return new tensors.
 functional_collectives = torch.ops._c10d_functional
@@ -271,12 +303,12 @@ def default_store() -> Any:
 
 
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assume_constant_result", "backend_of", "backward_number",
-    "default_store", "efficient_attention", "efficient_attention_backward", "flash_attention",
+    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "any_tangent", "assume_constant_result", "backend_of",
+    "backward_number", "default_store", "efficient_attention", "efficient_attention_backward", "flash_attention",
     "flash_attention_backward", "foreach_copy_", "functional_collectives", "fused_adamw_", "group_named", "has_tangent",
     "in_backward", "in_transform", "innermost_transform", "is_batched", "is_grad_tracking", "is_legacy_batched",
     "is_traced", "is_view", "is_wrapped", "level_of", "named_as", "never_traced", "next_number", "replace_dual_levels",
-    "replace_reparametrize_module", "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id", "timeout_of",
-    "transform_level", "unwrapped", "unwrapped_once", "version_of", "with_legacy_batch", "with_tangents",
+    "replace_reparametrize_module", "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id", "suspended",
+    "timeout_of", "transform_level", "unwrapped", "unwrapped_once", "version_of", "with_legacy_batch", "with_tangents",
     "without_functorch", "without_legacy_batch", "without_modes", "without_torch_function",
 ]  # fmt: skip

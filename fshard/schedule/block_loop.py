@@ -79,6 +79,9 @@ class FlatTree:
         return [next(grads) if d else None for d in self.differentiated]
 
 
+_NOTHING = split_tensors(None)
+
+
 @dataclass
 class BlockGraph:
     """The autograd graph of one block: its differentiated leaves, and an edge for each result, first for x.
@@ -149,7 +152,7 @@ class Executor:
                 outs.append(out)
         self.x = replace(self.x, tensors=[])
         # Results refer to their graph, and the graph to this executor, which must not refer to the results.
-        self.results = [replace(flat, tensors=[]) for flat in (x, *outs)]
+        self.results = [replace(flat, tensors=[]) if flat.tensors else flat for flat in (x, *outs)]
         return [t for flat in (x, *outs) for t in flat.tensors]
 
     def _run_and_discard(
@@ -193,7 +196,7 @@ class Executor:
             results = self.step(as_leaves(params, weights), as_leaves(x, x.tensors), as_leaves(each, each.tensors))
             # A result that is a view of a buffer is copied, because the buffer will be overwritten.
             pairs = [([t.clone() if storage_key(t) in self.buffer_keys else t for t in tensors], rest)
-                     for tensors, rest in map(split_tensors, results)]  # fmt: skip
+                     for tensors, rest in [_NOTHING if r is None else split_tensors(r) for r in results]]  # fmt: skip
             y, out = (FlatTree.from_tensors(*pair) for pair in pairs)
         edges = [get_gradient_edge(t) if t.requires_grad else None for tensors, _ in pairs for t in tensors]
         return BlockGraph(inputs, edges), y, out
@@ -373,8 +376,8 @@ class _BlockLoop(torch.autograd.Function):
 
 def run_blocks(executor: Executor, x: Any, params: Sequence[Any], each: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Return x after all blocks, and their outputs; differentiable once."""
-    differentiated = [t for arg in (x, *params, *each) for t in tree.leaves(arg)
-                      if isinstance(t, Tensor) and torch.is_grad_enabled() and t.requires_grad]  # fmt: skip
+    leaves = tree.leaves((x, list(params), list(each))) if torch.is_grad_enabled() else []
+    differentiated = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
     results = _BlockLoop.apply(executor, *differentiated) if differentiated else executor.run_forward()  # type: ignore[no-untyped-call]
     remaining = iter(results)
     last, *outs = [fill_tensors(flat.rest, [next(remaining) for _ in flat.differentiated]) for flat in executor.results]

@@ -129,22 +129,31 @@ class GatherBuffer:
     write: Tensor  # uint8[n]
     read: Tensor
     contents: Any = None  # (executor, block) of its weights
+    cut: tuple[Any, ...] = ((), [], [])  # the slices of the last block, and its views of both tensors
 
     @staticmethod
     def allocate(nbytes: int, device: torch.device) -> GatherBuffer:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return GatherBuffer(buffer, buffer.data)
 
+    def views(self, plan: BucketPlan, leaves: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the leaves of a block to write and to read; a leaf without a slice is unchanged.
 
-def views(buffer: Tensor, plan: BucketPlan, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gathered leaves of a block, as views of a buffer; leaves without a slice unchanged."""
-    out = []
-    for part, x in zip(plan.slices, leaves, strict=True):
-        if part is not None:
-            end = part.start + math.prod(part.shape) * part.dtype.itemsize
-            x = buffer[part.start : end].view(part.dtype).view(part.shape)
-        out.append(x)
-    return out
+        A leaf to read has a version counter that no other one has: a write to one does not modify the others.
+        """
+        if self.cut[0] != plan.slices:
+            self.cut = plan.slices, _views(self.write, plan), _views(self.read, plan)
+        _, write, read = self.cut
+        return ([x if y is None else y for x, y in zip(leaves, write, strict=True)],
+                [x if y is None else y.data for x, y in zip(leaves, read, strict=True)])  # fmt: skip
+
+
+def _views(buffer: Tensor, plan: BucketPlan) -> list[Tensor | None]:
+    """Return a view of a buffer for each leaf of a block that has a slice."""
+    return [
+        s and buffer[s.start : s.start + math.prod(s.shape) * s.dtype.itemsize].view(s.dtype).view(s.shape)
+        for s in plan.slices
+    ]
 
 
 @dataclass
@@ -170,20 +179,22 @@ class BufferPool:
             fit = next((k for k, b in enumerate(free) if b.write.numel() >= sizes[i]), None)
             taken[i] = GatherBuffer.allocate(sizes[i], region.device) if fit is None else free.pop(fit)
         out = [taken[i] for i in range(len(sizes))]
-        if any(all(b is not other for other in self.free) for b in out):  # drop buffers that are too small
+        if not set(map(id, out)) <= set(map(id, self.free)):  # drop buffers that are too small
             self.free = out
         return out
 
     def reserve(self, buffers: Sequence[GatherBuffer]) -> None:
         """Keep these buffers from other loops until they are released."""
-        self.free = [b for b in self.free if all(b is not other for other in buffers)]
+        taken = set(map(id, buffers))
+        self.free = [b for b in self.free if id(b) not in taken]
         self.reserved += len(buffers)
         self.most_reserved = max(self.most_reserved, self.reserved)
 
     def release(self, buffers: Sequence[GatherBuffer]) -> None:
         """Let other loops use these buffers. Keeps the largest, as many as were in use at one time."""
         self.reserved -= len(buffers)
-        self.free += [b for b in buffers if b.write.numel() and all(b is not other for other in self.free)]
+        free = set(map(id, self.free))
+        self.free += [b for b in buffers if b.write.numel() and id(b) not in free]
         self.free = sorted(self.free, key=lambda b: -b.write.numel())[: self.most_reserved - self.reserved]
 
 
@@ -224,9 +235,7 @@ def start_gather(
     types, virtual = checker(), buffer is not None and not buffer.write.numel()
     write = read = gathered
     if buffer is not None and not virtual:
-        write, read = views(buffer.write, plan, shards), views(buffer.read, plan, shards)
-        # A version counter for each leaf: a write to one does not modify the others.
-        read = [x if part is None else x.data for x, part in zip(read, plan.slices, strict=True)]
+        write, read = buffer.views(plan, shards)
     for bucket in plan.buckets:
         xs, ys = [shards[i] for i in bucket.which], [read[i] for i in bucket.which]
         into = [write[i] for i in bucket.which]

@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from fshard._core.callsite import site
 from fshard._core.ops import Map, apply_map, run_map
 from fshard._core.region import checker, storage_key
-from fshard._core.torch import has_tangent, in_transform, is_legacy_batched, is_wrapped
+from fshard._core.torch import any_tangent, in_transform, is_legacy_batched, is_wrapped
 from fshard._core.transfers import is_observed, transposing
 from fshard.errors import fail
 from fshard.grad import fill_tensors, split_tensors
@@ -30,7 +30,7 @@ def apply_then_compute(m: Map, f: Callable[..., Tensor], x: Tensor, *weights: An
     """
     tensors, rest = split_tensors(weights)
     differentiated = torch.is_grad_enabled() and x.requires_grad and any(w.requires_grad for w in tensors)
-    if not differentiated or _needs_plain_graph(m) or any(map(has_tangent, (x, *tensors))):
+    if not differentiated or _needs_plain_graph(m) or any_tangent((x, *tensors)):
         return f(apply_map(m, [x])[0], *weights)
     of_tensors = lambda h, *tensors: f(h, *fill_tensors(rest, tensors))  # noqa: E731
     out: Tensor = _Overlapped.apply(m, of_tensors, x, *tensors)  # type: ignore[no-untyped-call]

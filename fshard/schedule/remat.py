@@ -14,7 +14,7 @@ from fshard import tree
 from fshard._core.microbatch import Microbatch, in_microbatch, microbatch
 from fshard._core.ops import apply_function, differentiable_dtype
 from fshard._core.region import checker, is_scheduled
-from fshard._core.torch import has_tangent, in_transform, is_batched, is_grad_tracking, is_wrapped, named_as
+from fshard._core.torch import any_tangent, in_transform, is_batched, is_grad_tracking, is_wrapped, named_as
 from fshard._core.transfers import recomputing
 from fshard.errors import api_boundary, checked, fail
 from fshard.grad import fill_tensors, split_tensors
@@ -56,7 +56,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             views = [x.view_as(x) for x in tensors]  # see apply_map
             results = _RematCompiled.apply(_Body(of_tensors), *views)  # type: ignore[no-untyped-call]
             return results[0] if len(results) == 1 else results
-        if not in_transform() and any(map(has_tangent, tensors)):  # of forward_ad: nothing is kept for a backward
+        if not in_transform() and any_tangent(tensors):  # of forward_ad: nothing is kept for a backward
             return f(*args, **kwargs)
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         function = _RematDiscarded if differentiated and _can_discard(tensors) else _Remat

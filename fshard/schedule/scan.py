@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._core.region import known_axes, live_axes, region
-from fshard._core.torch import has_tangent, in_transform
+from fshard._core.torch import any_tangent, in_transform
 from fshard._core.weight import is_weight
 from fshard.errors import ShardingError, checked, fail, must_be
 from fshard.grad import split_tensors
@@ -97,16 +97,15 @@ def scan(
     plans = None
     # Neither a compiler nor a transform of torch.func can trace a schedule; its buffers have no tangents.
     if (live or host or offload) and not (
-        torch.compiler.is_dynamo_compiling()
-        or in_transform()
-        or any(map(has_tangent, split_tensors((params, x, each))[0]))
+        torch.compiler.is_dynamo_compiling() or in_transform() or any_tangent(split_tensors((params, x, each))[0])
     ):
         plans = blocks.plans(axis, dtype, reduce_dtype)
     if plans is not None:
         check_captured("scan", block, _EACH)
         step = lambda p, x, extra: split(_run(block, p, x, extra))  # noqa: E731
-        flat_params, flat_each = ([FlatTree.from_tree(t) for t in trees] for trees in (blocks.params, blocks.each))
-        executor = Executor(region("scan"), step, FlatTree.from_tree(x), flat_params, flat_each, plans, options)
+        flat_x, nothing, *flat_params = map(FlatTree.from_tree, (x, (), *blocks.params))
+        flat_each = [FlatTree.from_tree(extra) if extra else nothing for extra in blocks.each]
+        executor = Executor(region("scan"), step, flat_x, flat_params, flat_each, plans, options)
         x, outs = run_blocks(executor, x, blocks.params, blocks.each)
     else:
 

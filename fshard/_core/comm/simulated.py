@@ -196,6 +196,7 @@ class SimulatedComm:
         self.sizes, self.coords, self._run = sizes, coords, run
         self._rank = index_of(tuple(sizes), sizes, coords)
         self._started: Counter[int] = Counter()  # sends with each other rank
+        self._groups: dict[Axes, tuple[int, ...]] = {}  # the ranks over some axes, of transfers before
 
     def _collective(
         self, op: str, x: Tensor, axes: Axes, combine: Callable[[list[Tensor]], Any],
@@ -206,7 +207,9 @@ class SimulatedComm:
         return out
 
     def _exchange(self, signature: tuple[Any, ...], x: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        group = tuple(ranks_over(signature[1], self.sizes, self.coords))
+        axes = signature[1]
+        if (group := self._groups.get(axes)) is None:
+            group = self._groups[axes] = tuple(ranks_over(axes, self.sizes, self.coords))
         return self._run.exchange(self._rank, group, x, signature, combine)
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:

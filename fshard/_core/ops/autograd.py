@@ -16,7 +16,7 @@ from fshard._core.callsite import site
 from fshard._core.comm import run_on_meta
 from fshard._core.region import checker, user_line
 from fshard._core.torch import (
-    has_tangent,
+    any_tangent,
     in_transform,
     is_legacy_batched,
     is_wrapped,
@@ -24,6 +24,7 @@ from fshard._core.torch import (
     with_legacy_batch,
     with_tangents,
     without_legacy_batch,
+    without_torch_function,
 )
 from fshard._core.transfers import is_observed, transposing
 from fshard.errors import ShardingError, fail
@@ -120,12 +121,13 @@ def _make_function(arity: int, compiling: bool) -> Any:
     def setup_context_with_shapes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.map = inputs[0]
         ctx.origin = (ctx.map.origin or site()) if is_observed() else None
-        ctx.zeros = [functools.partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in inputs[1:]]
-        # Frozen tensors share the transfer of the others; their gradients are neither computed nor transferred.
-        ctx.differentiated = [i for i, x in enumerate(inputs[1:]) if x.requires_grad]
+        with without_torch_function():
+            ctx.like = [(x.shape, x.dtype, x.device) for x in inputs[1:]]
+            # Frozen tensors share the transfer of the others; their gradients are neither computed nor transferred.
+            ctx.differentiated = [i for i, x in enumerate(inputs[1:]) if x.requires_grad]
         if 0 < len(ctx.differentiated) < arity:
             with with_tangents():  # which torch hides here
-                forward_mode = any(map(has_tangent, inputs[1:]))
+                forward_mode = any_tangent(inputs[1:])
             if not forward_mode:
                 ctx.mark_non_differentiable(*(y for i, y in enumerate(output) if i not in ctx.differentiated))
 
@@ -140,7 +142,8 @@ def _make_function(arity: int, compiling: bool) -> Any:
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         if any(t is not None and is_legacy_batched(t) for t in tangents):
             raise _no_rule_for_legacy_batch(ctx.map.verb)
-        filled = [zeros() if t is None else t for t, zeros in zip(tangents, ctx.zeros, strict=True)]
+        filled = [torch.zeros(shape, dtype=dtype, device=device) if t is None else t
+                  for t, (shape, dtype, device) in zip(tangents, ctx.like, strict=True)]  # fmt: skip
         return apply_map(ctx.map, filled)
 
     def vmap(info: Any, in_dims: Sequence[int | None], m: Map, *xs: Tensor) -> tuple[Any, Any]:

@@ -38,7 +38,7 @@ from fshard._core import callsite
 from fshard._core.operations import OperationMode
 from fshard._core.ops import differentiable_dtype
 from fshard._core.protocol import index_of, size_of
-from fshard._core.torch import in_backward, storage_id, unwrapped, without_torch_function
+from fshard._core.torch import in_backward, storage_id, suspended, unwrapped, without_torch_function
 from fshard.errors import ShardingError
 from fshard.mesh import Mesh
 from fshard.spec import P, Size
@@ -260,7 +260,8 @@ class Checker(OperationMode):
         """Ignore operations: the caller types the result of all of them."""
         before, self._paused = self._paused, True
         try:
-            yield
+            with suspended(self, self.differentiated):
+                yield
         finally:
             self._paused = before
 
