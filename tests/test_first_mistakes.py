@@ -199,7 +199,7 @@ P('data') names
     "options of peft": ("fs.lora.Config(['q_proj'], lora_alpha=16)", """
         Config: no argument is called 'lora_alpha'
           near  alpha
-          fix: Config(targets, rank, alpha, dropout, rslora, dora, bias, modules_to_save, ranks, alphas, exclude, init)
+          fix: Config(targets, rank, alpha, dropout, rslora, dora, bias, modules_to_save, ranks, alphas, exclude, init, parameters)
         """),
     "a text for a dtype": ("fs.init.normal((2, 2), dtype='bfloat16')", """
         normal: dtype must be a dtype or None, got 'bfloat16'

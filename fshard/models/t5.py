@@ -134,8 +134,8 @@ def _leaves() -> dict[str, Leaf]:
             inner[f"{name}.norm.w"] = leaf(f"layer.{i}.layer_norm.weight", "d")
             if name == "mlp":
                 file = f"layer.{i}.DenseReluDense"
-                for ours, theirs in (("up", "wi"), ("gate", "wi_0"), ("linear", "wi_1")):
-                    inner |= layer(f"mlp.{ours}", f"{file}.{theirs}", "f d -> d f")
+                for ours, stored in (("up", "wi"), ("gate", "wi_0"), ("linear", "wi_1")):
+                    inner |= layer(f"mlp.{ours}", f"{file}.{stored}", "f d -> d f")
                 inner |= layer("mlp.down", f"{file}.wo", "d f -> f d")
                 continue
             file = f"layer.{i}.{'SelfAttention' if name == 'attn' else 'EncDecAttention'}"
