@@ -32,7 +32,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "cli": 1_623,
     "core": 17_228,
     "data": 1_056,
-    "defer": 5_362,
+    "defer": 5_355,
     "interop": 4_439,
     "law": 1_373,
     "lora": 1_743,
