@@ -200,7 +200,7 @@ P('data') names
         Config: no argument is called 'lora_alpha'
           near  alpha
           fix: Config(targets, rank, alpha, dropout, rslora, dora, bias, modules_to_save, ranks, alphas, exclude, init, parameters)
-        """),
+        """),  # noqa: E501
     "a text for a dtype": ("fs.init.normal((2, 2), dtype='bfloat16')", """
         normal: dtype must be a dtype or None, got 'bfloat16'
           fix: torch.bfloat16

@@ -88,7 +88,7 @@ def package_of(site: Site | None) -> str:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Site:
-    """One instruction of a code object. Its `str` is `train.py:14 in loss_fn`.
+    """One instruction of a code object. Its `str` is `train.py:14 in loss_fn`; its `repr` begins with the caller.
 
     `caller`: of an instruction in fshard.models, the user's line that called into it.
     """
@@ -129,7 +129,7 @@ class Site:
         return parts[-1] if parts else "<module>"
 
     def __repr__(self) -> str:
-        return str(self)
+        return f"{self.caller} ({self})" if self.caller else str(self)
 
     def __str__(self) -> str:
         name = self.file if self.file.startswith("<") else os.path.basename(self.file)

@@ -141,8 +141,9 @@ def copy_with_functions(root: Any, outside: Mapping[int, Any]) -> Any:
                  x.__kwdefaults__) and not _is_global(x)]  # fmt: skip
     cells = {id(c): (c, CellType()) for f in functions for c in f.__closure__ or () if id(c) not in outside}
     copies = [(f, _copy_of(f, cells)) for f in functions]
-    # copy.deepcopy calls `__new__` of a class without arguments, which one that has its own may not take.
-    modules = [(m, object.__new__(type(m))) for m in found if isinstance(m, nn.Module) and _has_new(type(m))]
+    # copy.deepcopy calls `__new__` without arguments, which a class that has one may not take.
+    modules = [(m, object.__new__(type(m))) for m in found if isinstance(m, nn.Module)
+               and type(m).__new__ is not object.__new__ and not hasattr(m, "__deepcopy__")]  # fmt: skip
     memo.update((id(x), new) for x, new in (*copies, *modules))
     for m, new_module in modules:
         vars(new_module).update(copy.deepcopy(vars(m), memo))
@@ -159,12 +160,6 @@ def copy_with_functions(root: Any, outside: Mapping[int, Any]) -> Any:
                 if (bound := _bound(value, memo)) is not value:
                     Slot(x, key)[None] = bound
     return out
-
-
-def _has_new(kind: type[nn.Module]) -> bool:
-    """Return whether instances of a class are made by a `__new__` of its own, and have no rule to be copied."""
-    rules = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__")
-    return kind.__new__ is not object.__new__ and all(getattr(kind, r, None) is getattr(object, r, None) for r in rules)
 
 
 def _copy_of(f: FunctionType, cells: Mapping[int, tuple[CellType, CellType]]) -> FunctionType:

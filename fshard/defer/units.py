@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -70,9 +70,7 @@ def _has_forward(m: nn.Module) -> bool:
 
 
 def _classes(named: Mapping[str, nn.Module]) -> str:
-    count: dict[str, int] = {}
-    for m in named.values():
-        count[type(m).__name__] = count.get(type(m).__name__, 0) + 1
+    count = Counter(type(m).__name__ for m in named.values())
     return "classes  " + ", ".join(f"{kind} ({n})" for kind, n in sorted(count.items()))
 
 

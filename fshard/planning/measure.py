@@ -114,7 +114,7 @@ class Recorder(OperationMode):
         self._begun: tuple[Any, Transfer | None, tuple[int, ...]] | None = None  # the transfer that is being started
         self._waits_from: Any = None
         self._number = -1
-        self._lines: dict[tuple[int, int], tuple[callsite.Site, str]] = {}
+        self._lines: dict[int, tuple[callsite.Site, str]] = {}
         self._follow(arguments)
         self.first = self.live
         self.begin, self.end = clock.now(), None
@@ -151,10 +151,9 @@ class Recorder(OperationMode):
         site = callsite.site()
         if site is None:
             return ""
-        key = id(site.code), site.lasti
-        if key not in self._lines:
-            self._lines[key] = site, str(site)  # the site keeps its code, whose id another could have
-        return self._lines[key][1]
+        if id(site) not in self._lines:
+            self._lines[id(site)] = site, repr(site)  # with the site, whose id another could have
+        return self._lines[id(site)][1]
 
     def _add(self, begin: Any, end: Any, **what: Any) -> None:
         self.entries.append(_Entry(begin, end, self.peak, self.live, phase_now(), **what))
@@ -278,7 +277,7 @@ def timeline(rank: int, name: str, record: Record) -> Timeline:
             axes = "+".join(t.axes)
             row = transfers.setdefault(axes, [])
             end = record.end if e.started.is_pending else e.end
-            row.append(Slice(t.op, e.start, end, str(t.where or ""), t.phase, facts_of(t)))
+            row.append(Slice(t.op, e.start, end, repr(t.where) if t.where else "", t.phase, facts_of(t)))
             verb = "start" if e.started.is_pending else "wait for"
             compute.append(
                 Slice(f"{verb} {t.op} over {axes}", e.start, e.end, row[-1].where, phase, {"waits_for": t.op})
@@ -316,19 +315,19 @@ def planned_timeline(rank: int, name: str, events: Sequence[Event], estimate: Ro
             phase = e.phase
             if end > now:
                 facts = {**flops_fact(e.flops), "bytes": e.bytes, "dtype": short_dtype(e.dtype)}
-                compute.append(Slice(e.name, now, end, str(e.where or ""), phase, facts))
+                compute.append(Slice(e.name, now, end, repr(e.where) if e.where else "", phase, facts))
         elif isinstance(e, Start):
             starts[e.number] = e.transfer
             of_lane.setdefault("+".join(e.transfer.axes), []).append((e.number, e.transfer))
         elif end > now:
             t = starts[e.number]
             what = f"wait for {t.op} over {'+'.join(t.axes)}"
-            compute.append(Slice(what, now, end, str(t.where or ""), phase, {"waits_for": t.op}))
+            compute.append(Slice(what, now, end, repr(t.where) if t.where else "", phase, {"waits_for": t.op}))
         now = end
     spans = {s.number: s for s in estimate.lanes}
     transfers = {
         axes: tuple(
-            Slice(t.op, spans[number].start, spans[number].end, str(t.where or ""), t.phase, facts_of(t))
+            Slice(t.op, spans[number].start, spans[number].end, repr(t.where) if t.where else "", t.phase, facts_of(t))
             for number, t in row
         )
         for axes, row in of_lane.items()

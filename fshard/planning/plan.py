@@ -129,7 +129,7 @@ class Plan:
     def _repr_html_(self) -> str:
         peak = max(1, self.memory.peak)
         parts = [Row((part, size(n), bar(n / peak, f"{100 * n / peak:.3g} %"), ""), [
-            Row((what, size(nbytes), bar(nbytes / peak, f"{100 * nbytes / peak:.3g} %"), str(where or "")))
+            Row((what, size(nbytes), bar(nbytes / peak, f"{100 * nbytes / peak:.3g} %"), where.lines if where else ""))
             for nbytes, what, where in self.memory.largest if what.startswith(part)
         ]) for part, n in self._parts()]  # fmt: skip
         schedule = self._position_rows(strip)
@@ -146,7 +146,7 @@ class Plan:
         return f"planned on {math.prod(self.mesh.values())} ranks ({format_axes(self.mesh)}), as rank {self.rank}"
 
     def _peak(self) -> str:
-        where = f", at {self.memory.where}" if self.memory.where else ""
+        where = f", at {self.memory.where!r}" if self.memory.where else ""
         whose = "the device with the most" if self.positions else "each device"
         return f"peak {size(self.memory.peak)} of {whose}{where}"
 

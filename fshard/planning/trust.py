@@ -68,7 +68,7 @@ def unknown_operations(events: Iterable[Event]) -> Counter[str]:
     found: Counter[str] = Counter()
     for e in events:
         if isinstance(e, Operation) and e.flops is None:
-            found[f"FLOPs unknown: {e.name} at {e.where}" if e.where else f"FLOPs unknown: {e.name}"] += 1
+            found[f"FLOPs unknown: {e.name} at {e.where!r}" if e.where else f"FLOPs unknown: {e.name}"] += 1
         elif isinstance(e, Operation) and e.kind in _WITH_WORKSPACE:
             found[f"workspace unknown: {e.name}"] += 1
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -111,6 +112,14 @@ def test_flops_are_those_of_the_formula_at_the_widths_of_405b() -> None:
     assert list(dict.fromkeys(phases)) == ["forward", "backward", "recompute", "update"]
     assert plan.time is not None
     assert plan.time.seconds > 0
+
+
+def test_line_of_a_model_follows_the_line_that_called_it() -> None:
+    cfg = llama.Config(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    step = fs.shard_map(lambda p, ids: llama.loss(cfg, p, ids, ids), mesh=fs.make_mesh(data=1), in_specs=(P(), P()),
+                        out_specs=P())  # fmt: skip
+    plan = fs.plan(step, llama.init(cfg), torch.zeros(2, 8, dtype=torch.int64))
+    assert re.search(r", at test_plan\.py:\d+ in <lambda> \(llama\.py:\d+ in \w+\)\n", str(plan))
 
 
 def test_parts_say_what_the_peak_is() -> None:

@@ -121,13 +121,14 @@ def test_result_is_that_of_a_plain_call_and_donated_arguments_are_used_up(traced
 
 def test_transfers_are_those_that_a_recording_sees(traced: Any) -> None:
     run, _, log = traced
-    want = Counter((t.rank, t.op, "+".join(t.axes), t.phase, t.sent, t.bytes, str(t.where)) for t in log)
+    want = Counter((t.rank, t.op, "+".join(t.axes), t.phase, t.sent, t.bytes, repr(t.where)) for t in log)
     rows = [(t.rank, s, axes) for t in run.timelines for axes, slices in t.transfers.items() for s in slices]
     got = Counter((rank, s.name, axes, s.phase, s.facts["sent_bytes"], s.facts["argument_bytes"], s.where)
                   for rank, s, axes in rows)  # fmt: skip
     assert got == want
     assert {s.phase for _, s, _ in rows} == {"forward", "backward"}
     assert all(s.start <= s.end for _, s, _ in rows)
+    assert all(re.fullmatch(r"test_trace\.py:\d+ in loss_fn \(.*\.py:.*\)", s.where) for _, s, _ in rows)
     assert [t.memory[0][0] for t in run.timelines] == [0.0, 0.0]  # each rank has a clock of its own
     starts = {rank: [s for r, s, _ in rows if r == rank] for rank in (0, 1)}
     assert all(
