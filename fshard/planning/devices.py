@@ -71,7 +71,7 @@ TPU_V5P = Device("TPU-v5p", _rates(((*_FP8, torch.bfloat16), 459), (_INT8, 918))
                  (Link("ICI", 8960, 200e9, 1e-6), Link("DCN", None, 6.25e9, 10e-6)))  # fmt: skip
 
 # From `python -m tests.benchmarks.published` and `published_layouts`: efficiency, and seconds to start an operation.
-_FITTED = {"H100": (0.480, 30e-6), "H200": (0.480, 30e-6), "A100": (0.693, 30e-6), "A100-40GB": (0.693, 30e-6)}
+_FITTED = {"H100": (0.480, 9.7e-6), "H200": (0.480, 9.7e-6), "A100": (0.693, 9.7e-6), "A100-40GB": (0.693, 9.7e-6)}
 _KNOWN = {device.name.lower(): device for device in (A100, A100_40GB, H100, H200, B200, MI300X, TPU_V5P)}
 
 
