@@ -29,7 +29,7 @@ EXTRAS = ("transformers", "peft", "accelerate", "datasets", "nbformat", "nbclien
 MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
-    "cli": 1_683,
+    "cli": 1_692,
     "core": 17_228,
     "data": 1_056,
     "defer": 5_262,
@@ -39,7 +39,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "models": 5_051,
     "nn": 3_866,
     "optim": 2_809,
-    "planning": 4_946,
+    "planning": 4_967,
     "recipes": 2_134,
     "schedule": 3_304,
     "fshard": 97,
