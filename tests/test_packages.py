@@ -39,7 +39,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "models": 5_051,
     "nn": 3_866,
     "optim": 2_809,
-    "planning": 4_968,
+    "planning": 4_969,
     "recipes": 2_134,
     "schedule": 3_304,
     "fshard": 97,
