@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
                     "is computed or loaded.",
     )  # fmt: skip
     option = command.add_argument
-    option("model", metavar="MODEL", help="a Hugging Face folder, or its config.json")
+    option("model", metavar="MODEL", help="a Hugging Face folder, or its config, with the suffix .json")
     option("--devices", type=int, metavar="N", help="of all machines (default: by the first layout, or 8)")
     option(
         "--device",

@@ -9,6 +9,8 @@ Legend: B examples of a step, T time, C channels, L labels; [B@data] is a dim sp
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -93,8 +95,15 @@ class Job:
 
 
 def read_job(path: str | Path, length: int | None = None) -> Job:
-    """Read the model of a Hugging Face folder or a config.json. Raises ShardingError for one without a model file."""
+    """Read the model of a Hugging Face folder, or of a config under any name ending in .json.
+
+    Raises ShardingError for one without a model file.
+    """
     path = Path(path)
+    if path.suffix == ".json" and path.name != CONFIG and path.is_file():
+        with tempfile.TemporaryDirectory() as place:
+            shutil.copyfile(path, Path(place) / CONFIG)
+            return read_job(place, length)
     folder = path.parent if path.name == CONFIG else path
     if not (folder / CONFIG).is_file():
         raise fail(f"plan: {path}: there is no {CONFIG}", fix="a Hugging Face folder, or its config.json")

@@ -316,7 +316,9 @@ def _shares(row: PlanRow, memory: int) -> dict[str, float]:
 
 def _remark(row: PlanRow) -> str:
     if row.error is not None:
-        return f"error: {(_words(row.error).strip().splitlines() or [''])[0]}"
+        first, *more = _words(row.error).strip().splitlines() or [""]
+        fix = next((line.strip() for line in more if line.strip().startswith("fix:")), "")
+        return "; ".join(filter(None, (f"error: {first}", fix)))
     bubble = None if row.plan is None else row.plan.bubble
     waits = "" if bubble is None else f"stages wait {bubble:.1%}"
     return "; ".join(filter(None, ("does not fit" * (row.fits is False), row.note, waits)))

@@ -54,7 +54,7 @@ def test_rows_are_plans_of_the_train_step(capsys: pytest.CaptureFixture[str]):
     assert rows[2]["layout"] == {"data": 2, "model": 2, "remat": True}
     assert rows[1]["layout"] == {"data": 2, "replica": 2, "dtype": "float32"}
     f, args = train_step(read_job("config.json"), data=2, model=2, remat=True, batch=8)
-    plan = fs.plan(f, *args, device=H100)
+    plan = fs.plan(f, *args, device=fs.devices.fitted(H100))
     assert plan.time is not None
     assert (rows[2]["peak_bytes"], rows[2]["seconds"], rows[2]["tokens"]) == (plan.memory.peak, plan.time.seconds, 64)
     assert rows[2]["parts"]["optimizer"] > rows[2]["parts"]["parameters"] > 0
@@ -200,11 +200,26 @@ def test_errors_name_the_option(capsys: pytest.CaptureFixture[str]):
 def test_rows_of_pipelines_have_their_schedules_and_waits(capsys: pytest.CaptureFixture[str]):
     Path("config.json").write_text(json.dumps({**GPT2, "n_layer": 2}))
     out = run(capsys, "--device", "h100", "--batch", "4", "--layout", "stage=2,data=1,accumulate=2,schedule=gpipe")
-    row = out.splitlines()[-1]
+    row = out.splitlines()[-2]  # above the error bars
     assert row.split()[:4] == ["2", "1", "2", "gpipe"]
     assert "stages wait " in row
     Path("config.json").write_text(json.dumps({**CONFIGS["t5"], "model_type": "t5"}))
-    assert "error: plan: stage=2: t5 has no form for it" in run(capsys, "--layout", "stage=2,data=1")
+    text = run(capsys, "--layout", "stage=2,data=1")
+    assert "error: plan: stage=2: t5 has no form for it; fix: leave it out" in text
+
+
+def test_an_efficiency_replaces_the_fitted_one_and_a_config_has_any_name(capsys: pytest.CaptureFixture[str]):
+    Path("tiny.json").write_text(json.dumps({**GPT2, "n_layer": 1}))
+    rates = {}
+    for name, more in (("fitted", ()), ("bound", ("--efficiency", "1")), ("b200", ("--device", "b200"))):
+        assert main(["plan", "tiny.json", "--devices", "1", "--device", "h100", *more, "--json"]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["rows"]
+        rates[name] = row["seconds"], [text.split()[0] for text in row["warnings"]]
+    assert rates["fitted"][0] >= rates["bound"][0]
+    assert rates["fitted"][1] == rates["bound"][1] == []  # on one device no layout was measured
+    assert rates["b200"][1] == ["seconds"]
+    assert "--efficiency without --device" in error(capsys, "--efficiency", "0.5")
+    assert "efficiency is 2.0" in error(capsys, "--device", "h100", "--efficiency", "2")
 
 
 @pytest.mark.slow

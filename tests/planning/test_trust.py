@@ -38,7 +38,11 @@ def test_a_bound_is_marked_in_every_form_and_a_fitted_device_is_not() -> None:
         assert ("seconds are a lower bound" in got._repr_html_()) is marked
         assert ("at least" in repr(got.time)) is marked
         assert ("≥" in repr(table)) is ("≥" in table._repr_html_()) is marked
-        assert bool(table.as_dict()["rows"][0]["warnings"]) is marked
+        bars = "error bars: seconds not compared with steps of data, bytes within 3%"
+        (text,) = table.as_dict()["rows"][0]["warnings"]
+        assert (text != bars) is marked
+        assert text in repr(got)
+        assert text in repr(table)
     assert fs.plan(step, *args).warnings == ()
 
 
@@ -61,7 +65,7 @@ def test_long_rings_and_balanced_experts() -> None:
         n = fs.axis_size("data")
         return fs.all_to_all_rows(x, "data", [len(x) // n] * n)
 
-    for n, want in ((1024, []), (2048, ["ring"])):
+    for n, want in ((1024, ["error"]), (2048, ["ring", "error"])):
         mesh = fs.make_mesh(kind="abstract", data=n)
         step = fs.shard_map(lambda x: fs.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
         assert subjects(fs.plan(step, fs.init.zeros((n,)), device=FITTED)) == want
@@ -82,5 +86,27 @@ def test_kernels_that_choose_their_workspace_are_counted_in_plans_and_searches()
         return f, (fs.init.zeros((4, 4, 3, 3)), fs.init.zeros((4, 4, 8, 8)))
 
     table = search(step_of, [{"data": 2}, {"data": 4}], device=FITTED, best=1, blocks=9)
-    assert [row.warnings for row in table] == [("workspace unknown: aten.convolution, 9 calls",)] * 2
-    assert repr(table).endswith("\nworkspace unknown: aten.convolution")
+    assert [row.warnings[:-1] for row in table] == [("workspace unknown: aten.convolution, 9 calls",)] * 2
+    assert "\nworkspace unknown: aten.convolution\n" in repr(table)
+
+
+def test_error_bars_are_the_largest_of_the_kinds_of_parallelism() -> None:
+    mesh = fs.make_mesh(kind="abstract", data=2, model=2)
+    loss = lambda w, x: (w * x.sum()).sum()  # noqa: E731
+    for spec, want in (
+        (P(("data", "model")), "seconds within 13%, bytes within 7%, of published steps (FSDP: 12, tensor: 4)"),
+        (P("model"), "seconds not compared with steps of data, bytes within 5%, of published steps (tensor: 4)"),
+    ):
+        f = fs.shard_map(fs.grad(loss), mesh=mesh, in_specs=(spec, P("data")), out_specs=spec)
+        assert fs.plan(f, fs.init.zeros((8,)), fs.init.zeros((4,)), device=FITTED).warnings == (f"error bars: {want}",)
+
+
+def test_recurrent_kernels_have_an_unknown_workspace() -> None:
+    def f(x: Tensor, *ws: Tensor) -> Tensor:
+        state = torch.zeros(1, 2, 8)
+        return torch.lstm(x, (state, state), list(ws), False, 1, 0.0, False, False, False)[0]
+
+    mesh = fs.make_mesh(kind="abstract", data=2)
+    f = fs.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())
+    got = fs.plan(f, *(fs.init.zeros(shape) for shape in ((3, 2, 4), (32, 4), (32, 8))))
+    assert got.warnings == ("workspace unknown: aten.mkldnn_rnn_layer, 1 call",)
