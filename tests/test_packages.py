@@ -29,7 +29,7 @@ EXTRAS = ("transformers", "peft", "accelerate", "datasets", "nbformat", "nbclien
 MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
-    "cli": 1_683,
+    "cli": 1_692,
     "core": 17_324,
     "data": 1_056,
     "defer": 5_355,
@@ -39,7 +39,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "models": 4_861,
     "nn": 3_867,
     "optim": 2_809,
-    "planning": 4_945,
+    "planning": 4_969,
     "recipes": 2_113,
     "schedule": 3_309,
     "fshard": 97,

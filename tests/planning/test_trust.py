@@ -94,7 +94,7 @@ def test_error_bars_are_the_largest_of_the_kinds_of_parallelism() -> None:
     mesh = fs.make_mesh(kind="abstract", data=2, model=2)
     loss = lambda w, x: (w * x.sum()).sum()  # noqa: E731
     for spec, want in (
-        (P(("data", "model")), "seconds within 13%, bytes within 7%, of published steps (FSDP: 12, tensor: 4)"),
+        (P(("data", "model")), "seconds within 28%, bytes within 7%, of published steps (FSDP: 12, tensor: 4)"),
         (P("model"), "seconds not compared with steps of data, bytes within 5%, of published steps (tensor: 4)"),
     ):
         f = fs.shard_map(fs.grad(loss), mesh=mesh, in_specs=(spec, P("data")), out_specs=spec)
