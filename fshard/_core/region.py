@@ -43,7 +43,6 @@ class Region:
     scratch: dict[Any, Any] = field(default_factory=dict)  # objects that a rank keeps from one call to the next
     host: torch.device = field(default=torch.device("cpu"))
     arguments: tuple[Sequence[Tensor], Sequence[P]] = ((), ())  # the tensors that the call keeps, with their specs
-    apart: tuple[str, ...] = ()  # axes whose ranks run other operations at this time: the stages of a pipeline
     branches_on: set[str] = field(default_factory=set)  # axes whose positions a dry run has asked for, as numbers
 
     @property

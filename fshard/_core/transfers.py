@@ -19,7 +19,7 @@ from . import callsite
 from .display import Html, bar, page, table
 from .packing import part_shape
 from .protocol import Axes, Place, index_of
-from .region import checker, in_region, region, user_line
+from .region import checker, user_line
 from .torch import in_backward, is_traced
 
 Split = Sequence[Any]
@@ -163,7 +163,8 @@ def note(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split =
     """Count a transfer, and add it to the record if there is one; for `split` see `transfer`."""
     if not torch.compiler.is_dynamo_compiling():
         refuse_tracing(op)
-        if op != "send" and in_region() and set(region().apart) & set(axes):
+        apart: Axes = getattr(_thread, "apart", ())
+        if apart and op != "send" and set(apart) & set(axes):
             raise fail(f"{op}: called in a stage of a pipeline, over {', '.join(axes)}", *user_line(),
                        "the ranks of other stages run other operations meanwhile: it would not end",
                        fix="call it in gather=, or after the pipeline; over axes without the stages'")  # fmt: skip
@@ -199,6 +200,17 @@ def stop_after_transfers(n: int, stop: type[BaseException]) -> Iterator[None]:
             yield
     finally:
         _thread.limit = before
+
+
+@contextlib.contextmanager
+def ranks_apart(axes: Axes) -> Iterator[None]:
+    """Refuse collectives over `axes` within, whose ranks run other operations at this time: stages of a pipeline."""
+    before = getattr(_thread, "apart", ())
+    _thread.apart = axes
+    try:
+        yield
+    finally:
+        _thread.apart = before
 
 
 def transfer(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> Transfer:

@@ -104,7 +104,12 @@ class Device:
 
 
 def write(device: Device, path: Path) -> None:
-    """Write a device to a JSON file, as `read` reads it."""
+    """Write a device to a JSON file, as `read` reads it.
+
+    >>> devices.write(devices.H100, Path("device.json"))
+    >>> devices.read(Path("device.json")) == devices.H100
+    True
+    """
     flops = {str(dtype).removeprefix("torch."): rate for dtype, rate in device.flops.items()}
     links = [link._asdict() for link in device.links]
     path.write_text(json.dumps({**asdict(device), "flops": flops, "links": links}, indent=2) + "\n")

@@ -28,7 +28,7 @@ from fshard._core.ops import differentiable_dtype, evenly, keep_placed
 from fshard._core.protocol import PendingTransfer, Series, size_of
 from fshard._core.region import bind, checker, known_axes, live_axes, region, unchecked
 from fshard._core.torch import without_modes
-from fshard._core.transfers import transposing
+from fshard._core.transfers import ranks_apart, transposing
 from fshard.collectives import axis_position, by_dtype, psum, pvary
 from fshard.errors import api_boundary, checked, fail, shown
 from fshard.grad import (
@@ -509,10 +509,9 @@ class _Run:
     # --- operations ---
 
     def _run(self) -> None:
-        apart = bind(replace(region(), apart=self.axes))
         for _, end, op in self.order.ticks[self.stage]:
             self.messages.begin(end)
-            with apart, in_microbatch(self.parts[op.microbatch]):
+            with ranks_apart(self.axes), in_microbatch(self.parts[op.microbatch]):
                 if op.kind == "F":
                     self._forward(op)
                 elif op.kind == "W":
