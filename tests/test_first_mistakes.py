@@ -199,7 +199,8 @@ P('data') names
     "options of peft": ("fs.lora.Config(['q_proj'], lora_alpha=16)", """
         Config: no argument is called 'lora_alpha'
           near  alpha
-          fix: Config(targets, rank, alpha, dropout, rslora, dora, bias, modules_to_save, ranks, alphas, exclude, init)
+          fix: Config(targets, rank, alpha, dropout, rslora, dora, bias, modules_to_save, ranks, alphas, exclude, \
+init, parameters)
         """),
     "a text for a dtype": ("fs.init.normal((2, 2), dtype='bfloat16')", """
         normal: dtype must be a dtype or None, got 'bfloat16'
@@ -360,11 +361,66 @@ torch.save(fs.device_get(tree), path), of full tensors
             return fs.tree.map(lambda w, g: w - 0.1 * g, {"w": p["w"]}, {"w": g["w"]})
         step(params, x, y)
         """, """
-        program.py:6 in <lambda>: result['w'] varies over 'data', which its out spec does not name
+        program.py:6 in <lambda>: result['w'] was computed from a part of a gradient on each rank of 'data'
           result['w']  f32[4, 4]{V: data}    out spec P()
-          the 2 ranks would return different values, and the out spec declares one value
           fs.pvary came before the function that is differentiated: each rank has a part of a gradient
           fix: call fs.pvary(parameters, "data") in that function, and its transpose sums the parts
+        """),
+    "unshard before the function that is differentiated": ("""
+        split = fs.device_put({"w": torch.ones(4, 4)}, P(None, "data"), mesh)
+        @fs.shard_map(mesh=mesh, in_specs=(P(None, "data"), P("data"), P("data")), out_specs=P(None, "data"))
+        def step(p, x, y):
+            p = fs.unshard(p, P(None, "data"), "data")
+            g = fs.grad(lambda p: fs.pmean((x @ p["w"] - y).square().mean(), "data"))(p)
+            return fs.tree.map(lambda w, g: w - 0.1 * g, p, g)
+        step(split, x, y)
+        """, """
+        program.py:7 in <lambda>: result['w'] was computed from a part of a gradient on each rank of 'data'
+          result['w']  f32[4, 4]{V: data}    out spec P(None, 'data')
+          fs.unshard came before the function that is differentiated: each rank has a part of a gradient
+          fix: call fs.unshard(parameters, their specs, "data") in that function, and its transpose sums the parts
+        """),
+    "pvary before a loss with backward()": ("""
+        @fs.shard_map(mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
+        def step(p, x, y):
+            w = fs.pvary(p["w"], "data").clone().requires_grad_()
+            fs.pmean((x @ w - y).square().mean(), "data").backward()
+            return (w - 0.1 * w.grad).detach()
+        step(params, x, y)
+        """, """
+        program.py:6 in step: result was computed from a part of a gradient on each rank of 'data'
+          result  f32[4, 4]{V: data}    out spec P()
+          fs.pvary came before the function that is differentiated: each rank has a part of a gradient
+          fix: call fs.pvary(parameters, "data") in that function, and its transpose sums the parts
+        """),
+    "neither unshard nor pvary": ("""
+        split = fs.device_put({"w": torch.ones(4, 4)}, P(None, "data"), mesh)
+        @fs.shard_map(mesh=mesh, in_specs=(P(None, "data"), P("data")), out_specs=P(None, "data"))
+        def step(p, x):
+            return fs.grad(lambda p: fs.pmean((x @ p["w"]).square().mean(), "data"))(p)
+        step(split, x)
+        """, """
+        program.py:5 in <lambda>: matmul of rows and columns that 'data' splits
+          x       f32[4, 4]{V: data}    in spec P('data')
+          p['w']  f32[4, 2]{V: data}    in spec P(None, 'data')
+          each of the 2 ranks computes its rows with its columns, and not with the others'
+          fix: p = fs.unshard(p, its specs, "data"), before its first use, in the function that is differentiated
+        """),
+    "pvary in place of unshard": ("""
+        split = fs.device_put({"w": torch.ones(4, 4)}, P(None, "data"), mesh)
+        @fs.shard_map(mesh=mesh, in_specs=(P(None, "data"), P("data")), out_specs=P(None, "data"))
+        def step(p, x):
+            def loss(p):
+                p = fs.pvary(p, "data")
+                return fs.pmean((x @ p["w"]).square().mean(), "data")
+            return fs.grad(loss)(p)
+        step(split, x)
+        """, """
+        program.py:6 in loss: pvary over 'data' of a value that varies over it already
+          p['w']  f32[4, 2]{V: data}
+          each of the 2 ranks has its own value already: their gradients are not to be summed
+          fix: if each rank is to compute with all of p:  fs.unshard(p, its specs, "data") in place of the pvary
+          or, if the pvary is one too many:  leave the pvary over 'data' out
         """),
     "gathered logits with an axis": ("""
         f = lambda x, y: fs.nn.cross_entropy(x, y, axis="data", size=4)
@@ -486,7 +542,6 @@ block(params, x, scale)
           result  f32[]{V: data}    out spec P()
           the 2 ranks would return different values, and the out spec declares one value
           fix: at program.py:5, if each rank has a part of a sum:  fs.psum(..., "data")
-          or, if each rank has the mean over an equal count:  fs.pmean(..., "data")
         """),
     "weights of a folder by other names": ("""
         import tempfile

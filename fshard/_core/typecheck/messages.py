@@ -29,6 +29,7 @@ from .fixes import (
     fix_of_partial,
     fix_of_whole_tree,
     fixes_of_partials,
+    fixes_of_superfluous_sums,
     mixed_axes,
     reduced_over_another_axis,
 )
@@ -123,10 +124,15 @@ def _reason_and_fix(
         choices = [Fix(choices[0].text, f"{one} is one value"),
                    Fix(_with_pvary_of_leaf(invariant.info.site, axes), f"each rank is to have a {one} of its own",
                        invariant.info.site)]  # fmt: skip
+    reductions: list[Fix] = []
     for o, other in ((invariant, varying), (varying, invariant)):  # each varies over an axis of the other's
         others = sorted(o.info.type.varying & other.info.type.invariant)
-        choices += [reduced_over_another_axis(r, others) for r in o.info.history.reductions
-                    if others and r.axis in other.info.type.varying]  # fmt: skip
+        reductions += [reduced_over_another_axis(r, others) for r in o.info.history.reductions
+                       if others and r.axis in other.info.type.varying]  # fmt: skip
+    reductions = reductions or fixes_of_superfluous_sums(invariant.info, axes)
+    if reductions and not choices[0].condition:
+        choices[0] = choices[0]._replace(condition=f"each rank is to use {one} in its own way")
+    choices = [*reductions, *choices]
     return notes, fix_lines(choices) + fix_of_whole_tree(scene, axes, invariant)
 
 
@@ -232,6 +238,8 @@ def argument_overwritten(
     scene = Scene(checker, operands, op)
     name, n, over = scene.name(x), size_of(axes, checker.sizes), axes_source(axes)
     what = f"{op} in place writes values that vary over {axes_text(axes)} into {name}, which does not"
+    if parted := _parted(varying.info.history, axes):
+        return _error(scene.site, what, [scene.row(x, name), scene.row(varying)], parted[0], fix=parted[1])
     earlier = [f"they vary since {m.site}: {m.op} of {m.text.rows[0][0]} with {m.text.rows[1][0]}"
                for m in history.mixtures if m.axis in axes and m.site != scene.site]  # fmt: skip
     return _error(scene.site, what, [scene.row(x, name), scene.row(varying)], *earlier,
@@ -296,6 +304,9 @@ def copies_differ(
 ) -> ShardingError:
     """Word the error of an argument's new value, which varies over `axes`; the argument does not over some of them."""
     axes = [a for a in mixed_axes(m.invariant, m.varying) if a in axes]
+    if parted := _parted(m.varying.history, axes):
+        why, fix = parted
+        return _error(m.site, what, [*m.text.rows, *rows], why, fix=fix)
     name, n, over = m.text.rows[0][0], size_of(axes, checker.sizes), axes_text(axes)
     cause = (m.earlier or m).varying
     if cause.type.differentiable or cause.history.partials:
@@ -444,15 +455,17 @@ def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[
     called = scene.expression.called() if scene.expression else None
     meant = sorted(x.info.type.varying if m.takes == "V" else x.info.type.invariant)
     choices = []
-    if not other_axes and meant and scene.expression and len(axes) == 1 and called == verb:
-        moved = scene.expression.with_text(axes_source(axes), axes_source(meant))
+    is_twice = x.info.op == verb and x.tensor.ndim > 0
+    if not other_axes and meant and scene.expression and len(axes) == 1 and called == verb and not is_twice:
+        moved = scene.expression.with_axis(axes_source(axes), axes_source(meant))
         state = "varies" if m.takes == "V" else "does not"
         choices += [Fix(moved, f"{axes_text(meant)} is meant, over which the value {state}")] if moved else []
         choices += [reduced_over_another_axis(r, meant) for r in x.info.history.reductions
                     if m.takes == "V" and r.axis in axes]  # fmt: skip
     for r in x.info.history.reductions if verb == "pmean" else ():
         is_written = (called_at(r.site) or "psum").endswith("psum")  # and not in a batch norm
-        if r.verb == "psum" and r.axis in axes and is_written:
+        of_products = any(p.op == "matmul" and r.axis in p.axes for p in x.info.history.partials)
+        if r.verb == "psum" and r.axis in axes and is_written and not of_products:
             line = rewritten(r.site, lambda source: source.replace("psum(", "pmean(", 1))
             choices.append(Fix(line or "use pmean there", "the psum there is to be a mean", r.site))
     if verb == "pvary" and scene.site in checker.pvaried:
@@ -467,7 +480,14 @@ def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[
     if verb == "pvary" and (gather := fix_of_gather(x.info, axes, scene.site.line if scene.site else 0)):
         choices.append(gather)
     choices = (_fixes_of_picks(checker, axes, scene.site) if m.takes == "V" else []) + choices
-    choices.append(Fix(drop, f"the {verb} is one too many" if choices else ""))
+    superfluous = Fix(drop, f"the {verb} is one too many" if choices else "")
+    is_first = x.info.op == verb or (other_axes and verb in ("psum", "pmean"))
+    choices = [superfluous, *choices] if is_first else [*choices, superfluous]
+    if verb == "pvary" and called in (None, verb) and x.info.name and x.info.spec:
+        tree = operand or x.info.name.partition("[")[0]
+        gather = Fix(f"{scene.call('unshard', tree, 'its specs', axes_source(axes))} in place of the pvary",
+                     f"each rank is to compute with all of {tree}")  # fmt: skip
+        choices = [gather, superfluous._replace(condition=f"the {verb} is one too many")]
     name = scene.known_name(x) or operand or scene.name(x)
     made = [f"it was made by {x.info.op} at {x.info.site}"] if x.info.site and x.info.op else []
     it = "it" if len(axes) == 1 else "them"
@@ -587,17 +607,47 @@ def gradient_has_wrong_type(checker: Facts, leaf: Operand, grad: Operand, axes: 
     return _error(callsite.site(), what, rows, *_index_notes(checker, axes), why, fix=fix)
 
 
+def _parted(history: History, axes: Sequence[str]) -> tuple[str, str] | None:
+    """Return the reason and the fix of a value that was computed from each rank's part of a gradient."""
+    parted = {verb: sorted(a for a, v in history.parted if v == verb and a in axes) for verb in ("all_gather", "pvary")}
+    verb = next((verb for verb in parted if parted[verb]), None)
+    if verb is None:
+        return None
+    called, specs = ("fs.unshard", "their specs, ") if verb == "all_gather" else ("fs.pvary", "")
+    why = f"{called} came before the function that is differentiated: each rank has a part of a gradient"
+    call = f"{called}(parameters, {specs}{axes_source(parted[verb])})"
+    return why, f"call {call} in that function, and its transpose sums the parts"
+
+
+def columns_of_a_part(checker: Facts, site: callsite.Site | None, axis: str, x: Operand, w: Operand) -> ShardingError:
+    """Word the error of a product of the rows of an argument by the columns of a leaf, where one axis splits both."""
+    arguments = {info.root: info for info in checker.arguments}
+    infos = [arguments[checker.split_arguments[o.info.root]] for o in (x, w)]
+    rows = [(info.name or "", f"{show_type(o)}    in spec {info.spec}") for o, info in zip((x, w), infos, strict=True)]
+    root, _, item = rows[1][0].partition("[")
+    qualified = qualified_name(callsite.user_frame(), "unshard")
+    fix = f"{root} = {qualified}({root}, its specs, {axes_source([axis])}){', before its first use,' if item else ''}"
+    why = f"each of the {checker.sizes[axis]} ranks computes its rows with its columns, and not with the others'"
+    what = f"matmul of rows and columns that {axis!r} splits"
+    return _error(site, what, rows, why, fix=f"{fix} in the function that is differentiated")
+
+
 def results_have_wrong_type(
-    checker: Facts, name: str, rows: Sequence[tuple[str, Operand, P]], extra: Sequence[str], missing: Sequence[str]
-) -> ShardingError:
+    checker: Facts, name: str, rows: Sequence[tuple[str, Operand, P]], extra: Sequence[str], missing: Sequence[str],
+    kept: Sequence[str] = (),
+) -> ShardingError:  # fmt: skip
     """Word the error of results of one line that vary over `extra` axes, or do not vary over `missing` ones."""
     path, x, _ = rows[0]
-    axes, many = extra or missing, len(rows) > 1
+    axes, many = extra or missing or kept, len(rows) > 1
     n, over = size_of(axes, checker.sizes), axes_text(axes)
     subject, vary, are = (f"{len(rows)} results", "vary", "are") if many else (path, "varies", "is")
     table = [(path, f"{show_type(o)}    out spec {spec}") for path, o, spec in rows[:_SHOWN_RESULTS]]
     if len(rows) > _SHOWN_RESULTS:
         table.append(("...", f"and {len(rows) - _SHOWN_RESULTS} more"))
+    if parted := _parted(x.info.history, axes):
+        what = f"{subject} {'were' if many else 'was'} computed from a part of a gradient on each rank of {over}"
+        why, fix = parted
+        return _error(name if callsite.package_of(x.info.site) else x.info.site or name, what, table, why, fix=fix)
     if extra:
         what = f"{subject} {vary} over {over}, which {'their out specs do' if many else 'its out spec does'} not name"
         update = update_of(x, extra)
@@ -607,9 +657,6 @@ def results_have_wrong_type(
                  for m in x.info.history.mixtures if m.axis in extra]  # fmt: skip
         differ = f"the {n} ranks would return different values, and the out spec declares one value"
         why, fix = _GATHERED if fix_of_gather(x.info, axes, 0) else differ, fix_of_partial(checker, x, axes)
-        if parted := sorted(checker.parted & set(extra)):
-            notes.append("fs.pvary came before the function that is differentiated: each rank has a part of a gradient")
-            fix = f"call fs.pvary(parameters, {axes_source(parted)}) in that function, and its transpose sums the parts"
         without = [Fix(m.text.without_pvary, "both operands are the same on every rank", m.site)
                    for m in x.info.history.mixtures if m.axis in extra and m.text.without_pvary]  # fmt: skip
         fix = "\n  or, ".join(filter(None, (fix, fix_lines(without))))
