@@ -33,7 +33,7 @@ from .fixes import (
     mixed_axes,
     reduced_over_another_axis,
 )
-from .suggestion import called_at, qualified_name, rewritten, sliced_operand, with_picked_operand
+from .suggestion import called_at, mean_of_all, qualified_name, rewritten, sliced_operand, with_picked_operand
 from .types import Facts, GlobalShape, History, Mixture, MixtureText, Operand, TensorInfo, show_type
 
 _SHOWN_RESULTS = 4
@@ -71,9 +71,20 @@ def invariant_mixed_with_varying(
         n, name = size_of(axes, checker.sizes), scene.name(invariant)
         notes = [f"each of the {n} ranks of {axes_text(axes)} adds {name} to its part, so the sum has it {n} times"]
         fix = scene.expression.moved_out_of_sum(scene.node(invariant)) or f"add {name} after the sum, and not before it"
+    elif sizes := _sizes_of_full_and_part(op, invariant.tensor, varying.tensor, size_of(axes, checker.sizes)):
+        (dim, size, n), name = sizes, scene.name(invariant)
+        notes = [f"{name} has {size} elements where {scene.name(varying)} has {size} / {n} = {size // n}"]
+        fix = f"{name} is to be split in the same way: in spec P({', '.join([*['None'] * dim, axes_source(axes)])})"
     else:
         notes, fix = _reason_and_fix(scene, axes, op, invariant, varying, _to_vary(checker, operands))
     return _error(scene.site, _mix_of(op, axes), [scene.row(invariant), scene.row(varying)], *notes, fix=fix)
+
+
+def _sizes_of_full_and_part(op: str, full: Tensor, part: Tensor, n: int) -> tuple[int, int, int] | None:
+    """Return the dim of an operand that has `n` times the size of another one's, with its size and `n`, or None."""
+    dims = zip(range(1, full.ndim + 1), full.shape[::-1], part.shape[::-1], strict=False)
+    found = [(full.ndim - i, size, n) for i, size, of_part in dims if size == n * of_part > n]
+    return found[0] if found and op in ("add", "sub", "mul", "div") else None
 
 
 def _to_vary(checker: Facts, operands: Sequence[Operand]) -> list[tuple[Operand, list[str]]]:
@@ -165,7 +176,10 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
             Fix(scene.line_with("pvary", (draw, source)), "all ranks are to use the same numbers"),
         ]  # fmt: skip
         if (called_at(scene.site) or "").endswith("dropout"):
-            fixes = [Fix(f"give dropout the spec of its argument: spec={other.info.spec or f'P(...), with {over}'}")]
+            spec = f"P({source}) if {over} splits dim 0"
+            if len(other.info.type.varying) > 1:
+                spec = f"P(...), with {axes_text(sorted(other.info.type.varying))} at the dims that they split"
+            fixes = [Fix(f"give dropout the spec of its argument: spec={other.info.spec or spec}")]
     else:
         what = f"{op} of a random draw that differs between the ranks of {over} with an invariant operand"
         why = f"the {n} ranks hold the same value, and each would change it by its own random numbers"
@@ -287,7 +301,8 @@ def gradient_accumulated(leaves: Sequence[Operand]) -> ShardingError:
     why = _SHARED if made == "made" else "it would stay on the placed leaf, and each backward pass would add to it"
     passed = "pass what is trained as an argument, and " if made == "made" else ""
     return _error(site, what, rows, why,
-                  fix=f"{passed}take its gradient by fs.value_and_grad or torch.autograd.grad")  # fmt: skip
+                  fix=f"{passed}take its gradient by fs.value_and_grad or torch.autograd.grad, for an optimizer of "
+                      "fs.optim")  # fmt: skip
 
 
 def made_by_another_rank(x: Operand, coords: Mapping[str, int], axes: Sequence[str]) -> ShardingError:
@@ -381,8 +396,8 @@ def number_differs(
     if op == "pmean of a mean":
         return _error(site, f"{op} over {axis!r}, of different counts of values", rows,
                       "a mean of means is the mean only of equal counts",
-                      fix=f'total / n, of total, n = fs.psum((x.sum(), torch.ones_like(x).sum()), "{axis}"); or give '
-                          "each rank as many")  # fmt: skip
+                      fix=rewritten(site if isinstance(site, callsite.Site) else None, mean_of_all) or
+                      f"divide the sum of all values by their number, each of them a psum over {axis!r}")  # fmt: skip
     if isinstance(numbers[0][1][0], GlobalShape):
         what = "shape" if op.startswith("random.") else "size"
         return _error(site, f"{op} with a global {what} that differs between ranks of {axis!r}", rows,
@@ -657,6 +672,8 @@ def results_have_wrong_type(
                  for m in x.info.history.mixtures if m.axis in extra]  # fmt: skip
         differ = f"the {n} ranks would return different values, and the out spec declares one value"
         why, fix = _GATHERED if fix_of_gather(x.info, axes, 0) else differ, fix_of_partial(checker, x, axes)
+        if "running_" in path or "num_batches" in path:
+            fix = f"apply.batch_norm_over({axes_source(extra)}), of all rows; or fs.pmean of the returned buffers"
         without = [Fix(m.text.without_pvary, "both operands are the same on every rank", m.site)
                    for m in x.info.history.mixtures if m.axis in extra and m.text.without_pvary]  # fmt: skip
         fix = "\n  or, ".join(filter(None, (fix, fix_lines(without))))

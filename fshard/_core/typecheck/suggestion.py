@@ -229,6 +229,17 @@ def with_axis(source: str, old: str, new: str) -> str | None:
     return None
 
 
+def mean_of_all(source: str) -> str | None:
+    """Return `pmean(x.mean(), axis)` as the sum of all elements over their number; `None` for another expression."""
+    match _parse_expression(source):
+        case ast.Call(func=func, args=[ast.Call(func=ast.Attribute(value=x, attr="mean"), args=[], keywords=[]), axis]):
+            text, psum = f"({source})".encode(), ast.unparse(func).removesuffix("pmean") + "psum"
+            x_text, axes = (text[part.col_offset : part.end_col_offset].decode() for part in (x, axis))
+            bare, x_text = x_text, x_text if isinstance(x, _ATOMS) else f"({x_text})"
+            return f"{psum}({x_text}.sum(), {axes}) / {psum}(torch.ones_like({bare}).sum(), {axes})"
+    return None
+
+
 def line_without_call(site: Site | None) -> str | None:
     """Return the line of a call, which is all of its statement, with its first argument in place of the call."""
 
