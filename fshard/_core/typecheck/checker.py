@@ -534,12 +534,6 @@ class Checker(OperationMode):
         for axis in w.info.type.varying.intersection(out, rows.parts(max(8, len(rows.entries)))[0]):
             self.blocks.setdefault((roots[1], axis), (callsite.site(), (x, w)))
 
-    def _check_blocks(self, leaf: TensorInfo) -> None:
-        """Raise for the gradient of an argument whose columns met only the rows of their rank."""
-        for axis in sorted(leaf.type.varying):
-            if (found := self.blocks.get((leaf.root, axis))) and axis not in self._moved:
-                raise messages.columns_of_a_part(self, found[0], axis, *found[1])
-
     def _joined_partials(self, op: Operation, operands: Sequence[Operand]) -> tuple[Partial, ...]:
         """Return the partial results that a value was computed from: their sum, which is one, or each of the first."""
         found = {o.info.history.partials[0]: o for o in operands if o.info.history.partials}
@@ -690,14 +684,17 @@ class Checker(OperationMode):
     def check_loss(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor] | None) -> None:
         """Raise if a loss varies over an axis over which a tensor that it is differentiated by is invariant.
 
-        The gradient of a tensor that was gathered is a sum over the ranks: of means, it is too large.
+        The gradient of a tensor that was gathered is a sum over the ranks: of means, it is too large. One that is split
+        has no gradient of products of its columns with only the rows of their rank.
         """
         if in_backward():  # a recomputation there differentiates a product with its gradient, and no loss
             return
         for x in outputs:
             loss = Operand(unwrapped(x), self.info(x))
-            for leaf in (leaves_of(x) if inputs is None else inputs) if self.blocks else ():
-                self._check_blocks(self.info(leaf))
+            for (root, axis), (site, operands) in self.blocks.items():
+                leaves = leaves_of(x) if inputs is None else inputs
+                if axis not in self._moved and any(self.info(leaf).root == root for leaf in leaves):
+                    raise messages.columns_of_a_part(self, site, axis, *operands)
             for leaf in (leaves_of(x) if inputs is None else inputs) if loss.info.type.varying else ():
                 parameter = Operand(unwrapped(leaf), self.info(leaf))
                 axes = loss.info.type.varying & parameter.info.type.invariant

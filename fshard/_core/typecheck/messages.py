@@ -497,6 +497,7 @@ def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[
     choices = (_fixes_of_picks(checker, axes, scene.site) if m.takes == "V" else []) + choices
     superfluous = Fix(drop, f"the {verb} is one too many" if choices else "")
     is_first = x.info.op == verb or (other_axes and verb in ("psum", "pmean"))
+    is_first = is_first or (verb == called == "pvary" and bool(x.info.history.gathers))
     choices = [superfluous, *choices] if is_first else [*choices, superfluous]
     if verb == "pvary" and called in (None, verb) and x.info.name and x.info.spec:
         tree = operand or x.info.name.partition("[")[0]
