@@ -159,6 +159,14 @@ def columns_not_gathered(p, x):
     return fs.grad(loss)(p)
 
 
+def update_by_gradients_that_vary(p, x):
+    opt = fs.optim.adamw(0.1)
+    grads = fs.grad(lambda p: fs.pmean((x * fs.pvary(p["gain"], "data")).mean(), "data"))(p)
+    grads = {"gain": grads["gain"] * x[0, 0]}
+    p, _ = opt.update(grads, opt.init(p), p)
+    return p
+
+
 def pslice_of_varying(x):
     return fs.pslice(x, "data")
 
@@ -405,6 +413,7 @@ CASES = {
     "sum_before_relu": (sum_before_relu, *_LAYERS),
     "mean_over_both_axes": (mean_over_both_axes, *_LAYERS),
     "means_of_unequal_counts": (means_of_unequal_counts, (ROWS,), P(), (torch.arange(6.0).reshape(3, 2),)),
+    "update_by_gradients_that_vary": (update_by_gradients_that_vary, (P(), ROWS), P(), ({"gain": B}, X)),
     "columns_not_gathered": (columns_not_gathered, (_SHARDS, ROWS), _SHARDS, (_WEIGHTS, X)),
     "missing_pvary_of_data": (missing_pvary_of_data, (P(), ROWS), P(), ({"gain": B}, X)),
     "missing_pvary": (missing_pvary, (P(), {"up": COLUMNS}), P(), (X, {"up": W})),

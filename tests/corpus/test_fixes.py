@@ -99,6 +99,7 @@ ADVICE = {  # messages with one fix that is right, and that is no line of code
     "refused training_of_a_captured_module": "fix: pass what is trained as an argument, and take its gradient by",
     "refused running_mean_in_a_captured_tensor": "fix: pass it as an argument, and return its new value",
     "refused gradient_of_a_placed_leaf": "fix: take its gradient by fs.value_and_grad or torch.autograd.grad",
+    "refused update_by_gradients_that_vary": "fix: sum the gradients over 'data' before the update",
     "refused columns_not_gathered": 'fix: p = fs.unshard(p, its specs, "data"), before its first use, in the function',
     "refused dropout_without_a_spec": "fix: give dropout the spec of its argument: spec=P(",
     "wrong sampled_by_local_draws": "name 'data' in the spec of the draw, and pass its global shape",

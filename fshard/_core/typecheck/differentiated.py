@@ -121,7 +121,7 @@ class Differentiated(TorchFunctionMode):
         with self._backward_pass(create_graph):
             torch.autograd.backward(outputs, gradient, retain_graph, create_graph, inputs=inputs)
         if gradient is None:
-            self._checks.check_gradients(ys, leaves, [x.grad for x in leaves])
+            self._checks.check_gradients(ys, leaves, [x.grad if x.is_leaf else None for x in leaves])
 
     def _backward_of_several(
         self, tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,

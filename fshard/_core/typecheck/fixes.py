@@ -207,6 +207,8 @@ def fix_of_partial(checker: Facts, x: Operand, axes: Sequence[str]) -> str:
     if fix := fix_of_gather(x.info, axes, here.line if here else 0) or _fix_of_cross_entropy(checker, x, axes):
         return fix_lines([fix])
     fixes = fixes_of_partials(x.info, axes, here.line if here else 0)
+    if (called_at(here) or "").endswith(".update"):  # of an optimizer: a mean of weights is another training
+        return fix_lines(fixes) or f"sum the gradients over {axes_text(axes)} before the update"
     if not fixes:
         fixes = [Fix(call_at(here, verb, axes), _WHOLE[verb]) for verb in ("pmean", "psum")]
     if x.tensor.ndim:
