@@ -481,11 +481,16 @@ def _wrong_names(
 
 
 def _form_of_call(verb: str, parameters: Sequence[inspect.Parameter], missing: Sequence[str] = ()) -> str:
-    """Return the form of a call: its arguments by position, then by name, with an example of a missing one."""
+    """Return the form of a call: its arguments by position, then by name; or those that it needs, with examples."""
     forms: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*{}", inspect.Parameter.VAR_KEYWORD: "**{}",
              inspect.Parameter.KEYWORD_ONLY: "{}={}"}  # fmt: skip
-    names = {p.name.rstrip("_"): forms.get(p.kind, "{}") for p in parameters if p.name != "self"}
-    texts = [form.format(name, _FIXES.get(name, "") if name in missing else "") for name, form in names.items()]
+    texts = []
+    for p in parameters:
+        name, form = p.name.rstrip("_"), forms.get(p.kind, "{}")
+        if name in missing:
+            texts.append('"data"' if name == "axis" else form.format(name, _FIXES.get(name, "...")))
+        elif name != "self" and not (missing and form != "{}"):
+            texts.append(form.format(name, ""))
     return f"{verb}({', '.join(texts)})"
 
 

@@ -212,6 +212,7 @@ def check_loss(label: str, loss: Any) -> None:
     """Raise ShardingError for a loss that is not one floating number."""
     if not isinstance(loss, Tensor):
         fix = "return (loss, aux) with has_aux=True" if isinstance(loss, tuple) else "return a 0-d tensor"
+        fix = f"end {label[15:-1]} with `return loss`" if loss is None and label.startswith("value_and_grad(") else fix
         raise fail(f"{label}: the loss is a {type(loss).__name__}, not a tensor", fix=fix)
     if loss.ndim or not loss.is_floating_point():
         kind = f"{str(loss.dtype)[6:]}{list(loss.shape)}"

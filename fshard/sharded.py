@@ -279,8 +279,10 @@ def no_parts_errors(label: str, leaf: Any, spec: P) -> list[ShardingError]:
     """Return the error of a leaf that is neither a tensor nor an array, under a spec that splits it."""
     if not spec.axes:
         return []
+    of_list = isinstance(leaf, (int, float)) and label.count("[") > 1 and label[-2].isdigit()
+    fix = f"give it P(), which passes it on unchanged; or {_as_leaves(leaf)}"
     return [fail(f"{label}: is {a_type(type(leaf))}, not a tensor: it has no parts for {spec} to place",
-                 fix=f"give it P(), which passes it on unchanged; or {_as_leaves(leaf)}")]  # fmt: skip
+                 fix="pass one tensor: torch.tensor(the list)" if of_list else fix)]  # fmt: skip
 
 
 def _as_leaves(leaf: Any) -> str:

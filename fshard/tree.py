@@ -246,7 +246,9 @@ def _refuse_map(verb: str, f: Any, tree: Any, rest: tuple[Any, ...]) -> None:
         try:
             treedef.flatten_up_to(other)
         except ValueError as e:
+            swapped = getattr(other, "ndim", None) == 0 and not treedef.is_leaf()
             raise fail(f"{verb}: rest[{i}] has another structure than the tree", str(e).partition(", got ")[0],
+                       fix="loss, grads = fs.value_and_grad(...): the loss comes first" if swapped else "",
                        tree=treedef, other=optree.tree_structure(other)) from None  # fmt: skip
 
 
@@ -397,6 +399,8 @@ def _not_a_prefix(
         fix = f"pass its result, {call_of(tree)}" if call_of(tree) else f"give the leaf a {kind}{spec}"
         return fail(what, "the tree has a leaf at this path", fix=fix, **facts)
     fix, notes = f"give every key a {kind}, or {one_for_all}", [difference]
+    if extra and not missing:
+        fix = f"leave {_limited(extra)} out, or add what they describe to the tree"
     if type(tree) is list and len(tree) > 1 and (not isinstance(prefix, (list, tuple)) or len(prefix) == 1):
         fix, notes = f"[{'spec' if kind == 'P' else kind}] * {len(tree)}, or {one_for_all}", []  # one, for all blocks
     elif children and (same := [k for k, x in expected.items() if list(_children(x) or ()) == list(children)]):

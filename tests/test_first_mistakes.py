@@ -133,7 +133,8 @@ wanted
         """, """
         program.py:4 in step: backward() of a result of tensors that require no gradient
           the arguments of step are parts of leaves, without one
-          fix: loss, grads = fs.value_and_grad(loss_fn)(params, x), then opt.update
+          fix: compute the loss in a function of the parameters, and differentiate that by fs.value_and_grad, which \
+returns (loss, grads)
         """),
     "an optimizer of torch": ("torch.optim.AdamW(params.values(), lr=1e-3)", f"""
         add_param_group: f32[4, 4] {PLACED}
@@ -199,8 +200,9 @@ P('data') names
     "options of peft": ("fs.lora.Config(['q_proj'], lora_alpha=16)", """
         Config: no argument is called 'lora_alpha'
           near  alpha
-          fix: Config(targets, rank, alpha, dropout, rslora, dora, bias, modules_to_save, ranks, alphas, exclude, init, parameters)
-        """),  # noqa: E501
+          fix: Config(targets, rank, alpha, dropout, rslora, dora, bias, modules_to_save, ranks, alphas, exclude, \
+init, parameters)
+        """),
     "a text for a dtype": ("fs.init.normal((2, 2), dtype='bfloat16')", """
         normal: dtype must be a dtype or None, got 'bfloat16'
           fix: torch.bfloat16
@@ -224,15 +226,15 @@ P('data') names
         """),
     "no key": ("fs.materialize({'w': fs.init.ones(4)}, P(), mesh)", """
         materialize: key is missing
-          fix: materialize(tree, specs, mesh, key=fs.key(0), dtype=)
+          fix: materialize(tree, specs, mesh, key=fs.key(0))
         """),
     "no axis": ("fs.psum(x)", """
         psum: axis is missing
-          fix: psum(x, axis)
+          fix: psum(x, "data")
         """),
     "shard_map without parentheses": ("fs.shard_map(lambda x: x)", """
         shard_map: mesh and out_specs are missing
-          fix: shard_map(f, mesh=, in_specs=, out_specs=, check=, compile=, donate=)
+          fix: shard_map(f, mesh=..., out_specs=...)
         """),
     "a text for a spec": ("fs.device_put({'w': x}, {'w': 'data'}, mesh)", """
         specs['w']: 'data' is a str, not a P
@@ -287,7 +289,64 @@ torch.save(fs.device_get(tree), path), of full tensors
           data=0  8
           data=1  4
           a mean of means is the mean only of equal counts
-          fix: total / n, of total, n = fs.psum((x.sum(), torch.ones_like(x).sum()), "data"); or give each rank as many
+          fix: divide the sum of all values by their number, each of them a psum over 'data'
+        """),
+    "no return in the loss": ("fs.grad(lambda p: None)(torch.ones(2))", """
+        value_and_grad(<lambda>): the loss is a NoneType, not a tensor
+          fix: end <lambda> with `return loss`
+        """),
+    "gradients before the loss": ("""
+        grads, loss = fs.value_and_grad(lambda p: (p["w"] ** 2).sum())({"w": torch.ones(2)})
+        fs.tree.map(lambda w, g: w - 0.1 * g, {"w": torch.ones(2)}, loss["w"].sum())
+        """, """
+        map: rest[0] has another structure than the tree
+          tree  PyTreeSpec({'w': *})    other  PyTreeSpec(*)
+          Expected an instance of dict, collections.OrderedDict, or collections.defaultdict
+          fix: loss, grads = fs.value_and_grad(...): the loss comes first
+        """),
+    "no key of a dropout": ("fs.nn.dropout(x, 0.5, spec=P('data'))", """
+        dropout: key is missing
+          fix: dropout(x, rate, key=fs.key(0))
+        """),
+    "a parameter that the argument lacks": ("""
+        fs.shard_map(lambda p: p, mesh=mesh, in_specs=({"w": P(), "b": P()},), out_specs=P())({"w": x})
+        """, """
+        <lambda>: in_specs[0]: not a prefix of the tree it describes
+          missing []    extra ['b']
+          fix: leave ['b'] out, or add what they describe to the tree
+        """),
+    "a list for a batch": ("loss(params, [[1.0, 2.0, 3.0, 4.0]])", """
+        loss: args[1][0][0]: is a float, not a tensor: it has no parts for P('data') to place
+          fix: pass one tensor: torch.tensor(the list)
+          the same for args[1][0][1], args[1][0][2], args[1][0][3]
+        """),
+    "a bias that is not split like its columns": ("""
+        @fs.shard_map(mesh=mesh, in_specs=(P(None, "data"), P(), P()), out_specs=P(None, "data"))
+        def grads(w, b, x):
+            def loss(w, b):
+                return fs.psum((fs.pvary(x, "data") @ w + b).sum(), "data")
+            return fs.grad(loss, (0, 1))(w, b)
+        grads(torch.ones(4, 8), torch.ones(8), x)
+        """, """
+        program.py:5 in loss: add of an operand that is invariant (I) over 'data' with one that varies (V) over it
+          b                   f32[8]{I: data}
+          a result of matmul  f32[8, 4]{V: data}
+          b has 8 elements where a result of matmul has 8 / 2 = 4
+          fix: b is to be split in the same way: in spec P("data")
+        """),
+    "buffers of a batch norm": ("""
+        apply, tree = fs.defer(lambda: nn.BatchNorm1d(4))
+        placed = fs.materialize(tree, P(), mesh, key=fs.key(0))
+        f = lambda p, b, x: apply.batch_norm_over(None).with_buffers(p, b, x)[1]
+        f = fs.shard_map(f, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
+        f(placed["params"], placed["buffers"], x)
+        """, """
+        program.py:4 in <lambda>: 2 results vary over 'data', which their out specs do not name
+          result['running_mean']  f32[4]{V: data}    out spec P()
+          result['running_var']   f32[4]{V: data}    out spec P()
+          the 2 ranks would return different values, and the out spec declares one value
+          result['running_mean'] varies since program.py:4 in <lambda>: native_batch_norm of p['weight'] with x
+          fix: apply.batch_norm_over("data"), of all rows; or fs.pmean of the returned buffers
         """),
     "a pmean of the gradients of split leaves": ("""
         split = fs.device_put({"w": torch.ones(4, 4)}, P("data"), mesh)
@@ -360,11 +419,66 @@ torch.save(fs.device_get(tree), path), of full tensors
             return fs.tree.map(lambda w, g: w - 0.1 * g, {"w": p["w"]}, {"w": g["w"]})
         step(params, x, y)
         """, """
-        program.py:6 in <lambda>: result['w'] varies over 'data', which its out spec does not name
+        program.py:6 in <lambda>: result['w'] was computed from a part of a gradient on each rank of 'data'
           result['w']  f32[4, 4]{V: data}    out spec P()
-          the 2 ranks would return different values, and the out spec declares one value
           fs.pvary came before the function that is differentiated: each rank has a part of a gradient
           fix: call fs.pvary(parameters, "data") in that function, and its transpose sums the parts
+        """),
+    "unshard before the function that is differentiated": ("""
+        split = fs.device_put({"w": torch.ones(4, 4)}, P(None, "data"), mesh)
+        @fs.shard_map(mesh=mesh, in_specs=(P(None, "data"), P("data"), P("data")), out_specs=P(None, "data"))
+        def step(p, x, y):
+            p = fs.unshard(p, P(None, "data"), "data")
+            g = fs.grad(lambda p: fs.pmean((x @ p["w"] - y).square().mean(), "data"))(p)
+            return fs.tree.map(lambda w, g: w - 0.1 * g, p, g)
+        step(split, x, y)
+        """, """
+        program.py:7 in <lambda>: result['w'] was computed from a part of a gradient on each rank of 'data'
+          result['w']  f32[4, 4]{V: data}    out spec P(None, 'data')
+          fs.unshard came before the function that is differentiated: each rank has a part of a gradient
+          fix: call fs.unshard(parameters, their specs, "data") in that function, and its transpose sums the parts
+        """),
+    "pvary before a loss with backward()": ("""
+        @fs.shard_map(mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
+        def step(p, x, y):
+            w = fs.pvary(p["w"], "data").clone().requires_grad_()
+            fs.pmean((x @ w - y).square().mean(), "data").backward()
+            return (w - 0.1 * w.grad).detach()
+        step(params, x, y)
+        """, """
+        program.py:6 in step: result was computed from a part of a gradient on each rank of 'data'
+          result  f32[4, 4]{V: data}    out spec P()
+          fs.pvary came before the function that is differentiated: each rank has a part of a gradient
+          fix: call fs.pvary(parameters, "data") in that function, and its transpose sums the parts
+        """),
+    "neither unshard nor pvary": ("""
+        split = fs.device_put({"w": torch.ones(4, 4)}, P(None, "data"), mesh)
+        @fs.shard_map(mesh=mesh, in_specs=(P(None, "data"), P("data")), out_specs=P(None, "data"))
+        def step(p, x):
+            return fs.grad(lambda p: fs.pmean((x @ p["w"]).square().mean(), "data"))(p)
+        step(split, x)
+        """, """
+        program.py:5 in <lambda>: matmul of rows and columns that 'data' splits
+          x       f32[4, 4]{V: data}    in spec P('data')
+          p['w']  f32[4, 2]{V: data}    in spec P(None, 'data')
+          each of the 2 ranks computes its rows with its columns, and not with the others'
+          fix: p = fs.unshard(p, its specs, "data"), before its first use, in the function that is differentiated
+        """),
+    "pvary in place of unshard": ("""
+        split = fs.device_put({"w": torch.ones(4, 4)}, P(None, "data"), mesh)
+        @fs.shard_map(mesh=mesh, in_specs=(P(None, "data"), P("data")), out_specs=P(None, "data"))
+        def step(p, x):
+            def loss(p):
+                p = fs.pvary(p, "data")
+                return fs.pmean((x @ p["w"]).square().mean(), "data")
+            return fs.grad(loss)(p)
+        step(split, x)
+        """, """
+        program.py:6 in loss: pvary over 'data' of a value that varies over it already
+          p['w']  f32[4, 2]{V: data}
+          each of the 2 ranks has its own value already: their gradients are not to be summed
+          fix: if each rank is to compute with all of p:  fs.unshard(p, its specs, "data") in place of the pvary
+          or, if the pvary is one too many:  leave the pvary over 'data' out
         """),
     "gathered logits with an axis": ("""
         f = lambda x, y: fs.nn.cross_entropy(x, y, axis="data", size=4)
@@ -486,7 +600,6 @@ block(params, x, scale)
           result  f32[]{V: data}    out spec P()
           the 2 ranks would return different values, and the out spec declares one value
           fix: at program.py:5, if each rank has a part of a sum:  fs.psum(..., "data")
-          or, if each rank has the mean over an equal count:  fs.pmean(..., "data")
         """),
     "weights of a folder by other names": ("""
         import tempfile

@@ -101,6 +101,72 @@ def pvary_twice(w, x):
     return fs.grad(loss)(w)
 
 
+def sum_over_the_axis_of_rows(p, x, y):
+    def loss(p):
+        p = fs.pvary(p, "data")
+        out = fs.psum(torch.relu(fs.pvary(x, "model") @ p["up"]) @ p["down"], "data")
+        return fs.pmean((out - y).square().mean(), "data")
+
+    return fs.value_and_grad(loss)(p)
+
+
+def sum_over_both_axes(p, x, y):
+    def loss(p):
+        p = fs.pvary(p, "data")
+        out = fs.psum(torch.relu(fs.pvary(x, "model") @ p["up"]) @ p["down"], ("data", "model"))
+        return fs.pmean((out - y).square().mean(), "data")
+
+    return fs.value_and_grad(loss)(p)
+
+
+def sum_of_the_sum(p, x, y):
+    def loss(p):
+        p = fs.pvary(p, "data")
+        out = fs.psum(fs.psum(torch.relu(fs.pvary(x, "model") @ p["up"]) @ p["down"], "model"), "model")
+        return fs.pmean((out - y).square().mean(), "data")
+
+    return fs.value_and_grad(loss)(p)
+
+
+def sum_before_relu(p, x, y):
+    def loss(p):
+        p = fs.pvary(p, "data")
+        h = fs.psum(fs.pvary(x, "model") @ p["up"], "model")
+        out = torch.relu(h) @ p["down"]
+        return fs.pmean((out - y).square().mean(), "data")
+
+    return fs.value_and_grad(loss)(p)
+
+
+def mean_over_both_axes(p, x, y):
+    def loss(p):
+        p = fs.pvary(p, "data")
+        out = fs.psum(torch.relu(fs.pvary(x, "model") @ p["up"]) @ p["down"], "model")
+        return fs.pmean((out - y).square().mean(), ("data", "model"))
+
+    return fs.value_and_grad(loss)(p)
+
+
+def means_of_unequal_counts(x):
+    return fs.pmean((x - 1).square().mean(), "data")
+
+
+def columns_not_gathered(p, x):
+    def loss(p):
+        h = torch.relu(x @ p["up"])
+        return fs.pmean((h @ p["down"]).square().mean(), "data")
+
+    return fs.grad(loss)(p)
+
+
+def update_by_gradients_that_vary(p, x):
+    opt = fs.optim.adamw(0.1)
+    grads = fs.grad(lambda p: fs.pmean((x * fs.pvary(p["gain"], "data")).mean(), "data"))(p)
+    grads = {"gain": grads["gain"] * x[0, 0]}
+    p, _ = opt.update(grads, opt.init(p), p)
+    return p
+
+
 def pslice_of_varying(x):
     return fs.pslice(x, "data")
 
@@ -336,7 +402,19 @@ def mean_of_each_rank_by_a_gathered_weight(w, x):
     return fs.value_and_grad(lambda w: (x @ fs.all_gather(w, "data")).square().mean())(w)[1]
 
 
+_SPECS = {"up": COLUMNS, "down": P("model")}
+_WEIGHTS = {"up": W, "down": W.T.clone()}
+_LAYERS = ((_SPECS, ROWS, ROWS), (P(), _SPECS), (_WEIGHTS, torch.arange(32.0).reshape(4, 8) / 32, X))
+_SHARDS = {"up": fs.column("data"), "down": P("data")}
 CASES = {
+    "sum_over_the_axis_of_rows": (sum_over_the_axis_of_rows, *_LAYERS),
+    "sum_over_both_axes": (sum_over_both_axes, *_LAYERS),
+    "sum_of_the_sum": (sum_of_the_sum, *_LAYERS),
+    "sum_before_relu": (sum_before_relu, *_LAYERS),
+    "mean_over_both_axes": (mean_over_both_axes, *_LAYERS),
+    "means_of_unequal_counts": (means_of_unequal_counts, (ROWS,), P(), (torch.arange(6.0).reshape(3, 2),)),
+    "update_by_gradients_that_vary": (update_by_gradients_that_vary, (P(), ROWS), P(), ({"gain": B}, X)),
+    "columns_not_gathered": (columns_not_gathered, (_SHARDS, ROWS), _SHARDS, (_WEIGHTS, X)),
     "missing_pvary_of_data": (missing_pvary_of_data, (P(), ROWS), P(), ({"gain": B}, X)),
     "missing_pvary": (missing_pvary, (P(), {"up": COLUMNS}), P(), (X, {"up": W})),
     "bias_before_the_sum": (

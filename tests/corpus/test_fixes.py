@@ -99,7 +99,9 @@ ADVICE = {  # messages with one fix that is right, and that is no line of code
     "refused training_of_a_captured_module": "fix: pass what is trained as an argument, and take its gradient by",
     "refused running_mean_in_a_captured_tensor": "fix: pass it as an argument, and return its new value",
     "refused gradient_of_a_placed_leaf": "fix: take its gradient by fs.value_and_grad or torch.autograd.grad",
-    "refused dropout_without_a_spec": "fix: give dropout the spec of its argument: spec=P(...), with 'data'",
+    "refused update_by_gradients_that_vary": "fix: sum the gradients over 'data' before the update",
+    "refused columns_not_gathered": 'fix: p = fs.unshard(p, its specs, "data"), before its first use, in the function',
+    "refused dropout_without_a_spec": "fix: give dropout the spec of its argument: spec=P(",
     "wrong sampled_by_local_draws": "name 'data' in the spec of the draw, and pass its global shape",
     "wrong cross_entropy_over_the_wrong_axis": "fix: leave 'model' out of the axes of cross_entropy",
     "wrong norm_by_specs_of_whole_leaves": "fix: pass the specs by which these leaves are placed",
@@ -122,7 +124,8 @@ def test_fixes_lead_to_a_correct_program(name):
 
 
 FIRST = ("noise_before_the_sum", "sum_of_products", "sum_of_sums", "cosine", "part_by_local_range",
-         "returned_part_by_local_range", "parts_of_columns")  # fmt: skip
+         "returned_part_by_local_range", "parts_of_columns", "sum_over_the_axis_of_rows", "sum_over_both_axes",
+         "sum_of_the_sum", "sum_before_relu", "mean_over_both_axes", "means_of_unequal_counts")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FIRST)

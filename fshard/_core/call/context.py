@@ -95,7 +95,8 @@ def explain_shapes(plan: CallPlan, e: Exception) -> None:
     if isinstance(e, RuntimeError) and "does not require grad and does not have a grad_fn" in str(e):
         raise fail(f"{_user_site(e)}: backward() of a result of tensors that require no gradient",
                    f"the arguments of {plan.name} are parts of leaves, without one",
-                   fix="loss, grads = fs.value_and_grad(loss_fn)(params, x), then opt.update") from e  # fmt: skip
+                   fix="compute the loss in a function of the parameters, and differentiate that by "
+                       "fs.value_and_grad, which returns (loss, grads)") from e  # fmt: skip
     if isinstance(e, IndexError) and re.fullmatch(r"Target -?\d+ is out of bounds.", str(e)):
         raise fail(
             f"{_user_site(e)}: {str(e).rstrip('.').lower()}, of the classes that this rank has",

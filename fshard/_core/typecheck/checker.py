@@ -119,10 +119,12 @@ class Checker(OperationMode):
         self.mixtures_of_captured: dict[tuple[int, str], Mixture] = {}  # the first of each root and axis
         self.differentiated = Differentiated(weakref.proxy(self))  # a cycle would keep the checker after its call
         self.pvaried: set[callsite.Site | None] = set()  # lines
-        self.parted: set[str] = set()  # axes on which each rank has a part of a gradient: pvary came before the loss
+        # Arguments that split rows were multiplied by, by (root, axis): each rank has other columns for other rows.
+        self.blocks: dict[tuple[int, str], tuple[callsite.Site | None, tuple[Operand, Operand]]] = {}
         self.asked: set[str] = set()  # axes on which the program asked for the rank's place: a number may depend on it
         # (collective, (dim, size) of each tensor, axes, line) that splits a dim into parts of different sizes
         self.uneven_splits: dict[tuple[str, tuple[tuple[int, Size], ...], tuple[str, ...], Any], None] = {}
+        self.split_arguments: dict[int, int] = {}  # roots of arguments that an axis splits, and of their pvary
         self._argument_storages: set[int] = set()
         self._single_rows: dict[int, set[str]] = {}  # axes by whose ranks an argument has one row each, by their size
         self._placed: dict[int, Tensor] = {}  # arguments that the caller keeps as placed leaves, by storage
@@ -132,6 +134,7 @@ class Checker(OperationMode):
         self._roots = 0
         self._gathered: set[tuple[int, str]] = set()  # roots, and the axes over which they were gathered
         self._permutes: Counter[tuple[str, ...]] = Counter()  # run so far, by their axes
+        self._moved: set[str] = set()  # axes over which ranks sent each other parts
         self._paused = False
         # Python numbers that invariant results were computed from: (operation, line, axes of the result, numbers).
         self.numbers: list[tuple[str, callsite.Site | None, frozenset[str], tuple[Any, ...]]] = []
@@ -204,6 +207,8 @@ class Checker(OperationMode):
         self._set_info(x, type_, name=name, spec=spec)
         self.arguments.append(self.info(x))
         self._argument_storages.add(storage_id(x))
+        if varying:
+            self.split_arguments[self._roots] = self._roots
         split = spec.parts(x.ndim)[0] if x.ndim and x.shape[0] == 1 else ()
         if split:
             self._single_rows.setdefault(size_of(split, self.sizes), set()).update(split)
@@ -280,6 +285,8 @@ class Checker(OperationMode):
                 raise messages.collective_of_wrong_type(self, m, Operand(x, info), sorted(wrong))
             if m.verb in ("psum", "pmean") and m.origin is None:
                 self._check_elements(m.verb, x, info, axes)
+            if m.verb in _MOVES:
+                self._moved |= axes
             if m.verb == "all_gather":
                 self._gathered.update((info.root, axis) for axis in axes)
             if m.takes == "I" and info.type.differentiable:  # the ranks may have picked different parts by a number
@@ -298,6 +305,8 @@ class Checker(OperationMode):
                 known[key] = self._collective_type(m, type, info.history, site)
             new, history = known[key]
             self._set_info(y, new, op=op, site=site, alias=not m.moves, history=history)
+            if m.verb == "pvary" and info.root in self.split_arguments:
+                self.split_arguments[self._roots] = self.split_arguments[info.root]
         return out
 
     def _check_elements(self, verb: str, x: Tensor, info: TensorInfo, axes: frozenset[str]) -> None:
@@ -335,7 +344,9 @@ class Checker(OperationMode):
         gathers = tuple(x for x in before.gathers if x.axis in varying - axes)
         if m.verb == "all_gather" and m.gives == "V" and m.origin is None:
             gathers += tuple(Reduction(axis, m.verb, site) for axis in m.axes)
-        history = History(mixtures, reductions, before.partials if varying else (), copies, gathers)
+        parted = frozenset(x for x in before.parted if x[0] not in axes) if before.parted else before.parted
+        partials = before.partials if varying else ()
+        history = History(mixtures, reductions, partials, copies, gathers, parted=parted)
         return Type(varying, invariant, t.differentiable), history
 
     @_without_torch_function
@@ -466,11 +477,12 @@ class Checker(OperationMode):
             histories = [info.history for info in infos if axis in info.type.varying]
             if not all(axis in h.copies or axis in {r.axis for r in h.gathers} for h in histories):
                 del gathers[axis]
-        if not (mixtures or reductions or partials or copies or gathers):
+        parted = frozenset[tuple[str, str]]().union(*(info.history.parted for info in infos))
+        if not (mixtures or reductions or partials or copies or gathers or parted):
             is_free = not (new.varying or new.invariant)
             return new, history_like(NONE.union(*(info.history.like for info in infos)) if is_free else NONE)
         history = History(tuple(mixtures.values()), tuple(reductions.values()), partials, copies,
-                          tuple(gathers.values()))  # fmt: skip
+                          tuple(gathers.values()), parted=parted)  # fmt: skip
         # The same object where it can be: the next operation compares histories by identity.
         return new, next((info.history for info in infos if info.history == history), history)
 
@@ -488,6 +500,10 @@ class Checker(OperationMode):
     ) -> tuple[Partial, ...]:
         """Return the last two reductions of a dim on the way to the result of an operation, the last one first."""
         known: tuple[Partial, ...] = ()
+        if op.name == "matmul":
+            x, w = operands[-2:]
+            if x.info.root in self.split_arguments and w.info.root in self.split_arguments:
+                self._note_blocks(x, w)
         for o in operands:
             partials = o.info.history.partials
             if partials and known and partials != known:
@@ -503,6 +519,21 @@ class Checker(OperationMode):
             axes = frozenset[str].intersection(*(o.info.type.varying - o.info.history.copies for o in reduced))
             return Partial(op.name, op.completing(args, kwargs), callsite.site(), axes, dim, to_scalar), *known[:1]
         return known
+
+    def _note_blocks(self, x: Operand, w: Operand) -> None:
+        """Note a product of an argument's rows with another's columns where one axis splits both.
+
+        A rank gets its rows by its columns: blocks on the diagonal of the product, which no mesh-free program computes.
+        """
+        roots = [self.split_arguments[o.info.root] for o in (x, w)]
+        specs = {info.root: info.spec for info in self.arguments}
+        rows, columns = (specs[root] or P() for root in roots)
+        flat = w.tensor.ndim != 2 or x.tensor.ndim < 2 or x.tensor.stride(-2) < x.tensor.stride(-1)
+        if flat or roots[0] == roots[1] or w.tensor.shape[1] < 2:
+            return
+        out = columns.parts(2)[1 if w.tensor.stride(0) >= w.tensor.stride(1) else 0]
+        for axis in w.info.type.varying.intersection(out, rows.parts(max(8, len(rows.entries)))[0]):
+            self.blocks.setdefault((roots[1], axis), (callsite.site(), (x, w)))
 
     def _joined_partials(self, op: Operation, operands: Sequence[Operand]) -> tuple[Partial, ...]:
         """Return the partial results that a value was computed from: their sum, which is one, or each of the first."""
@@ -654,12 +685,17 @@ class Checker(OperationMode):
     def check_loss(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor] | None) -> None:
         """Raise if a loss varies over an axis over which a tensor that it is differentiated by is invariant.
 
-        The gradient of a tensor that was gathered is a sum over the ranks: of means, it is too large.
+        The gradient of a tensor that was gathered is a sum over the ranks: of means, it is too large. One that is split
+        has no gradient of products of its columns with only the rows of their rank.
         """
         if in_backward():  # a recomputation there differentiates a product with its gradient, and no loss
             return
         for x in outputs:
             loss = Operand(unwrapped(x), self.info(x))
+            for (root, axis), (site, operands) in self.blocks.items():
+                leaves = leaves_of(x) if inputs is None else inputs
+                if axis not in self._moved and any(self.info(leaf).root == root for leaf in leaves):
+                    raise messages.columns_of_a_part(self, site, axis, *operands)
             for leaf in (leaves_of(x) if inputs is None else inputs) if loss.info.type.varying else ():
                 parameter = Operand(unwrapped(leaf), self.info(leaf))
                 axes = loss.info.type.varying & parameter.info.type.invariant
@@ -674,7 +710,10 @@ class Checker(OperationMode):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> None:
         """Raise for gradients that vary where parameters do not, or are reduced where these vary; type the others."""
-        reductions = tuple(r for x in outputs for r in self.info(x).history.reductions)
+        losses = [self.info(x) for x in outputs]
+        reductions = tuple(r for x in losses for r in x.history.reductions)
+        apart = {r.axis for r in reductions}  # axes whose ranks differentiate other parts of a loss
+        apart |= {a for x in losses for a in x.type.varying if not _is_copied(x.history, a)}
         for x, grad in zip(inputs, grads, strict=True):
             if grad is None:
                 continue
@@ -685,8 +724,10 @@ class Checker(OperationMode):
             wrong = (have.varying & want.invariant) | (have.invariant & want.varying & reduced)
             if wrong:
                 raise messages.gradient_has_wrong_type(self, parameter, gradient, sorted(wrong))
-            self.parted |= want.varying & parameter.info.history.copies & {r.axis for r in reductions}
-            history = gradient.info.history._replace(reductions=reductions)
+            before = parameter.info.history
+            copied = *((a, "pvary") for a in before.copies), *((r.axis, "all_gather") for r in before.gathers)
+            parted = frozenset(x for x in copied if x[0] in want.varying & apart)
+            history = gradient.info.history._replace(reductions=reductions, parted=parted)
             info = gradient.info._replace(type=want, history=history, spec=parameter.info.spec)
             self._table.set(gradient.tensor, info, alias=True)
 
@@ -714,8 +755,9 @@ class Checker(OperationMode):
         wrong = []
         for i, (x, spec) in enumerate(zip(leaves, specs, strict=True)):
             if isinstance(x, Tensor):
-                type_ = self.info(x).type
-                if type_.varying - axes[spec] or type_.invariant & axes[spec]:
+                info = self.info(x)
+                type_, parted = info.type, info.history.parted
+                if type_.varying - axes[spec] or type_.invariant & axes[spec] or (parted and _full_axes(x, info, spec)):
                     wrong.append((i, x, spec))
         return wrong
 
@@ -726,10 +768,11 @@ class Checker(OperationMode):
         for path, x, spec in rows:
             info, axes = self.info(x), set(spec.axes)
             extra, missing = tuple(sorted(info.type.varying - axes)), tuple(sorted(info.type.invariant & axes))
-            if extra or missing:
+            kept = _full_axes(x, info, spec)
+            if extra or missing or kept:
                 result = Operand(unwrapped(x), info)
                 update = messages.update_of(result, extra)
-                key = (update.site if update else info.site, extra, () if extra else missing)
+                key = (update.site if update else info.site, extra, () if extra else missing, kept)
                 groups.setdefault(key, []).append((path, result, spec))
         return [messages.results_have_wrong_type(self, name, group, *key[1:]) for key, group in groups.items()]
 
@@ -768,12 +811,26 @@ def same_numbers(mesh: Mesh, checkers: Mapping[int, Checker]) -> None:
 
 
 _FREE_TYPE = Type()
+_MOVES = ("ppermute", "all_to_all", "all_to_all_rows")
 _LINEAR = ("add", "sub", "stack", "cat")  # of parts of sums they are a part of a sum
 
 
 def _is_copy(o: Operand, axis: str) -> bool:
     """Return whether an operand that varies over an axis has the same value on each rank of it."""
-    return axis in o.info.history.copies or any(g.axis == axis for g in o.info.history.gathers)
+    return _is_copied(o.info.history, axis)
+
+
+def _is_copied(history: History, axis: str) -> bool:
+    return axis in history.copies or any(g.axis == axis for g in history.gathers)
+
+
+def _full_axes(x: Tensor, info: TensorInfo, spec: P) -> tuple[str, ...]:
+    """Return the axes by which a spec splits a result that was computed from part of the gradient of a gathered leaf.
+
+    Each rank may have one row: its gradient.
+    """
+    parts = [names for names, size in zip(spec.parts(x.ndim), x.shape, strict=True) if size > 1]
+    return tuple(sorted(a for names in parts for a in names if (a, "all_gather") in info.history.parted))
 
 
 def _is_draw(op: Operation, o: Operand, axis: str) -> bool:

@@ -114,11 +114,14 @@ class Differentiated(TorchFunctionMode):
         inputs: Any = None,
     ) -> None:  # fmt: skip
         ys, xs = tensors_in(outputs), None if inputs is None else tensors_in(inputs)
-        self._checks.check_accumulated([x for y in ys for x in leaves_of(y)] if xs is None else xs)
+        leaves = [x for y in ys for x in leaves_of(y)] if xs is None else xs
+        self._checks.check_accumulated(leaves)
         if gradient is None:
             self._checks.check_loss(ys, xs)
         with self._backward_pass(create_graph):
             torch.autograd.backward(outputs, gradient, retain_graph, create_graph, inputs=inputs)
+        if gradient is None:
+            self._checks.check_gradients(ys, leaves, [x.grad if x.is_leaf else None for x in leaves])
 
     def _backward_of_several(
         self, tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from types import FrameType
@@ -12,7 +13,15 @@ from torch import Tensor
 from fshard._core import callsite
 from fshard._core.torch import unwrapped
 
-from .suggestion import called_at, executing, qualified_name, rewritten, with_first_operand
+from .suggestion import (
+    called_at,
+    executing,
+    line_without_call,
+    qualified_name,
+    rewritten,
+    with_axis,
+    with_first_operand,
+)
 from .types import Facts, Operand, Partial, Reduction, TensorInfo, show_type
 
 CAPTURED = "a captured tensor"
@@ -159,8 +168,29 @@ def fix_before_vmap(checker: Facts, leaf: Operand, axes: str) -> str:
 
 def reduced_over_another_axis(r: Reduction, axes: Sequence[str]) -> Fix:
     """Return the fix of an earlier reduction that was meant to be over other axes."""
-    line = rewritten(r.site, lambda source: source.replace(axes_source([r.axis]), axes_source(axes), 1))
+    line = rewritten(r.site, lambda source: with_axis(source, axes_source([r.axis]), axes_source(axes)))
     return Fix(line or f"name {axes_text(axes)} there", f"the {r.verb} there is to be over {axes_text(axes)}", r.site)
+
+
+def fixes_of_superfluous_sums(info: TensorInfo, axes: Sequence[str]) -> list[Fix]:
+    """Return the fixes of sums by which a value is invariant over `axes`, if they seem to be one axis too many.
+
+    That is a psum over other axes too, and one of a product whose contracted dim the axis does not split.
+    """
+    fixes = []
+    for r in info.history.reductions:
+        others = [x.axis for x in info.history.reductions if x.site == r.site and x.axis not in axes]
+        product = next((p for p in info.history.partials[:1] if p.op == "matmul" and r.axis not in p.axes), None)
+        if r.axis not in axes or r.verb != "psum" or not (called_at(r.site) or "").endswith("psum"):
+            continue
+        if others:
+            old = axes_source([x.axis for x in info.history.reductions if x.site == r.site])
+            line = rewritten(r.site, functools.partial(with_axis, old=old, new=axes_source(others)))
+            fixes.append(Fix(line or f"leave {r.axis!r} out there", f"the psum there is not over {r.axis!r}", r.site))
+        elif product:
+            line = line_without_call(r.site)
+            fixes.append(Fix(line or "leave it out", "the psum there is one too many", r.site))
+    return fixes
 
 
 # --- fixes of a value that varies -----------------------------------------------------------------------------
@@ -177,6 +207,8 @@ def fix_of_partial(checker: Facts, x: Operand, axes: Sequence[str]) -> str:
     if fix := fix_of_gather(x.info, axes, here.line if here else 0) or _fix_of_cross_entropy(checker, x, axes):
         return fix_lines([fix])
     fixes = fixes_of_partials(x.info, axes, here.line if here else 0)
+    if (called_at(here) or "").endswith(".update"):  # of an optimizer: a mean of weights is another training
+        return fix_lines(fixes) or f"sum the gradients over {axes_text(axes)} before the update"
     if not fixes:
         fixes = [Fix(call_at(here, verb, axes), _WHOLE[verb]) for verb in ("pmean", "psum")]
     if x.tensor.ndim:
@@ -228,6 +260,9 @@ def fixes_of_partials(x: TensorInfo, axes: Sequence[str], line: int) -> list[Fix
     partials = [p for p in x.history.partials if p.axes & set(axes)]
     if [p.verb for p in partials] == ["pmean", "psum"]:  # the mean of a sum that has a part on each rank
         partials.reverse()
+    sums = [p.axes for p in partials if p.verb == "psum" and p.op == "matmul"]
+    if sums and set(axes) <= sums[0]:
+        partials = [p for p in partials if p.verb != "pmean"]
     if any(r.verb == "pmean" for r in x.history.reductions):  # an accuracy: the other axis splits what argmax reduces
         partials.sort(key=lambda p: p.verb != "all_gather")
     fixes = [_fix_of_reduction(p, axes, p.site if p.site and p.site.line != line else None) for p in partials]

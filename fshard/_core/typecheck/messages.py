@@ -29,10 +29,11 @@ from .fixes import (
     fix_of_partial,
     fix_of_whole_tree,
     fixes_of_partials,
+    fixes_of_superfluous_sums,
     mixed_axes,
     reduced_over_another_axis,
 )
-from .suggestion import called_at, qualified_name, rewritten, sliced_operand, with_picked_operand
+from .suggestion import called_at, mean_of_all, qualified_name, rewritten, sliced_operand, with_picked_operand
 from .types import Facts, GlobalShape, History, Mixture, MixtureText, Operand, TensorInfo, show_type
 
 _SHOWN_RESULTS = 4
@@ -70,9 +71,20 @@ def invariant_mixed_with_varying(
         n, name = size_of(axes, checker.sizes), scene.name(invariant)
         notes = [f"each of the {n} ranks of {axes_text(axes)} adds {name} to its part, so the sum has it {n} times"]
         fix = scene.expression.moved_out_of_sum(scene.node(invariant)) or f"add {name} after the sum, and not before it"
+    elif sizes := _sizes_of_full_and_part(op, invariant.tensor, varying.tensor, size_of(axes, checker.sizes)):
+        (dim, size, n), name = sizes, scene.name(invariant)
+        notes = [f"{name} has {size} elements where {scene.name(varying)} has {size} / {n} = {size // n}"]
+        fix = f"{name} is to be split in the same way: in spec P({', '.join([*['None'] * dim, axes_source(axes)])})"
     else:
         notes, fix = _reason_and_fix(scene, axes, op, invariant, varying, _to_vary(checker, operands))
     return _error(scene.site, _mix_of(op, axes), [scene.row(invariant), scene.row(varying)], *notes, fix=fix)
+
+
+def _sizes_of_full_and_part(op: str, full: Tensor, part: Tensor, n: int) -> tuple[int, int, int] | None:
+    """Return the dim of an operand that has `n` times the size of another one's, with its size and `n`, or None."""
+    dims = zip(range(1, full.ndim + 1), full.shape[::-1], part.shape[::-1], strict=False)
+    found = [(full.ndim - i, size, n) for i, size, of_part in dims if size == n * of_part > n]
+    return found[0] if found and op in ("add", "sub", "mul", "div") else None
 
 
 def _to_vary(checker: Facts, operands: Sequence[Operand]) -> list[tuple[Operand, list[str]]]:
@@ -123,10 +135,15 @@ def _reason_and_fix(
         choices = [Fix(choices[0].text, f"{one} is one value"),
                    Fix(_with_pvary_of_leaf(invariant.info.site, axes), f"each rank is to have a {one} of its own",
                        invariant.info.site)]  # fmt: skip
+    reductions: list[Fix] = []
     for o, other in ((invariant, varying), (varying, invariant)):  # each varies over an axis of the other's
         others = sorted(o.info.type.varying & other.info.type.invariant)
-        choices += [reduced_over_another_axis(r, others) for r in o.info.history.reductions
-                    if others and r.axis in other.info.type.varying]  # fmt: skip
+        reductions += [reduced_over_another_axis(r, others) for r in o.info.history.reductions
+                       if others and r.axis in other.info.type.varying]  # fmt: skip
+    reductions = reductions or fixes_of_superfluous_sums(invariant.info, axes)
+    if reductions and not choices[0].condition:
+        choices[0] = choices[0]._replace(condition=f"each rank is to use {one} in its own way")
+    choices = [*reductions, *choices]
     return notes, fix_lines(choices) + fix_of_whole_tree(scene, axes, invariant)
 
 
@@ -159,7 +176,10 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
             Fix(scene.line_with("pvary", (draw, source)), "all ranks are to use the same numbers"),
         ]  # fmt: skip
         if (called_at(scene.site) or "").endswith("dropout"):
-            fixes = [Fix(f"give dropout the spec of its argument: spec={other.info.spec or f'P(...), with {over}'}")]
+            spec = f"P({source}) if {over} splits dim 0"
+            if len(other.info.type.varying) > 1:
+                spec = f"P(...), with {axes_text(sorted(other.info.type.varying))} at the dims that they split"
+            fixes = [Fix(f"give dropout the spec of its argument: spec={other.info.spec or spec}")]
     else:
         what = f"{op} of a random draw that differs between the ranks of {over} with an invariant operand"
         why = f"the {n} ranks hold the same value, and each would change it by its own random numbers"
@@ -232,6 +252,8 @@ def argument_overwritten(
     scene = Scene(checker, operands, op)
     name, n, over = scene.name(x), size_of(axes, checker.sizes), axes_source(axes)
     what = f"{op} in place writes values that vary over {axes_text(axes)} into {name}, which does not"
+    if parted := _parted(varying.info.history, axes):
+        return _error(scene.site, what, [scene.row(x, name), scene.row(varying)], parted[0], fix=parted[1])
     earlier = [f"they vary since {m.site}: {m.op} of {m.text.rows[0][0]} with {m.text.rows[1][0]}"
                for m in history.mixtures if m.axis in axes and m.site != scene.site]  # fmt: skip
     return _error(scene.site, what, [scene.row(x, name), scene.row(varying)], *earlier,
@@ -279,7 +301,8 @@ def gradient_accumulated(leaves: Sequence[Operand]) -> ShardingError:
     why = _SHARED if made == "made" else "it would stay on the placed leaf, and each backward pass would add to it"
     passed = "pass what is trained as an argument, and " if made == "made" else ""
     return _error(site, what, rows, why,
-                  fix=f"{passed}take its gradient by fs.value_and_grad or torch.autograd.grad")  # fmt: skip
+                  fix=f"{passed}take its gradient by fs.value_and_grad or torch.autograd.grad, for an optimizer of "
+                      "fs.optim")  # fmt: skip
 
 
 def made_by_another_rank(x: Operand, coords: Mapping[str, int], axes: Sequence[str]) -> ShardingError:
@@ -296,6 +319,9 @@ def copies_differ(
 ) -> ShardingError:
     """Word the error of an argument's new value, which varies over `axes`; the argument does not over some of them."""
     axes = [a for a in mixed_axes(m.invariant, m.varying) if a in axes]
+    if parted := _parted(m.varying.history, axes):
+        why, fix = parted
+        return _error(m.site, what, [*m.text.rows, *rows], why, fix=fix)
     name, n, over = m.text.rows[0][0], size_of(axes, checker.sizes), axes_text(axes)
     cause = (m.earlier or m).varying
     if cause.type.differentiable or cause.history.partials:
@@ -370,8 +396,8 @@ def number_differs(
     if op == "pmean of a mean":
         return _error(site, f"{op} over {axis!r}, of different counts of values", rows,
                       "a mean of means is the mean only of equal counts",
-                      fix=f'total / n, of total, n = fs.psum((x.sum(), torch.ones_like(x).sum()), "{axis}"); or give '
-                          "each rank as many")  # fmt: skip
+                      fix=rewritten(site if isinstance(site, callsite.Site) else None, mean_of_all) or
+                      f"divide the sum of all values by their number, each of them a psum over {axis!r}")  # fmt: skip
     if isinstance(numbers[0][1][0], GlobalShape):
         what = "shape" if op.startswith("random.") else "size"
         return _error(site, f"{op} with a global {what} that differs between ranks of {axis!r}", rows,
@@ -444,15 +470,17 @@ def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[
     called = scene.expression.called() if scene.expression else None
     meant = sorted(x.info.type.varying if m.takes == "V" else x.info.type.invariant)
     choices = []
-    if not other_axes and meant and scene.expression and len(axes) == 1 and called == verb:
-        moved = scene.expression.with_text(axes_source(axes), axes_source(meant))
+    is_twice = x.info.op == verb and x.tensor.ndim > 0
+    if not other_axes and meant and scene.expression and len(axes) == 1 and called == verb and not is_twice:
+        moved = scene.expression.with_axis(axes_source(axes), axes_source(meant))
         state = "varies" if m.takes == "V" else "does not"
         choices += [Fix(moved, f"{axes_text(meant)} is meant, over which the value {state}")] if moved else []
         choices += [reduced_over_another_axis(r, meant) for r in x.info.history.reductions
                     if m.takes == "V" and r.axis in axes]  # fmt: skip
     for r in x.info.history.reductions if verb == "pmean" else ():
         is_written = (called_at(r.site) or "psum").endswith("psum")  # and not in a batch norm
-        if r.verb == "psum" and r.axis in axes and is_written:
+        of_products = any(p.op == "matmul" and r.axis in p.axes for p in x.info.history.partials)
+        if r.verb == "psum" and r.axis in axes and is_written and not of_products:
             line = rewritten(r.site, lambda source: source.replace("psum(", "pmean(", 1))
             choices.append(Fix(line or "use pmean there", "the psum there is to be a mean", r.site))
     if verb == "pvary" and scene.site in checker.pvaried:
@@ -467,7 +495,15 @@ def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[
     if verb == "pvary" and (gather := fix_of_gather(x.info, axes, scene.site.line if scene.site else 0)):
         choices.append(gather)
     choices = (_fixes_of_picks(checker, axes, scene.site) if m.takes == "V" else []) + choices
-    choices.append(Fix(drop, f"the {verb} is one too many" if choices else ""))
+    superfluous = Fix(drop, f"the {verb} is one too many" if choices else "")
+    is_first = x.info.op == verb or (other_axes and verb in ("psum", "pmean"))
+    is_first = is_first or (verb == called == "pvary" and bool(x.info.history.gathers))
+    choices = [superfluous, *choices] if is_first else [*choices, superfluous]
+    if verb == "pvary" and called in (None, verb) and x.info.name and x.info.spec:
+        tree = operand or x.info.name.partition("[")[0]
+        gather = Fix(f"{scene.call('unshard', tree, 'its specs', axes_source(axes))} in place of the pvary",
+                     f"each rank is to compute with all of {tree}")  # fmt: skip
+        choices = [gather, superfluous._replace(condition=f"the {verb} is one too many")]
     name = scene.known_name(x) or operand or scene.name(x)
     made = [f"it was made by {x.info.op} at {x.info.site}"] if x.info.site and x.info.op else []
     it = "it" if len(axes) == 1 else "them"
@@ -587,17 +623,47 @@ def gradient_has_wrong_type(checker: Facts, leaf: Operand, grad: Operand, axes: 
     return _error(callsite.site(), what, rows, *_index_notes(checker, axes), why, fix=fix)
 
 
+def _parted(history: History, axes: Sequence[str]) -> tuple[str, str] | None:
+    """Return the reason and the fix of a value that was computed from each rank's part of a gradient."""
+    parted = {verb: sorted(a for a, v in history.parted if v == verb and a in axes) for verb in ("all_gather", "pvary")}
+    verb = next((verb for verb in parted if parted[verb]), None)
+    if verb is None:
+        return None
+    called, specs = ("fs.unshard", "their specs, ") if verb == "all_gather" else ("fs.pvary", "")
+    why = f"{called} came before the function that is differentiated: each rank has a part of a gradient"
+    call = f"{called}(parameters, {specs}{axes_source(parted[verb])})"
+    return why, f"call {call} in that function, and its transpose sums the parts"
+
+
+def columns_of_a_part(checker: Facts, site: callsite.Site | None, axis: str, x: Operand, w: Operand) -> ShardingError:
+    """Word the error of a product of the rows of an argument by the columns of a leaf, where one axis splits both."""
+    arguments = {info.root: info for info in checker.arguments}
+    infos = [arguments[checker.split_arguments[o.info.root]] for o in (x, w)]
+    rows = [(info.name or "", f"{show_type(o)}    in spec {info.spec}") for o, info in zip((x, w), infos, strict=True)]
+    root, _, item = rows[1][0].partition("[")
+    qualified = qualified_name(callsite.user_frame(), "unshard")
+    fix = f"{root} = {qualified}({root}, its specs, {axes_source([axis])}){', before its first use,' if item else ''}"
+    why = f"each of the {checker.sizes[axis]} ranks computes its rows with its columns, and not with the others'"
+    what = f"matmul of rows and columns that {axis!r} splits"
+    return _error(site, what, rows, why, fix=f"{fix} in the function that is differentiated")
+
+
 def results_have_wrong_type(
-    checker: Facts, name: str, rows: Sequence[tuple[str, Operand, P]], extra: Sequence[str], missing: Sequence[str]
-) -> ShardingError:
+    checker: Facts, name: str, rows: Sequence[tuple[str, Operand, P]], extra: Sequence[str], missing: Sequence[str],
+    kept: Sequence[str] = (),
+) -> ShardingError:  # fmt: skip
     """Word the error of results of one line that vary over `extra` axes, or do not vary over `missing` ones."""
     path, x, _ = rows[0]
-    axes, many = extra or missing, len(rows) > 1
+    axes, many = extra or missing or kept, len(rows) > 1
     n, over = size_of(axes, checker.sizes), axes_text(axes)
     subject, vary, are = (f"{len(rows)} results", "vary", "are") if many else (path, "varies", "is")
     table = [(path, f"{show_type(o)}    out spec {spec}") for path, o, spec in rows[:_SHOWN_RESULTS]]
     if len(rows) > _SHOWN_RESULTS:
         table.append(("...", f"and {len(rows) - _SHOWN_RESULTS} more"))
+    if parted := _parted(x.info.history, axes):
+        what = f"{subject} {'were' if many else 'was'} computed from a part of a gradient on each rank of {over}"
+        why, fix = parted
+        return _error(name if callsite.package_of(x.info.site) else x.info.site or name, what, table, why, fix=fix)
     if extra:
         what = f"{subject} {vary} over {over}, which {'their out specs do' if many else 'its out spec does'} not name"
         update = update_of(x, extra)
@@ -607,9 +673,8 @@ def results_have_wrong_type(
                  for m in x.info.history.mixtures if m.axis in extra]  # fmt: skip
         differ = f"the {n} ranks would return different values, and the out spec declares one value"
         why, fix = _GATHERED if fix_of_gather(x.info, axes, 0) else differ, fix_of_partial(checker, x, axes)
-        if parted := sorted(checker.parted & set(extra)):
-            notes.append("fs.pvary came before the function that is differentiated: each rank has a part of a gradient")
-            fix = f"call fs.pvary(parameters, {axes_source(parted)}) in that function, and its transpose sums the parts"
+        if "running_" in path or "num_batches" in path:
+            fix = f"apply.batch_norm_over({axes_source(extra)}), of all rows; or fs.pmean of the returned buffers"
         without = [Fix(m.text.without_pvary, "both operands are the same on every rank", m.site)
                    for m in x.info.history.mixtures if m.axis in extra and m.text.without_pvary]  # fmt: skip
         fix = "\n  or, ".join(filter(None, (fix, fix_lines(without))))

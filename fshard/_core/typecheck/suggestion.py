@@ -112,10 +112,10 @@ class Expression:
         new = rebuild([self.source(arg) for arg in self.node.args])
         return self.replaced((self.node, new if isinstance(_parse(new)[1], _ATOMS) else f"({new})"))
 
-    def with_text(self, old: str, new: str) -> str | None:
-        """Return the line with `new` for the only `old` in the expression."""
-        source = self.source(self.node)
-        return self.replaced((self.node, source.replace(old, new))) if source.count(old) == 1 else None
+    def with_axis(self, old: str, new: str) -> str | None:
+        """Return the line with `new` for the axis `old` of the call that is executing."""
+        source = with_axis(self.source(self.node), old, new)
+        return source and self.replaced((self.node, source))
 
     def out_of_place(self) -> str | None:
         """Return the line `x += y` as `x = x + y`, and `x.add_(y)` as `x = x.add(y)`; `None` for others."""
@@ -215,6 +215,40 @@ def with_first_operand(source: str, rebuild: Callable[[str], str]) -> str | None
     text = f"({source})".encode()  # columns count bytes of the text that was parsed
     start, end = operand.col_offset, operand.end_col_offset
     return (text[1:start] + rebuild(text[start:end].decode()).encode() + text[end:-1]).decode()
+
+
+def with_axis(source: str, old: str, new: str) -> str | None:
+    """Return a call with `new` for its argument `old`, the second one or `axis=`: not one of a call inside it."""
+    node = _parse_expression(source)
+    if not isinstance(node, ast.Call):
+        return None
+    for x in (*node.args[1:2], *(k.value for k in node.keywords if k.arg == "axis")):
+        text = f"({source})".encode()
+        if ast.unparse(x) == ast.unparse(_parse_expression(old)):
+            return (text[1 : x.col_offset] + new.encode() + text[x.end_col_offset : -1]).decode()
+    return None
+
+
+def mean_of_all(source: str) -> str | None:
+    """Return `pmean(x.mean(), axis)` as the sum of all elements over their number; `None` for another expression."""
+    match _parse_expression(source):
+        case ast.Call(func=func, args=[ast.Call(func=ast.Attribute(value=x, attr="mean"), args=[], keywords=[]), axis]):
+            text, psum = f"({source})".encode(), ast.unparse(func).removesuffix("pmean") + "psum"
+            x_text, axes = (text[part.col_offset : part.end_col_offset].decode() for part in (x, axis))
+            bare, x_text = x_text, x_text if isinstance(x, _ATOMS) else f"({x_text})"
+            return f"{psum}({x_text}.sum(), {axes}) / {psum}(torch.ones_like({bare}).sum(), {axes})"
+    return None
+
+
+def line_without_call(site: Site | None) -> str | None:
+    """Return the line of a call, which is all of its statement, with its first argument in place of the call."""
+
+    def rebuild(source: str) -> str | None:
+        args = getattr(_parse_expression(source), "args", [])
+        return f"({source})".encode()[args[0].col_offset : args[0].end_col_offset].decode() if args else None
+
+    line, call = rewritten(site, rebuild), rewritten(site, lambda source: "")
+    return line if call and re.fullmatch(r"[\w\s,]+=|return", call) else None
 
 
 def sliced_operand(source: str, dim: int) -> str | None:

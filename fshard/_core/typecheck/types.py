@@ -40,6 +40,8 @@ class History(NamedTuple):
         Reduction, ...
     ] = ()  # all_gathers, by which it varies over an axis and by nothing else: at most one each
     like: frozenset[str] = NONE  # axes of a free value that was made like one that varies over them (zeros_like)
+    # (axis, collective before the loss: pvary or all_gather) of the gradients in it that have a part on each rank
+    parted: frozenset[tuple[str, str]] = frozenset()
 
 
 NO_HISTORY = History()
@@ -148,7 +150,7 @@ class Facts(Protocol):
     mixtures: dict[tuple[Site, str], Mixture]  # the first of each line and axis
     mixtures_of_captured: dict[tuple[int, str], Mixture]  # the first of each root and axis
     pvaried: set[Site | None]  # lines
-    parted: set[str]  # axes on which each rank has a part of a gradient
+    split_arguments: dict[int, int]  # roots of arguments that an axis splits, by their roots and by those of a pvary
     asked: set[str]  # axes on which the program asked for the rank's place: a number may depend on it
     numbers: list[tuple[str, Site | None, frozenset[str], tuple[Any, ...]]]  # (operation, line, axes, Python numbers)
 

@@ -469,6 +469,31 @@ def test_value_of_another_rank_is_an_error_also_at_the_next_call():
         f(X)
 
 
+def test_rows_and_columns_that_one_axis_splits_are_accepted_where_the_rows_go_around():
+    def grads(w, x):
+        def loss(w):
+            n = fs.axis_size("data")
+            rounds = [fs.ppermute(x, "data", [(i, (i + k) % n) for i in range(n)]) for k in range(1, n)]
+            return fs.psum(sum((rows @ w).square().sum() for rows in (x, *rounds)), "data")
+
+        return fs.grad(loss)(w)
+
+    w, x = torch.ones(4, 8), torch.arange(16.0).reshape(4, 4)
+    f = fs.shard_map(grads, mesh=MESH, in_specs=(fs.column("data"), ROWS), out_specs=fs.column("data"))
+    assert fs.verify(f, w, x)
+
+
+def test_gradients_of_gathered_leaves_are_accepted_where_a_scatter_sums_them():
+    def grads(w, x):
+        full = fs.all_gather(w, "data", 1)
+        g = fs.grad(lambda full: fs.pmean((x @ full).square().mean(), "data"))(full)
+        return w - 0.1 * fs.psum_scatter(g, "data", 1)
+
+    w, x = torch.ones(4, 8), torch.arange(16.0).reshape(4, 4)
+    f = fs.shard_map(grads, mesh=MESH, in_specs=(fs.column("data"), ROWS), out_specs=fs.column("data"))
+    assert fs.verify(f, w, x)
+
+
 def test_cached_value_that_is_the_same_on_the_ranks_is_accepted():
     table = functools.cache(lambda: torch.cos(torch.arange(8.0)))
     of_model = functools.cache(lambda at: fs.axis_index("model") + torch.ones(8))
