@@ -197,6 +197,7 @@ def test_errors_name_the_option(capsys: pytest.CaptureFixture[str]):
     assert "there is no model file for 'clip'" in error(capsys)
 
 
+@pytest.mark.slow
 def test_rows_of_pipelines_have_their_schedules_and_waits(capsys: pytest.CaptureFixture[str]):
     Path("config.json").write_text(json.dumps({**GPT2, "n_layer": 2}))
     out = run(capsys, "--device", "h100", "--batch", "4", "--layout", "stage=2,data=1,accumulate=2,schedule=gpipe")

@@ -398,6 +398,7 @@ def net_step(axes: dict[str, int], how: Any, targets: list[str], key: Tensor | N
     return step(params, adapters, x, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [pytest.param(None, marks=pytest.mark.slow), fs.key(2)])
 def test_two_adapters_and_biases_with_dropout_on_every_mesh_and_schedule(key: Tensor | None) -> None:
     want = net_step({"data": 1}, None, ["up", "down"], key)

@@ -116,6 +116,7 @@ def test_half_precision_follows_the_curve(folder, on_one, tmp_path):
     assert abs(two[-1]["loss"] - one[-1]["loss"]) < 2e-2
 
 
+@pytest.mark.slow
 def test_full_disk_leaves_the_arguments_of_the_run_that_is_resumed(folder, saved, on_one, tmp_path, monkeypatch):
     on_one("short")
     out = tmp_path / "out"

@@ -14,6 +14,7 @@ import fshard as fs
 from fshard import cli
 from tests.lib.examples import FOLDER, example
 from tests.lib.signals import default_signals
+from tests.lib.tiers import slow_unless
 
 EXAMPLES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "mlp")  # which the others import
 ONE_MODEL = ["accumulation", "data", "fsdp", "hybrid", "remat_offload", "sequence", "tensor", "zero"]
@@ -47,7 +48,7 @@ def dense_losses() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", slow_unless([n for n in EXAMPLES if n not in ("context", "pipeline")], EXAMPLES))
 def test_example_has_the_losses_of_one_device(name: str) -> None:
     train = default_signals()(example(name)["train"])
     meshes = MESHES.get(name, [{"data": 4}])

@@ -15,6 +15,7 @@ from fshard import P
 from fshard._core.compare import OtherRounding, reround
 from fshard.optim.precision import cast
 from tests.lib.assertions import error_text
+from tests.lib.tiers import slow_unless
 
 MESH = fs.make_mesh(data=2, model=2)
 SPECS = {"up": P(None, "model"), "down": P("model"), "bias": P()}
@@ -187,7 +188,11 @@ def verify(program: Callable[[Parts], Any], parts: Parts) -> Any:
     return fs.verify(f, *args, locate=False)  # the corpus has tests of the line
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+FAST = [float64_with_one_step_in_float32, autocast_float16_with_loss_scale, unshard_in_bfloat16_and_reduce_in_float32,
+        sum_of_parts_that_cancel_in_bfloat16, activations_quantized_to_int8]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", slow_unless(FAST, PROGRAMS), ids=lambda program: program.__name__)
 def test_correct_program_passes(program):
     verify(program, RIGHT)
 

@@ -39,7 +39,7 @@ PARITY = [*(("gpt2", layout) for layout in LAYOUTS), *((name, TWO_AXES) for name
           *((name, "one device") for name in BASE if name != "gpt2")]  # fmt: skip
 FAST = {("gpt2", "one device"), ("llama", TWO_AXES)}
 SLOW_OPTIONS = ("all-linear", "all-linear, neox", "all-linear, bert", "embeddings, dora", "exclude", "rslora, ranks",
-                "all biases", "dora, fused", "a module to save")  # fmt: skip
+                "all biases", "dora, fused", "a module to save", "embeddings, tied")  # fmt: skip
 
 
 def unless(fast, *values):

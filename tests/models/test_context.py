@@ -154,7 +154,7 @@ def test_packed_documents_have_the_logits_of_each_document():
 
 @pytest.mark.parametrize(
     ("module", "cfg"),
-    [(llama, CASES[-1][1]), *(pytest.param(*CASES[i], marks=pytest.mark.slow) for i in (0, 5)), CASES[6]],
+    [(llama, CASES[-1][1]), *(pytest.param(*CASES[i], marks=pytest.mark.slow) for i in (0, 5, 6))],
     ids=["llama, dynamic", "gpt2", "mistral", "mixtral"],
 )
 def test_decoder_with_split_positions_and_padding_equals_one_device(module, cfg):
@@ -168,6 +168,7 @@ def test_decoder_with_split_positions_and_padding_equals_one_device(module, cfg)
     assert_same(losses(module, cfg, *mesh, t=t, mask=mask), want, str(mesh), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_bert_with_split_positions_and_padding_equals_one_device():
     cfg = bert.Config(61, 24, 2, 3, 34, mlm=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     mask = torch.ones(4, T, dtype=torch.int64)

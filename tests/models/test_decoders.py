@@ -108,7 +108,7 @@ def test_logits_of_padded_prompts_equal_transformers(model, variant, layout):
 GENERATION = [  # (model, variant, layout, options), and whether that is slow
     (("gpt2", "base", ONE, {}), True),
     (("gpt2", "base", "model", {"padded": True}), True),
-    (("gpt2", "base", EVERYTHING, {"eos": 51, "padded": True}), False),
+    (("gpt2", "base", EVERYTHING, {"eos": 51, "padded": True}), True),
     (("gpt2", "base", "uneven", {"new": 3}), True),
     (("gptj", "base", ONE, {"padded": True}), False),
     (("gptj", "base", "both", {"eos": "second", "new": 5}), True),
@@ -175,7 +175,7 @@ RATES = {
 }
 SERIAL = {**RATES["gpt_neox"], "use_parallel_residual": False}
 SAME = [  # (model, changes of its config, layout, remat), and whether that is slow
-    (("gpt2", RATES["gpt2"], EVERYTHING, True), False),
+    (("gpt2", RATES["gpt2"], EVERYTHING, True), True),
     (("gpt2", RATES["gpt2"], "uneven", False), True),
     *((("gpt2", {}, layout, False), True) for layout in cases.MORE_LAYOUTS),
     (("gptj", RATES["gptj"], EVERYTHING, True), True),

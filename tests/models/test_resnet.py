@@ -40,6 +40,7 @@ MESHES = {
 }
 CHECKED = ("head over all", "fully sharded", "replicas")  # types do not depend on sizes
 SLOW = (
+    "fully sharded",
     "data",
     "model",
     "data and model",

@@ -409,6 +409,7 @@ def test_infinities_of_half_precision_are_its_largest_numbers():
         assert t5.apply(ref.cfg, p, ids, t5.shifted(ref.cfg, targets), mask=mask).isfinite().all()
 
 
+@pytest.mark.slow
 def test_parameters_are_gathered_and_computed_with_in_bfloat16():
     ref = reference("gated, separate head")
     mesh, specs, _, p = placed(t5, ref.cfg, ref.params, EVERYTHING)

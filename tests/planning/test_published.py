@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import fshard as fs
@@ -26,6 +27,7 @@ def train(data: int, model: int, checkpointing: Checkpointing, compiled: bool = 
     return [float(loss), float(state[0]["norm"]), float(block["k"].double().sum())]
 
 
+@pytest.mark.slow
 def test_the_planned_step_is_one_function_on_every_mesh_and_under_checkpointing() -> None:
     want = train(1, 1, "none")
     torch.testing.assert_close(train(2, 2, "full"), want, rtol=1e-5, atol=1e-6)

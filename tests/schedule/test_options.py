@@ -261,6 +261,7 @@ def unit_step(mesh: fs.Mesh, check: str = "never", **how: Any) -> Any:
     return step, fs.materialize(described["params"], specs, mesh, key=fs.key(0))
 
 
+@pytest.mark.slow
 def test_units_have_the_same_numbers_by_every_release_and_prefetch() -> None:
     mesh, x = fs.make_mesh(node=2, local=2), torch.randn(8, D, generator=torch.Generator().manual_seed(1))
     step, params = unit_step(mesh)
