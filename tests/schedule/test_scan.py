@@ -113,7 +113,7 @@ def batch(n: int = BATCH) -> Tensor:
         ("replicated", {"data": 2, "model": 2}),
         pytest.param("sharded", {"data": 2, "model": 2}, marks=pytest.mark.slow),
     ],
-    ids=str,  # fmt: skip
+    ids=str,
 )
 def test_every_schedule_has_the_numbers_of_the_plain_loop_and_of_one_device(axes: dict[str, int], kind: str) -> None:
     tree, mesh = described(), fs.make_mesh(**axes)
