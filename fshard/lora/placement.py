@@ -32,7 +32,8 @@ class Placement(NamedTuple):
 def placement(part: str, wanted: P, given: P | None, base: P, ndim: int, model: tuple[str, ...]) -> Placement:
     """Return how a tensor of an adapter comes from its `given` spec to the `wanted` one, over the axes `model`."""
     slices, same, misplaced = [], [], []
-    dims = list(parts_of(f"adapter_specs of {part!r}", wanted if given is None else given, ndim))
+    label = "specs" if given is None else "adapter_specs"
+    dims = list(parts_of(f"{label} of {part!r}", wanted if given is None else given, ndim))
     for dim, (axes, base_axes) in enumerate(zip(dims, wanted.parts(ndim), strict=True)):
         over, base_over = (tuple(a for a in of if a in model) for of in (axes, base_axes))
         if over != base_over and axes:

@@ -155,7 +155,8 @@ class Settings:
             return self.wrap
         names = getattr(model, NO_SPLIT_MODULES, None)
         if not names:
-            what = f"{getattr(model, '__name__', type(model).__name__)} has none" if model else "no class was given"
+            named = getattr(model, "__name__", type(model).__name__)
+            what = "no model was given" if model is None else f"model is a {named}, which has none"
             raise fail("units: the file wraps the classes in the model's _no_split_modules", what,
                        fix="units(T5ForConditionalGeneration); or fsdp_transformer_layer_cls_to_wrap: T5Block in the "
                            "file")  # fmt: skip
