@@ -423,6 +423,7 @@ torch.save(fs.device_get(tree), path), of full tensors
           result['w']  f32[4, 4]{V: data}    out spec P()
           fs.pvary came before the function that is differentiated: each rank has a part of a gradient
           fix: call fs.pvary(parameters, "data") in that function, and its transpose sums the parts
+          or, reduce the gradients over 'data' before they are used: psum for a sum, pmean for a mean
         """),
     "unshard before the function that is differentiated": ("""
         split = fs.device_put({"w": torch.ones(4, 4)}, P(None, "data"), mesh)
@@ -437,6 +438,7 @@ torch.save(fs.device_get(tree), path), of full tensors
           result['w']  f32[4, 4]{V: data}    out spec P(None, 'data')
           fs.unshard came before the function that is differentiated: each rank has a part of a gradient
           fix: call fs.unshard(parameters, their specs, "data") in that function, and its transpose sums the parts
+          or, reduce the gradients over 'data' before they are used: psum for a sum, pmean for a mean
         """),
     "pvary before a loss with backward()": ("""
         @fs.shard_map(mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
@@ -450,6 +452,7 @@ torch.save(fs.device_get(tree), path), of full tensors
           result  f32[4, 4]{V: data}    out spec P()
           fs.pvary came before the function that is differentiated: each rank has a part of a gradient
           fix: call fs.pvary(parameters, "data") in that function, and its transpose sums the parts
+          or, reduce the gradients over 'data' before they are used: psum for a sum, pmean for a mean
         """),
     "neither unshard nor pvary": ("""
         split = fs.device_put({"w": torch.ones(4, 4)}, P(None, "data"), mesh)

@@ -632,7 +632,10 @@ def _parted(history: History, axes: Sequence[str]) -> tuple[str, str] | None:
     called, specs = ("fs.unshard", "their specs, ") if verb == "all_gather" else ("fs.pvary", "")
     why = f"{called} came before the function that is differentiated: each rank has a part of a gradient"
     call = f"{called}(parameters, {specs}{axes_source(parted[verb])})"
-    return why, f"call {call} in that function, and its transpose sums the parts"
+    return why, (
+        f"call {call} in that function, and its transpose sums the parts\n"
+        f"  or, reduce the gradients over {axes_text(axes)} before they are used: psum for a sum, pmean for a mean"
+    )
 
 
 def columns_of_a_part(checker: Facts, site: callsite.Site | None, axis: str, x: Operand, w: Operand) -> ShardingError:
