@@ -73,8 +73,10 @@ def memory_orders(leaves: Leaves) -> dict[str, list[int]]:
     return {name: order for name, order in orders.items() if dense[name].permute(order).is_contiguous()}
 
 
-def in_memory_order(named: Mapping[str, Any], orders: Mapping[str, list[int]]) -> dict[str, Any]:
+def in_memory_order(named: Mapping[str, Any], orders: Mapping[str, list[int]]) -> Mapping[str, Any]:
     """Return the leaves with the memory order that the constructor gave them: torch's kernels round by it."""
+    if not orders:
+        return named
     out = dict(named)
     for name in orders.keys() & named.keys():
         x, order = named[name], orders[name]

@@ -257,6 +257,10 @@ class _OwnClock(NamedTuple):
         return self.mine + host - self.host
 
 
+def _line(where: callsite.Site | None) -> str:
+    return repr(where) if where else ""
+
+
 def timeline(rank: int, name: str, record: Record) -> Timeline:
     """Return the timeline of a rank whose record has times in seconds."""
     compute: list[Slice] = []
@@ -277,7 +281,7 @@ def timeline(rank: int, name: str, record: Record) -> Timeline:
             axes = "+".join(t.axes)
             row = transfers.setdefault(axes, [])
             end = record.end if e.started.is_pending else e.end
-            row.append(Slice(t.op, e.start, end, repr(t.where) if t.where else "", t.phase, facts_of(t)))
+            row.append(Slice(t.op, e.start, end, _line(t.where), t.phase, facts_of(t)))
             verb = "start" if e.started.is_pending else "wait for"
             compute.append(
                 Slice(f"{verb} {t.op} over {axes}", e.start, e.end, row[-1].where, phase, {"waits_for": t.op})
@@ -315,19 +319,19 @@ def planned_timeline(rank: int, name: str, events: Sequence[Event], estimate: Ro
             phase = e.phase
             if end > now:
                 facts = {**flops_fact(e.flops), "bytes": e.bytes, "dtype": short_dtype(e.dtype)}
-                compute.append(Slice(e.name, now, end, repr(e.where) if e.where else "", phase, facts))
+                compute.append(Slice(e.name, now, end, _line(e.where), phase, facts))
         elif isinstance(e, Start):
             starts[e.number] = e.transfer
             of_lane.setdefault("+".join(e.transfer.axes), []).append((e.number, e.transfer))
         elif end > now:
             t = starts[e.number]
             what = f"wait for {t.op} over {'+'.join(t.axes)}"
-            compute.append(Slice(what, now, end, repr(t.where) if t.where else "", phase, {"waits_for": t.op}))
+            compute.append(Slice(what, now, end, _line(t.where), phase, {"waits_for": t.op}))
         now = end
     spans = {s.number: s for s in estimate.lanes}
     transfers = {
         axes: tuple(
-            Slice(t.op, spans[number].start, spans[number].end, repr(t.where) if t.where else "", t.phase, facts_of(t))
+            Slice(t.op, spans[number].start, spans[number].end, _line(t.where), t.phase, facts_of(t))
             for number, t in row
         )
         for axes, row in of_lane.items()

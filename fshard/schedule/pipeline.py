@@ -441,7 +441,9 @@ class _Run:
                     raise fail(f"pipelined: {tree.show('the h of first', path)} is {_kind(x)}, not a tensor of "
                                "floating numbers", fix="what is not differentiated is in the batch, which each "
                                "stage has")  # fmt: skip
-            for layer, extra in [*itertools.chain(*self.chunks)][: int(types is not None)]:
+            first = next(itertools.chain(*self.chunks), None)
+            if types is not None and first is not None:
+                layer, extra = first
                 self._check_h(self.pipe.stage(layer, h, self.batches[0], *extra), "stage")
             result = self.pipe.last(self.ends, h, self.batches[0])
         zeros = lambda x: _zeros(x) if isinstance(x, Tensor) else x  # noqa: E731

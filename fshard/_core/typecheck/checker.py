@@ -124,7 +124,7 @@ class Checker(OperationMode):
         self.asked: set[str] = set()  # axes on which the program asked for the rank's place: a number may depend on it
         # (collective, (dim, size) of each tensor, axes, line) that splits a dim into parts of different sizes
         self.uneven_splits: dict[tuple[str, tuple[tuple[int, Size], ...], tuple[str, ...], Any], None] = {}
-        self.split_arguments: dict[int, int] = {}  # roots of arguments that an axis splits, and of their pvary
+        self.split_arguments: dict[int, TensorInfo] = {}  # that an axis splits, by their roots and those of a pvary
         self._argument_storages: set[int] = set()
         self._single_rows: dict[int, set[str]] = {}  # axes by whose ranks an argument has one row each, by their size
         self._placed: dict[int, Tensor] = {}  # arguments that the caller keeps as placed leaves, by storage
@@ -208,7 +208,7 @@ class Checker(OperationMode):
         self.arguments.append(self.info(x))
         self._argument_storages.add(storage_id(x))
         if varying:
-            self.split_arguments[self._roots] = self._roots
+            self.split_arguments[self._roots] = self.arguments[-1]
         split = spec.parts(x.ndim)[0] if x.ndim and x.shape[0] == 1 else ()
         if split:
             self._single_rows.setdefault(size_of(split, self.sizes), set()).update(split)
@@ -475,7 +475,7 @@ class Checker(OperationMode):
         gathers = {r.axis: r for info in infos for r in info.history.gathers}
         for axis in list(gathers):
             histories = [info.history for info in infos if axis in info.type.varying]
-            if not all(axis in h.copies or axis in {r.axis for r in h.gathers} for h in histories):
+            if not all(_is_copied(h, axis) for h in histories):
                 del gathers[axis]
         parted = frozenset[tuple[str, str]]().union(*(info.history.parted for info in infos))
         if not (mixtures or reductions or partials or copies or gathers or parted):
@@ -525,15 +525,14 @@ class Checker(OperationMode):
 
         A rank gets its rows by its columns: blocks on the diagonal of the product, which no mesh-free program computes.
         """
-        roots = [self.split_arguments[o.info.root] for o in (x, w)]
-        specs = {info.root: info.spec for info in self.arguments}
-        rows, columns = (specs[root] or P() for root in roots)
+        rows_of, columns_of = (self.split_arguments[o.info.root] for o in (x, w))
+        rows, columns = rows_of.spec or P(), columns_of.spec or P()
         flat = w.tensor.ndim != 2 or x.tensor.ndim < 2 or x.tensor.stride(-2) < x.tensor.stride(-1)
-        if flat or roots[0] == roots[1] or w.tensor.shape[1] < 2:
+        if flat or rows_of.root == columns_of.root or w.tensor.shape[1] < 2:
             return
         out = columns.parts(2)[1 if w.tensor.stride(0) >= w.tensor.stride(1) else 0]
         for axis in w.info.type.varying.intersection(out, rows.parts(max(8, len(rows.entries)))[0]):
-            self.blocks.setdefault((roots[1], axis), (callsite.site(), (x, w)))
+            self.blocks.setdefault((columns_of.root, axis), (callsite.site(), (x, w)))
 
     def _joined_partials(self, op: Operation, operands: Sequence[Operand]) -> tuple[Partial, ...]:
         """Return the partial results that a value was computed from: their sum, which is one, or each of the first."""
@@ -556,7 +555,8 @@ class Checker(OperationMode):
         ]  # fmt: skip
         drawn = [o for o in varying if _is_draw(op, o, axis)]
         strict = [*differentiated]
-        if not all(_is_copy(o, axis) for o in varying):  # the same numbers for copies of one value are right
+        # The same random numbers for copies of one value are right.
+        if not all(_is_copied(o.info.history, axis) for o in varying):
             strict += [o for o in invariant if _is_draw(op, o, axis)]
         if not strict and drawn and not op.compares:
             strict = [o for o in invariant if o.info.type.differentiable]
@@ -692,11 +692,11 @@ class Checker(OperationMode):
             return
         for x in outputs:
             loss = Operand(unwrapped(x), self.info(x))
+            leaves = leaves_of(x) if inputs is None and (self.blocks or loss.info.type.varying) else inputs or ()
             for (root, axis), (site, operands) in self.blocks.items():
-                leaves = leaves_of(x) if inputs is None else inputs
                 if axis not in self._moved and any(self.info(leaf).root == root for leaf in leaves):
                     raise messages.columns_of_a_part(self, site, axis, *operands)
-            for leaf in (leaves_of(x) if inputs is None else inputs) if loss.info.type.varying else ():
+            for leaf in leaves if loss.info.type.varying else ():
                 parameter = Operand(unwrapped(leaf), self.info(leaf))
                 axes = loss.info.type.varying & parameter.info.type.invariant
                 if axes:
@@ -815,12 +815,8 @@ _MOVES = ("ppermute", "all_to_all", "all_to_all_rows")
 _LINEAR = ("add", "sub", "stack", "cat")  # of parts of sums they are a part of a sum
 
 
-def _is_copy(o: Operand, axis: str) -> bool:
-    """Return whether an operand that varies over an axis has the same value on each rank of it."""
-    return _is_copied(o.info.history, axis)
-
-
 def _is_copied(history: History, axis: str) -> bool:
+    """Return whether a value that varies over an axis is the same on each rank of it."""
     return axis in history.copies or any(g.axis == axis for g in history.gathers)
 
 

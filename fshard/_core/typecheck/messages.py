@@ -640,8 +640,7 @@ def _parted(history: History, axes: Sequence[str]) -> tuple[str, str] | None:
 
 def columns_of_a_part(checker: Facts, site: callsite.Site | None, axis: str, x: Operand, w: Operand) -> ShardingError:
     """Word the error of a product of the rows of an argument by the columns of a leaf, where one axis splits both."""
-    arguments = {info.root: info for info in checker.arguments}
-    infos = [arguments[checker.split_arguments[o.info.root]] for o in (x, w)]
+    infos = [checker.split_arguments[o.info.root] for o in (x, w)]
     rows = [(info.name or "", f"{show_type(o)}    in spec {info.spec}") for o, info in zip((x, w), infos, strict=True)]
     root, _, item = rows[1][0].partition("[")
     qualified = qualified_name(callsite.user_frame(), "unshard")

@@ -212,9 +212,15 @@ def with_first_operand(source: str, rebuild: Callable[[str], str]) -> str | None
     operand = (node.args[0] if node.args else None) if is_function else owner
     if operand is None:
         return None
+    before, text, after = _around(source, operand)
+    return before + rebuild(text) + after
+
+
+def _around(source: str, part: ast.expr) -> tuple[str, str, str]:
+    """Return the text before a part of an expression, of the part, and after it."""
     text = f"({source})".encode()  # columns count bytes of the text that was parsed
-    start, end = operand.col_offset, operand.end_col_offset
-    return (text[1:start] + rebuild(text[start:end].decode()).encode() + text[end:-1]).decode()
+    start, end = part.col_offset, part.end_col_offset
+    return text[1:start].decode(), text[start:end].decode(), text[end or -1 : -1].decode()
 
 
 def with_axis(source: str, old: str, new: str) -> str | None:
@@ -223,9 +229,9 @@ def with_axis(source: str, old: str, new: str) -> str | None:
     if not isinstance(node, ast.Call):
         return None
     for x in (*node.args[1:2], *(k.value for k in node.keywords if k.arg == "axis")):
-        text = f"({source})".encode()
         if ast.unparse(x) == ast.unparse(_parse_expression(old)):
-            return (text[1 : x.col_offset] + new.encode() + text[x.end_col_offset : -1]).decode()
+            before, _, after = _around(source, x)
+            return before + new + after
     return None
 
 
@@ -233,8 +239,8 @@ def mean_of_all(source: str) -> str | None:
     """Return `pmean(x.mean(), axis)` as the sum of all elements over their number; `None` for another expression."""
     match _parse_expression(source):
         case ast.Call(func=func, args=[ast.Call(func=ast.Attribute(value=x, attr="mean"), args=[], keywords=[]), axis]):
-            text, psum = f"({source})".encode(), ast.unparse(func).removesuffix("pmean") + "psum"
-            x_text, axes = (text[part.col_offset : part.end_col_offset].decode() for part in (x, axis))
+            psum = ast.unparse(func).removesuffix("pmean") + "psum"
+            x_text, axes = (_around(source, part)[1] for part in (x, axis))
             bare, x_text = x_text, x_text if isinstance(x, _ATOMS) else f"({x_text})"
             return f"{psum}({x_text}.sum(), {axes}) / {psum}(torch.ones_like({bare}).sum(), {axes})"
     return None
@@ -245,7 +251,7 @@ def line_without_call(site: Site | None) -> str | None:
 
     def rebuild(source: str) -> str | None:
         args = getattr(_parse_expression(source), "args", [])
-        return f"({source})".encode()[args[0].col_offset : args[0].end_col_offset].decode() if args else None
+        return _around(source, args[0])[1] if args else None
 
     line, call = rewritten(site, rebuild), rewritten(site, lambda source: "")
     return line if call and re.fullmatch(r"[\w\s,]+=|return", call) else None

@@ -150,7 +150,7 @@ class Facts(Protocol):
     mixtures: dict[tuple[Site, str], Mixture]  # the first of each line and axis
     mixtures_of_captured: dict[tuple[int, str], Mixture]  # the first of each root and axis
     pvaried: set[Site | None]  # lines
-    split_arguments: dict[int, int]  # roots of arguments that an axis splits, by their roots and by those of a pvary
+    split_arguments: dict[int, TensorInfo]  # arguments that an axis splits, by their roots and the roots of a pvary
     asked: set[str]  # axes on which the program asked for the rank's place: a number may depend on it
     numbers: list[tuple[str, Site | None, frozenset[str], tuple[Any, ...]]]  # (operation, line, axes, Python numbers)
 
