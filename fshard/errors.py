@@ -541,7 +541,8 @@ def _kind(hint: Any) -> _Kind:
 
         def accepts(x: Any) -> bool:
             is_sequence = isinstance(x, origin) and not isinstance(x, (str, bytes)) and length in (None, len(x))
-            return is_sequence and (usual.issuperset(map(type, x)) or all(_fits(element, each) for element in x))
+            elements = x[:1] if isinstance(x, range) else x  # of 10^12 numbers too
+            return is_sequence and (usual.issuperset(map(type, elements)) or all(_fits(y, each) for y in elements))
 
         return _Kind(f"{a_type(origin)} of {f'{length} ' if length else ''}{_without_article(each.words)}", (), accepts)
     return _Kind({types.NoneType: "None", types.EllipsisType: "'...'"}.get(origin) or a_type(origin), (origin,))

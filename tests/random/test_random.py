@@ -415,6 +415,8 @@ def test_categorical_and_permutation_are_the_same_on_every_mesh(rows):
     assert torch.equal(fs.random.permutation(KEY, logits), logits[order])
     assert torch.equal(fs.random.permutation(KEY, logits.T, dim=1), logits.T[:, order])
     assert fs.random.permutation(KEY, 0).tolist() == []
+    with pytest.raises(MemoryError, match="EiB"):  # at once: nothing looks at each position
+        fs.random.permutation(KEY, 10**18)
 
 
 def test_error_texts_of_categorical():
