@@ -103,22 +103,24 @@ class Device:
                 f"{links or 'no links'}{share})")  # fmt: skip
 
 
-def write(device: Device, path: Path) -> None:
+@checked
+def write(device: Device, path: str | Path) -> None:
     """Write a device to a JSON file, as `read` reads it.
 
-    >>> devices.write(devices.H100, Path("device.json"))
-    >>> devices.read(Path("device.json")) == devices.H100
+    >>> devices.write(devices.H100, "device.json")
+    >>> devices.read("device.json") == devices.H100
     True
     """
     flops = {str(dtype).removeprefix("torch."): rate for dtype, rate in device.flops.items()}
     links = [link._asdict() for link in device.links]
-    path.write_text(json.dumps({**asdict(device), "flops": flops, "links": links}, indent=2) + "\n")
+    Path(path).write_text(json.dumps({**asdict(device), "flops": flops, "links": links}, indent=2) + "\n")
 
 
-def read(path: Path) -> Device:
+@checked
+def read(path: str | Path) -> Device:
     """Return the device of a JSON file. Raises ShardingError for a file that has other fields, or no JSON."""
     try:
-        data: dict[str, Any] = json.loads(path.read_text())
+        data: dict[str, Any] = json.loads(Path(path).read_text())
         flops = {getattr(torch, name): rate for name, rate in data["flops"].items()}
         links = tuple(Link(**link) for link in data.get("links", ()))
         return Device(**{**data, "flops": flops, "links": links})

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -86,7 +85,7 @@ def of(name: str) -> Device:
     Raises ShardingError for an unknown name, and for a file that `write` has not written.
     """
     if name.endswith(".json"):
-        return read(Path(name))
+        return read(name)
     key = name.strip().lower().replace("_", "-")
     if key == "cpu":
         return this_cpu()

@@ -222,8 +222,9 @@ def on_stages(
     """
     if not axis:
         raise fail("on_stages: axis='' names no axis", fix='axis="stage"')
-    counts = evenly(len(layers), n * chunks) if lengths is None else list(lengths)
-    if n < 1 or chunks < 1 or len(specs) != len(layers) or len(counts) != n * chunks or sum(counts) != len(layers):
+    possible = 0 < n <= 2**20 and 0 < chunks <= 2**20 // n and len(specs) == len(layers)  # far above any mesh
+    counts = list(lengths or ()) if lengths is not None or not possible else evenly(len(layers), n * chunks)
+    if not possible or len(counts) != n * chunks or sum(counts) != len(layers):
         raise fail(f"on_stages: {len(specs)} specs, {len(layers)} layers, n={n}, chunks={chunks}, lengths={lengths}",
                    fix="specs and a length for each layer and stage")  # fmt: skip
     out = []

@@ -192,6 +192,7 @@ def _others() -> list[Call]:
         Call("check", _by_position(fs.check), {"f": step, "x": V}),
         Call("recording", _recorded, {"axis": "data"}, inside=True),
         outside(fs.replicated),
+        *prefixed("devices", outside(fs.devices.write, device=fs.devices.H100, path="device.json")),
         *prefixed("tree",
             Call("map", lambda f, tree, rest: fs.tree.map(f, tree, rest),  # noqa: PLW0108  rest has no name
                  {"f": lambda a, b: a, "tree": TREE, "rest": TREE}),
@@ -267,7 +268,7 @@ def public_functions() -> dict[str, Callable[..., Any]]:
 
 
 # Made by the functions of their packages, and not by callers.
-NOT_MADE = ("interop.hf.WeightHeaders", "interop.hf.FileTensor", "checkpoint.Saved")
+NOT_MADE = ("Apply", "interop.hf.WeightHeaders", "interop.hf.FileTensor", "checkpoint.Saved")
 
 
 def correct_calls() -> list[Call]:
