@@ -1,8 +1,8 @@
 """Modules of transformers gathered by block, beside FSDP2: `python -m tests.benchmarks.units [--only NAME ...]`.
 
-T5, GPT-2, Llama, Mixtral, Mamba and Whisper train in two processes over gloo, through `fs.defer(units=)` and through
-`fully_shard` of each block and then of the model; same values, batches, dtypes and fused AdamW. README.md in this
-folder says how to read the report. `lora` is the same for adapters.
+T5, GPT-2, Llama, BERT, Mixtral, Mamba and Whisper train in two processes over gloo, through `fs.defer(units=)` and
+through `fully_shard` of each block and then of the model; same values, batches, dtypes and fused AdamW. README.md in
+this folder says how to read the report. `lora` is the same for adapters.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fshard as fs
 from fshard import P
+from fshard._core.comm.description import _HEADER_BYTES
 
 from .init import MIB, spread
 from .peers import distance, ratios, run_on_ranks
@@ -86,6 +87,13 @@ def llama() -> nn.Module:
     return hf.LlamaForCausalLM(config)
 
 
+def bert() -> nn.Module:
+    config = hf.BertConfig(vocab_size=4096, hidden_size=512, num_hidden_layers=6, num_attention_heads=8,
+                           intermediate_size=2048, max_position_embeddings=256, hidden_dropout_prob=0.0,
+                           attention_probs_dropout_prob=0.0)  # fmt: skip
+    return hf.BertForMaskedLM(config)
+
+
 def mixtral() -> nn.Module:
     config = hf.MixtralConfig(vocab_size=4096, hidden_size=512, intermediate_size=688, num_hidden_layers=6,
                               num_attention_heads=8, num_key_value_heads=4, num_local_experts=4, use_cache=False
@@ -117,6 +125,7 @@ MODELS = {
     "gpt2": Model(gpt2, "GPT2Block", tokens=256),
     "llama": Model(llama, "LlamaDecoderLayer", tokens=256),
     "llama mixed": Model(llama, "LlamaDecoderLayer", tokens=256, mixed=True),
+    "bert": Model(bert, "BertLayer", tokens=256),
     "mixtral": Model(mixtral, "MixtralDecoderLayer", tokens=256, limits=LIMITS_NEW),
     "mamba": Model(mamba, "MambaBlock", tokens=32, limits=LIMITS_NEW),
     "whisper": Model(whisper, ("WhisperEncoderLayer", "WhisperDecoderLayer"), limits=LIMITS_NEW, inputs=sounds),
@@ -222,8 +231,11 @@ def live(build: Callable[[], Built]) -> dict[str, int]:
 
     cost = measure_step(setup, warmup=WARMUP)
     sent = cost.sent(dist.get_world_size())
-    return {"shards": shards, "start": cost.start, "above": cost.peak - shards, "sent": sent,
-            "transfers": len(cost.transfers)}  # fmt: skip
+    # Each transfer of fshard begins with a header, and has a message for each large tensor, in the tensor's memory.
+    messages = [nbytes for op, nbytes in cost.transfers if op == "send"]
+    transfers = len(cost.transfers) - len(messages) + messages.count(_HEADER_BYTES)
+    return {"shards": shards, "start": cost.start, "above": cost.peak - shards, "sent": sent, "transfers": transfers,
+            "messages": len(messages)}  # fmt: skip
 
 
 def report(name: str, builders: Builders, limits: Mapping[str, float], repeats: int,
@@ -248,8 +260,9 @@ def report(name: str, builders: Builders, limits: Mapping[str, float], repeats: 
         for one, build in builders.items():
             cells = run_on_ranks(2, live, build)
             out[one] |= {k: max(r[k] for r in cells) for k in cells[0]}
-            shown = ", ".join(f"{k} {out[one][k] / MIB:.1f} MiB" for k in cells[0] if k != "transfers")
-            print(f"  {one:12} {shown}, {out[one]['transfers']} transfers")
+            sizes = ", ".join(f"{k} {out[one][k] / MIB:.1f} MiB" for k in ("shards", "start", "above", "sent"))
+            counts = ", ".join(f"{out[one][k]} {k}" for k in ("transfers", "messages") if out[one][k])
+            print(f"  {one:12} {sizes}, {counts}")
         for one in others:
             out[one]["live"] = out[one]["above"] / out[first]["above"]
             print(f"  {one:12} peak above the shards {out[one]['live']:.3f} of {first}, at most {limits['live']}")
