@@ -496,7 +496,7 @@ class AnyStrides(nn.Module):
         self.register_buffer("cat_with_empty", torch.cat([torch.zeros(0), torch.ones(2, 3), torch.zeros(0, 3)]))
 
 
-def test_two_hundred_partial_writes_are_computed_on_a_box_alone():
+def test_two_hundred_partial_writes_are_the_same_on_every_mesh():
     def experts(w):
         for part in w:
             nn.init.xavier_uniform_(part)
