@@ -106,7 +106,7 @@ def _round_keys(first: int, second: int) -> tuple[Words, ...]:
 def integers(name: str, x: Integers) -> Rows:
     if isinstance(x, Tensor) and (x.is_meta or x.dtype == torch.bfloat16):  # numpy has no array for these
         raise fail(f"{name} are {'on the meta device' if x.is_meta else 'bfloat16'}", fix="integers")
-    if isinstance(x, range):  # its error says how many bytes are too many
+    if isinstance(x, range):  # the error of numpy says how many bytes a long one takes
         x = np.arange(x.start, x.stop, x.step)
     array = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
     if array.size and not np.issubdtype(array.dtype, np.integer):
