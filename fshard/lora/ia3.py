@@ -154,9 +154,9 @@ def apply(
     for name, (leaf, x) in targets.adapted.items():  # as the bias that is multiplied: over all axes, and not varied
         spec, base = _scale_spec(cfg, name, leaf, x.ndim, by_name) if by_name else P(), by_name.get(name, P())
         axes = (*over, *base.axes, *spec.axes)
-        where = placement("scale", spec, given.get((name, "scale")), base, wanted[name]["scale"], axes)
-        placed[name, "scale"] = where._replace(varied=())
-    scales, errors = aligned("ia3.apply", adapters, placed, given)
+        placed[name, "scale"] = placement("scale", spec, given.get((name, "scale")), base, wanted[name]["scale"], axes)
+    unvaried = {key: where._replace(varied=()) for key, where in placed.items()}
+    scales, errors = aligned("ia3.apply", adapters, unvaried, given)
     raise_all(errors)
     found: dict[str, Any] = {name: adapters[name]["value"] for name in targets.copied}
     values = {name: x for name, (_, x) in named.items()}
@@ -165,10 +165,9 @@ def apply(
         bias = _bias_of(name, values)
         if bias is not None and not cfg.scales_inputs(leaf.module):
             found[bias] = (values[bias] * scale).to(values[bias].dtype)
-        spec = placed[name, "scale"].spec
-        missing = tuple(a for a in by_name.get(name, P()).axes if a in over and a not in spec.axes)
-        found[name] = ScaledWeight(x, pvary(scale, missing or None), leaf, leaf.inputs,
-                                   cfg.scales_inputs(leaf.module), spec)  # fmt: skip
+        where = placed[name, "scale"]
+        scale = pvary(scale, tuple(a for a in where.varied if a in over) or None)
+        found[name] = ScaledWeight(x, scale, leaf, leaf.inputs, cfg.scales_inputs(leaf.module), where.spec)
     return tree.unflatten(tree.flatten(params, is_weight)[1], [found.get(name, x) for name, x in values.items()])
 
 
@@ -196,10 +195,8 @@ class ScaledWeight(AdaptedWeight):
         return f"ScaledWeight({describe(self)}, {'in' if self.of_inputs else 'out'}puts)"
 
     def parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
-        return [
-            *self.base_parts(spec, shape),
-            (self.spec, None if shape is None else self.leaf.split(tuple(shape))[not self.of_inputs]),
-        ]
+        scaled = None if shape is None else self.leaf.split(tuple(shape))[not self.of_inputs]
+        return [*self.base_parts(spec, shape), (self.spec, scaled)]
 
     def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
         """Compute the scaled x @ base, plus b, which `apply` has scaled: x [..., D] -> [..., F]."""

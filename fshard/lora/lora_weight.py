@@ -7,7 +7,7 @@ over it, {I} does not.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -81,17 +81,18 @@ class LoraWeight(AdaptedWeight):
         """Compute x @ base + b, plus the adapters' part: x [..., D] -> [..., F]."""
         if self.ndim != 2:
             raise fail(f"linear: w is {self!r}", fix="flatten its inputs, and its outputs, to [D, F]")
-        y = self.base_linear(x, b)
-        return self._adapted(x, y, b).to(y.dtype)
+        y = base = self._layers[0].base_linear(x, b)
+        for layer in self._layers:
+            y = layer._adapted(x, y, b)
+        return y.to(base.dtype)
 
-    def base_linear(self, x: Tensor, b: Tensor | None) -> Tensor:
-        """Compute x @ w + b of the matrix below all adapters."""
-        return self.base.base_linear(x, b) if isinstance(self.base, LoraWeight) else super().base_linear(x, b)
+    @property
+    def _layers(self) -> list[LoraWeight]:
+        """The adapters of the matrix: first the one that was applied first, last this one."""
+        return [*(self.base._layers if isinstance(self.base, LoraWeight) else ()), self]
 
     def _adapted(self, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
-        """Add the parts of this adapter, and of those below it, to y, in the wider of the dtypes of y and of a."""
-        if isinstance(self.base, LoraWeight):
-            y = self.base._adapted(x, y, bias)
+        """Add the part of this adapter to y, in the wider of the dtypes of y and of a."""
         dropped = self._dropped(x.to(self.a.dtype))
         low = nn.linear(nn.linear(dropped, self.a.flatten(0, -2)), self.b.flatten(1))
         if self.magnitude is None:
@@ -105,9 +106,7 @@ class LoraWeight(AdaptedWeight):
 
     def _root(self) -> Tensor:
         """Return the matrix below all adapters, [D, F]."""
-        base = self.base
-        if isinstance(base, LoraWeight):
-            return base._root()
+        base = self._layers[0].base
         matrix: Tensor = base.dense() if isinstance(base, Weight) else base
         return matrix.transpose(0, 1) if self.leaf.layout == "oi" else matrix.flatten(0, self.inputs - 1).flatten(1)
 
@@ -148,19 +147,12 @@ class LoraWeight(AdaptedWeight):
         if self.leaf.layout != "table":
             raise self._refused("embedding")
         look_up = functools.partial(nn.embedding, ids, axis=axis, size=size, padding_idx=padding_idx)
-        y = self._base_embed(look_up)
-        return self._embedded(look_up, y).to(y.dtype)
-
-    def _base_embed(self, look_up: Callable[..., Tensor]) -> Tensor:
-        return self.base._base_embed(look_up) if isinstance(self.base, LoraWeight) else look_up(self.base)
-
-    def _embedded(self, look_up: Callable[..., Tensor], y: Tensor) -> Tensor:
-        if isinstance(self.base, LoraWeight):
-            y = self.base._embedded(look_up, y)
-        low = nn.linear(look_up(self.a), self.b) * self.scale
-        if self.magnitude is None:
-            return y + low
-        return (self.magnitude / self._norm()) * (y + low)
+        y = base = look_up(self._layers[0].base)
+        for layer in self._layers:
+            y = y + nn.linear(look_up(layer.a), layer.b) * layer.scale
+            if layer.magnitude is not None:
+                y = (layer.magnitude / layer._norm()) * y
+        return y.to(base.dtype)
 
 
 @checked

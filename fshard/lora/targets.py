@@ -258,7 +258,6 @@ def check_adapters(
 
 
 def check_weight(verb: str, weight: float) -> None:
-    """Raise ShardingError for a weight that is not finite."""
     if not math.isfinite(weight):
         raise fail(f"{verb}: weight={weight}", fix="a finite number")
 
