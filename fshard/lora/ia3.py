@@ -28,8 +28,7 @@ from fshard.collectives import pvary
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.spec import Axis, P, describe
 
-from .adapted import AdaptedWeight
-from .placement import aligned, given_specs, model_axes, placement
+from .adapted import AdaptedWeight, aligned, given_specs, model_axes, placement
 from .targets import Of, Targets, check_adapters, named_leaves, specs_by_name
 
 
@@ -149,7 +148,7 @@ def apply(
     wanted = {name: {"scale": len(_of_side(cfg, leaf, tuple(x.shape)))} for name, (leaf, x) in targets.adapted.items()}
     check_adapters("ia3.apply", targets, named, adapters, wanted, (Tensor,))
     by_name = {} if specs is None else specs_by_name("ia3.apply", named, params, specs)
-    given = given_specs("ia3.apply", [*adapters], adapters, adapter_specs)
+    given = given_specs("ia3.apply", adapters, adapter_specs)
     placed = {}
     for name, (leaf, x) in targets.adapted.items():  # as the bias that is multiplied: over all axes, and not varied
         spec, base = _scale_spec(cfg, name, leaf, x.ndim, by_name) if by_name else P(), by_name.get(name, P())

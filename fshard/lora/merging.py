@@ -22,9 +22,9 @@ from fshard.sharded import Sharded, device_put
 from fshard.spec import P
 
 from .adapted import sum_of_factors
-from .config import Config
+from .config import Config, check_weight
 from .int8 import Int8
-from .targets import Adapted, Of, another_shape, check_weight, checked_leaves, factor_shapes, named_leaves, specs_of
+from .targets import Adapted, Of, another_shape, checked_leaves, factor_shapes, named_leaves, specs_of
 
 # (weight, s A B, the factors, the leaf, the axes that split its inputs) -> the new weight
 _Change = Callable[[Tensor, Tensor, Mapping[str, Tensor], Leaf, tuple[str, ...]], Tensor]
