@@ -33,7 +33,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "core": 17_548,
     "data": 1_056,
     "defer": 5_194,
-    "interop": 4_460,
+    "interop": 4_455,
     "law": 1_373,
     "lora": 1_773,
     "models": 4_861,
