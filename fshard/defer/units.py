@@ -256,7 +256,6 @@ class UnshardedByUnit(Pure):
                           "pass the tree that params were materialized from")  # fmt: skip
         # Only the shapes: a described tree may refer to full tensors.
         self._shapes = shapes if shapes is apply.shapes else shapes_of({name: shapes[name] for name in apply.shapes})
-        self._largest = max((math.prod(x.shape) for x in self._shapes.values()), default=0)
 
     def __repr__(self) -> str:
         return f"{self._apply!r}.unshard({self._axis!r})"
@@ -296,7 +295,8 @@ class UnshardedByUnit(Pure):
             return x if in_transform() else known.setdefault(leaf, x)  # what a transform returns ends with it
 
         shards = [x for name in units for leaf in apply.units[name] for x in tree.leaves(params[leaf])]
-        memories = functools.cache(functools.partial(path_to, shards, self._largest))
+        numel = max((math.prod(x.shape) for x in self._shapes.values()), default=0)
+        memories = functools.cache(functools.partial(path_to, shards, numel))
         placeholders = {}
         for name, unit in units.items():
             parts = iter([x if part is None else part for part, x in zip(unit.plan.slices, unit.shards, strict=True)])
