@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,14 @@ from .distributions import MAX_RANDINT_RANGE, distribution_of
 from .graph import Call, Draw, Full, InputSlot, Node, Op, Uninitialized, cast, tensors_in, view, write
 from .replay import is_pointwise
 from .strided_view import Shape, broadcast_view, row_major_strides, strided_view
+
+Values = dict[str, Any]  # argument name -> value, of one call of an operation
+
+
+def values_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
+    """Return the arguments of a call by name, with defaults."""
+    values = {a.name: None if a.name == "dtype" else a.default_value for a in schema_of(func).arguments}
+    return {**values, **dict(zip(values, args, strict=False)), **kwargs}
 
 
 class AtenCall:
@@ -35,12 +43,8 @@ class AtenCall:
         self.inplace = self.full_name.endswith("_") and not self.full_name.endswith("__")
 
     @functools.cached_property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments by their names in the schema, with defaults."""
-        return {
-            a.name: self.args[i] if i < len(self.args) else self.kwargs.get(a.name, a.default_value)
-            for i, a in enumerate(schema_of(self.func).arguments)
-        }
+    def arguments(self) -> Values:
+        return values_of(self.func, self.args, self.kwargs)
 
     def call(self) -> Call:
         """Return the call with nodes in place of tensors."""

@@ -57,17 +57,17 @@ def draws_of(
     if is_batched(key):
         raise fail(f"{name}: torch.vmap over keys", "draws of a module are made below torch.vmap",
                    fix="a loop over the keys")  # fmt: skip
-    part, bound = microbatch(), region().sizes if in_region() else {}
-    live = live_axes(region().comm, tuple(bound)) if bound else ()
+    part, here = microbatch(), region() if in_region() else None
+    bound = here.sizes if here else {}
+    live = live_axes(here.comm, tuple(bound)) if here else ()
     if not live and part is None:
         return Draws(name, key)
     if live and not split.is_stated:
         raise fail(f"{name}: with a key a region must say which axis splits the examples of a batch",
                    fix=f'apply = apply.draws_over("{live[0]}"); apply.draws_over(None) if each rank has all of them'
                    )  # fmt: skip
-    named = known_axes(f"{name}.draws_over", region(), split.axis) if bound else ()
-    axes = live_axes(region().comm, named) if named else ()
-    here = region() if bound else None
+    named = known_axes(f"{name}.draws_over", here, split.axis) if here and bound else ()
+    axes = live_axes(here.comm, named) if here else ()
     features = [Features(over, tuple(here.sizes[a] for a in over), tuple(here.coords[a] for a in over),
                          frozenset(numbers))
                 for over, numbers in split_features.items()
@@ -82,7 +82,7 @@ def draws_of(
     if split.with_probe and not probes:
         find()
     total = global_size(f"{name}.draws_over", count, axes) if axes else count
-    sizes, coords = ([values[a] for a in axes] for values in (bound, region().coords if axes else {}))
+    sizes, coords = ([values[a] for a in axes] for values in (bound, here.coords if here else {}))
     start, mine = part_range(total, sizes, coords)
     if mine != count:
         raise fail(f"{name}: this rank has {count} examples, and its part of {total} over {axes} is {mine}",
@@ -127,7 +127,6 @@ def _probed(
 
 
 def _examples(name: str, axes: tuple[str, ...], dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchRows:
-    """Return the examples of this rank."""
     if not axes:
         return BatchRows(1, {})
     types, name = checker(), f"{name}: draws_over({axes[0] if len(axes) == 1 else axes!r})"
@@ -144,7 +143,8 @@ def _examples(name: str, axes: tuple[str, ...], dim: int, args: tuple[Any, ...],
         parts = dict(enumerate(() if spec is None else spec.parts(x.ndim)))
         d = next((d for d, over in parts.items() if set(over) & set(axes)), dim)
         if not -x.ndim <= d < x.ndim or live_axes(region().comm, tuple(parts.get(d, axes))) != axes:
-            raise fail(f"{name}: {_argument(path)} has no dim that {' and '.join(map(repr, axes))} alone split",
+            argument = tree.show("args" if path[0] == 0 else "kwargs", path[1:])
+            raise fail(f"{name}: {argument} has no dim that {' and '.join(map(repr, axes))} alone split",
                        argument=describe(x), **({} if spec is None else {"spec": spec}),
                        fix="name the axes that split its examples, in this order; dim= of an argument that was "
                        "computed in the region")  # fmt: skip
@@ -173,8 +173,3 @@ def _rows(
     exact = {i for i in found if lengths[i] in dict(part.rows)}
     dims = {i: dim % xs[i].ndim for i in sorted(exact or found)}
     return BatchRows(math.gcd(*(lengths[i] for i in dims)), dims) if dims else None
-
-
-def _argument(path: tree.Path) -> str:
-    """Return the name of an argument of a call, from its path in (args, kwargs)."""
-    return tree.show("args" if path[0] == 0 else "kwargs", path[1:])

@@ -62,10 +62,7 @@ class _Cumulative(float):
 
 
 class BatchStatistics(TorchFunctionMode):
-    """Takes the statistics of norms over all ranks of an axis; refuses statistics of one rank's examples.
-
-    Types decide what to refuse, so only checked calls do.
-    """
+    """Takes the statistics of norms over all ranks of an axis; checked calls refuse statistics of one rank."""
 
     def __init__(self, name: str, module: nn.Module, over: Axis) -> None:
         super().__init__()
@@ -168,8 +165,8 @@ class BatchStatistics(TorchFunctionMode):
         if frame is None:
             return f"{self.name}: a {op}"
         label = f"{self.name}: {repr(names[id(m)]) if names[id(m)] else 'it'} is a {type(m).__name__}"
-        if state := _state_of(m):
-            return f"{label} {state}"
+        if isinstance(m, nn.modules.batchnorm._NormBase):
+            return f"{label} {'in train mode' if m.training else 'without running statistics'}"
         return label if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) else f"{label} that calls {op}"
 
 
@@ -187,13 +184,6 @@ def without_process_group(module: nn.Module) -> None:
 
 def _leaves(given: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: leaf for name in _LEAVES if (leaf := given.get(name)) is not None}
-
-
-def _state_of(m: object) -> str:
-    """Return why a norm of torch, or of a subclass, takes the statistics of its batch; "" for another module."""
-    if not isinstance(m, nn.modules.batchnorm._NormBase):
-        return ""
-    return "in train mode" if m.training else "without running statistics"
 
 
 def _axes_of_channels(leaves: Collection[Tensor]) -> frozenset[str]:

@@ -20,23 +20,13 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from fshard import init as initial
 from fshard import tree as trees
 from fshard._core.callsite import user_frame
 from fshard._core.region import in_region
 from fshard._core.torch import FakeTensor, storage_id
 from fshard.errors import ShardingError, checked, fail, raise_all
-from fshard.init import (
-    Arange,
-    Deferred,
-    Eye,
-    Full,
-    Initializer,
-    Normal,
-    Scope,
-    TruncNormal,
-    Uniform,
-    describe_initializer,
-)
+from fshard.init import Deferred, Initializer, Scope, describe_initializer
 from fshard.random import fold_in
 from fshard.spec import Box, describe
 
@@ -106,7 +96,9 @@ def defer(
         module = _construct(constructor)
     places = places_of(module)
     leaves = leaves_at(places)
-    _check_leaves(leaves, why_valueless if recorder is None else recorder.why_unrecorded)
+    why = why_valueless if recorder is None else recorder.why_unrecorded
+    raise_all([fail(f"defer: {name}: {reason[0]}", fix=reason[1]) for named in leaves.values()
+               for name, x in named.items() if (reason := why(x))])  # fmt: skip
     outside, in_full = Outside(constructor, module), dict[str, int]()
     if recorder is None:
         tree = {kind: {name: Deferred(tuple(x.shape), x.dtype, Reference(x.detach(), reference or 0))
@@ -149,15 +141,11 @@ def _construct(constructor: Callable[[], nn.Module]) -> nn.Module:
                 e.add_note(f"while fs.defer ran the constructor; if it runs alone: {EAGER}")
             raise
         # of torch: an operation that fake tensors do not support
-        lazy = "Uninitialized" in str(e)
-        what = "the shape of a lazy layer is decided by its first call" if lazy else \
-            "this operation needs a tensor that has memory"  # fmt: skip
-        fix = (
-            "give the constructor the sizes, as Linear for LazyLinear; or call the lazy module in it once, with "
-            "reference=0"
-            if lazy
-            else EAGER
-        )
+        what, fix = "this operation needs a tensor that has memory", EAGER
+        if "Uninitialized" in str(e):
+            what = "the shape of a lazy layer is decided by its first call"
+            fix = ("give the constructor the sizes, as Linear for LazyLinear; or call the lazy module in it once, with "
+                   "reference=0")  # fmt: skip
         raise recording_error(what, fix=fix, frame=user_frame(frames[-1])) from e
     if not isinstance(module, nn.Module):
         raise fail(f"defer: the constructor returned {module!r}", fix="return the nn.Module")
@@ -198,12 +186,6 @@ def _seeded(seed: int) -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numbers)  # noqa: NPY002
         torch.set_rng_state(state)
-
-
-def _check_leaves(leaves: Leaves, why: Callable[[Tensor], tuple[str, str] | None]) -> None:
-    """Raise ShardingError for the leaves that have no value, with the reasons that `why` returns, and the fixes."""
-    found = [(name, why(x)) for named in leaves.values() for name, x in named.items()]
-    raise_all([fail(f"defer: {name}: {reason[0]}", fix=reason[1]) for name, reason in found if reason])
 
 
 def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | None, outside: Outside) -> None:
@@ -380,8 +362,7 @@ def _describe_leaf(kind: str, name: str, node: Node, owners: Mapping[int, tuple[
     if plain is not None:
         return Deferred(node.shape, node.dtype, plain, Scope(leaf))
     sources = {id(d): (names.index(owners[id(d)][0]), owners[id(d)][1]) for d in drawn}
-    if not shared:
-        return Deferred(node.shape, node.dtype, Recorded(node, sources, (), name), Scope(leaf))
+    names = names if shared else ()
     shown = tuple(o.partition(".")[2] for o in names)
     return Deferred(node.shape, node.dtype, Recorded(node, sources, shown, name), Scope(leaf, names))
 
@@ -391,7 +372,7 @@ def _bytes_in_full(node: Node) -> int:
 
 
 _INITIALIZERS: dict[str, Callable[..., Initializer]] = {
-    "normal": Normal, "uniform": Uniform, "trunc_normal": TruncNormal,
+    "normal": initial.Normal, "uniform": initial.Uniform, "trunc_normal": initial.TruncNormal,
 }  # fmt: skip
 
 
@@ -399,15 +380,16 @@ def _plain_initializer(node: Node) -> Initializer | None:
     """Return the initializer of `fs.init` with the values of a node, or None."""
     match node:
         case graph.Full() if not node.dtype.is_complex:
-            return Full(node.value)
+            return initial.Full(node.value)
         case Draw() if node.distribution in _INITIALIZERS and not node.dtype.is_complex:
             return _INITIALIZERS[node.distribution](*node.args)
         case graph.Cast() if isinstance(node.source, Draw) and node.source.distribution == "normal":
             # A draw is rounded to float32, then to its dtype: that is this cast.
-            return Normal(*node.source.args) if node.source.dtype == torch.float32 and node.dtype.itemsize < 4 else None
+            is_rounded = node.source.dtype == torch.float32 and node.dtype.itemsize < 4
+            return initial.Normal(*node.source.args) if is_rounded else None
         case graph.Op() if node.call.name == "eye" and node.dtype.is_floating_point:
-            return Eye()
+            return initial.Eye()
         case graph.Op() if node.call.name == "arange" and node.dtype == torch.int64:
             start, end, step = (*node.call.args, 1)[:3] if len(node.call.args) > 1 else (0, node.call.args[0], 1)
-            return Arange(start, step) if all(isinstance(n, int) for n in (start, end, step)) else None
+            return initial.Arange(start, step) if all(isinstance(n, int) for n in (start, end, step)) else None
     return None

@@ -34,12 +34,11 @@ _DISTRIBUTIONS: dict[str, tuple[Any, ...]] = {
     "exponential": ("exponential", "lambd"), "log_normal": ("log_normal", "mean", "std"),
     "cauchy": ("cauchy", "median", "sigma"), "geometric": ("geometric", "p"), "randperm": ("randperm",),
 }  # fmt: skip
-_RANDINT = ("random", "randint", "randint_like")
 
 
 def distribution_of(name: str, arguments: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, ...] | None:
     """Return the distribution of an operation and its numbers, as `draw_box` takes them; None if none is known."""
-    if name in _RANDINT:  # randint(low, high), random_(from, to), random_(to) or random_()
+    if name in ("random", "randint", "randint_like"):  # randint(low, high), random_(from, to), random_(to) or random_()
         low = arguments.get("low", arguments.get("from", 0)) or 0
         high = arguments.get("high", arguments.get("to"))
         if high is None and dtype.is_floating_point:  # all integers that the dtype has without gaps

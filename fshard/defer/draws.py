@@ -8,7 +8,7 @@ uniform_, rand. `probe` finds which dim of each draw has the examples.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fshard._core.callsite import place_and_source, site
-from fshard._core.operations import tensors_in
+from fshard._core.operations import OperationMode, tensors_in
 from fshard._core.region import checker, unchecked
-from fshard._core.torch import TorchDispatchMode, schema_of
+from fshard._core.torch import schema_of
 from fshard.errors import ShardingError, fail
 from fshard.random import bernoulli_box, fold_in
 from fshard.spec import Box, full_box, part_range
 
+from .aten_rules import Values, values_of
 from .distributions import MAX_RANDINT_RANGE, distribution_of, draw_box
 
-Values = dict[str, Any]  # argument name -> value, of one call of an operation
 Read = tuple[int, Any]  # a Python number computed only from draws, and the number of draws before
 
 
@@ -60,23 +60,16 @@ class Probe:
     read: Sequence[Read]  # the drawn numbers that forward read, to skip a layer or not
     failure: ShardingError | None  # of a run that could not go on; only a draw needs to know
 
-    def read_until(self, number: int) -> list[Read]:
-        """Return what forward read before draw `number`."""
-        return [r for r in self.read if r[0] <= number]
-
 
 @dataclass(frozen=True)
 class Batch:
-    """Part of the examples of a batch that this rank has: `count` from `start` on, of `total`, over mesh `axes`.
-
-    `dim` has the examples in every draw, if no probe finds it.
-    """
+    """Part of the examples of a batch that this rank has: `count` from `start` on, of `total`, over mesh `axes`."""
 
     axes: tuple[str, ...]
     start: int
     count: int
     total: int
-    dim: int | None = None
+    dim: int | None = None  # of the examples in every draw, if no probe finds it
 
 
 @dataclass(frozen=True)
@@ -105,7 +98,7 @@ class Features:
 # --- the mode ---------------------------------------------------------------------------------------------------
 
 
-class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Draws(OperationMode):  # type: ignore[no-untyped-call]
     """The draws of one call of a module: draw number j is under fold_in(key, j).
 
     `number` counts the draws. A caller that runs a part of forward again, to recompute it in backward, reads `number`
@@ -135,7 +128,6 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._drawn: Any = WeakTensorKeyDictionary()  # tensors made only of draws
 
     def resumed(self, number: int) -> Draws:
-        """Return a mode that goes on from draw `number`."""
         other = Draws(self.name, self.key, self.batch, self.probes, self.find, self.features)
         other.number, other.read = number, [r for r in self.read if r[0] <= number]
         return other
@@ -152,7 +144,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a probe that read what this call has read, and so makes the same draws so far."""
         assert self.probes is not None
         assert self.find is not None
-        known = (probe for probe in self.probes if probe.read_until(self.number) == self.read)
+        known = (probe for probe in self.probes if [r for r in probe.read if r[0] <= self.number] == self.read)
         return next(known, None) or self.find()
 
     def _unexpected(self, here: str, there: str) -> ShardingError:
@@ -166,8 +158,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
                           *split, fix="draw as often, and in the same shapes, for any batch: for all examples at once"
                           )  # fmt: skip
 
-    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        rule, kwargs = rule_of(func), kwargs or {}
+    def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rule = rule_of(func)
         if rule is not None:
             parts = self._decomposed(func, args, kwargs)
             return self._run(rule, func, args, kwargs) if parts is NotImplemented else parts
@@ -251,10 +243,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(full), tuple(box), axes
 
     def _found(self, op: str, shape: tuple[int, ...]) -> tuple[Examples | None, dict[int, tuple[int, Features]]]:
-        """Return the dim of the examples that the probe found, and the (size, axes) of each dim of split features.
-
-        Raises ShardingError for another draw than the probe's.
-        """
+        """Return the dim of the examples that the probe found, and the (size, axes) of each dim of split features."""
         assert self.batch is not None
         probe = self._probe()
         if probe.failure is not None:
@@ -301,29 +290,9 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Examples(dim % len(shape), n // max(1, batch.count))
 
 
-# A __torch_dispatch__ in the class body would be wrapped by torch: the first operation would import dynamo for seconds.
-Draws.__torch_dispatch__ = Draws._dispatch  # type: ignore[assignment]
-
-
-def values_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
-    """Return the arguments of a call by name, defaults included."""
-    arguments = schema_of(func).arguments
-    values = {a.name: None if a.name == "dtype" else a.default_value for a in arguments}
-    return {**values, **dict(zip(values, args, strict=False)), **kwargs}
-
-
 # --- the operations ---------------------------------------------------------------------------------------------
 
 Rule = Callable[[Draws, str, Values], Any]
-_RULES: dict[str, Rule] = {}
-
-
-def _rule_for(*names: str) -> Callable[[Rule], Rule]:
-    def add(rule: Rule) -> Rule:
-        _RULES.update(dict.fromkeys(names, rule))
-        return rule
-
-    return add
 
 
 @functools.cache
@@ -349,7 +318,6 @@ def _refuse(draws: Draws, name: str, values: Values) -> Any:
                      "apply.eval() draws nothing")  # fmt: skip
 
 
-@_rule_for("bernoulli_", "bernoulli")
 def _bernoulli(draws: Draws, name: str, v: Values) -> Tensor:
     x, p = v["self"], v.get("p")
     if p is None or isinstance(p, Tensor):  # probabilities
@@ -363,7 +331,6 @@ def _bernoulli(draws: Draws, name: str, v: Values) -> Tensor:
     return (x if name.endswith("_") else torch.empty_like(x)).copy_(drawn)
 
 
-@_rule_for("native_dropout")
 def _native_dropout(draws: Draws, name: str, v: Values) -> tuple[Tensor, Tensor]:
     """Draw as the dropout of CPUs does, with the same numbers."""
     x, p = v["input"], v["p"]
@@ -372,8 +339,6 @@ def _native_dropout(draws: Draws, name: str, v: Values) -> tuple[Tensor, Tensor]
     return x * keep * (0.0 if p == 1 else 1 / (1 - p)), keep
 
 
-@_rule_for("uniform_", "normal_", "geometric_", "exponential_", "log_normal_", "cauchy_", "random_", "rand", "randn",
-           "randint", "randperm", "rand_like", "randn_like", "randint_like")  # fmt: skip
 def _numbers(draws: Draws, name: str, v: Values) -> Tensor:
     x, default = v.get("self"), torch.int64 if name in ("randint", "randperm") else torch.get_default_dtype()
     dtype: torch.dtype = v.get("dtype") or (default if x is None else x.dtype)
@@ -388,7 +353,6 @@ def _numbers(draws: Draws, name: str, v: Values) -> Tensor:
     return out.copy_(drawn)
 
 
-@_rule_for("normal")
 def _normal(draws: Draws, name: str, v: Values) -> Tensor:
     mean, std = v["mean"], v["std"]
     given = [x for x in (mean, std) if isinstance(x, Tensor)]
@@ -402,7 +366,6 @@ def _normal(draws: Draws, name: str, v: Values) -> Tensor:
     return out
 
 
-@_rule_for("rrelu_with_noise", "rrelu_with_noise_")
 def _rrelu(draws: Draws, name: str, v: Values) -> Tensor:
     x, noise, low, high = v["self"], v["noise"], v["lower"], v["upper"]
     slope = draws.numbers("rrelu", x.shape, "uniform", 0.0, 1.0, dtype=x.dtype, device=x.device, like=x)
@@ -411,7 +374,6 @@ def _rrelu(draws: Draws, name: str, v: Values) -> Tensor:
     return out
 
 
-@_rule_for("multinomial")
 def _multinomial(draws: Draws, name: str, v: Values) -> Tensor:
     """Choose by exponential clocks; with replacement by the inverse of the cumulative distribution."""
     p, n = v["self"], v["num_samples"]
@@ -429,3 +391,11 @@ def _multinomial(draws: Draws, name: str, v: Values) -> Tensor:
 
 def _device(v: Values) -> torch.device:
     return v["device"] or torch.get_default_device()
+
+
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("uniform_", "normal_", "geometric_", "exponential_", "log_normal_", "cauchy_", "random_", "rand",
+                     "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"), _numbers),
+    "bernoulli": _bernoulli, "bernoulli_": _bernoulli, "native_dropout": _native_dropout, "normal": _normal,
+    "rrelu_with_noise": _rrelu, "rrelu_with_noise_": _rrelu, "multinomial": _multinomial,
+}  # fmt: skip

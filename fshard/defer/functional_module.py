@@ -27,19 +27,17 @@ from fshard.schedule.options import BackwardPrefetch, Release
 from fshard.schedule.units import UnitOptions
 from fshard.spec import Axis, describe, format_tensor
 
+from . import refusals
 from .batch_draws import SplitBatch, draws_of
 from .batch_statistics import UNSET, BatchStatistics, without_process_group
 from .draws import Draws
 from .module_copy import ModuleCopy, copy_module
-from .module_leaves import Named, in_memory_order, leaves_at, memory_orders, places_of
+from .module_leaves import Named, in_memory_order, leaves_at, memory_orders, places_of, tensors_of
 from .probe import Fake
-from .recomputation import AGAIN, RefuseCheckpoint, recomputed, refused_by_torch_func
 from .references import Outside, Seen, reachable
 from .replaced import Replace, Replaced
-from .stand_ins import adapted_as, between_calls, detached, in_module, tensors_of
+from .stand_ins import adapted_as, between_calls, detached, in_module
 from .units import Fill, Pure, Units, UnshardedByUnit, choose_units, leaves_of_units, shapes_of
-from .values import first_valueless, is_valueless, not_of_the_call
-from .writes import ParameterWrites, equal_values, version
 
 # Attributes of modules, and the expressions here, of `apply, tree = fs.defer(constructor)`.
 _NAMES_ELSEWHERE = {
@@ -154,7 +152,11 @@ class Apply(Pure):
     @checked
     def train(self, mode: bool = True) -> Apply:
         """Return the function in training mode, as constructors leave modules."""
-        return self._with(copy_module(self.module, self._outside).train(mode))
+        module = copy_module(self.module, self._outside).train(mode)
+        other = Apply(module, self.ties, self.whole, self.transient, self._chosen, self._replaced.by, self._outside)
+        other._key, other._norms_over, other.unreplaced = self._key, self._norms_over, self.unreplaced
+        other._split_batch = replace(self._split_batch, probed={})  # in another mode forward makes other draws
+        return other
 
     @checked
     def batch_norm_over(self, axis: Axis) -> Apply:
@@ -170,9 +172,7 @@ class Apply(Pure):
 
         >>> apply = Apply(torch.nn.BatchNorm1d(3, device="meta")).batch_norm_over("data")
         """
-        other = copy.copy(self)
-        other._norms_over = axis
-        return other
+        return self._with(_norms_over=axis)
 
     @checked
     def unshard(
@@ -256,9 +256,7 @@ class Apply(Pure):
         """
         if key is not None:
             check_key(f"{self!r}: key=", key)
-        other = copy.copy(self)
-        other._key = key
-        return other
+        return self._with(_key=key)
 
     def split_key(self, kwargs: dict[str, Any]) -> tuple[Apply, dict[str, Any]]:
         """Return the function by the key in `kwargs`, and the others; itself, if forward has an argument `key`."""
@@ -289,16 +287,11 @@ class Apply(Pure):
 
         >>> apply = Apply(torch.nn.Dropout(0.5)).draws_over("data")
         """
-        other = copy.copy(self)
-        other._split_batch = SplitBatch(axis, dim, probe)
-        return other
+        return self._with(_split_batch=SplitBatch(axis, dim, probe))
 
-    def _with(self, module: nn.Module) -> Apply:
-        """Return the function of a changed copy of the module."""
-        other = Apply(module, self.ties, self.whole, self.transient, self._chosen, self._replaced.by,
-                      self._outside)  # fmt: skip
-        other._key, other._norms_over, other.unreplaced = self._key, self._norms_over, self.unreplaced
-        other._split_batch = replace(self._split_batch, probed={})  # in another mode forward makes other draws
+    def _with(self, **attributes: Any) -> Apply:
+        other = copy.copy(self)
+        vars(other).update(attributes)
         return other
 
     def __repr__(self) -> str:
@@ -315,6 +308,7 @@ class Apply(Pure):
         """
         if torch.compiler.is_dynamo_compiling():
             what = "replaced modules" if self._replaced.by else \
+                "adapted parameters" if any(map(is_weight, params.values())) else \
                 "statistics over an axis" if self._has_norms_over and self.module.training else ""  # fmt: skip
             if what:
                 raise fail(f"{self!r}: {what} cannot be compiled", fix="call it outside torch.compile")
@@ -328,31 +322,28 @@ class Apply(Pure):
         copies = {name: x.clone() for name, x in buffers.items()}  # forward may overwrite them
         leaves: dict[str, Named] = {"params": named, "buffers": copies}
         if torch.compiler.is_dynamo_compiling():  # dynamo traces one thread, and supports functional_call
-            if any(map(is_weight, params.values())):
-                raise fail(f"{self!r}: adapted parameters cannot be compiled", fix="call it outside torch.compile")
             named = {p.name: leaves[p.kind][p.leaf] for p in self._places}
             out = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
             return out, {**copies, **{p.leaf: named[p.name] for p in self._places if p.kind == "buffers"}}, []
-        versions = {name: version(x) for name, x in copies.items()}
+        versions = {name: refusals.version(x) for name, x in copies.items()}
         mine = self._take_copy()
         for p in (*mine.places, *mine.references):
             p.holder[p.key] = leaves[p.kind][p.leaf]
         mine.units.calls, mine.units.keep = calls, functools.partial(self._keep_unit, mine, draws)
         mine.units.fill = fill
-        guard: Any = None if "writes" in self._done else ParameterWrites(repr(self), params)
+        guard: Any = None if "writes" in self._done else refusals.ParameterWrites(repr(self), params)
         stored_before = [seen.tensors() for seen in self._seen]
 
         def has_all_values() -> bool:
-            return has_values() and not any(map(is_valueless, tree.leaves((params, buffers, args, kwargs))))
+            return has_values() and not any(map(refusals.is_valueless, tree.leaves((params, buffers, args, kwargs))))
 
         if guard is not None and has_all_values():
             made = {name: x for name, ref in self._outside.made.items() if (x := ref()) is not None}
             guard.refuse_reads([*self._leaves.values(), made], {**params, **buffers})
         if guard is not None:
             mine.units.watch = guard.watch
-        refusal: Any = (
-            RefuseCheckpoint(repr(self)) if self._is_first_differentiated(calls, params, args, kwargs) else None
-        )
+        is_first = self._is_first_differentiated(calls, params, args, kwargs)
+        refusal: Any = refusals.RefuseCheckpoint(repr(self)) if is_first else None
         nothing = contextlib.nullcontext()
         try:
             with refusal or nothing, guard or nothing, draws or nothing, self._statistics(mine):
@@ -383,13 +374,13 @@ class Apply(Pure):
                        fix="do it in the constructor; or compute a tensor and leave the parameter")  # fmt: skip
         mine.contents.restore()
         self._give_back(mine)
-        if (valueless := first_valueless(out, after)) and has_all_values():
-            raise not_of_the_call(f"{self!r}: {valueless} has no values: it was computed from tensors of the module "
-                                  "that the constructor made")  # fmt: skip
+        if (valueless := refusals.first_valueless(out, after)) and has_all_values():
+            raise refusals.not_of_the_call(f"{self!r}: {valueless} has no values: it was computed from tensors of the "
+                                           "module that the constructor made")  # fmt: skip
         state = {name: x for name, x in after.items() if name not in self.transient}
-        changed = [name for name, x in state.items() if x is not copies[name] or version(x) != versions[name]]
+        changed = [name for name, x in state.items() if x is not copies[name] or refusals.version(x) != versions[name]]
         if not changed and "values" not in self._done:  # torch's batch_norm does not count all its writes as versions
-            changed = [name for name, x in state.items() if not equal_values(x, buffers[name])]
+            changed = [name for name, x in state.items() if not refusals.equal_values(x, buffers[name])]
             if not changed:
                 self._done.add("values")
         return out, after, changed
@@ -446,8 +437,7 @@ class Apply(Pure):
                     errors.append(fail(f"{self!r}: {kind}[{name!r}] is a {type(x).__name__}, not a tensor", fix=fix))
                 elif name in expected and x.ndim != expected[name].ndim:
                     what = f"{self!r}: {kind}[{name!r}] has {x.ndim} dims, not {expected[name].ndim}"
-                    errors.append(fail(what, argument=describe(x),
-                                       module=format_tensor(x.dtype, expected[name].shape)))  # fmt: skip
+                    errors.append(fail(what, argument=describe(x), module=format_tensor(x.dtype, expected[name].shape)))
         raise_all(sorted(errors, key=str))
 
     def _refuse_parts(self, params: Named, dims: int, e: Exception | None = None) -> None:
@@ -468,7 +458,7 @@ class Apply(Pure):
 
     def _explain(self, e: Exception, params: Named, buffers: Named, arguments: Any) -> None:
         """Raise, or add to an error of forward, its cause: a tie, or leaves that were not unsharded."""
-        if (refused := refused_by_torch_func(repr(self), e)) is not None:
+        if (refused := refusals.refused_by_torch_func(repr(self), e)) is not None:
             raise refused from e
         if isinstance(e, TypeError) and (assigned := _ASSIGNED.search(str(e))):
             raise fail(f"{self!r}: forward assigns a tensor to the parameter {assigned[1]!r}",
@@ -509,8 +499,8 @@ class Apply(Pure):
         except IndexError:
             for name, m in self.module.named_modules():
                 if m.training and getattr(m, "gradient_checkpointing", False) is True:
-                    raise recomputed(f"{self!r}: gradient checkpointing is on in {name or type(m).__name__!r}",
-                                     AGAIN.format("torch.utils.checkpoint")) from None  # fmt: skip
+                    raise refusals.recomputed(f"{self!r}: gradient checkpointing is on in {name or type(m).__name__!r}",
+                                              refusals.AGAIN.format("torch.utils.checkpoint")) from None  # fmt: skip
             module = copy_module(self.module, self._outside)
             without_process_group(module)
             self._replaced.install(repr(self), module)
@@ -556,10 +546,7 @@ class Apply(Pure):
         for p in (*mine.places, *mine.references):
             if (id(p.holder) in holders or p in mine.references) and not (p.kind == "params" and p.leaf in leaves):
                 x = p.holder[p.key]
-                if p.kind == "buffers":
-                    now[p.name] = x.clone()  # forward may update it
-                else:
-                    now[p.name] = detached(x)
+                now[p.name] = x.clone() if p.kind == "buffers" else detached(x)  # forward may update a buffer
 
         def repeat(leaves: Sequence[Tensor], args: Any, kwargs: Any, calls: Any) -> None:
             copy = self._take_copy()

@@ -5,6 +5,7 @@ Legend: B batch, T the tokens of the prompt, S those so far, N of this step, V v
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -66,9 +67,7 @@ def generate(
     if mask is not None and mask.shape != ids.shape:
         raise fail("generate: the mask must have one entry for each token", mask=list(mask.shape), ids=list(ids.shape))
 
-    def run(**inputs: Any) -> Any:
-        return apply(params, buffers, **inputs)
-
+    run = functools.partial(apply, params, buffers)
     if not model.is_encoder_decoder:
         if decoder_start is not None:
             raise fail(f"generate: decoder_start={decoder_start}, and {model.name} has no encoder", fix="leave it out")
@@ -103,9 +102,8 @@ class _Model(NamedTuple):
     @classmethod
     def from_apply(cls, apply: object, module: object) -> _Model:
         if not isinstance(module, nn.Module):
-            raise must_be(
-                "generate: apply.module", "a Module", module, "pass module=apply.module, of the Apply of defer"
-            )
+            raise must_be("generate: apply.module", "a Module", module,
+                          "pass module=apply.module, of the Apply of defer")  # fmt: skip
         name, config = type(module).__name__, getattr(module, "config", None)
         takes = frozenset(inspect.signature(type(module).forward).parameters)
         if config is None or "input_ids" not in takes:

@@ -101,9 +101,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: tuple[Node, ...]
-    default_dtype: torch.dtype = field(
-        default_factory=torch.get_default_dtype
-    )  # of the recording: it decides promotion
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)  # of the recording, for promotion
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors of the result, then the inputs, which the operation may have written to."""
@@ -126,7 +124,6 @@ class Op(Node):
 
 
 def tensors_in(x: Any) -> list[Tensor]:
-    """Return the tensors among the leaves of a tree."""
     return [y for y in tree.leaves(x) if isinstance(y, Tensor)]
 
 

@@ -86,7 +86,6 @@ class ModuleCopy:
 
 
 def _same_objects(x: Any, before: Any) -> bool:
-    """Return whether a container has the same objects as before."""
     if isinstance(x, set):
         return bool(x == before)
     pair = (x.values(), before.values()) if isinstance(x, dict) else (x, before)
@@ -108,8 +107,6 @@ def copy_module(module: nn.Module, outside: Outside) -> Any:
     try:
         return copy_with_functions(module, outside.objects)
     except Exception as e:
-        raise fail(
-            f"{type(module).__name__}: cannot be copied, and each rank of a simulated mesh needs its own",
-            f"{type(e).__name__}: {e}",
-            fix="keep objects that copy.deepcopy refuses out of the module",
-        ) from e
+        raise fail(f"{type(module).__name__}: cannot be copied, and each rank of a simulated mesh needs its own",
+                   f"{type(e).__name__}: {e}",
+                   fix="keep objects that copy.deepcopy refuses out of the module") from e  # fmt: skip

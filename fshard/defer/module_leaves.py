@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fshard import tree
+
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # of all modules: parameters, buffers, modules, hooks
 
 Named = Mapping[str, Tensor]
@@ -91,3 +93,8 @@ def leaves_at(places: Sequence[Place]) -> Leaves:
     for p in places:
         leaves[p.kind].setdefault(p.leaf, p.holder[p.key])
     return leaves
+
+
+def tensors_of(params: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return all tensors of the leaves, by names that are unique for each tensor of a Weight."""
+    return {tree.show(name, path): x for name, leaf in params.items() for path, x in tree.leaves_with_path(leaf)}

@@ -27,8 +27,9 @@ from fshard.errors import ShardingError, fail
 from fshard.random import fold_in
 from fshard.spec import full_box, short_dtype
 
+from .aten_rules import values_of
 from .distributions import draw_box
-from .draws import Drawn, Draws, Examples, Probe, draw_error, rule_of, values_of
+from .draws import Drawn, Draws, Examples, Probe, draw_error, rule_of
 
 _REORDER = {"index", "index_select", "gather", "sort", "argsort", "topk", "flip", "roll"}
 
@@ -48,8 +49,8 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
         self._outer: Any = WeakTensorKeyDictionary()
         self._ranges: Any = WeakTensorKeyDictionary()  # tensors made only of torch.arange
 
-    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, schema_of(func).name.split("::")[-1]
+    def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = schema_of(func).name.split("::")[-1]
         parts = self._decomposed(func, args, kwargs)
         if parts is not NotImplemented:
             return parts
@@ -108,10 +109,8 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
                           fix="keep the batch in a separate dim, or flatten [B, T], not [T, B]")  # fmt: skip
 
     def _shown(self, x: Tensor) -> str:
-        each = [n / self.prime for n in x.shape]
-        sizes = [
-            "B" if k == 1 else f"{k:.0f}*B" if k and k % 1 == 0 else str(n) for k, n in zip(each, x.shape, strict=True)
-        ]
+        each = [n // self.prime if n % self.prime == 0 else 0 for n in x.shape]
+        sizes = ["B" if k == 1 else f"{k}*B" if k else str(n) for k, n in zip(each, x.shape, strict=True)]
         return f"{short_dtype(x.dtype)}[{', '.join(sizes)}]"
 
     def numbers(
@@ -140,9 +139,6 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
         self._drawn[out] = None
         self.number += 1
         return out
-
-
-_ProbingDraws.__torch_dispatch__ = _ProbingDraws._dispatch  # type: ignore[assignment]
 
 
 def prime_for(sizes: Iterator[int]) -> int:

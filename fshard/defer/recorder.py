@@ -11,6 +11,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -22,30 +23,13 @@ from torch.overrides import TorchFunctionMode
 
 from fshard import tree
 from fshard._core.callsite import place_and_source, site
-from fshard._core.torch import (
-    FakeTensor,
-    FakeTensorMode,
-    TorchDispatchMode,
-    replace_trunc_normal,
-    schema_of,
-    storage_id,
-    without_modes,
-)
+from fshard._core.operations import OperationMode
+from fshard._core.torch import FakeTensor, FakeTensorMode, replace_trunc_normal, schema_of, storage_id, without_modes
 from fshard.errors import ShardingError, fail
 from fshard.spec import full_box
 
-from . import graph
-from .aten_rules import (
-    AtenCall,
-    drawn_value,
-    explicit_generator,
-    fold_constant,
-    generated,
-    generated_value,
-    new_value,
-    overwriting_value,
-    written_tensors,
-)
+from . import aten_rules, graph
+from .aten_rules import AtenCall
 from .replay import Replay, bytes_in_full
 from .strided_view import Shape, StridedView, refined_shape, row_major_strides, strided_view
 
@@ -109,7 +93,6 @@ class RecordedStorage:
         return None if region is None else (base, region)
 
     def read(self, x: Tensor) -> graph.Node:
-        """Return the value of a tensor in this storage."""
         shape = tuple(x.shape)
         if x.numel() == 0:
             return graph.Full(shape, x.dtype, 0)
@@ -121,7 +104,6 @@ class RecordedStorage:
         return graph.Op(shape, x.dtype, call, 0)
 
     def write(self, x: Tensor, value: graph.Node) -> None:
-        """Overwrite a tensor in this storage."""
         if x.numel() == 0:
             return
         old, found = self.value, self.region_of(x)
@@ -151,7 +133,7 @@ class RecordedStorage:
         return alias
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(OperationMode):  # type: ignore[no-untyped-call]
     """Record operations. Tensors made outside are literals: operations on only literals run and are not recorded."""
 
     def __init__(self, budget: int) -> None:
@@ -188,7 +170,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return why_valueless(x)
 
     def write(self, x: Tensor, value: graph.Node) -> None:
-        """Overwrite a tensor with a value."""
         self._storage_of_literal(x).write(x, _lazily_negated(x, graph.cast(value, x.dtype)))
 
     def _storage_of_literal(self, x: Tensor) -> RecordedStorage:
@@ -234,10 +215,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # --- operations -------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
+    def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = dict(kwargs)
         if func.namespace == "prim":
             return func(*args, **kwargs)
         tensors = graph.tensors_in((args, kwargs))
@@ -254,7 +233,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif op.name == "set" or op.name.startswith("resize"):
                 raise recording_error(f"{op.full_name} changes the storage of a tensor", fix="make a new tensor")
             return self._run_view(op, tensors[0])
-        targets = written_tensors(func, args, kwargs)
+        targets = aten_rules.written_tensors(func, args, kwargs)
         if targets:
             return self._record_write(op, targets, is_draw)
         if any(r.alias_info is not None and not r.alias_info.is_write for r in schema_of(func).returns):
@@ -284,7 +263,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_draw and op.inplace:
             value = self._drawn(op, tuple(target.shape), target.dtype)
         elif op.inplace or op.name == "eye":
-            value = overwriting_value(op, target)
+            value = aten_rules.overwriting_value(op, target)
         if value is not None:
             self.write(target, value)
             return target
@@ -300,7 +279,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._new(x, graph.Op(tuple(x.shape), x.dtype, call, i))
         for x in targets:
             output = 0 if op.inplace and len(targets) == 1 else len(results) + slots[id(x)]
-            self.write(x, fold_constant(graph.Op(tuple(x.shape), x.dtype, call, output)))
+            self.write(x, aten_rules.fold_constant(graph.Op(tuple(x.shape), x.dtype, call, output)))
         remaining = iter(targets)
         returned = [next(remaining) if is_target else x for x, is_target in zip(results, aliased, strict=False)]
         return returned[0] if isinstance(out, Tensor) else type(out)(returned) if results else out
@@ -333,16 +312,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._new(x, graph.Op(tuple(x.shape), x.dtype, call, i))
         elif is_draw or not self.is_recorded(results[0]):  # else the result is an argument, or a view of one
             x = results[0]
-            value = (self._drawn if is_draw else new_value)(op, tuple(x.shape), x.dtype)
+            value = (self._drawn if is_draw else aten_rules.new_value)(op, tuple(x.shape), x.dtype)
             self._new(x, value)
         return out
 
     def _drawn(self, op: AtenCall, shape: Shape, dtype: torch.dtype) -> graph.Node:
         """Return the value that an operation draws: by the leaf's key, or exactly as a generator that it is passed."""
         if op.generator is None:
-            value = drawn_value(op, shape, dtype)
+            value = aten_rules.drawn_value(op, shape, dtype)
         else:
-            value = generated_value(op, shape, dtype, graph.constant(op.generator.get_state()))
+            value = aten_rules.generated_value(op, shape, dtype, graph.constant(op.generator.get_state()))
             if value is not None:
                 self.advance(op.generator, value, f"{op.name}(generator=)")
         if value is None:
@@ -357,12 +336,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run_on_values(self, op: AtenCall) -> Any:
         """Run an operation whose result the constructor reads, on values that do not depend on draws."""
-        if not schema_of(op.func).returns and any(
-            graph.draws(self.node(x)) for x in graph.tensors_in((op.args, op.kwargs))
-        ):
+        tensors = graph.tensors_in((op.args, op.kwargs))
+        if not schema_of(op.func).returns and any(graph.draws(self.node(x)) for x in tensors):
             return None  # a check of numbers, as of the result of a matrix inverse: `fs.validate` checks leaves
         what = {"_local_scalar_dense": ".item()", "equal": "torch.equal()"}.get(op.name, f"{op.name}()")
-        values = {id(x): self.value(x, what) for x in graph.tensors_in((op.args, op.kwargs))}
+        values = {id(x): self.value(x, what) for x in tensors}
         replace = lambda x: values[id(x)] if isinstance(x, Tensor) else x  # noqa: E731
         with without_modes():
             return op.func(*tree.map(replace, op.args), **tree.map(replace, op.kwargs))
@@ -395,7 +373,7 @@ def _lazily_negated(x: Tensor, value: graph.Node) -> graph.Node:
     for lazy, op in ((x.is_conj(), torch.ops.aten.conj_physical), (x.is_neg(), torch.ops.aten.neg)):
         if lazy:
             call = graph.Call(op.__name__, op.default, (graph.InputSlot(0),), {}, (value,))
-            value = fold_constant(graph.Op(value.shape, value.dtype, call, 0))
+            value = aten_rules.fold_constant(graph.Op(value.shape, value.dtype, call, 0))
     return value
 
 
@@ -452,17 +430,8 @@ def _numpy(recorder: Recorder, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return out if not args else out.astype(args[0])
 
 
-def _data_ptr(recorder: Recorder, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    raise recording_error("data_ptr() asks for the address of a tensor that has no memory yet")
-
-
-def _dlpack(recorder: Recorder, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    raise recording_error("DLPack asks for the memory of a tensor that has none yet")
-
-
-def _pickled(recorder: Recorder, x: Tensor, protocol: Any) -> Any:
-    value: Any = recorder.value(x, "pickling")
-    return value.__reduce_ex__(protocol)
+def _no_memory(what: str, *_: Any, **__: Any) -> Any:
+    raise recording_error(what)
 
 
 def _tensor(recorder: Recorder, data: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -497,8 +466,11 @@ _META = torch.device("meta")
 _UNSEEN_MOVES = frozenset([torch.tensor, torch.as_tensor])  # they move their result to a device without an operation
 _data: Any = Tensor.data
 _MEMORY_RULES: dict[Any, Callable[..., Any]] = {
-    Tensor.numpy: _numpy, Tensor.__array__: _numpy, Tensor.data_ptr: _data_ptr, Tensor.__dlpack__: _dlpack,
-    Tensor.__reduce_ex__: _pickled, Tensor.__deepcopy__: _deepcopy, Tensor.share_memory_: lambda recorder, x: x,
+    Tensor.numpy: _numpy, Tensor.__array__: _numpy,
+    Tensor.data_ptr: partial(_no_memory, "data_ptr() asks for the address of a tensor that has no memory yet"),
+    Tensor.__dlpack__: partial(_no_memory, "DLPack asks for the memory of a tensor that has none yet"),
+    Tensor.__reduce_ex__: lambda recorder, x, protocol: recorder.value(x, "pickling").__reduce_ex__(protocol),
+    Tensor.__deepcopy__: _deepcopy, Tensor.share_memory_: lambda recorder, x: x,
     torch.tensor: _tensor, _data.__set__: _set_data,
 }  # fmt: skip
 
@@ -521,17 +493,16 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         if not recorder.is_recorded(tensor):
             return trunc_normal(tensor, mean, std, a, b, generator=generator)
         shape, strides, dtype, value = tuple(tensor.shape), tensor.stride(), tensor.dtype, None
-        if (exact := explicit_generator(generator)) is not None:
+        if (exact := aten_rules.explicit_generator(generator)) is not None:
 
             def draw(generator: torch.Generator) -> Tensor:
                 memory = torch.empty_strided(shape, strides, dtype=dtype)
                 return trunc_normal(memory, mean, std, a, b, generator=generator)
 
-            value = generated("trunc_normal", draw, shape, dtype, (), graph.constant(exact.get_state()))
+            value = aten_rules.generated("trunc_normal", draw, shape, dtype, (), graph.constant(exact.get_state()))
             recorder.advance(exact, value, "trunc_normal_(generator=)")
-        recorder.write(
-            tensor, value or graph.Draw(shape, dtype, "trunc_normal", (float(mean), float(std), float(a), float(b)))
-        )
+        numbers = float(mean), float(std), float(a), float(b)
+        recorder.write(tensor, value or graph.Draw(shape, dtype, "trunc_normal", numbers))
         return tensor
 
     def recorded_swap_tensors(x: Tensor, y: Tensor) -> None:

@@ -96,7 +96,6 @@ class Slot:
         return _items(self.holder)[self.key]
 
     def get(self, _: Any) -> Any:
-        """Return the object in it, or None if it is gone."""
         try:
             return self[_]
         except LookupError:
@@ -241,7 +240,6 @@ class Seen:
         self.name, self.function, self._value = name, function, value
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that it has."""
         x = self._value()
         return tensors_in(x if isinstance(x, (dict, list, Tensor)) else getattr(x, "__dict__", None))
 

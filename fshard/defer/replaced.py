@@ -36,10 +36,7 @@ class Replaced:
 
     @staticmethod
     def from_module(module: nn.Module, replace: Replace, places: Sequence[Place]) -> Replaced:
-        """Choose the submodules that the globs and classes match; the first of several that match one counts.
-
-        Raises ShardingError listing all that match none, and every submodule of a glob that cannot be replaced.
-        """
+        """Choose the submodules that the globs and classes match; the first of several that match one counts."""
         named = {id(m): name for name, m in module.named_modules()}  # the first names
         chosen, errors, by_class = _matched(module, {} if replace is None else replace, named)
         by = {named[key]: replacement for key, replacement in chosen.items()}
@@ -144,9 +141,7 @@ def _near(glob: Any, names: Sequence[str]) -> str:
 def _check_module(m: nn.Module, replacement: Replacement) -> None:
     """Raise ShardingError, without the module's name, for a module that a replacement does not take."""
     classes = type(m).__mro__
-    kinds: list[Any] = [
-        c for t in replacement.takes for c in classes if (c.__name__ == t if isinstance(t, str) else c is t)
-    ]
+    kinds: list[Any] = [c for t in replacement.takes for c in classes if t in (c, c.__name__)]
     if not kinds:
         taken = " and ".join(t if isinstance(t, str) else t.__name__ for t in replacement.takes)
         raise fail(f"{replacement} takes {taken}", fix="a narrower glob, or another fs.nn.Replacement")
@@ -221,9 +216,7 @@ def _specs_of_leaves(
     return specs, users
 
 
-def _users(
-    leaf: str, users: Sequence[str], by: Mapping[str, Replacement], places: Sequence[Place]
-) -> tuple[str, str]:  # fmt: skip
+def _users(leaf: str, users: Sequence[str], by: Mapping[str, Replacement], places: Sequence[Place]) -> tuple[str, str]:
     """Return the replaced modules that have a leaf, and its names in others, as texts."""
     others = [name for p in places if p.leaf == leaf for name in p.names[:1]
               if not any(name.startswith(f"{user}.") for user in users)]  # fmt: skip

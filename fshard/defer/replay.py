@@ -53,9 +53,7 @@ def bytes_in_full(root: graph.Node) -> int:
     """Return the bytes that are computed in full for any box of the root, except views and ranges."""
     heads = [n for node in graph.topological_order(root) if not is_local(node) for n in (node, *graph.inputs(node))]
     nodes = [n for n in graph.topological_order(*heads) if not isinstance(n, (graph.View, graph.Reshape, graph.Full))]
-    if all(
-        isinstance(n, graph.Cast) or (isinstance(n, graph.Op) and n.call.name in ("arange", "linspace")) for n in nodes
-    ):
+    if all(graph.step_name(n) in ("cast", "arange", "linspace") for n in nodes):
         return 0
     return sum(n.nbytes for n in nodes)
 
@@ -78,9 +76,8 @@ class Replay:
         On a CPU the steps are divided between threads, unless a value is computed in full, once for all of them.
         """
         sizes = box_shape(box)
-        in_steps = not isinstance(self.root, (graph.Draw, graph.Full)) and all(
-            map(is_local, graph.topological_order(self.root))
-        )
+        nodes = graph.topological_order(self.root)
+        in_steps = not isinstance(self.root, (graph.Draw, graph.Full)) and all(map(is_local, nodes))
         threads = threads_to_fill(math.prod(sizes), self.device) if in_steps else 0
         chunk = _CHUNK // max(1, threads)
 
@@ -96,9 +93,8 @@ class Replay:
         step = max(1, chunk * sizes[dim] // math.prod(sizes))
 
         def filler() -> Callable[[int], None]:
-            replay = (
-                Replay(self.root, self.key_of, self.device) if threads else self
-            )  # each thread has its boxes of shared nodes
+            # Each thread has its boxes of shared nodes.
+            replay = Replay(self.root, self.key_of, self.device) if threads else self
 
             def fill(start: int) -> None:
                 n = min(step, sizes[dim] - start)

@@ -20,7 +20,7 @@ from fshard.nn import linear
 from fshard.spec import P
 
 from .module_leaves import Place
-from .recomputation import recomputed
+from .refusals import recomputed
 
 _METADATA = frozenset({
     Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.ndim.__get__, Tensor.layout.__get__,  # type: ignore[attr-defined]
@@ -80,9 +80,8 @@ class OutsideUnit(StandIn):
         if self.value is None or func is torch.autograd.grad:
             return super()._run(func, args, kwargs)
         x = self.value(self.leaf)
-        return func(
-            *tree.map(lambda y: x if y is self else y, args), **tree.map(lambda y: x if y is self else y, kwargs)
-        )
+        args, kwargs = tree.map(lambda y: x if y is self else y, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 class _PathTo(torch.autograd.Function):
@@ -250,11 +249,6 @@ def in_module(params: Mapping[str, Any], splits: Mapping[str, Split]) -> dict[st
         if name in out and not isinstance(out[name], OutsideUnit):
             out[name] = SplitParameter.from_part(name, out[name], split)
     return out
-
-
-def tensors_of(params: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return all tensors of the leaves, by names that are unique for each tensor of a Weight."""
-    return {tree.show(name, path): x for name, leaf in params.items() for path, x in tree.leaves_with_path(leaf)}
 
 
 def adapted_as(module: nn.Module, places: Sequence[Place]) -> dict[str, Leaf]:

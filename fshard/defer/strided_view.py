@@ -38,7 +38,6 @@ class StridedView:
 
     @property
     def is_identity(self) -> bool:
-        """Return whether the view is the unchanged base."""
         kept = [d for d in self.dims if d is not None]
         return self.covers and self.shape == self.base and kept == sorted(kept)
 
@@ -123,7 +122,6 @@ def broadcast_view(base: Shape, shape: Shape) -> StridedView:
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 

@@ -50,7 +50,8 @@ def choose_units(module: nn.Module, units: Units) -> tuple[str, ...]:
             raise fail(f"defer: units={units!r} chooses none of {len(named)} submodules", _classes(named))
     else:
         entries = [units] if isinstance(units, str) else list(units)
-        found = {entry: [name for name, m in named.items() if _is_matched(entry, name, m)] for entry in entries}
+        found = {entry: [name for name, m in named.items() if type(m).__name__ == entry
+                         or matches(name.split("."), entry.split("."))] for entry in entries}  # fmt: skip
         raise_all([fail(f"defer: units={entry!r} matches no submodule", _classes(named),
                         fix="the name of a class, or a glob of paths: 'encoder.block.*'")
                    for entry, names in found.items() if not names])  # fmt: skip
@@ -59,10 +60,6 @@ def choose_units(module: nn.Module, units: Units) -> tuple[str, ...]:
                     "its leaves are used in its children's", fix=f"units='{name}.*'")
                for name in chosen if not _has_forward(named[name])])  # fmt: skip
     return tuple(chosen)
-
-
-def _is_matched(entry: str, name: str, m: nn.Module) -> bool:
-    return type(m).__name__ == entry or matches(name.split("."), entry.split("."))
 
 
 def _has_forward(m: nn.Module) -> bool:
@@ -275,12 +272,8 @@ class UnshardedByUnit(Pure):
         apply.check_names(params, buffers)
         named: Any = dict(params)
         # Neither a compiler nor a transform of torch.func can trace a schedule.
-        if (
-            not apply.units
-            or torch.compiler.is_dynamo_compiling()
-            or in_transform()
-            or any(map(has_tangent, tree.leaves(named)))
-        ):
+        is_traced = torch.compiler.is_dynamo_compiling() or in_transform() or any(map(has_tangent, tree.leaves(named)))
+        if is_traced or not apply.units:
             return apply.run(self._full(named, self._specs), self._full_buffers(buffers), args, kwargs)
         refuse_saved_tensor_hooks("apply.unshard")
         flat = tree.broadcast(self._specs, named, name="apply.unshard: specs", leaf=is_spec, is_leaf=is_weight)
@@ -329,11 +322,8 @@ class UnshardedByUnit(Pure):
             if tensors is None:
                 return [kept(name, leaf) for leaf in self._apply.units[name]]
             xs = tree.unflatten(structures[name], tensors) if name in structures else tensors
-            if not self._apply.orders:
-                return xs
-            return list(
-                in_memory_order(dict(zip(self._apply.units[name], xs, strict=True)), self._apply.orders).values()
-            )
+            named = dict(zip(self._apply.units[name], xs, strict=True))
+            return list(in_memory_order(named, self._apply.orders).values())
 
         return fill
 

@@ -248,9 +248,7 @@ def _check_path(verb: str, path: StrPath) -> None:
                    fix="fs.hf.save of a folder, or fs.checkpoint.save; or a path on a disk")  # fmt: skip
 
 
-def _check_arguments(
-    path: Path, of: Apply | None, theirs: Theirs | None, metadata: Mapping[str, str] | None
-) -> None:  # fmt: skip
+def _check_arguments(path: Path, of: Apply | None, theirs: Theirs | None, metadata: Mapping[str, str] | None) -> None:
     if path.suffix not in (SUFFIX, *_OF_TORCH):
         raise fail(f"write: path {str(path)!r} has the suffix {path.suffix!r}",
                    fix=f"{SUFFIX} for safetensors; {', '.join(_OF_TORCH)} for torch.load")  # fmt: skip
@@ -263,10 +261,7 @@ def _check_arguments(
 def _of_module(
     leaves: Sequence[tuple[tree.Path, Any]], tree_: Any, of: Apply | None
 ) -> tuple[Sequence[tuple[tree.Path, Any]], dict[str, str]]:
-    """Return the leaves that a module's state_dict has, and its ties: name -> the name of the leaf that it uses.
-
-    Raises ShardingError listing every leaf that is missing or not the module's.
-    """
+    """Return the leaves that a module's state_dict has, and its ties: name -> the name of the leaf that it uses."""
     if of is None:
         return leaves, {}
     names = Names.of(of)

@@ -102,6 +102,11 @@ class Config:
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
 
+def check_weight(verb: str, weight: float) -> None:
+    if not math.isfinite(weight):
+        raise fail(f"{verb}: weight={weight}", fix="a finite number")
+
+
 def ending(pattern: str) -> str:
     """Return the expression for names that end with what a pattern matches."""
     return rf"(.*\.)?({pattern})$"
@@ -136,7 +141,7 @@ class ModuleNames:
 
     def contain(self, module: str) -> bool:
         """Return whether an entry names the module, or one that it is inside of."""
-        return any(self.name(outer) for outer in _outer(module))
+        return any(map(self.name, outer_names(module)))
 
 
 module_names = functools.lru_cache(64)(ModuleNames)  # of a tuple: `apply` asks for each leaf
@@ -144,7 +149,7 @@ module_names = functools.lru_cache(64)(ModuleNames)  # of a tuple: `apply` asks 
 
 def without_module(wanted: Sequence[str], modules: Iterable[str], *, inside: bool = False) -> list[str]:
     """Return the entries that name no module; with `inside`, nor one that a module is inside of."""
-    names = {name: name.split(".") for m in modules for name in (_outer(m) if inside else [m])}
+    names = {name: name.split(".") for m in modules for name in (outer_names(m) if inside else [m])}
     ends = {end for parts in names.values() for end in _ends(parts)}
     return [one for one in wanted if one not in ends and not (
         _GLOB.search(one) and any(matches(parts, one.split(".")) for parts in names.values()))]  # fmt: skip
@@ -154,6 +159,7 @@ def _ends(parts: Sequence[str]) -> list[str]:
     return [".".join(parts[i:]) for i in range(len(parts))]
 
 
-def _outer(module: str) -> list[str]:
+def outer_names(module: str) -> list[str]:
+    """Return the names of a module, and of those that it is inside of."""
     parts = module.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]

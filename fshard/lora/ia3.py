@@ -28,8 +28,7 @@ from fshard.collectives import pvary
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.spec import Axis, P, describe
 
-from .adapted import AdaptedWeight
-from .placement import aligned, given_specs, model_axes, placement
+from .adapted import AdaptedWeight, aligned, given_specs, model_axes, placement
 from .targets import Of, Targets, check_adapters, named_leaves, specs_by_name
 
 
@@ -149,14 +148,14 @@ def apply(
     wanted = {name: {"scale": len(_of_side(cfg, leaf, tuple(x.shape)))} for name, (leaf, x) in targets.adapted.items()}
     check_adapters("ia3.apply", targets, named, adapters, wanted, (Tensor,))
     by_name = {} if specs is None else specs_by_name("ia3.apply", named, params, specs)
-    given = given_specs("ia3.apply", [*adapters], adapters, adapter_specs)
+    given = given_specs("ia3.apply", adapters, adapter_specs)
     placed = {}
     for name, (leaf, x) in targets.adapted.items():  # as the bias that is multiplied: over all axes, and not varied
         spec, base = _scale_spec(cfg, name, leaf, x.ndim, by_name) if by_name else P(), by_name.get(name, P())
         axes = (*over, *base.axes, *spec.axes)
-        where = placement("scale", spec, given.get((name, "scale")), base, wanted[name]["scale"], axes)
-        placed[name, "scale"] = where._replace(varied=())
-    scales, errors = aligned("ia3.apply", adapters, placed, given)
+        placed[name, "scale"] = placement("scale", spec, given.get((name, "scale")), base, wanted[name]["scale"], axes)
+    unvaried = {key: where._replace(varied=()) for key, where in placed.items()}
+    scales, errors = aligned("ia3.apply", adapters, unvaried, given)
     raise_all(errors)
     found: dict[str, Any] = {name: adapters[name]["value"] for name in targets.copied}
     values = {name: x for name, (_, x) in named.items()}
@@ -165,10 +164,9 @@ def apply(
         bias = _bias_of(name, values)
         if bias is not None and not cfg.scales_inputs(leaf.module):
             found[bias] = (values[bias] * scale).to(values[bias].dtype)
-        spec = placed[name, "scale"].spec
-        missing = tuple(a for a in by_name.get(name, P()).axes if a in over and a not in spec.axes)
-        found[name] = ScaledWeight(x, pvary(scale, missing or None), leaf, leaf.inputs,
-                                   cfg.scales_inputs(leaf.module), spec)  # fmt: skip
+        where = placed[name, "scale"]
+        scale = pvary(scale, tuple(a for a in where.varied if a in over) or None)
+        found[name] = ScaledWeight(x, scale, leaf, leaf.inputs, cfg.scales_inputs(leaf.module), where.spec)
     return tree.unflatten(tree.flatten(params, is_weight)[1], [found.get(name, x) for name, x in values.items()])
 
 
@@ -196,10 +194,8 @@ class ScaledWeight(AdaptedWeight):
         return f"ScaledWeight({describe(self)}, {'in' if self.of_inputs else 'out'}puts)"
 
     def parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
-        return [
-            *self.base_parts(spec, shape),
-            (self.spec, None if shape is None else self.leaf.split(tuple(shape))[not self.of_inputs]),
-        ]
+        scaled = None if shape is None else self.leaf.split(tuple(shape))[not self.of_inputs]
+        return [*self.base_parts(spec, shape), (self.spec, scaled)]
 
     def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
         """Compute the scaled x @ base, plus b, which `apply` has scaled: x [..., D] -> [..., F]."""

@@ -169,15 +169,12 @@ def quantize(
     tree.check_leaves("lora.quantize", "params", params, (Tensor, Deferred, Sharded))
     named = named_leaves("lora.quantize", params)
     chosen = Targets.among("lora.quantize", Config(targets, exclude=exclude), named, of).adapted
-    raise_all([error for name, (path, x) in named.items() if name in chosen
-               for error in _errors(tree.show("params", path), chosen[name][0], x)])  # fmt: skip
-    leaves = {name: x for name, (_, x) in named.items() if name in chosen}
-    placed = {name: x for name, x in leaves.items() if isinstance(x, Sharded)}
-    made = _quantize_placed({name: (x, chosen[name][0]) for name, x in placed.items()})
-    for name, x in leaves.items():
+    raise_all([error for name, (leaf, x) in chosen.items()
+               for error in _errors(tree.show("params", named[name][0]), leaf, x)])  # fmt: skip
+    made = _quantize_placed({name: (x, leaf) for name, (leaf, x) in chosen.items() if isinstance(x, Sharded)})
+    for name, (leaf, x) in chosen.items():
         if name not in made:
-            quantized = _quantize_described if isinstance(x, Deferred) else _of_tensor
-            made[name] = quantized(name, x, chosen[name][0])
+            made[name] = (_quantize_described if isinstance(x, Deferred) else _of_tensor)(name, x, leaf)
     return tree.unflatten(tree.flatten(params, is_weight)[1], [made.get(name, x) for name, (_, x) in named.items()])
 
 

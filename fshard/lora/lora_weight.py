@@ -7,7 +7,7 @@ over it, {I} does not.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,10 +25,9 @@ from fshard.nn.decoding import global_batch
 from fshard.random import fold_in
 from fshard.spec import Axis, P, describe, names_of, same_placement, total
 
-from .adapted import AdaptedWeight, sum_of_factors
-from .config import Config
-from .placement import Placement, aligned, given_specs, model_axes, placement
-from .targets import Adapted, Of, another_shape, check_weight, checked_leaves, named_leaves, specs_by_name, specs_of
+from .adapted import AdaptedWeight, Placement, aligned, given_specs, model_axes, placement, sum_of_factors
+from .config import Config, check_weight
+from .targets import Adapted, Of, another_shape, checked_leaves, factor_shapes, named_leaves, specs_by_name, specs_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -56,7 +55,7 @@ class LoraWeight(AdaptedWeight):
     leaf: Leaf
     inputs: int  # the number of input dims of the base, as flattened now
     rank: int
-    specs: tuple[P, P, P]  # of a, b, magnitude
+    specs: tuple[P, ...]  # of a, b, magnitude
     split: tuple[Axis, tuple[Axis, ...], Axis]  # axes of the rows of x; of the base, inside, by input; of its outputs
     sizes: tuple[int, ...]  # global, of the inputs, for dropout
     batch: int | None
@@ -81,17 +80,18 @@ class LoraWeight(AdaptedWeight):
         """Compute x @ base + b, plus the adapters' part: x [..., D] -> [..., F]."""
         if self.ndim != 2:
             raise fail(f"linear: w is {self!r}", fix="flatten its inputs, and its outputs, to [D, F]")
-        y = self.base_linear(x, b)
-        return self._adapted(x, y, b).to(y.dtype)
+        y = base = self._layers[0].base_linear(x, b)
+        for layer in self._layers:
+            y = layer._adapted(x, y, b)
+        return y.to(base.dtype)
 
-    def base_linear(self, x: Tensor, b: Tensor | None) -> Tensor:
-        """Compute x @ w + b of the matrix below all adapters."""
-        return self.base.base_linear(x, b) if isinstance(self.base, LoraWeight) else super().base_linear(x, b)
+    @property
+    def _layers(self) -> list[LoraWeight]:
+        """The adapters of the matrix: first the one that was applied first, last this one."""
+        return [*(self.base._layers if isinstance(self.base, LoraWeight) else ()), self]
 
     def _adapted(self, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
-        """Add the parts of this adapter, and of those below it, to y, in the wider of the dtypes of y and of a."""
-        if isinstance(self.base, LoraWeight):
-            y = self.base._adapted(x, y, bias)
+        """Add the part of this adapter to y, in the wider of the dtypes of y and of a."""
         dropped = self._dropped(x.to(self.a.dtype))
         low = nn.linear(nn.linear(dropped, self.a.flatten(0, -2)), self.b.flatten(1))
         if self.magnitude is None:
@@ -105,9 +105,7 @@ class LoraWeight(AdaptedWeight):
 
     def _root(self) -> Tensor:
         """Return the matrix below all adapters, [D, F]."""
-        base = self.base
-        if isinstance(base, LoraWeight):
-            return base._root()
+        base = self._layers[0].base
         matrix: Tensor = base.dense() if isinstance(base, Weight) else base
         return matrix.transpose(0, 1) if self.leaf.layout == "oi" else matrix.flatten(0, self.inputs - 1).flatten(1)
 
@@ -148,19 +146,12 @@ class LoraWeight(AdaptedWeight):
         if self.leaf.layout != "table":
             raise self._refused("embedding")
         look_up = functools.partial(nn.embedding, ids, axis=axis, size=size, padding_idx=padding_idx)
-        y = self._base_embed(look_up)
-        return self._embedded(look_up, y).to(y.dtype)
-
-    def _base_embed(self, look_up: Callable[..., Tensor]) -> Tensor:
-        return self.base._base_embed(look_up) if isinstance(self.base, LoraWeight) else look_up(self.base)
-
-    def _embedded(self, look_up: Callable[..., Tensor], y: Tensor) -> Tensor:
-        if isinstance(self.base, LoraWeight):
-            y = self.base._embedded(look_up, y)
-        low = nn.linear(look_up(self.a), self.b) * self.scale
-        if self.magnitude is None:
-            return y + low
-        return (self.magnitude / self._norm()) * (y + low)
+        y = base = look_up(self._layers[0].base)
+        for layer in self._layers:
+            y = y + nn.linear(look_up(layer.a), layer.b) * layer.scale
+            if layer.magnitude is not None:
+                y = (layer.magnitude / layer._norm()) * y
+        return y.to(base.dtype)
 
 
 @checked
@@ -222,7 +213,7 @@ def apply(
             base=x, a=parts["a"], b=parts["b"], magnitude=parts.get("magnitude"),
             key=fold_in(key, name) if has_dropout and key is not None else None,
             scale=cfg.scale_of(leaf.module) * weight, rate=cfg.dropout, leaf=leaf, inputs=leaf.inputs,
-            rank=cfg.rank_of(leaf.module), specs=placed[name].specs,
+            rank=cfg.rank_of(leaf.module), specs=tuple(where.spec for where in placed[name].parts.values()),
             split=(data, placed[name].inputs, placed[name].outputs), sizes=sizes.get(name, ()), batch=batch,
         )  # fmt: skip
     return tree.unflatten(tree.flatten(params, is_weight)[1], [found.get(name, x) for name, (_, x) in named.items()])
@@ -234,12 +225,6 @@ class _Placed(NamedTuple):
     parts: dict[str, Placement]  # of a, b, magnitude
     inputs: tuple[Axis, ...]  # the axes over which each input dim stays split inside the model
     outputs: Axis  # the axes of all output dims
-    sizes_of: dict[str, tuple[int | None, ...]]  # the dim of the base with the size of each dim; None: the rank
-
-    @property
-    def specs(self) -> tuple[P, P, P]:
-        a, b, magnitude = (part.spec for part in self.parts.values())
-        return a, b, magnitude
 
 
 @functools.lru_cache(maxsize=4096)  # `apply` asks for each leaf in every step
@@ -247,14 +232,12 @@ def _placed(
     leaf: Leaf, ndim: int, base: P, given: tuple[P | None, P | None, P | None], model: tuple[str, ...]
 ) -> _Placed:
     """Return the placement of the factors of a leaf, by its spec and their `given` ones: by default its placement."""
-    wanted, dims = specs_of(leaf, base, ndim, "specs"), leaf.split(tuple(range(ndim)))
-    like: dict[str, tuple[int | None, ...]] = {"a": (*dims[0], None), "b": (None, *dims[1]), "magnitude": dims[1]}
-    parts = {part: placement(part, wanted[part], spec, base, len(like[part]), model)
-             for part, spec in zip(like, given, strict=True)}  # fmt: skip
-    kept = [tuple(a for a in axes if a in model) for axes in base.parts(ndim)]
-    inputs, outputs = leaf.split(tuple(kept))
-    return _Placed(parts, tuple(axes or None for axes in inputs), tuple(a for axes in outputs for a in axes) or None,
-                   like)  # fmt: skip
+    wanted = specs_of(leaf, base, ndim, "specs")
+    inputs, outputs = leaf.split(tuple(tuple(a for a in axes if a in model) for axes in base.parts(ndim)))
+    ndims = {"a": len(inputs) + 1, "b": len(outputs) + 1, "magnitude": len(outputs)}
+    parts = {part: placement(part, wanted[part], spec, base, ndims[part], model)
+             for part, spec in zip(ndims, given, strict=True)}  # fmt: skip
+    return _Placed(parts, tuple(axes or None for axes in inputs), tuple(a for axes in outputs for a in axes) or None)
 
 
 def _aligned(
@@ -262,7 +245,7 @@ def _aligned(
     model: tuple[str, ...],
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, _Placed]]:  # fmt: skip
     """Return the factors as their bases use them, and their placements."""
-    given = given_specs("lora.apply", [name for name, *_ in leaves], adapters, adapter_specs)
+    given = given_specs("lora.apply", adapters, adapter_specs)
     placed: dict[str, _Placed] = {}
     errors: list[ShardingError] = []
     for name, _, x, leaf in leaves:
@@ -280,13 +263,13 @@ def _aligned(
         except ShardingError as e:
             errors.append(ShardingError(f"lora.apply: {name!r}: {e}"))
             continue
-        rank = cfg.rank_of(leaf.module)
+        sizes = factor_shapes(cfg, leaf, tuple(x.shape))
         for part, factor in sorted(factors.items()):
-            sizes = [rank if dim is None else x.shape[dim] for dim in here.sizes_of[part]]
-            if any(factor.shape[dim] != sizes[dim] for dim in here.parts[part].same):
-                errors.append(another_shape(f"lora.apply: adapters[{name!r}]", part, factor, x, rank))
+            if any(factor.shape[dim] != sizes[part][dim] for dim in here.parts[part].same):
+                errors.append(another_shape(f"lora.apply: adapters[{name!r}]", part, factor, x,
+                                            cfg.rank_of(leaf.module)))  # fmt: skip
     parts = {(name, part): here.parts[part] for name, here in placed.items() for part in adapters[name]}
-    out, more = aligned("lora.apply", {name: adapters[name] for name, *_ in leaves}, parts, given)
+    out, more = aligned("lora.apply", adapters, parts, given)
     raise_all([*errors, *more])
     return out, placed
 
@@ -304,7 +287,7 @@ def _input_sizes(
     local = {name: list(factors[name]["a"].shape[:-1]) for name in placed}
     by_axes: dict[tuple[str, ...], list[tuple[str, int]]] = {}
     for name, where in placed.items():
-        for dim, axes in enumerate(where.specs[0].parts(len(local[name]) + 1)[:-1]):
+        for dim, axes in enumerate(where.parts["a"].spec.parts(len(local[name]) + 1)[:-1]):
             if axes:
                 by_axes.setdefault(axes, []).append((name, dim))
     for axes, which in by_axes.items():

@@ -16,19 +16,18 @@ from fshard._core.region import in_region
 from fshard._core.weight import Leaf, is_weight
 from fshard.collectives import psum
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
-from fshard.mesh import Mesh
 from fshard.reshard import reshard
 from fshard.shard_map import shard_map
 from fshard.sharded import Sharded, device_put
 from fshard.spec import P
 
 from .adapted import sum_of_factors
-from .config import Config
+from .config import Config, check_weight
 from .int8 import Int8
-from .targets import Adapted, Of, another_shape, check_weight, checked_leaves, factor_shapes, named_leaves, specs_of
+from .targets import Adapted, Of, another_shape, checked_leaves, factor_shapes, named_leaves, specs_of
 
-# (weight, its factors, the axes that split its inputs) -> the new weight
-_Change = Callable[[Tensor, Mapping[str, Tensor], Leaf, float, tuple[str, ...]], Tensor]
+# (weight, s A B, the factors, the leaf, the axes that split its inputs) -> the new weight
+_Change = Callable[[Tensor, Tensor, Mapping[str, Tensor], Leaf, tuple[str, ...]], Tensor]
 
 
 @checked
@@ -60,8 +59,7 @@ def merge(
     is not finite.
     """
 
-    def change(w: Tensor, factors: Mapping[str, Tensor], leaf: Leaf, scale: float, axes: tuple[str, ...]) -> Tensor:
-        delta = _delta(w, factors, leaf, scale)
+    def change(w: Tensor, delta: Tensor, factors: Mapping[str, Tensor], leaf: Leaf, axes: tuple[str, ...]) -> Tensor:
         if "magnitude" in factors:
             full = w + delta
             dims = leaf.split(tuple(range(w.ndim)))[0]
@@ -91,10 +89,8 @@ def unmerge(cfg: Config, params: Any, adapters: Mapping[str, Any], *, of: Of = N
         raise fail("lora.unmerge: merge does not keep what these had: modules to save, biases, norms of DoRA", *lost,
                    fix="keep the parameters from before merge")  # fmt: skip
 
-    def change(w: Tensor, factors: Mapping[str, Tensor], leaf: Leaf, scale: float, axes: tuple[str, ...]) -> Tensor:
-        return w - _delta(w, factors, leaf, scale).to(w.dtype)
-
-    return _changed("lora.unmerge", cfg, params, adapters, of, weight, change, False)
+    subtract: _Change = lambda w, delta, *_: w - delta.to(w.dtype)  # noqa: E731
+    return _changed("lora.unmerge", cfg, params, adapters, of, weight, subtract, False)
 
 
 def _delta(w: Tensor, factors: Mapping[str, Tensor], leaf: Leaf, scale: float) -> Tensor:
@@ -126,8 +122,8 @@ def _changed(
     bases = {name: x for name, _, x, _ in leaves}
     described = {name: leaf for name, _, _, leaf in leaves}
     specs = {name: x.spec if isinstance(x, Sharded) else P() for name, x in bases.items()}
-    own_specs = {name: {part: _own_spec(leaf, part, specs[name], bases[name].ndim) for part in adapters[name]}
-                 for name, leaf in described.items()}  # fmt: skip
+    own_specs = {name: {part: specs[name] if leaf is None else specs_of(leaf, specs[name], x.ndim, "specs")[part]
+                        for part in adapters[name]} for name, _, x, leaf in leaves}  # fmt: skip
 
     def step(bases: Any, local: Any) -> Any:
         out, wrong = {}, {}
@@ -138,7 +134,8 @@ def _changed(
             else:
                 inputs, _ = leaf.split(spec.parts(w.ndim))
                 axes = tuple(a for group in inputs for a in group)
-                out[name] = change(w, local[name], leaf, cfg.scale_of(leaf.module) * weight, axes)
+                delta = _delta(w, local[name], leaf, cfg.scale_of(leaf.module) * weight)
+                out[name] = change(w, delta, local[name], leaf, axes)
             if safe:
                 wrong[name] = psum((~out[name].isfinite()).sum(), spec.axes or None)
         return out, wrong
@@ -146,7 +143,9 @@ def _changed(
     if meshes:
         factors = {name: adapters[name] for name in bases}
         step = shard_map(step, mesh=meshes[0], in_specs=(specs, own_specs), out_specs=(specs, P()))
-        new, wrong = step(bases, _placed(factors, own_specs, meshes[0]))
+        are_placed = all(isinstance(x, Sharded) for x in tree.leaves(factors))
+        factors = reshard(factors, own_specs) if are_placed else device_put(factors, own_specs, meshes[0])
+        new, wrong = step(bases, factors)
     else:
         new, wrong = step(bases, adapters)
     has_values = not meshes or meshes[0].kind != "abstract"
@@ -172,13 +171,3 @@ def _shape_errors(verb: str, cfg: Config, found: Adapted, tensors: Mapping[str, 
     rank = None if leaf is None else cfg.rank_of(leaf.module)
     return [another_shape(f"{verb}: adapters[{found.name!r}]", part, x, found.base, rank)
             for part, x in tensors.items() if tuple(x.shape) != wanted[part]]  # fmt: skip
-
-
-def _own_spec(leaf: Leaf | None, part: str, spec: P, ndim: int) -> P:
-    return spec if leaf is None else specs_of(leaf, spec, ndim, "specs")[part]
-
-
-def _placed(factors: Any, specs: Any, mesh: Mesh) -> Any:
-    """Place the factors as their bases need them, from where they are."""
-    placed = [isinstance(x, Sharded) for x in tree.leaves(factors)]
-    return reshard(factors, specs) if all(placed) else device_put(factors, specs, mesh)

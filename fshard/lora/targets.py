@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -18,7 +17,7 @@ from fshard.spec import P, is_spec
 from .config import ALL_LINEAR, Config, module_names, without_module
 
 # Heads, which "all-linear" leaves out: of language models, and of classifiers.
-_HEADS = ("lm_head", "embed_out", "score", "classifier")
+HEADS = ("lm_head", "embed_out", "score", "classifier")
 _MOST_MISSING = 20  # entries in one error: the search for near names takes time
 _PARTS = ("weight", "bias", "w", "b")
 
@@ -70,10 +69,7 @@ class Targets(NamedTuple):
 
     @staticmethod
     def among(verb: str, cfg: Config, named: Mapping[str, tuple[tree.Path, Any]], of: Of) -> Targets:
-        """Find them among the leaves of `named_leaves`.
-
-        Raises ShardingError for targets that no leaf has, and for targets that are not matrices.
-        """
+        """Find them among the leaves of `named_leaves`."""
         adapted, copied = _chosen(verb, cfg, of, tuple([(path, x.ndim) for path, x in named.values()]))
         return Targets({name: (leaf, named[name][1]) for name, leaf in adapted.items()},
                        {name: named[name][1] for name in copied})  # fmt: skip
@@ -114,7 +110,6 @@ def _summed(cfg: Config, of: Of, leaf: Leaf, ndim: int) -> Leaf:
 
 
 def is_target(cfg: Config, leaf: Leaf) -> bool:
-    """Return whether a config adapts the matrix of a module."""
     name, targets = leaf.module, cfg.targets
     if isinstance(cfg.exclude, str):
         excluded = bool(cfg.exclude) and re.fullmatch(cfg.exclude, name) is not None
@@ -124,7 +119,7 @@ def is_target(cfg: Config, leaf: Leaf) -> bool:
         return False
     if targets == ALL_LINEAR:
         is_linear = leaf.layout in ("io", "oi") and leaf.part in ("weight", "w")
-        return is_linear and name.rpartition(".")[2] not in _HEADS
+        return is_linear and name.rpartition(".")[2] not in HEADS
     if isinstance(targets, str):
         return re.fullmatch(targets, name) is not None
     return module_names(tuple(targets)).name(name)
@@ -212,8 +207,7 @@ def checked_leaves(
     wanted = {name: {part: len(shape) for part, shape in factor_shapes(cfg, leaf, tuple(x.shape)).items()}
               for name, (leaf, x) in targets.adapted.items()}  # fmt: skip
     check_adapters(verb, targets, named, adapters, wanted, kinds, config=f": this one has dora={cfg.dora}")
-    found = {name: leaf for name, (leaf, _) in targets.adapted.items()}
-    return [Adapted(name, *named[name], found.get(name)) for name in adapters]
+    return [Adapted(name, *named[name], targets.adapted.get(name, (None,))[0]) for name in adapters]
 
 
 def factor_shapes(cfg: Config, leaf: Leaf, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -255,12 +249,6 @@ def check_adapters(
             errors += [another_shape(label, part, x, named[name][1]) for part, x in parts.items()
                        if x.ndim != wanted[name][part]]  # fmt: skip
     raise_all(errors)
-
-
-def check_weight(verb: str, weight: float) -> None:
-    """Raise ShardingError for a weight that is not finite."""
-    if not math.isfinite(weight):
-        raise fail(f"{verb}: weight={weight}", fix="a finite number")
 
 
 def another_shape(label: str, part: str, got: Any, base: Any, rank: int | None = None) -> ShardingError:

@@ -316,7 +316,7 @@ CHANGES = {
     write: "Apply(InForward): forward writes to params['head.weight']: aten.clamp_.default\n"
     "  a pure function leaves its arguments unchanged\n"
     "  fix: write in the train step, to the new parameters; or switch it off in the module's configuration; or "
-    "apply.eval(), if it is done in training alone",
+    "apply.eval(), if it is done only in training",
     write_under_no_grad: "Apply(InForward): forward writes to params['head.weight']: aten.zero_.default\n",
 }
 

@@ -30,10 +30,7 @@ class Entry:
 
 
 def read_entries(path: Path) -> dict[str, Entry]:
-    """Return the keys of a file; those in a section (`fsdp_config`) by their full names, as Accelerate has them.
-
-    Raises ShardingError if it cannot be read, is not a mapping, or has a key twice.
-    """
+    """Return the keys of a file; those in a section (`fsdp_config`) by their full names, as Accelerate has them."""
     wanted = "give the file that `accelerate config` wrote"
     with open_file(path, wanted) as f:
         content = f.read(_MAX_BYTES + 1)
@@ -53,9 +50,8 @@ def read_entries(path: Path) -> dict[str, Entry]:
         entry = Entry(value, f"{path}{line}: {dotted}", section)
         if key in SECTIONS:
             if value:
-                errors.append(
-                    fail(f"{entry.where}: {value!r:.60} is not a section of keys", fix=f"{key}:\n  key: value")
-                )
+                errors.append(fail(f"{entry.where}: {value!r:.60} is not a section of keys",
+                                   fix=f"{key}:\n  key: value"))  # fmt: skip
             continue
         prefix = SECTIONS.get(section, "")
         name = key if key.startswith(prefix.split("_")[0]) else prefix + key  # as Accelerate completes a short name
@@ -107,9 +103,8 @@ def _yaml(path: Path, text: str) -> tuple[Any, dict[str, int], list[ShardingErro
         if left < 0:
             raise fail(f"{path}, line {line}: its aliases make more than {len(text):,} values", fix="write them out")
         if isinstance(node, yaml.ScalarNode) and len(node.value) > _MAX_LENGTH:
-            raise fail(
-                f"{path}, line {line}: a value has {len(node.value):,} characters", fix=f"{_MAX_LENGTH:,} at most"
-            )
+            raise fail(f"{path}, line {line}: a value has {len(node.value):,} characters",
+                       fix=f"{_MAX_LENGTH:,} at most")  # fmt: skip
         for item in () if isinstance(node, yaml.ScalarNode) else node.value:
             key, value = item if isinstance(item, tuple) else (None, item)
             if key is not None:
@@ -146,6 +141,5 @@ def import_yaml(path: Path) -> ModuleType:
     try:
         return importlib.import_module("yaml")
     except ImportError as e:
-        raise fail(
-            f"{path}: a YAML file needs the package pyyaml", fix="pip install pyyaml, or use a .json file"
-        ) from e
+        raise fail(f"{path}: a YAML file needs the package pyyaml",
+                   fix="pip install pyyaml, or use a .json file") from e  # fmt: skip

@@ -234,10 +234,7 @@ class Values:
 
 
 def translate(entries: Mapping[str, Entry], file: str) -> dict[str, Any]:
-    """Return the fields of `Settings` for the keys of a file.
-
-    Raises ShardingError, listing every key that is unknown or refused, and every value that its key does not have.
-    """
+    """Return the fields of `Settings` for the keys of a file."""
     v = Values(entries)
     for name, entry in entries.items():
         _parse(v, name, entry)
@@ -445,22 +442,17 @@ def _wrap_of(v: Values) -> tuple[str, ...] | int | str | None:
 
 
 def _backward_prefetch_of(v: Values, version: int) -> str | None:
-    ignored_there, value = v.get("fsdp_backward_prefetch_policy"), v.get("fsdp_backward_prefetch")
-    if ignored_there:
-        read_as = (
-            f"is honoured, as fsdp_backward_prefetch: {ignored_there}; Accelerate ignores it and prefetches nothing"
-        )
-        if value not in (None, ignored_there):
-            read_as = f"means nothing next to fsdp_backward_prefetch: {value}; Accelerate ignores it"
-        v.warn("fsdp_backward_prefetch_policy", read_as)
+    key, ignored_there = "fsdp_backward_prefetch", "fsdp_backward_prefetch_policy"
+    policy, value = v.get(ignored_there), v.get(key)
+    if policy and value in (None, policy):
+        v.warn(ignored_there, f"is honoured, as {key}: {policy}; Accelerate ignores it and prefetches nothing")
+    elif policy:
+        v.warn(ignored_there, f"means nothing next to {key}: {value}; Accelerate ignores it")
     default = "NO_PREFETCH" if version == 1 else "BACKWARD_PRE"
     words = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETCH": None}
-    return words[value or ignored_there or default]
+    return words[value or policy or default]
 
 
 def overrides(keys: Mapping[str, Any]) -> dict[str, Entry]:
     """Return entries for keys that replace those in a file, named as options of the command line."""
     return {name: Entry(value, f"--{name}", KEYS[name].section if name in KEYS else "") for name, value in keys.items()}
-
-
-__all__ = ["KEYS", "NO_SPLIT_MODULES", "SECTIONS", "STRATEGIES", "Key", "overrides", "translate"]

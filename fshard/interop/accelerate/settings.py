@@ -131,11 +131,8 @@ class Settings:
         {'prefetch': 0, 'backward_prefetch': 1, 'offload_params': False, 'axis': ('data', 'group'), 'release': 'group'}
         """
         backward = {"pre": 1, "post": "post", None: 0}[self.backward_prefetch]
-        options = {
-            "prefetch": int(self.forward_prefetch),
-            "backward_prefetch": backward,
-            "offload_params": self.offload,
-        }
+        options = {"prefetch": int(self.forward_prefetch), "backward_prefetch": backward,
+                   "offload_params": self.offload}  # fmt: skip
         if self.reshard is not None:
             first = tuple(axis for axis in self.axes if axis not in ("group", "model"))
             options |= {"axis": (*first, "group"), "release": "group"}
@@ -201,9 +198,8 @@ def settings() -> Settings | None:
     try:
         return read_launched(file, json.loads(keys or "{}"))
     except json.JSONDecodeError as e:
-        raise fail(
-            f"settings: the environment variable {KEYS_REPLACED} is not JSON", str(e), fix=f"unset {KEYS_REPLACED}"
-        ) from e
+        raise fail(f"settings: the environment variable {KEYS_REPLACED} is not JSON", str(e),
+                   fix=f"unset {KEYS_REPLACED}") from e  # fmt: skip
 
 
 def read_launched(path: StrPath | None, keys: Mapping[str, Any]) -> Settings:

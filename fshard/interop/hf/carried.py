@@ -35,10 +35,7 @@ _OLD_NAMES = {"rope_parameters": {"rope_scaling", "rope_theta", "partial_rotary_
 
 
 def complete_config(config: Mapping[str, Any], leaves: Sequence[Any], like: StrPath | None) -> bytes:
-    """Return the contents of config.json.
-
-    Raises ShardingError if `config` is not JSON, or `like` is a folder of another type of model.
-    """
+    """Return the contents of config.json."""
     out = {**_carried_keys(config, like), **config}
     numbers: Counter[torch.dtype] = Counter()
     for x in {id(x): x for x in leaves if x.dtype.is_floating_point and x.dtype.itemsize > 1}.values():
@@ -71,10 +68,7 @@ def _carried_keys(config: Mapping[str, Any], like: StrPath | None) -> dict[str, 
 
 
 def carried_files(config: Mapping[str, Any], like: StrPath | None) -> dict[str, bytes]:
-    """Read the files of `like` that are not weights, by name; generation_config.json has the tokens of `config`.
-
-    Raises ShardingError if one cannot be read.
-    """
+    """Read the files of `like` that are not weights, by name; generation_config.json has the tokens of `config`."""
     if like is None:
         return {}
     folder = as_path(like)

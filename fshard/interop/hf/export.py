@@ -30,18 +30,8 @@ from typing import Any
 from torch import Tensor
 
 from fshard import tree
-from fshard._core.files.io import (  # fmt: skip
-    Ranks,
-    StrPath,
-    assign_writers,
-    bytes_of,
-    local_part,
-    locked,
-    summary,
-    sync,
-    write_errors,
-    write_file,
-)
+from fshard._core.files import io
+from fshard._core.files.io import Ranks, StrPath, locked, sync, write_errors, write_file
 from fshard._core.files.url import AnyPath, UrlPath, as_path
 from fshard.errors import ShardingError, checked, fail
 from fshard.spec import Box, overlap, relative_box
@@ -127,9 +117,7 @@ def write_files(
         small.update({} if config is None else {config_name: config})
         files.extend(output_files(tensors, max_shard_bytes, {"format": "pt"} if metadata is None else metadata, single))
         out = {name: repr(data.decode()) for name, data in small.items()}
-        if not ranks.one_process:
-            out |= summaries(files)
-        return out
+        return out if ranks.one_process else out | summaries(files)
 
     def create() -> str:
         config = {name: small.pop(name) for name in list(small)}
@@ -181,7 +169,7 @@ def _write_index(path: AnyPath, files: Sequence[OutputFile], folder: str = "") -
 def summaries(files: Sequence[OutputFile]) -> dict[str, str]:
     """Return texts by name that are equal on two ranks if they may write the files together."""
     out = {file.name: f"header of crc32 {zlib.crc32(file.header):08x}" for file in files}
-    return out | {s.label: f"{summary(s.leaf)} for {t.name}" for f in files for t in f.tensors for s in t.sources}
+    return out | {s.label: f"{io.summary(s.leaf)} for {t.name}" for f in files for t in f.tensors for s in t.sources}
 
 
 def write_parts(temporary: Path, files: Sequence[OutputFile], ranks: Ranks) -> None:
@@ -189,25 +177,24 @@ def write_parts(temporary: Path, files: Sequence[OutputFile], ranks: Ranks) -> N
 
     `temporary` is the folder of the files or, of one file, its path.
     """
-    ranks.run(lambda: _write_own_parts(temporary, files, ranks))
 
+    def write_own() -> None:
+        if not temporary.exists():
+            raise fail(f"write: {temporary} does not exist on this rank, and rank 0 has created it",
+                       fix="write to a folder that all ranks share; for a URL, set TMPDIR to one")  # fmt: skip
+        writers = iter(io.assign_writers(s.leaf for file in files for t in file.tensors for s in t.sources))
+        for file in files:
+            parts: Parts = []
+            for start, tensor in zip(file.starts, file.tensors, strict=True):
+                for source in tensor.sources:
+                    parts += [(start, source, box, io.local_part(source.leaf, writer)) for box, writer in next(writers)
+                              if ranks.writes_for(writer)]  # fmt: skip
+            if parts:
+                path = temporary / file.name if temporary.is_dir() else temporary
+                with write_errors("write", path, _UNCHANGED):
+                    _write_into(path, parts)
 
-def _write_own_parts(temporary: Path, files: Sequence[OutputFile], ranks: Ranks) -> None:
-    """Write the parts of this process, and flush them to the disk."""
-    if not temporary.exists():
-        raise fail(f"write: {temporary} does not exist on this rank, and rank 0 has created it",
-                   fix="write to a folder that all ranks share; for a URL, set TMPDIR to one")  # fmt: skip
-    writers = iter(assign_writers(s.leaf for file in files for t in file.tensors for s in t.sources))
-    for file in files:
-        parts: Parts = []
-        for start, tensor in zip(file.starts, file.tensors, strict=True):
-            for source in tensor.sources:
-                parts += [(start, source, box, local_part(source.leaf, writer)) for box, writer in next(writers)
-                          if ranks.writes_for(writer)]  # fmt: skip
-        if parts:
-            path = temporary / file.name if temporary.is_dir() else temporary
-            with write_errors("write", path, _UNCHANGED):
-                _write_into(path, parts)
+    ranks.run(write_own)
 
 
 def _write_into(path: Path, parts: Parts) -> None:
@@ -222,7 +209,7 @@ def _write_into(path: Path, parts: Parts) -> None:
             for region in source.part.places.regions(relative_box(common, source.part.box)):
                 view = region.view_of(inside)
                 for chunk, offsets, run in region.chunks(CHUNK_BYTES // itemsize):
-                    data, size = bytes_of(view[chunk]), run * itemsize
+                    data, size = io.bytes_of(view[chunk]), run * itemsize
                     for i, offset in enumerate(offsets):
                         _write_at(fd, data[i * size : (i + 1) * size], start + offset * itemsize)
         os.fsync(fd)
@@ -295,7 +282,6 @@ def _upload(final: UrlPath, temporary: Path, files: Sequence[OutputFile], small:
 
 
 def _indexed_files(folder: AnyPath) -> set[str]:
-    """Return the files that the index of a folder names."""
     try:
         return set(read_json(folder / INDEX)["weight_map"].values())
     except (ShardingError, KeyError, AttributeError, TypeError):

@@ -48,21 +48,21 @@ class WeightHeaders:
         elif path.suffix in PICKLES and not state_dict and is_file(path):
             raise _refuse_pickles(path, [path.name])
         elif state_dict or is_file(path):
-            self.tensors = self._read_file(path)
+            self.tensors = self._read_file(path) or {}
         elif is_file(single):  # also if an index exists too, as from_pretrained does
-            self.tensors = self._read_file(single)
+            self.tensors = self._read_file(single) or {}
         elif is_file(index):
             self._read_index(index)
         else:
             raise _no_weights(path)
 
-    def _read_file(self, path: AnyPath) -> dict[str, HeaderEntry]:
+    def _read_file(self, path: AnyPath) -> dict[str, HeaderEntry] | None:
         try:
             header = read_header(path) if path.suffix == SUFFIX else self.read_other(path)
         except ShardingError as e:
             self.complete = False
             self.errors.append(e)
-            return {}
+            return None
         self.errors += header.errors
         tensors = {entry.name: entry for entry in header.entries}
         aliases = {} if self.read_other is read_header else header.aliases
@@ -84,11 +84,11 @@ class WeightHeaders:
                 self.errors.append(fail(f"{path}: there is no such file", f"for {', '.join(names)}"))
                 self.complete = False
                 continue
-            was_complete = self.complete
             tensors = self._read_file(path)
-            if was_complete == self.complete:
-                self.errors += [fail(f"{path}: {name!r} is not in it", f"{index.name} says it is")
-                                for name in names if name not in tensors]  # fmt: skip
+            if tensors is None:
+                continue
+            self.errors += [fail(f"{path}: {name!r} is not in it", f"{index.name} says it is")
+                            for name in names if name not in tensors]  # fmt: skip
             self.tensors |= {name: entry for name, entry in tensors.items() if file_of.get(name, file) == file}
 
 

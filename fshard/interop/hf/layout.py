@@ -70,13 +70,8 @@ class OutputFile:
         return list(itertools.accumulate((t.nbytes for t in self.tensors[:-1]), initial=len(self.header)))
 
 
-def output_tensors(
-    leaves: Sequence[tuple[tree.Path, Any]], theirs: Theirs, prefix: str
-) -> list[OutputTensor]:  # fmt: skip
-    """Return the tensors to write, in the order of the leaves.
-
-    Raises ShardingError listing every leaf that cannot be written, and every tensor that lacks a part.
-    """
+def output_tensors(leaves: Sequence[tuple[tree.Path, Any]], theirs: Theirs, prefix: str) -> list[OutputTensor]:
+    """Return the tensors to write, in the order of the leaves."""
     errors: list[ShardingError] = []
     sources: dict[str, list[Source]] = {}
     by_pattern: set[str] = set()
@@ -89,17 +84,15 @@ def output_tensors(
         label = tree.show("tree", path)
         try:
             leaf = writable(leaf, DTYPES.values())
-            found = theirs(path)
-            if isinstance(found, tuple):
-                for part in found:
-                    sources.setdefault(part.name, []).append(Source(label, leaf, part))
-                continue
-            target = file_tensor("write", path, found)
-            if prefix and target.name.startswith(prefix):
-                raise fail(f"{target.name!r} begins with the prefix {prefix!r} already", fix="leave prefix= out")
-            for part in target.parts(leaf.shape):
-                by_pattern.add(prefix + part.name)
-                sources.setdefault(prefix + part.name, []).append(Source(label, leaf, part))
+            parts, start = theirs(path), ""
+            if not isinstance(parts, tuple):
+                target = file_tensor("write", path, parts)
+                if prefix and target.name.startswith(prefix):
+                    raise fail(f"{target.name!r} begins with the prefix {prefix!r} already", fix="leave prefix= out")
+                parts, start = tuple(target.parts(leaf.shape)), prefix
+                by_pattern.update(prefix + part.name for part in parts)
+            for part in parts:
+                sources.setdefault(start + part.name, []).append(Source(label, leaf, part))
         except ShardingError as e:
             errors.append(ShardingError(f"write: {label}: {e}"))
     tensors = []
@@ -151,10 +144,7 @@ def check_described(leaves: Sequence[tuple[tree.Path, Any]], described: Sequence
 def output_files(
     tensors: Sequence[OutputTensor], max_shard_bytes: int, metadata: Mapping[str, str], single: str = SINGLE
 ) -> list[OutputFile]:
-    """Divide the tensors, in order, into files with at most `max_shard_bytes` of tensors each, or with one tensor.
-
-    `single` is the name of the file if there is one.
-    """
+    """Divide the tensors, in order, into files of at most `max_shard_bytes`, or of one tensor; one file is `single`."""
     if not tensors:
         raise fail("write: there are no leaves", fix="give the parameters")
     if max_shard_bytes < 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import heapq
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +26,8 @@ from .export import write_files
 from .folder import WeightHeaders, explain_names
 from .layout import OutputTensor, output_tensors
 from .places import FilePart
-from .scales import join_scales
 from .traced import Traced, trace
-from .weights import FileTensor, FromFile, check_dtype, names_with, outside, rest_error, unused, with_dot
+from .weights import FileTensor, FromFile, check_dtype, join_scales, names_with, outside, rest_error, unused, with_dot
 
 KINDS = ("params", "buffers")
 _MOST_PARTS = 16  # at the start of a name, in a pattern
@@ -50,10 +48,7 @@ def write_module(
 
 
 def _module_config(config: Mapping[str, Any], of: Apply) -> dict[str, Any]:
-    """Return the contents of config.json: of a model of transformers with its class, and without its local path.
-
-    Raises ShardingError for the config of another type of model.
-    """
+    """Return the contents of config.json: of a model of transformers with its class, and without its local path."""
     pretrained, out = pretrained_in(of.module), dict(config)
     if pretrained is None or pretrained.adapted:
         return out
@@ -70,8 +65,6 @@ def _file_parts(leaves: Any, of: Apply) -> Callable[[tree.Path], tuple[FilePart,
     """Return the function from the path of a leaf to the parts of tensors in files that it is written to.
 
     `leaves` are all that the module stores; a buffer that is not persistent has no parts.
-
-    Raises ShardingError listing every leaf that is missing or not the module's, and leaves that peft has added.
     """
     names = Names.of(of)
     named = [(name_of(path, leaves), path, leaf) for path, leaf in tree.leaves_with_path(leaves)]
@@ -99,7 +92,6 @@ def name_of(path: tree.Path, described: Any) -> str:
 
 
 def by_name(described: Any) -> Callable[[tree.Path], FileTensor]:
-    """Return the function from the path of a leaf to the tensor of its dotted name."""
     return lambda path: FileTensor(name_of(path, described))
 
 
@@ -166,11 +158,7 @@ def read_module(
     folder: StrPath, described: Any, of: Apply | None = None, *, prefix: str = "", ignored: Sequence[str] = (),
     missing: Sequence[str] = (),
 ) -> Any:  # fmt: skip
-    """Return the leaves of a module with their values in a folder; `fs.hf.weights` says more.
-
-    Raises ShardingError, before any value is read, listing every tensor that is missing, extra, of another shape, of an
-    unsupported dtype, cut short or out of place in its file.
-    """
+    """Return the leaves of a module with their values in a folder, as `fs.hf.weights`."""
     headers = WeightHeaders(folder)
     join_scales(headers)
     return read_leaves(headers, described, Names.of(of), prefix, ignored, missing)
@@ -180,10 +168,7 @@ def read_leaves(
     headers: WeightHeaders, described: Any, names: Names, prefix: str, ignored: Sequence[str], missing: Sequence[str],
     call: str = "hf.weights",
 ) -> Any:  # fmt: skip
-    """Return the leaves `described` with their values in files, by `names`.
-
-    Raise the errors of `read_module`, which name the function `call`.
-    """
+    """Return the leaves `described` with their values in files, by `names`. Errors name the function `call`."""
     prefix = with_dot(prefix)
     leaves = tree.leaves_with_path(described)
     names_of: dict[int, list[str]] = {}  # of each leaf: a tie has several
@@ -226,10 +211,16 @@ def read_leaves(
             errors.append(e)
     errors += _stale(leaves, out, names_of)
     kinds = {names.kinds.get(name) for of_leaf in names_of.values() for name in of_leaf}
+    # Name in a file -> the module's leaf that has its values.
     owner = {part.name: name for name in names.kinds if names.plain(name) in stored.leaves
              for part in stored.leaves[names.plain(name)].parts}  # fmt: skip
     extra = _extra(headers, names, stored, used, kinds, ignored, owner, prefix)
-    errors += [_unused(headers, name, names.kinds.get(owner.get(name, ""))) for name in extra]
+    for name in extra:
+        if kind := names.kinds.get(owner.get(name, "")):
+            errors.append(unused(headers, name, f"is in the module's {kind}, and not in this tree",
+                                 "read the full tree: {'params': ..., 'buffers': ...}"))  # fmt: skip
+        else:
+            errors.append(unused(headers, name))
     errors += _partly_read(headers, stored, used, set(extra))
     own = [name for of_leaf in names_of.values() for name in of_leaf]
     verb = call.rpartition(".")[2]
@@ -250,10 +241,7 @@ def read_leaves(
 
 
 def _stored(headers: WeightHeaders, names: Names, prefix: str, known: Container[str]) -> Converted:
-    """Return the tensors of a folder, by the names that they have in the module: without a conversion, the known ones.
-
-    A file may have many others.
-    """
+    """Return the tensors of a folder by their names in the module; without a conversion only known ones, of many."""
     entries = {name: trace(name, x.shape, x.dtype or torch.uint8) for name, x in headers.tensors.items()
                if names.pretrained is not None or name in known}  # fmt: skip
     if names.pretrained is None:
@@ -282,16 +270,15 @@ def _leaf(headers: WeightHeaders, found: Sequence[Traced], label: str, leaf: Def
         for entry, _ in parts:
             check_dtype(headers.path, entry, leaf.dtype, leaf.shape, label)
         sources.append(parts)
-    dtypes = {entry.dtype for parts in sources for entry, _ in parts if entry.dtype is not None} or {leaf.dtype}
-    if len(dtypes) > 1:
-        first: dict[torch.dtype, str] = {}
-        for entry, _ in (pair for parts in sources for pair in parts):
-            if entry.dtype is not None:
-                first.setdefault(entry.dtype, f"{format_tensor(entry.dtype, entry.shape)}  {entry.name}")
+    first: dict[torch.dtype, str] = {}
+    for entry, _ in (pair for parts in sources for pair in parts):
+        if entry.dtype is not None:
+            first.setdefault(entry.dtype, f"{format_tensor(entry.dtype, entry.shape)}  {entry.name}")
+    if len(first) > 1:
         raise fail(f"{headers.path}: the tensors of {label} have different dtypes", *first.values())
     first_source, *copies = map(FromFile, sources)
     copies = [copy for copy in copies if copy.reads != first_source.reads]  # other names of one tensor in the file
-    return Deferred(leaf.shape, dtypes.pop(), FromFile(first_source.parts, copies))
+    return Deferred(leaf.shape, next(iter(first), leaf.dtype), FromFile(first_source.parts, copies))
 
 
 def _stale(
@@ -314,10 +301,7 @@ def _extra(
     headers: WeightHeaders, names: Names, stored: Converted, used: set[str], kinds: set[str | None],
     ignored: Sequence[str], owner: Mapping[str, str], prefix: str,
 ) -> list[str]:  # fmt: skip
-    """Return the names in the files that no leaf uses, and that may not be unused.
-
-    `owner`: name in a file -> the module's leaf that has its values.
-    """
+    """Return the names in the files that no leaf uses, and that may not be unused."""
     files = {part.name for name in used for part in stored.leaves[name].parts}
     in_use = {id(headers.tensors[name]) for name in files}
     skipped = {names.plain(name) for name in names.transient}
@@ -330,13 +314,6 @@ def _extra(
         return skips or name in skipped or matches([name], ignored) or outside(name, prefix, files)
 
     return [name for name in headers.tensors if id(headers.tensors[name]) not in in_use and not may_be_unused(name)]
-
-
-def _unused(headers: WeightHeaders, name: str, kind: str | None) -> ShardingError:
-    if kind is None:
-        return unused(headers, name)
-    fix = "read the full tree: {'params': ..., 'buffers': ...}"
-    return unused(headers, name, f"is in the module's {kind}, and not in this tree", fix)
 
 
 def _partly_read(headers: WeightHeaders, stored: Converted, used: set[str], extra: set[str]) -> list[ShardingError]:
@@ -394,23 +371,17 @@ def globs(chosen: Sequence[str], every: Iterable[str]) -> list[str]:
     """
     rest = set(chosen)
     refused = {glob for name in every if name not in rest for glob in _globs_of(name)}
-    names_of: dict[str, list[str]] = {}
+    names_of: dict[str, set[str]] = {}
     for name in dict.fromkeys(chosen):
         for glob in _globs_of(name):
             if glob not in refused:
-                names_of.setdefault(glob, []).append(name)
-    best_first = [(-len(names), glob[0] == "*", len(glob), i, glob) for i, (glob, names) in enumerate(names_of.items())]
-    heapq.heapify(best_first)
+                names_of.setdefault(glob, set()).add(name)
     out: list[str] = []
-    while rest and best_first and len(out) < 16:
-        before, inside, length, i, glob = heapq.heappop(best_first)
-        names_of[glob] = [name for name in names_of[glob] if name in rest]
-        now = -len(names_of[glob])  # of the names that no pattern matches yet: others have taken some
-        if now == before:
-            out.append(glob)
-            rest.difference_update(names_of[glob])
-        elif now:
-            heapq.heappush(best_first, (now, inside, length, i, glob))
+    while names_of and len(out) < 16:
+        best = min(names_of, key=lambda glob: (-len(names_of[glob]), glob[0] == "*", len(glob)))
+        out.append(best)
+        rest -= names_of[best]
+        names_of = {glob: left for glob, names in names_of.items() if (left := names & rest)}
     return out + [name for name in dict.fromkeys(chosen) if name in rest]
 
 

@@ -120,7 +120,6 @@ class Places:
         return Places(dims, offset)
 
     def regions(self, box: Box) -> Iterator[FileRegion]:
-        """Split a box of the tensor into regions, most often one."""
         return itertools.starmap(FileRegion, self.boxes(box))
 
 
@@ -154,7 +153,6 @@ class FilePart:
 
 
 def count_elements(parts: Iterable[FilePart]) -> int:
-    """Return the number of elements of all parts."""
     return sum(math.prod(box_shape(part.box)) for part in parts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,10 +21,9 @@ from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.init import Deferred
 from fshard.spec import Box, box_shape, describe, format_tensor, full_box, overlap, relative_box
 
-from .folder import WeightHeaders, explain_names, unsupported_dtype
+from .folder import CONFIG, WeightHeaders, explain_names, read_json, unsupported_dtype
 from .pattern import Pattern, identity
 from .places import FilePart, Places, check_division, count_elements
-from .scales import ScaledEntry, join_scales
 
 CHUNK_BYTES = 8 << 20  # in memory, in addition to the part that is read or written
 
@@ -41,7 +41,6 @@ class FileTensor:
     at: Mapping[str, int] | None = None
 
     def pattern(self, ndim: int) -> Pattern:
-        """Return the pattern for a leaf with `ndim` dims."""
         return identity(ndim) if self.dims is None else Pattern(self.dims, self.at)
 
     def parts(self, shape: Sequence[int]) -> list[FilePart]:
@@ -70,8 +69,7 @@ class FileTensors(FileTensor):
 class FromFile:
     """An initializer that reads its box from a file. Shown as `stored(model.safetensors: h.0.ln_1.weight)`.
 
-    `parts` are the tensors in files that make up the leaf. `copies` must have the same values, as they are tied
-    to it.
+    `parts` are the tensors in files that make up the leaf. `copies`, tied to it, must have the same values.
     """
 
     def __init__(self, parts: Sequence[tuple[HeaderEntry, FilePart]], copies: Sequence[FromFile] = ()) -> None:
@@ -135,10 +133,9 @@ def _fill(out: Tensor, entry: HeaderEntry, places: Places, box: Box) -> None:
 
 
 def _all_of(entry: HeaderEntry) -> Tensor:
-    """Read all of a tensor, flat."""
-    out = torch.empty(math.prod(entry.shape), dtype=entry.dtype, device="cpu")
+    out = torch.empty(math.prod(entry.shape), dtype=entry.dtype or torch.uint8, device="cpu")
     with _open(entry) as f:
-        _read_bytes(f, entry, bytes_of(out), 0)
+        _read(f, entry, out, [0], out.numel())
     return out
 
 
@@ -146,17 +143,13 @@ def _read(f: BinaryIO, entry: HeaderEntry, values: Tensor, offsets: Sequence[int
     """Fill a contiguous tensor from the runs of `run` elements at `offsets` of the tensor in the file."""
     buffer, size = bytes_of(values), run * values.itemsize  # no copy: it is contiguous and on the CPU
     for i, offset in enumerate(offsets):
-        _read_bytes(f, entry, buffer[i * size : (i + 1) * size], offset * values.itemsize)
-
-
-def _read_bytes(f: BinaryIO, entry: HeaderEntry, rest: memoryview, start: int) -> None:
-    position = entry.start + start
-    end = position + len(rest)
-    while rest:
-        count = read_at(f, rest, position)
-        if not count:
-            raise _changed(entry, f"it ends before byte {end}")
-        rest, position = rest[count:], position + count
+        rest, position = buffer[i * size : (i + 1) * size], entry.start + offset * values.itemsize
+        end = position + size
+        while rest:
+            count = read_at(f, rest, position)
+            if not count:
+                raise _changed(entry, f"it ends before byte {end}")
+            rest, position = rest[count:], position + count
 
 
 @contextlib.contextmanager
@@ -172,6 +165,71 @@ def _open(entry: HeaderEntry) -> Iterator[BinaryIO]:
 def _changed(entry: HeaderEntry, difference: str) -> ShardingError:
     return fail(f"{entry.file}: has changed since its header was read", difference, f"in {entry.name!r}",
                 fix="read the folder again, when nothing writes to it")  # fmt: skip
+
+
+# --- matrices in 8 bits with scales, read as their products: FP8 and int8, by blocks or rows ----------------------
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# The end of the name of the scales -> the dtypes of the matrix, and a factor: bitsandbytes' are the largest of 127.
+_SCALES = {".weight_scale_inv": (_FP8, 1.0), ".weight_scale": ((*_FP8, torch.int8), 1.0),
+           ".SCB": ((torch.int8,), 7.874015718698502e-3)}  # fmt: skip
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of scales
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledEntry(HeaderEntry):
+    """A matrix of dtype `stored` in a file: each block is multiplied by one of `scales`, and by `factor`."""
+
+    stored: torch.dtype
+    scales: HeaderEntry
+    block: tuple[int, int]
+    factor: float
+
+    def multiplied(self, values: Tensor, scales: Tensor, offsets: Sequence[int], run: int) -> Tensor:
+        """Return the values of the runs of `run` elements at `offsets`."""
+        index = (torch.tensor(offsets).unsqueeze(1) + torch.arange(run)).flatten()
+        row, column = index // self.shape[1] // self.block[0], index % self.shape[1] // self.block[1]
+        blocks = -(-self.shape[1] // self.block[1])
+        return (values.float() * (scales.float() * self.factor)[row * blocks + column]).to(self.dtype)
+
+
+def join_scales(headers: WeightHeaders) -> None:
+    """Make each matrix with its scales one tensor of the scales' dtype. What has no known formula is left unchanged."""
+    if not any(name.endswith(tuple(_SCALES)) for name in headers.tensors):
+        return
+    config = headers.path / CONFIG
+    quantization = read_json(config).get("quantization_config") if config.is_file() else None
+    size = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    block = (size[0], size[1]) if isinstance(size, list) and len(size) == 2 else (128, 128)
+    for name, scales in list(headers.tensors.items()):
+        end = next((end for end in _SCALES if name.endswith(end)), "")
+        stem = name.removesuffix(end)
+        matrix, format_of = headers.tensors.get(f"{stem}.weight"), headers.tensors.get(f"{stem}.weight_format")
+        if not end or matrix is None or f"{stem}.weight_zero_point" in headers.tensors:
+            continue
+        of_scale = _block_of(end, matrix, scales, block)
+        is_row_major = format_of is None or not _all_of(format_of).view(torch.uint8).any()
+        if of_scale is None or matrix.dtype is None or not is_row_major:
+            continue
+        fields = {f.name: getattr(matrix, f.name) for f in dataclasses.fields(HeaderEntry)} | {"dtype": scales.dtype}
+        headers.tensors[f"{stem}.weight"] = ScaledEntry(**fields, stored=matrix.dtype, scales=scales, block=of_scale,
+                                                        factor=_SCALES[end][1])  # fmt: skip
+        for used in (name, f"{stem}.weight_format"):
+            headers.tensors.pop(used, None)
+
+
+def _block_of(end: str, matrix: HeaderEntry, scales: HeaderEntry, block: tuple[int, int]) -> tuple[int, int] | None:
+    """Return the numbers of rows and columns that share a scale; None if no formula is known."""
+    has_dtypes = matrix.dtype in _SCALES[end][0] and scales.dtype in _DTYPES
+    if not has_dtypes or len(matrix.shape) != 2 or matrix.strides or scales.strides:
+        return None
+    rows, columns = matrix.shape
+    if end == ".weight_scale_inv":
+        return block if scales.shape == (-(-rows // block[0]), -(-columns // block[1])) else None
+    if math.prod(scales.shape) == 1:
+        return rows, columns
+    return (1, columns) if scales.shape in ((rows,), (rows, 1)) else None
 
 
 # --- the leaves -----------------------------------------------------------------------------------------------

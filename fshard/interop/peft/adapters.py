@@ -24,15 +24,14 @@ from fshard.interop.hf.layout import OutputTensor, check_described, output_tenso
 from fshard.interop.hf.weights import with_dot
 from fshard.lora import ia3
 from fshard.lora.config import module_names, value_for, without_module
-from fshard.lora.targets import Of, Targets, factor_shapes, leaf_of, named_leaves
+from fshard.lora.targets import HEADS, Of, Targets, factor_shapes, leaf_of, named_leaves
 
 from .config import KEPT, config_fields, only, saves, selects
-from .files import CONFIG, WEIGHTS, check_folder, write_folder
+from .files import CONFIG, WEIGHTS, check_folder, plain, write_folder
 
 _START = "base_model.model."
-# Tables of tokens, and the layers that a model has which is not tied.
+# Tables of tokens; a model that has one of `HEADS` is not tied.
 _TABLES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "shared")
-_HEADS = ("lm_head", "embed_out", "score", "classifier")
 # What PEFT writes twice if all biases train, and so does a head.
 _WRITTEN_TWICE = (".modules_to_save.bias", ".original_module.bias")
 _KEYS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
@@ -194,16 +193,13 @@ def _tied_to(name: str, leaves: Mapping[str, tuple[tree.Path, Leaf]], of: Any) -
         return ["encoder.embed_tokens", "decoder.embed_tokens", *({"lm_head"} - modules)]
     if "cls.predictions.transform.dense" in modules:
         return ["cls.predictions.decoder"]
-    return [] if any(m.rpartition(".")[2] in _HEADS for m in modules) else ["lm_head"]
+    return [] if any(m.rpartition(".")[2] in HEADS for m in modules) else ["lm_head"]
 
 
 def _tied_copies(
     verb: str, leaves: Mapping[str, tuple[tree.Path, Leaf]], targets: Targets, of: Any
 ) -> dict[str, tuple[str, str]]:
-    """Return the head and the table, of each table that trains in full and is tied to a head, by its dotted path.
-
-    Raises ShardingError for a table that other layers look up too: PEFT changes it in one of them.
-    """
+    """Return the head and the table, of each table that trains in full and is tied to a head, by its dotted path."""
     modules = {name: leaves[name][1].module for name in [*targets.copied, *targets.adapted]}
     others = {name: _tied_to(name, leaves, of) for name in modules}
     raise_all([fail(f"{verb}: {modules[name]!r} is one table with {', '.join(own)}",
@@ -307,8 +303,7 @@ def _contents(
     whole = [n for n, m in names.items() if module_names(tuple(cfg.modules_to_save)).contain(m)]
     if [n for n in names if saves(saved, n)] != whole:  # a glob, or the end of the name of another module
         saved = whole
-    excluded = list(cfg.exclude) if not isinstance(cfg.exclude, str) else cfg.exclude
-    chosen = list(cfg.targets) if not isinstance(cfg.targets, str) else cfg.targets
+    excluded, chosen = plain(cfg.exclude), plain(cfg.targets)
     left_out = module_names(tuple(saved))
     as_peft = {m for n, m in names.items()
                if selects(chosen, n) and not selects(excluded, n) and not left_out.contain(n)}  # fmt: skip
@@ -328,8 +323,7 @@ def _contents(
     common = {"inference_mode": True, "target_modules": chosen, "exclude_modules": excluded or None,
               "modules_to_save": [*saved, *heads] or None, "fan_in_fan_out": inputs_first}  # fmt: skip
     if isinstance(cfg, ia3.Config):
-        forward = forward if isinstance(forward, str) else list(forward)
-        return {**common, "peft_type": "IA3", "feedforward_modules": forward, "init_ia3_weights": True}
+        return {**common, "peft_type": "IA3", "feedforward_modules": plain(forward), "init_ia3_weights": True}
     ranks, alphas = _patterns(cfg.ranks, own, cfg.rank), _patterns(cfg.alphas, own, cfg.alpha)
     return {
         **common, "peft_type": "LORA", "r": cfg.rank, "lora_alpha": cfg.alpha, "rank_pattern": ranks,
@@ -340,10 +334,7 @@ def _contents(
 
 
 def _patterns(patterns: Mapping[str, Any], modules: Mapping[str, str], default: Any) -> dict[str, Any]:
-    """Return ranks or alphas for modules of other names: the patterns, or these names if that would differ.
-
-    `modules` has for each new name the one that the patterns are of.
-    """
+    """Return ranks or alphas of `modules`, {name: the name that patterns are of}: patterns, or names if they differ."""
     values = {name: value_for(patterns, module, default) for name, module in modules.items()}
     if all(value_for(patterns, name, default) == value for name, value in values.items()):
         return dict(patterns)

@@ -14,7 +14,7 @@ from typing import Any
 
 from fshard._core.files.url import AnyPath
 from fshard.errors import ShardingError, fail, raise_all
-from fshard.lora.config import ending
+from fshard.lora.config import ending, outer_names
 
 # The layers that PEFT adapts if the config names none, by the model_type of the base.
 _QV = ("q_proj", "v_proj")
@@ -71,12 +71,9 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "r": (lambda x: _is(int)(x) and 0 < x < 1 << 31, "a number of 1 or more"),
     "lora_alpha": (_number, "a finite number"),
     "lora_dropout": (lambda x: _is(int, float)(x) and 0 <= x < 1, "0 or more, less than 1"),
-    "use_rslora": (_is(bool), "true or false"),
-    "use_dora": (_is(bool), "true or false"),
-    "fan_in_fan_out": (_is(bool), "true or false"),
+    **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying"), (_is(bool), "true or false")),
     "bias": (lambda x: x in ("none", "all", "lora_only"), "none, all or lora_only"),
-    "target_modules": (lambda x: isinstance(x, str) or _strings(x), _NAMES),
-    "exclude_modules": (lambda x: isinstance(x, str) or _strings(x), _NAMES),
+    **dict.fromkeys(("target_modules", "exclude_modules"), (lambda x: isinstance(x, str) or _strings(x), _NAMES)),
     "target_parameters": (_strings, _NAMES),
     "modules_to_save": (lambda x: _strings(x) and len(x) <= _MAX_SAVED, f"at most {_MAX_SAVED} names"),
     "rank_pattern": (lambda x: _patterns(x) and all(_is(int)(n) and 0 < n < 1 << 31 for n in x.values()),
@@ -85,7 +82,6 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "layers_to_transform": (lambda x: _is(int)(x) or (isinstance(x, list) and all(map(_is(int), x))), "numbers"),
     "layers_pattern": (lambda x: isinstance(x, str) or _strings(x), "names"),
     "init_lora_weights": (lambda x: isinstance(x, (bool, str)), "true, false or the name of an initialization"),
-    "ensure_weight_tying": (_is(bool), "true or false"),
 }  # fmt: skip
 _IA3_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **{name: _FIELDS[name] for name in ("target_modules", "exclude_modules", "modules_to_save", "fan_in_fan_out")},
@@ -109,8 +105,6 @@ def config_fields(
         names: of the modules of the base; `layers_to_transform` chooses some of them.
         model_type: of the base, for a config without target_modules.
         prefix: what names of modules here begin with, and names in the config may lack: `"transformer."`.
-
-    Raises ShardingError listing every field of another method, of a wrong type, or with a value that is not supported.
     """
     raise_all(_errors(path, contents, model_type, [*names, *(prefix + name for name in names if prefix)]))
 
@@ -168,11 +162,8 @@ def _errors(
         errors.append(fail(f"{path}: init_lora_weights is {start!r}, which is not known here",
                            fix="true, if it says only how the values began: they are in the file"))  # fmt: skip
     targets, layers, patterns = (contents.get(k) for k in ("target_modules", "layers_to_transform", "layers_pattern"))
-    if (
-        targets is None
-        and not contents.get("target_parameters")
-        and (kind == "IA3" or model_type not in DEFAULT_TARGETS)
-    ):
+    has_default = kind == "LORA" and model_type in DEFAULT_TARGETS
+    if targets is None and not contents.get("target_parameters") and not has_default:
         errors.append(fail(f"{path}: target_modules is null, and there is no default for the model type {model_type!r}",
                            fix="name the adapted layers in it"))  # fmt: skip
     if isinstance(targets, str) and layers not in (None, []):
@@ -278,5 +269,4 @@ def saves(chosen: Sequence[str], name: str) -> bool:
     >>> saves(["head"], "lm_head"), saves(["1.mlp"], "h.1.mlp.up")
     (True, True)
     """
-    parts = name.split(".")
-    return any(".".join(parts[: i + 1]).endswith(tuple(chosen)) for i in range(len(parts)))
+    return any(outer.endswith(tuple(chosen)) for outer in outer_names(name))

@@ -18,10 +18,7 @@ CONFIG, WEIGHTS = ADAPTER_CONFIG, ADAPTER
 
 
 def check_folder(folder: StrPath) -> AnyPath:
-    """Return the path of a folder with both files.
-
-    Raises ShardingError for a folder without them, listing the folders in it that have them, and for a pickle.
-    """
+    """Return the path of a folder that has both files. An error lists the folders in it that have them."""
     path = as_path(folder)
     if (path / CONFIG).is_file() and (path / WEIGHTS).is_file():
         return path

@@ -142,7 +142,6 @@ def _names_in_module(of: Apply, model: Any, adapter: str) -> dict[str, str]:
 
 
 def _prompt(model: Any, adapter: str) -> str:
-    """Return the name of the leaf that is the prompt."""
     encoder = model.prompt_encoder[adapter]
     names = [name for name, _ in encoder.named_parameters()]
     if names != ["embedding.weight"]:

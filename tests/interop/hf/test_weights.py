@@ -388,6 +388,9 @@ def test_index_must_agree_with_its_files(tmp_path: Path) -> None:
 {folder}/model-00003-of-00003.safetensors: there is no such file
   for {lost}"""
     )
+    (folder / "model-00001-of-00003.safetensors").unlink()
+    (folder / "model-00002-of-00003.safetensors").write_bytes(b"")
+    assert error_text(tensors, folder).startswith("3 problems\n")  # of a file that cannot be read, no missing names
     index.write_text(json.dumps({"weight_map": {"x": "../x.safetensors"}}))
     assert error_text(tensors, folder) == f"{index}: '../x.safetensors' is outside the folder\n  for x"
     for name in ("x" * 5_000, "x\0", "\ud800"):
