@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fshard import nn
 from fshard.errors import checked, fail, raise_all
 
 from .activations import ACTIVATIONS, activation_errors
@@ -87,12 +86,6 @@ def init(cfg: Config) -> Any:
 specs = specs_of(LEAVES, Config)
 
 
-def _embed(run: Run, top: Any, ids: Tensor, key: Tensor | None) -> Tensor:
-    cfg, layout, at = run.cfg, run.layout, run.tokens.positions
-    x = layout.embed(ids, top["wte"], cfg.vocab_size) + layout.time_slice(nn.embedding(at, top["wpe"]), at.ndim - 1)
-    return run.dropout(x, cfg.embd_pdrop, key, "embd")
-
-
 def _block(
     run: Run, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None
 ) -> tuple[Tensor, KeyValues | None]:
@@ -117,8 +110,8 @@ def head_logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: 
 
 
 pieces = pieces_of(
-    _embed, _block, lambda run, top, x: run.layout.layer_norm(x, top["ln_f"], run.cfg.layer_norm_epsilon),
-    rates=("embd_pdrop", "attn_pdrop", "resid_pdrop"), longest="n_positions",
+    _block, lambda run, top, x: run.layout.layer_norm(x, top["ln_f"], run.cfg.layer_norm_epsilon),
+    embd="embd_pdrop", rates=("embd_pdrop", "attn_pdrop", "resid_pdrop"), longest="n_positions",
 )  # fmt: skip
 apply, states = decoder_of(Config, init, pieces, head_logits)
 loss, generate = functions_of(apply, Config)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fshard import nn
@@ -107,15 +106,6 @@ def init(cfg: Config) -> Any:
 specs = specs_of(LEAVES, Config)
 
 
-def _embed(run: Run, top: Any, ids: Tensor, key: Tensor | None) -> Tensor:
-    return run.dropout(run.layout.embed(ids, top["wte"], run.cfg.vocab_size), run.cfg.hidden_dropout, key, "embd")
-
-
-def _angles(run: Run, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    cfg, width = run.cfg, run.cfg.hidden_size // run.cfg.num_attention_heads
-    return run.rope_angles(cfg.rope_parameters, width, cfg.max_position_embeddings, dtype)
-
-
 def _block(
     run: Run, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None
 ) -> tuple[Tensor, KeyValues | None]:
@@ -158,8 +148,9 @@ def _block(
 
 
 pieces = pieces_of(
-    _embed, _block, lambda run, top, x: run.layout.layer_norm(x, top["ln_f"], run.cfg.layer_norm_eps),
-    angles=_angles, rates=("hidden_dropout", "attention_dropout"),
+    _block, lambda run, top, x: run.layout.layer_norm(x, top["ln_f"], run.cfg.layer_norm_eps),
+    rotary=lambda cfg: (cfg.rope_parameters, cfg.hidden_size // cfg.num_attention_heads, cfg.max_position_embeddings),
+    rates=("hidden_dropout", "attention_dropout"), embd="hidden_dropout",
 )  # fmt: skip
 apply, states = decoder_of(Config, init, pieces)
 loss, generate = functions_of(apply, Config)

@@ -94,14 +94,6 @@ def init(cfg: Config) -> Any:
 specs = specs_of(LEAVES, Config)
 
 
-def _embed(run: Run, top: Any, ids: Tensor, key: Tensor | None) -> Tensor:
-    return run.dropout(run.layout.embed(ids, top["wte"], run.cfg.vocab_size), run.cfg.embd_pdrop, key, "embd")
-
-
-def _angles(run: Run, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return run.rope_angles({"rope_theta": 10_000.0}, run.cfg.rotary_dim, run.cfg.n_positions, dtype)
-
-
 def _block(
     run: Run, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None
 ) -> tuple[Tensor, KeyValues | None]:
@@ -133,8 +125,9 @@ def head_logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: 
 
 
 pieces = pieces_of(
-    _embed, _block, lambda run, top, x: run.layout.layer_norm(x, top["ln_f"], run.cfg.layer_norm_epsilon),
-    angles=_angles, rates=("embd_pdrop", "attn_pdrop", "resid_pdrop"), longest="n_positions",
+    _block, lambda run, top, x: run.layout.layer_norm(x, top["ln_f"], run.cfg.layer_norm_epsilon),
+    rotary=lambda cfg: ({"rope_theta": 10_000.0}, cfg.rotary_dim, cfg.n_positions), embd="embd_pdrop",
+    rates=("embd_pdrop", "attn_pdrop", "resid_pdrop"), longest="n_positions",
 )  # fmt: skip
 apply, states = decoder_of(Config, init, pieces, head_logits)
 loss, generate = functions_of(apply, Config)

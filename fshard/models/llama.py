@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from fshard import nn
@@ -162,14 +161,6 @@ def init(cfg: BaseConfig) -> Any:
 specs = specs_of(LEAVES, BaseConfig)
 
 
-def _embed(run: Run, top: Any, ids: Tensor, key: Tensor | None) -> Tensor:
-    return run.layout.embed(ids, top["wte"], run.cfg.vocab_size)
-
-
-def _angles(run: Run, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return run.rope_angles(run.cfg.rope_parameters, run.cfg.width, run.cfg.max_position_embeddings, dtype)
-
-
 def norm(run: Run, x: Tensor, p: Any) -> Tensor:
     """Normalize the stream."""
     return nn.rms_norm(x, run.layout.replicated(p["w"]), eps=run.cfg.rms_norm_eps)
@@ -203,8 +194,8 @@ def _block(
 
 def pieces_with(block: Callable[..., Any], each: Callable[[BaseConfig], Any]) -> Callable[..., Any]:
     """Make the `pieces` of a decoder with another block; see `pieces_of`."""
-    return pieces_of(_embed, block, lambda run, top, x: norm(run, x, top["norm_f"]), angles=_angles,
-                     rates=("attention_dropout",), each=each)  # fmt: skip
+    return pieces_of(block, lambda run, top, x: norm(run, x, top["norm_f"]), rates=("attention_dropout",), each=each,
+                     rotary=lambda cfg: (cfg.rope_parameters, cfg.width, cfg.max_position_embeddings))  # fmt: skip
 
 
 def hidden_units(cfg: BaseConfig, p: Any, h: Tensor) -> Tensor:

@@ -323,37 +323,6 @@ def split_qkv(x: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
     return qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
 
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, cached: KeyValues | None, *, layout: Layout, rate: float = 0.0,
-    key: Tensor | None = None, heads: int, group: int = 1, scale: float | None = None, window: int | None = None,
-) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
-    """Attend causally to cached and new tokens: q [B, H@model, T, K] -> [B, T, HK@model], and the updated cache.
-
-    k and v may have fewer heads, each for a `group` of neighbouring heads of q on the same rank. `heads` is H; the
-    dropout of weights by `key` needs it. With a `window` a token attends to itself and the `window` - 1 before it,
-    padding included, and no more are cached.
-    """
-    drops = rate and key is not None
-    if layout.context:
-        shape = [len(q), heads // group, group, tokens.total, tokens.total]
-        a = nn.context_attention(q, k, v, layout.context, mask=tokens.real, documents=tokens.documents, window=window,
-                                 scale=scale, size=tokens.size, **layout.weight_dropout(rate, key, shape))  # fmt: skip
-        return a.transpose(1, 2).flatten(2), None
-    if window is None:
-        k, v, cached = append_to_cache(k, v, tokens, cached)
-        mask = tokens.mask
-    else:
-        k, v, cached = _append_to_window(k, v, tokens, cached, window)
-        mask = _window_mask(tokens, k.shape[2], window)
-    shape = [heads]
-    if group > 1 and drops:  # the split is by groups, so the drawn mask must have a dim of groups
-        q, k, v = q.unflatten(1, (k.shape[1], group)), k.unsqueeze(2), v.unsqueeze(2)  # type: ignore[no-untyped-call]
-        mask, shape = None if mask is None else mask.unsqueeze(1), [heads // group, group]
-    a = nn.attention(q, k, v, causal=mask is None, mask=mask, scale=scale,
-                     **layout.weight_dropout(rate, key, [len(q), *shape, tokens.t, k.shape[-2]]))  # fmt: skip
-    return a.flatten(1, -3).transpose(1, 2).flatten(2), cached
-
-
 def _append_to_window(
     k: Tensor, v: Tensor, tokens: Tokens, cached: KeyValues | None, window: int
 ) -> tuple[Tensor, Tensor, KeyValues | None]:
@@ -458,36 +427,69 @@ class Run(NamedTuple):
         return rope.angles(at, rates, factor, dtype=dtype)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, cached: KeyValues | None, **options: Any
-    ) -> tuple[Tensor, KeyValues | None]:
-        """Run `causal_attention`."""
-        return causal_attention(q, k, v, self.tokens, cached, layout=self.layout, key=key, **options)
+        self, q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, cached: KeyValues | None, *, rate: float, heads: int,
+        group: int = 1, window: int | None = None,
+    ) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
+        """Attend causally to cached and new tokens: q [B, H@model, T, K] -> [B, T, HK@model], and the updated cache.
+
+        k and v may have fewer heads, each for a `group` of neighbouring heads of q on the same rank. `heads` is H; the
+        dropout of weights by `key` needs it. With a `window` a token attends to itself and the `window` - 1 before it,
+        padding included, and no more are cached.
+        """
+        layout, tokens = self.layout, self.tokens
+        if layout.context:
+            shape = [len(q), heads // group, group, tokens.total, tokens.total]
+            a = nn.context_attention(q, k, v, layout.context, mask=tokens.real, documents=tokens.documents,
+                                     window=window, size=tokens.size,
+                                     **layout.weight_dropout(rate, key, shape))  # fmt: skip
+            return a.transpose(1, 2).flatten(2), None
+        if window is None:
+            k, v, cached = append_to_cache(k, v, tokens, cached)
+            mask = tokens.mask
+        else:
+            k, v, cached = _append_to_window(k, v, tokens, cached, window)
+            mask = _window_mask(tokens, k.shape[2], window)
+        shape = [heads]
+        if group > 1 and rate and key is not None:  # the drawn mask must have a dim of groups, by which heads are split
+            q, k, v = q.unflatten(1, (k.shape[1], group)), k.unsqueeze(2), v.unsqueeze(2)  # type: ignore[no-untyped-call]
+            mask, shape = None if mask is None else mask.unsqueeze(1), [heads // group, group]
+        a = nn.attention(q, k, v, causal=mask is None, mask=mask,
+                         **layout.weight_dropout(rate, key, [len(q), *shape, tokens.t, k.shape[-2]]))  # fmt: skip
+        return a.flatten(1, -3).transpose(1, 2).flatten(2), cached
 
 
 def pieces_of(
-    embed: Callable[[Run, Any, Tensor, Tensor | None], Tensor], block: Callable[..., Any],
-    norm: Callable[[Run, Any, Tensor], Tensor], *, angles: Callable[[Run, torch.dtype], Any] = lambda run, dtype: None,
-    rates: Sequence[str] = (), longest: str = "", each: Callable[[Any], Any] = lambda cfg: None,
+    block: Callable[..., Any], norm: Callable[[Run, Any, Tensor], Tensor], *,
+    rotary: Callable[[Any], tuple[Mapping[str, Any], int, int]] | None = None,
+    rates: Sequence[str] = (), embd: str = "", longest: str = "", each: Callable[[Any], Any] = lambda cfg: None,
 ) -> Callable[..., Pieces]:  # fmt: skip
     """Make the `pieces` of a decoder: (cfg, ids [B@data, T], layout=, key=, mask=Tokens) -> its parts on these ids.
 
     Args:
-        embed: (run, unsharded parameters, ids, key) -> the stream, [B, T, D], or [B, T@model, D] where it is split.
         block: (run, its parameters, stream, key, cached, its own arguments by `each(cfg)`) -> stream, updated cache.
         norm: (run, unsharded parameters, stream) -> the normalized stream.
-        angles: (run, dtype) -> cos and sin.
-        rates: the names of the config's rates of dropout; `longest`: of its number of positions, if it has one.
+        rotary: config -> the first arguments of `Run.rope_angles`, if positions rotate queries and keys.
+        rates: the names of the config's rates of dropout; `embd`: the one of the embedded tokens; `longest`: the name
+            of its number of positions, if it has one.
     """
 
     def pieces(cfg: Any, ids: Tensor, *, layout: Layout, key: Tensor | None, mask: Tokens) -> Pieces:
-        tokens = mask
-        if longest and tokens.stop > getattr(cfg, longest):
-            raise fail(f"{type(cfg).__module__.rpartition('.')[2]}: {tokens.stop} tokens do not fit "
+        if longest and mask.stop > getattr(cfg, longest):
+            raise fail(f"{type(cfg).__module__.rpartition('.')[2]}: {mask.stop} tokens do not fit "
                        f"{getattr(cfg, longest)} positions", fix=f"a larger {longest}")  # fmt: skip
-        run = Run(cfg, layout.with_batch(ids, key, *[getattr(cfg, rate) for rate in rates]), tokens)
-        return Pieces(run.layout, lambda top: embed(run, top, ids, key),
-                      lambda x: functools.partial(block, run._replace(angles=angles(run, x.dtype))),
-                      lambda top, x: norm(run, top, x), each(cfg))  # fmt: skip
+        run = Run(cfg, layout.with_batch(ids, key, *[getattr(cfg, rate) for rate in rates]), mask)
+
+        def embed(top: Any) -> Tensor:
+            x, at = run.layout.embed(ids, top["wte"], cfg.vocab_size), mask.positions
+            if "wpe" in top:
+                x = x + layout.time_slice(nn.embedding(at, top["wpe"]), at.ndim - 1)
+            return run.dropout(x, getattr(cfg, embd) if embd else 0.0, key, "embd")
+
+        def block_for(x: Tensor) -> Block:
+            angles = None if rotary is None else run.rope_angles(*rotary(cfg), x.dtype)
+            return functools.partial(block, run._replace(angles=angles))
+
+        return Pieces(run.layout, embed, block_for, lambda top, x: norm(run, top, x), each(cfg))
 
     return pieces
 
