@@ -156,10 +156,12 @@ def apply(
     torch.Size([2, 2])
     """
     layout.refuse_context("heads")
-    x = _states(cfg.base, _part(params, "base"), ids, layout=layout, specs=_part_specs(specs, "base"), key=key,
-                remat=remat, mask=mask, **options)  # fmt: skip
+    if not isinstance(params, Mapping) or "base" not in params:
+        raise must_be("params", "a dict with 'base' and 'score'", params, fix="the tree of heads.init, or of load")
+    base, base_specs = params["base"], None if specs is None else spec_of(specs, "base")
+    x = _states(cfg.base, base, ids, layout=layout, specs=base_specs, key=key, remat=remat, mask=mask, **options)
     if cfg.task == "sequence" and isinstance(cfg.base, bert.Config):
-        x = bert.pooled(cfg.base, params["base"], x, layout=layout, specs=_part_specs(specs, "base"))
+        x = bert.pooled(cfg.base, base, x, layout=layout, specs=base_specs)
     elif cfg.task == "sequence":
         x = _at_last_token(x, None if cfg.pad_token_id is None else ids != cfg.pad_token_id)
     if cfg.dropout and key is not None:
@@ -167,16 +169,6 @@ def apply(
         x = nn.dropout(x, cfg.dropout, key=fold_in(key, "score"), spec=P(layout.data), shape=shape)
     score = layout.unshard(("score",), params, specs, shapes_of(init, cfg))["score"]
     return flat_linear(x, score)
-
-
-def _part(params: Any, name: str) -> Any:
-    if not isinstance(params, Mapping) or name not in params:
-        raise must_be("params", "a dict with 'base' and 'score'", params, fix="the tree of heads.init, or of load")
-    return params[name]
-
-
-def _part_specs(specs: Any, name: str) -> Any:
-    return None if specs is None else spec_of(specs, name)
 
 
 def _states(base: Any, params: Any, ids: Tensor, **options: Any) -> Tensor:
@@ -221,14 +213,10 @@ def loss(
         raise fail(f"heads: the targets of a {kind} must have one entry for each score", got=list(targets.shape),
                    needed=list(scores.shape))  # fmt: skip
     wanted = targets.reshape(scores.shape).to(scores.dtype)
-    each = (scores - wanted).square() if kind == "regression" else _binary_cross_entropy(scores, wanted)
+    each = (scores - wanted).square() if kind == "regression" else F.softplus(scores) - scores * wanted
     total, count = psum((each.sum(), torch.ones_like(each).sum()), layout.data)
     out: Tensor = total / count
     return out
-
-
-def _binary_cross_entropy(x: Tensor, y: Tensor) -> Tensor:
-    return F.softplus(x) - x * y
 
 
 @checked

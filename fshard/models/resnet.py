@@ -281,23 +281,21 @@ def features(
         return tuple([{k: v for k, v in part.items() if k.startswith(kind)} for part in _in_order(of)]
                      for of in (backbone, leaf_specs, wanted))  # type: ignore[return-value]  # fmt: skip
 
-    def block(convolutions: Any, carry: tuple[Tensor, ...], own: tuple[int, Any, Any]) -> tuple[Tensor, ...]:
-        """(x, new statistics of the blocks before) -> the same after this block."""
+    def block(convolutions: Any, x: Tensor, own: tuple[int, Any, Any]) -> tuple[Tensor, dict[str, Any]]:
         i, norms, state = own
-        x, *new = carry
-        x, of_block = _apply_block(cfg, blocks[i], {**convolutions, **norms}, state, x, train, layout)
-        return x, *new, *tree.leaves(of_block)
+        return _apply_block(cfg, blocks[i], {**convolutions, **norms}, state, x, train, layout)
 
     blocks = _in_order(_stages(cfg, lambda block: block))
     norms, norm_specs, norm_shapes = of_kind("norm_")
     norms = make_whole(norms, norm_specs, layout.data, shapes=norm_shapes)
     convolutions, conv_specs, shapes = of_kind("conv_")
     each = list(zip(range(len(blocks)), norms, _in_order(state), strict=True))
-    x, *new = scan(block, convolutions, (x,), specs=conv_specs, axis=layout.data, each=each, shapes=shapes, remat=remat,
-                   release=layout.release, prefetch=layout.prefetch, backward_prefetch=layout.backward_prefetch,
-                   dtype=layout.dtype, reduce_dtype=layout.reduce_dtype)  # fmt: skip
-    statistics = iter(tree.unflatten(tree.flatten(_in_order(state))[1], new))
-    return x.mean((2, 3)), _stages(cfg, lambda _: next(statistics))
+    x, statistics = scan(block, convolutions, x, specs=conv_specs, axis=layout.data, each=each, shapes=shapes,
+                         has_aux=True, remat=remat, release=layout.release, prefetch=layout.prefetch,
+                         backward_prefetch=layout.backward_prefetch, dtype=layout.dtype,
+                         reduce_dtype=layout.reduce_dtype)  # fmt: skip
+    new = iter(statistics)
+    return x.mean((2, 3)), _stages(cfg, lambda _: next(new))
 
 
 _state = state  # for functions with an argument of this name
