@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fshard import init as initial
 from fshard import nn
-from fshard._core.files.io import StrPath
 from fshard._core.ops import global_size, own_range
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.interop.hf import WeightHeaders
@@ -37,7 +36,8 @@ class Config:
     """Sizes and rates, named as in Hugging Face's `BertConfig`, and the heads of the model.
 
     `mlm` predicts masked words, `pooler` summarizes a sequence at its first token, and `nsp`, on top of it, predicts
-    whether a second sentence follows the first. The embedding of `pad_token_id` is initialized to zero and not trained.
+    whether a second sentence follows the first. A config.json does not list them: `load` finds them in a folder, and
+    `config` takes them as options. The embedding of `pad_token_id` is initialized to zero and not trained.
 
     >>> bert.Config(num_hidden_layers=2).hidden_size
     768
@@ -317,20 +317,7 @@ FILE = ModelFile(
     sizes=lambda cfg: {name: value for name, value in asdict(cfg).items() if name not in _HEADS},
     name_in=_name_in, completed=_with_heads_of,
 )  # fmt: skip
-theirs, _, load, save = file_functions(FILE)
-
-
-@checked
-def config(folder: StrPath, **heads: bool) -> Config:
-    """Read a `Config` from the `config.json` of a folder, which does not list the `heads`; `load` finds them.
-
-    >>> config("my-bert") == cfg
-    True
-
-    Raises ShardingError for another type of model.
-    """
-    cfg: Config = FILE.read_config(folder, **heads)
-    return cfg
+theirs, config, load, save = file_functions(FILE)
 
 
 __all__ = [

@@ -17,7 +17,7 @@ from fshard.errors import checked
 from . import llama, mixtral, qwen3_moe
 from .hf_files import file_functions
 from .kv_cache import Cache
-from .mixtral import apply, init, loss, losses, specs, states
+from .mixtral import apply, init, losses, specs, states
 from .transformer import Layout, functions_of
 
 
@@ -66,7 +66,7 @@ class Config(qwen3_moe.BaseConfig):
         return routing._replace(weights=routing.weights * self.routed_scaling_factor)
 
 
-_, generate = functions_of(apply, Config)
+loss, generate = functions_of(apply, Config, losses)
 
 FILE = replace(llama.FILE, config_class=Config, init=init, absent={}, kind="Dots1", fixed={"model_type": "dots1"},
                tensor=qwen3_moe.LEAVES.tensor)  # fmt: skip

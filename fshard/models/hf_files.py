@@ -80,10 +80,6 @@ class ModelFile:
         copies = {name: of for name, of in self.tied.items() if name not in untied}
         return cfg, read(headers, self.init(cfg), in_this_file, prefix=self.prefix, ignored=self.ignored, copies=copies)
 
-    def save(self, path: StrPath, cfg: Any, params: Any, config: Mapping[str, Any], **options: Any) -> None:
-        """Write a folder with these contents of config.json; `options` as in `write`."""
-        write(path, params, self.tensor, config=config, described=self.init(cfg), **options)
-
     def file_config(self, cfg: Any, suffix: str | None = None) -> dict[str, Any]:
         """Return the contents of config.json for the model, or for a class of transformers with another `suffix`."""
         if suffix is None:
@@ -107,13 +103,19 @@ def file_functions(file: ModelFile) -> tuple[Callable[[tree.Path], FileTensor], 
         return file.tensor(path)
 
     @checked
-    def config(folder: StrPath) -> Any:
-        """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
+    def config(folder: StrPath, **options: Any) -> Any:
+        """Read a `Config` from the `config.json` of a folder; `options` replace fields of it.
 
         >>> gpt2.config("my-gpt2") == cfg
         True
+
+        Raises ShardingError for another type of model, and for a ResNet that was trained as a regression or for several
+        classes at once.
         """
-        return file.read_config(folder)
+        names = [f.name for f in fields(file.config_class)]
+        if unknown := [name for name in options if name not in names]:
+            raise fail(f"config: there is no field {', '.join(unknown)}", fix=f"one of {', '.join(names)}")
+        return file.read_config(folder, **options)
 
     @checked
     def load(path: StrPath) -> tuple[Any, Any]:
@@ -137,7 +139,8 @@ def file_functions(file: ModelFile) -> tuple[Callable[[tree.Path], FileTensor], 
         True
         """
         check_config("save", cfg, file.config_class)
-        file.save(path, cfg, params, file.file_config(cfg), like=like, max_shard_bytes=max_shard_bytes)
+        write(path, params, file.tensor, config=file.file_config(cfg), described=file.init(cfg), like=like,
+              max_shard_bytes=max_shard_bytes)  # fmt: skip
 
     # peft's default targets are by the type of the model: `fs.peft.load(..., of=t5.theirs)`.
     vars(theirs)["model_type"] = file.config_class.__module__.rpartition(".")[2]

@@ -193,24 +193,6 @@ def losses(
     return {"cross_entropy": ce, "balance": balance.loss, "z": balance.z}
 
 
-@checked
-def loss(
-    cfg: BaseConfig, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
-    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, documents: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Return the mean cross-entropy in nats of all ranks, and the router's losses as `cfg` weighs them: [] {I}.
-
-    Targets of -100 are ignored.
-
-    >>> loss(cfg, params, ids, ids)
-    tensor(3.52...)
-    """
-    parts = losses(cfg, params, ids, targets, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
-                   documents=documents)  # fmt: skip
-    out: Tensor = parts["cross_entropy"] + cfg.weigh(parts["balance"], parts["z"])
-    return out
-
-
 # --- the mixture ----------------------------------------------------------------------------------------------
 
 
@@ -353,7 +335,7 @@ def _with_cache(*args: Any, **options: Any) -> tuple[Tensor, dict[str, Any], lis
 
 
 apply, states = decoder_of(BaseConfig, init, llama.pieces, forward=_with_cache)
-_, generate = functions_of(apply, Config)
+loss, generate = functions_of(apply, Config, losses)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from fshard.errors import checked
 from . import llama, mixtral
 from .hf_files import file_functions
 from .kv_cache import Cache
-from .mixtral import apply, init, loss, losses, specs, states
+from .mixtral import apply, init, losses, specs, states
 from .transformer import Layout, functions_of
 
 
@@ -59,7 +59,7 @@ class Config(BaseConfig):
         return mixtral.Experts(self.num_experts, self.moe_intermediate_size, dense_layers=dense)
 
 
-_, generate = functions_of(apply, Config)
+loss, generate = functions_of(apply, Config, losses)
 
 LEAVES = mixtral.leaves("mlp.experts.*", "mlp.gate", "gate_proj", "up_proj", "down_proj")
 

@@ -23,7 +23,7 @@ from fshard._core.files.url import as_path
 from fshard._core.region import region
 from fshard.collectives import all_gather, pvary
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import CONFIG, FileTensor, WeightHeaders, config_of
+from fshard.interop.hf import CONFIG, FileTensor, WeightHeaders, config_of, write
 from fshard.nn.decoding import global_batch
 from fshard.schedule import scan
 from fshard.schedule.options import BackwardPrefetch, Release
@@ -460,21 +460,7 @@ FILE = _ResNetFile(
     fixed={"model_type": "resnet"}, completed=_with_head_of,
     sizes=lambda cfg: {name: value for name, value in asdict(cfg).items() if name not in ("num_labels", "stem")},
 )  # fmt: skip
-theirs, *_ = file_functions(FILE)
-
-
-@checked
-def config(folder: StrPath, **fields: Any) -> Config:
-    """Read a `Config` from the `config.json` of a folder; `fields` replace some of it.
-
-    >>> config("my-resnet") == cfg
-    True
-
-    Raises ShardingError for another type of model, and for one that was trained as a regression or for several classes
-    at once.
-    """
-    cfg: Config = FILE.read_config(folder, **fields)
-    return cfg
+theirs, config, *_ = file_functions(FILE)
 
 
 @checked
@@ -507,7 +493,8 @@ def save(
     if cfg.stem != "imagenet":
         raise fail(f"resnet.save: stem={cfg.stem!r}: transformers has no such model", fix="fs.checkpoint.save")
     contents = {**FILE.file_config(cfg), **_labels(cfg, like)}
-    FILE.save(path, cfg, weights, contents, like=like, max_shard_bytes=max_shard_bytes)
+    write(path, weights, FILE.tensor, config=contents, described=FILE.init(cfg), like=like,
+          max_shard_bytes=max_shard_bytes)  # fmt: skip
 
 
 def _labels(cfg: Config, like: StrPath | None) -> dict[str, Any]:

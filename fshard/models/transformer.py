@@ -499,8 +499,10 @@ def check_config(verb: str, cfg: Any, config: type) -> None:
         raise must_be(f"{verb}: cfg", f"a {config.__module__.rpartition('.')[2]}.Config", cfg)
 
 
-def functions_of(apply: Callable[..., Any], config: type) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """Make the `loss` and `generate` of a decoder from its `apply` and the class of its configs."""
+def functions_of(
+    apply: Callable[..., Any], config: type, losses: Callable[..., dict[str, Tensor]] | None = None
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Make the `loss` and `generate` of a decoder from its `apply`, the class of its configs, and `mixtral.losses`."""
 
     @checked
     def loss(
@@ -509,13 +511,19 @@ def functions_of(apply: Callable[..., Any], config: type) -> tuple[Callable[...,
     ) -> Tensor:  # fmt: skip
         """Return the mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets of -100 are ignored.
 
+        With experts the router's losses are added, as `cfg` weighs them.
+
         >>> gpt2.loss(cfg, params, ids, ids)
         tensor(3.19...)
         """
         check_config("loss", cfg, config)
+        options: Any = {"specs": specs, "key": key, "remat": remat}
+        if losses is not None:
+            parts = losses(cfg, params, ids, targets, layout=layout, mask=mask, documents=documents, **options)
+            total: Tensor = parts["cross_entropy"] + cfg.weigh(parts["balance"], parts["z"])
+            return total
         layout, ids, targets, mask, documents = layout.to_zigzag(ids, targets, mask, documents)  # and so are logits
-        logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
-                       documents=documents)  # fmt: skip
+        logits = apply(cfg, params, ids, layout=layout, mask=mask, documents=documents, **options)
         return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.examples or None,
                             donate=True)  # fmt: skip
 

@@ -483,13 +483,12 @@ x, params = torch.ones(2, 3, 5, 5), {"w": torch.ones(2, 3, 3, 3), "b": torch.one
 }
 OF_MODELS = {
     "bert": "apply embed follows init logits loss pooled", "gpt2": "init", "gpt_neox": "init", "gptj": "init",
-    "llama": "init", "mixtral": "init loss losses specs", "t5": "apply decode encode generate init loss",
+    "llama": "init", "mixtral": "init losses specs", "t5": "apply decode encode generate init loss",
 }  # fmt: skip
 for _name, _keys in OF_MODELS.items():
     SETUP |= {f"fshard.models.{_name}.{key}": model(_name) for key in _keys.split()}
 _MADE = "fshard.models.hf_files.file_functions.<locals>"
 SETUP |= {f"{_MADE}.{key}": model("gpt2", saved=True) for key in ("config", "load", "save")}
-SETUP |= {"fshard.models.bert.config": model("bert", saved=True)}
 SETUP |= {"fshard.models.leaves.specs_of.<locals>.specs": model("gpt2")}
 MADE = ("decoder_of.apply", "decoder_of.states", "functions_of.generate", "functions_of.loss")
 SETUP |= {f"fshard.models.transformer.{key.replace('.', '.<locals>.')}": model("gpt2") for key in MADE}
@@ -505,7 +504,6 @@ SETUP |= {
     "fshard.data.images.ImageFolder": PHOTOS,
     "fshard.data.loader.batches": "from torch.utils.data import DataLoader",
     "fshard.models.kv_cache.Cache": model("gpt2"),
-    "fshard.models.resnet.config": RESNET_PLACED + 'resnet.save("my-resnet", cfg, weights)',
 }
 SETUP |= {f"fshard.nn.zigzag.{key}_zigzag": "ids = torch.arange(4)[None]" for key in ("to", "from")}
 SETUP |= {
