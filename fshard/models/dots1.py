@@ -54,13 +54,11 @@ class Config(qwen3_moe.BaseConfig):
 
     @property
     def windows(self) -> list[int | None]:
-        """The sliding window of each layer, in tokens; None attends to all before."""
         late = [i >= self.max_window_layers for i in range(self.num_hidden_layers)]
         slides = late if self.layer_types is None else [kind == "sliding_attention" for kind in self.layer_types]
         return [self.sliding_window if slide else None for slide in slides]
 
     def route(self, logits: Tensor, bias: Tensor | None) -> nn.Routing:
-        """Choose experts by the logits [N, E]."""
         routing = nn.route(logits, self.num_experts_per_tok, score="sigmoid", bias=bias,
                            groups=(self.n_group, self.topk_group), renormalize=self.norm_topk_prob)  # fmt: skip
         return routing._replace(weights=routing.weights * self.routed_scaling_factor)

@@ -18,7 +18,7 @@ from fshard.errors import checked, fail, raise_all
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import ModelFile, file_functions
 from .kv_cache import Cache, KeyValues
-from .leaves import Leaves, in_blocks, layer, leaf, specs_of
+from .leaves import Leaves, in_blocks, init_of, layer, leaf, specs_of
 from .transformer import Layout, Run, check_numbers, decoder_of, functions_of, pieces_of, split_qkv
 
 
@@ -70,19 +70,17 @@ LEAVES = Leaves({  # the matrices in the file are [in, out], as here
 }, lambda cfg: {"h": cfg.n_layer})  # fmt: skip
 
 
-@checked
-def init(cfg: Config) -> Any:
-    """Return the described parameters. Projections into the residual stream are drawn with std / sqrt(2 n_layer).
-
-    >>> list(init(cfg))
-    ['wte', 'wpe', 'h', 'ln_f']
-    """
-    d, h, std = cfg.n_embd, cfg.n_head, cfg.initializer_range
-    residual = dict.fromkeys(("h.*.proj.w", "h.*.down.w"), std / math.sqrt(2 * max(1, cfg.n_layer)))
-    sizes = {"v": cfg.vocab_size, "t": cfg.n_positions, "d": d, "c": 3, "h": h, "k": d // h, "f": cfg.n_inner or 4 * d}
-    return LEAVES.init(cfg, sizes, lambda name: residual.get(name, std))
+def _sizes(cfg: Config) -> dict[str, int]:
+    d, h = cfg.n_embd, cfg.n_head
+    return {"v": cfg.vocab_size, "t": cfg.n_positions, "d": d, "c": 3, "h": h, "k": d // h, "f": cfg.n_inner or 4 * d}
 
 
+def _std(cfg: Config, name: str) -> float:
+    is_residual = name in ("h.*.proj.w", "h.*.down.w")
+    return cfg.initializer_range / math.sqrt(2 * max(1, cfg.n_layer)) if is_residual else cfg.initializer_range
+
+
+init = init_of(LEAVES, Config, _sizes, _std)
 specs = specs_of(LEAVES, Config)
 
 

@@ -21,7 +21,7 @@ from fshard.nn import rope
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import ModelFile, file_functions
 from .kv_cache import Cache, KeyValues
-from .leaves import Leaves, in_blocks, layer, leaf, specs_of
+from .leaves import Leaves, in_blocks, init_of, layer, leaf, specs_of
 from .transformer import Layout, Run, check_numbers, decoder_of, flat_linear, functions_of, pieces_of, split_qkv
 
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
@@ -91,18 +91,12 @@ LEAVES = Leaves({  # the matrices in the file are [out, in]; q, k and v are inte
 }, lambda cfg: {"h": cfg.num_hidden_layers}, _has)  # fmt: skip
 
 
-@checked
-def init(cfg: Config) -> Any:
-    """Return the described parameters: matrices are drawn from N(0, initializer_range^2).
-
-    >>> list(init(cfg))
-    ['wte', 'h', 'ln_f', 'head']
-    """
+def _sizes(cfg: Config) -> dict[str, int]:
     d, h = cfg.hidden_size, cfg.num_attention_heads
-    sizes = {"v": cfg.vocab_size, "d": d, "c": 3, "h": h, "k": d // h, "f": cfg.intermediate_size}
-    return LEAVES.init(cfg, sizes, lambda _: cfg.initializer_range)
+    return {"v": cfg.vocab_size, "d": d, "c": 3, "h": h, "k": d // h, "f": cfg.intermediate_size}
 
 
+init = init_of(LEAVES, Config, _sizes)
 specs = specs_of(LEAVES, Config)
 
 

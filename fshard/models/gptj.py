@@ -20,7 +20,7 @@ from fshard.nn import rope
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import ModelFile, file_functions
 from .kv_cache import Cache, KeyValues
-from .leaves import Leaves, in_blocks, layer, leaf, specs_of
+from .leaves import Leaves, in_blocks, init_of, layer, leaf, specs_of
 from .transformer import Layout, Run, check_numbers, decoder_of, functions_of, pieces_of, project_heads
 
 
@@ -79,18 +79,12 @@ LEAVES = Leaves({  # the matrices in the file are [out, in]
 }, lambda cfg: {"h": cfg.n_layer}, lambda cfg, name, _: name != "head.w" or not cfg.tie_word_embeddings)  # fmt: skip
 
 
-@checked
-def init(cfg: Config) -> Any:
-    """Return the described parameters: matrices are drawn from N(0, initializer_range^2).
-
-    >>> list(init(cfg))
-    ['wte', 'h', 'ln_f', 'head']
-    """
+def _sizes(cfg: Config) -> dict[str, int]:
     d, h = cfg.n_embd, cfg.n_head
-    sizes = {"v": cfg.vocab_size, "d": d, "h": h, "k": d // h, "f": cfg.n_inner or 4 * d}
-    return LEAVES.init(cfg, sizes, lambda _: cfg.initializer_range)
+    return {"v": cfg.vocab_size, "d": d, "h": h, "k": d // h, "f": cfg.n_inner or 4 * d}
 
 
+init = init_of(LEAVES, Config, _sizes)
 specs = specs_of(LEAVES, Config)
 
 

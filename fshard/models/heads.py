@@ -38,11 +38,6 @@ class _Model(NamedTuple):
     sequence: str = "score"  # of the head for sequences
     tokens: str | None = "score"  # and for tokens; None: transformers has no such class
 
-    @property
-    def kind(self) -> str:
-        """The start of the names of its classes in transformers."""
-        return str(self.module.FILE.kind)
-
 
 _MODELS = {
     "bert": _Model(bert, "classifier", "classifier"), "gpt2": _Model(gpt2, "score", "classifier"),
@@ -97,7 +92,7 @@ class Config:
             errors.append(fail(f"heads.Config: problem_type={self.problem_type!r} of tokens, which have one class each",
                                fix="problem_type=None"))  # fmt: skip
         if self.task == "tokens" and model.tokens is None:
-            errors.append(fail(f"heads.Config: transformers has no {model.kind}{_TASKS['tokens']}",
+            errors.append(fail(f"heads.Config: transformers has no {model.module.FILE.kind}{_TASKS['tokens']}",
                                fix="another model, or task='sequence'"))  # fmt: skip
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.base.vocab_size:
             errors.append(fail(f"heads.Config: pad_token_id={self.pad_token_id} is not in a vocabulary of "
@@ -299,7 +294,7 @@ def config(folder: StrPath) -> Config:
             f"{as_path(folder) / CONFIG}: has no head that is supported",
             model_type=raw.get("model_type"),
             architectures=raw.get("architectures"),
-            fix=f"one of {', '.join(m.kind for m in _MODELS.values())}, and {' or '.join(_TASKS.values())}",
+            fix=f"one of {', '.join(m.module.FILE.kind for m in _MODELS.values())}, and {' or '.join(_TASKS.values())}",
         )
     model, task, names = _MODELS[raw["model_type"]], _task_of(raw), raw.get("id2label")
     if names is None:

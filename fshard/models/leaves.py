@@ -109,6 +109,27 @@ class Leaves:
         return replace(found.file, name=found.file.name.replace("*", number, 1))
 
 
+def init_of(
+    leaves: Leaves, config: type, sizes: Callable[[Any], Mapping[str, int]],
+    std: Callable[[Any, str], float] = lambda cfg, name: cfg.initializer_range,
+) -> Callable[[Any], Any]:  # fmt: skip
+    """Make the `init` of a decoder from its leaves, the class of its configs, the sizes of dims, and a leaf's std."""
+
+    @checked
+    def init(cfg: Any) -> Any:
+        """Return the described parameters: matrices are drawn from N(0, initializer_range^2), biases are 0, norms 1.
+
+        GPT-2's projections into the residual stream are drawn with std / sqrt(2 n_layer).
+
+        >>> list(gpt2.init(cfg))
+        ['wte', 'wpe', 'h', 'ln_f']
+        """
+        check_config("init", cfg, config)
+        return leaves.init(cfg, sizes(cfg), lambda name: std(cfg, name))
+
+    return init
+
+
 def specs_of(leaves: Leaves, config: type) -> Callable[..., Any]:
     """Make the `specs` of a model from its leaves and the class of its configs."""
 

@@ -22,7 +22,7 @@ from fshard.nn import rope
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import ModelFile, file_functions
 from .kv_cache import Cache, KeyValues
-from .leaves import Leaf, Leaves, in_blocks, layer, leaf, specs_of
+from .leaves import Leaf, Leaves, in_blocks, init_of, layer, leaf, specs_of
 from .transformer import Layout, Run, check_numbers, decoder_of, flat_linear, functions_of, pieces_of, project_heads
 
 
@@ -107,7 +107,6 @@ class Config(BaseConfig):
 
 
 def has(cfg: BaseConfig, name: str, _: int) -> bool:
-    """Return whether the model has a leaf."""
     part, last = name.partition(".")[::2]
     if last == "b":
         return part in cfg.biased
@@ -143,26 +142,15 @@ LEAVES = Leaves(decoder_leaves(MLP), lambda cfg: {"h": cfg.num_hidden_layers}, h
 
 
 def sizes(cfg: BaseConfig) -> dict[str, int]:
-    """Return the sizes of the dims of leaves."""
     return {"v": cfg.vocab_size, "d": cfg.hidden_size, "g": cfg.groups, "r": cfg.num_attention_heads // cfg.groups,
             "k": cfg.width, "f": cfg.intermediate_size}  # fmt: skip
 
 
-@checked
-def init(cfg: BaseConfig) -> Any:
-    """Return the described parameters: matrices are drawn from N(0, initializer_range^2), biases are 0, norms 1.
-
-    >>> init(Config(num_key_value_heads=8))["h"][0]["q"]
-    {'w': f32[4096, 8, 4, 128] = normal(std=0.02)}
-    """
-    return LEAVES.init(cfg, sizes(cfg), lambda _: cfg.initializer_range)
-
-
+init = init_of(LEAVES, BaseConfig, sizes)
 specs = specs_of(LEAVES, BaseConfig)
 
 
 def norm(run: Run, x: Tensor, p: Any) -> Tensor:
-    """Normalize the stream."""
     return nn.rms_norm(x, run.layout.replicated(p["w"]), eps=run.cfg.rms_norm_eps)
 
 

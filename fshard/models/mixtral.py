@@ -35,7 +35,7 @@ from . import llama
 from .activations import ACTIVATIONS
 from .hf_files import file_functions
 from .kv_cache import Cache, KeyValues, Tokens
-from .leaves import Leaf, Leaves, layer, leaf
+from .leaves import Leaf, Leaves, init_of, layer, leaf
 from .transformer import ONE_DEVICE, Layout, Pieces, Run, check_params, decoder_of, functions_of, head_logits, shapes_of
 
 _THETA = 1e6  # of rotary positions
@@ -106,7 +106,6 @@ class Config(BaseConfig):
 
     @property
     def experts(self) -> Experts:
-        """Sizes of the experts."""
         return Experts(self.num_local_experts, self.intermediate_size)
 
 
@@ -140,16 +139,12 @@ def _has(cfg: BaseConfig, name: str, i: int) -> bool:
 LEAVES = leaves("block_sparse_moe.experts.*", "block_sparse_moe.gate", "w1", "w3", "w2")
 
 
-@checked
-def init(cfg: BaseConfig) -> Any:
-    """Return the described parameters: matrices are drawn from N(0, initializer_range^2), norms are 1.
-
-    >>> init(Config())["h"][0]["experts"]["down"]
-    f32[8, 14336, 4096] = normal(std=0.02)
-    """
+def _sizes(cfg: BaseConfig) -> dict[str, int]:
     e = cfg.experts
-    sizes = {**llama.sizes(cfg), "e": e.number, "n": e.number, "w": e.width, "s": e.shared}
-    return LEAVES.init(cfg, sizes, lambda _: cfg.initializer_range)
+    return {**llama.sizes(cfg), "e": e.number, "n": e.number, "w": e.width, "s": e.shared}
+
+
+init = init_of(LEAVES, BaseConfig, _sizes)
 
 
 @checked
@@ -282,7 +277,6 @@ def _block(
 
 
 def no_sums(cfg: BaseConfig, x: Tensor) -> RouterSums:
-    """Return the sums of no tokens."""
     zeros = x.new_zeros(cfg.experts.number, dtype=torch.promote_types(x.dtype, torch.float32))
     return RouterSums(zeros.long(), zeros.sum().long(), zeros, zeros.sum())
 
@@ -324,7 +318,6 @@ def _mixture_over_all(cfg: BaseConfig, p: Any, h: Tensor, routing: nn.Routing, l
 
 
 def _experts(cfg: BaseConfig, p: Any, rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """Compute each expert for its rows."""
     gate, up = (nn.grouped_linear(rows, p[name], counts) for name in ("gate", "up"))
     return nn.grouped_linear(ACTIVATIONS[cfg.hidden_act](gate) * up, p["down"], counts)
 

@@ -35,7 +35,6 @@ class BaseConfig(llama.BaseConfig):
 
     @property
     def windows(self) -> list[int | None]:
-        """The sliding window of each layer, in tokens; None attends to all before."""
         window, n = self.sliding_window if self.use_sliding_window else None, self.num_hidden_layers
         if self.layer_types is not None:
             return [window if kind == "sliding_attention" else None for kind in self.layer_types]
@@ -68,7 +67,6 @@ class Config(BaseConfig):
 
     @property
     def biased(self) -> tuple[str, ...]:
-        """The linear layers of a block that have a bias."""
         return ("q", "k", "v")
 
 

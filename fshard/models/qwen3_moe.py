@@ -53,7 +53,6 @@ class Config(BaseConfig):
 
     @property
     def experts(self) -> mixtral.Experts:
-        """Sizes of the experts."""
         step, layers = self.decoder_sparse_step, range(self.num_hidden_layers)
         dense = frozenset(i for i in layers if i in self.mlp_only_layers or (i + 1) % step)
         return mixtral.Experts(self.num_experts, self.moe_intermediate_size, dense_layers=dense)

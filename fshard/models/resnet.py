@@ -46,10 +46,11 @@ _REDUCTION = 4  # of the channels inside a bottleneck
 class Config:
     """Sizes named as in Hugging Face's `ResNetConfig`, the number of classes, and the stem.
 
-    `num_labels` 0 is a model without a head. The stem "imagenet" is a convolution of 7x7 with stride 2 and a max pool,
-    "cifar" one of 3x3 that keeps the size, for small images. A stage after the first halves height and width in the
-    first 3x3 convolution of its first block, or with `downsample_in_bottleneck` in the 1x1 before it. `hidden_act` is
-    the activation after the stem and after each block; inside blocks it is relu.
+    `num_labels` 0 is a model without a head, as `load` finds it in a folder without one. The stem "imagenet" is a
+    convolution of 7x7 with stride 2 and a max pool, "cifar" one of 3x3 that keeps the size, for small images. A stage
+    after the first halves height and width in the first 3x3 convolution of its first block, or with
+    `downsample_in_bottleneck` in the 1x1 before it. `hidden_act` is the activation after the stem and after each block;
+    inside blocks it is relu.
 
     >>> Config.of(50, num_labels=1_000_000).hidden_sizes
     (256, 512, 1024, 2048)
@@ -166,10 +167,6 @@ class _Convolution(NamedTuple):
     stride: int = 1
 
 
-def _stem(cfg: Config) -> _Convolution:
-    return _Convolution(cfg.num_channels, cfg.embedding_size, *((7, 2) if cfg.stem == "imagenet" else (3, 1)))
-
-
 def _block(cfg: Config, stage: int, i: int) -> dict[str, _Convolution]:
     """Return the convolutions of block `i` of a stage: "1" to "3" in order, and "skip" if sizes differ."""
     outputs = cfg.hidden_sizes[stage]
@@ -187,7 +184,8 @@ def _block(cfg: Config, stage: int, i: int) -> dict[str, _Convolution]:
 
 def _stages(cfg: Config, part: Callable[[dict[str, _Convolution]], Any]) -> dict[str, Any]:
     """Return a tree of the stem and the blocks of each stage, made in this order from their convolutions."""
-    stem = part({"1": _stem(cfg)})
+    kernel, stride = (7, 2) if cfg.stem == "imagenet" else (3, 1)
+    stem = part({"1": _Convolution(cfg.num_channels, cfg.embedding_size, kernel, stride)})
     return {"stem": stem, "stages": [[part(_block(cfg, k, i)) for i in range(n)] for k, n in enumerate(cfg.depths)]}
 
 
@@ -240,6 +238,8 @@ def state(cfg: Config) -> Any:
 @checked
 def specs(cfg: Config, *, model: Axis = None) -> Any:
     """Split the classes over `model`; replicate the rest. `fs.fully_shard` adds a data axis.
+
+    The weights that `load` returns have the specs {"params": specs(cfg, ...), "state": P()}.
 
     >>> specs(Config.of(18), model=("data", "model"))["fc"]
     P(('data', 'model'))
@@ -460,22 +460,7 @@ FILE = _ResNetFile(
     fixed={"model_type": "resnet"}, completed=_with_head_of,
     sizes=lambda cfg: {name: value for name, value in asdict(cfg).items() if name not in ("num_labels", "stem")},
 )  # fmt: skip
-theirs, config, *_ = file_functions(FILE)
-
-
-@checked
-def load(path: StrPath) -> tuple[Config, Any]:
-    """Return the config and the described {"params", "state"} of a folder of `save_pretrained`; placing reads them.
-
-    The config has no labels if the folder has no head.
-
-    >>> cfg, weights = resnet.load("my-resnet")
-    >>> specs = {"params": resnet.specs(cfg, model="model"), "state": P()}
-    >>> weights = fs.materialize(weights, specs, mesh, key=fs.key(0))
-
-    Raises ShardingError listing every tensor that is missing, of another shape, or not part of the model.
-    """
-    return FILE.load(path)
+theirs, config, load, _ = file_functions(FILE)
 
 
 @checked

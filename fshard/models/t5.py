@@ -360,7 +360,6 @@ class _Stack(NamedTuple):
         return out if self.attended is None else out.masked_fill(~self.attended, -math.inf)
 
     def norm(self, x: Tensor, p: Any) -> Tensor:
-        """Normalize the stream."""
         return nn.rms_norm(x, self.layout.replicated(p["w"]), eps=self.cfg.layer_norm_epsilon)
 
     def enter(self, x: Tensor, p: Any) -> Tensor:
@@ -368,7 +367,6 @@ class _Stack(NamedTuple):
         return self.layout.enter(self.norm(x, p), self.tokens.t)
 
     def dropout(self, x: Tensor, key: Tensor | None, name: str) -> Tensor:
-        """Drop values of the stream."""
         return self.layout.dropout(x, self.cfg.dropout_rate, key, name, self.tokens.total)
 
     def attention(self, q: Tensor, kv: KeyValues, mask: Tensor | None, p: Any, key: Tensor | None, name: str) -> Tensor:

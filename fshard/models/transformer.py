@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -406,7 +407,6 @@ class Run(NamedTuple):
     angles: Any = None  # the cos and sin that rotate queries and keys
 
     def dropout(self, x: Tensor, rate: float, key: Tensor | None, name: str) -> Tensor:
-        """Drop values of the stream."""
         return self.layout.dropout(x, rate, key, name, self.tokens.total)
 
     def rope_angles(
@@ -496,7 +496,9 @@ def pieces_of(
 
 def check_config(verb: str, cfg: Any, config: type) -> None:
     if not isinstance(cfg, config):
-        raise must_be(f"{verb}: cfg", f"a {config.__module__.rpartition('.')[2]}.Config", cfg)
+        home = type(cfg).__module__
+        fix = f"call {home}.{verb}" if home.startswith("fshard.") and hasattr(sys.modules[home], verb) else ""
+        raise must_be(f"{verb}: cfg", f"a {config.__module__.rpartition('.')[2]}.Config", cfg, fix)
 
 
 def functions_of(
