@@ -95,8 +95,12 @@ LEAVES = Leaves({  # the matrices in the file are [out, in]
     "mlm.b": leaf("cls.predictions.bias", "v"),
     **layer("pooler", "bert.pooler.dense", "o d -> d o", "o"),
     **layer("nsp", "cls.seq_relationship", "l d -> d l", "l"),
-}, lambda cfg: {"h": cfg.num_hidden_layers},
-   lambda cfg, name, _: bool(getattr(cfg, name.partition(".")[0], True)))  # fmt: skip
+}, blocks=lambda cfg: {"h": cfg.num_hidden_layers},
+   has=lambda cfg, name, _: bool(getattr(cfg, name.partition(".")[0], True)),
+   sizes=lambda cfg: {"v": cfg.vocab_size, "p": cfg.max_position_embeddings, "t": cfg.type_vocab_size,
+                      "d": cfg.hidden_size, "o": cfg.hidden_size, "h": cfg.num_attention_heads,
+                      "k": cfg.hidden_size // cfg.num_attention_heads, "f": cfg.intermediate_size,
+                      "l": 2})  # fmt: skip
 
 
 @checked
@@ -106,10 +110,7 @@ def init(cfg: Config) -> Any:
     >>> list(init(cfg))
     ['word', 'position', 'type', 'ln', 'h', 'mlm']
     """
-    d, h = cfg.hidden_size, cfg.num_attention_heads
-    sizes = {"v": cfg.vocab_size, "p": cfg.max_position_embeddings, "t": cfg.type_vocab_size, "d": d, "o": d, "h": h,
-             "k": d // h, "f": cfg.intermediate_size, "l": 2}  # fmt: skip
-    params = LEAVES.init(cfg, sizes, lambda _: cfg.initializer_range)
+    params = LEAVES.init(cfg)
     if cfg.pad_token_id is not None:
         params["word"] = initial.zero_row(params["word"], cfg.pad_token_id)
     return params

@@ -55,6 +55,11 @@ class Config:
                        f"{self.n_embd % self.n_head}", n_embd=self.n_embd, n_head=self.n_head)  # fmt: skip
 
 
+def _std(cfg: Config, name: str) -> float:
+    is_residual = name in ("h.*.proj.w", "h.*.down.w")
+    return cfg.initializer_range / math.sqrt(2 * max(1, cfg.n_layer)) if is_residual else cfg.initializer_range
+
+
 LEAVES = Leaves({  # the matrices in the file are [in, out], as here
     "wte": leaf("transformer.wte.weight", "v d"),
     "wpe": leaf("transformer.wpe.weight", "t d"),
@@ -67,20 +72,12 @@ LEAVES = Leaves({  # the matrices in the file are [in, out], as here
         **layer("down", "mlp.c_proj", "f d", "d"),
     }),
     **layer("ln_f", "transformer.ln_f", "d", "d"),
-}, lambda cfg: {"h": cfg.n_layer})  # fmt: skip
+}, blocks=lambda cfg: {"h": cfg.n_layer}, std=_std,
+   sizes=lambda cfg: {"v": cfg.vocab_size, "t": cfg.n_positions, "d": cfg.n_embd, "c": 3, "h": cfg.n_head,
+                      "k": cfg.n_embd // cfg.n_head, "f": cfg.n_inner or 4 * cfg.n_embd})  # fmt: skip
 
 
-def _sizes(cfg: Config) -> dict[str, int]:
-    d, h = cfg.n_embd, cfg.n_head
-    return {"v": cfg.vocab_size, "t": cfg.n_positions, "d": d, "c": 3, "h": h, "k": d // h, "f": cfg.n_inner or 4 * d}
-
-
-def _std(cfg: Config, name: str) -> float:
-    is_residual = name in ("h.*.proj.w", "h.*.down.w")
-    return cfg.initializer_range / math.sqrt(2 * max(1, cfg.n_layer)) if is_residual else cfg.initializer_range
-
-
-init = init_of(LEAVES, Config, _sizes, _std)
+init = init_of(LEAVES, Config)
 specs = specs_of(LEAVES, Config)
 
 

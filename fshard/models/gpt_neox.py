@@ -88,15 +88,12 @@ LEAVES = Leaves({  # the matrices in the file are [out, in]; q, k and v are inte
     }),
     **layer("ln_f", "gpt_neox.final_layer_norm", "d", "d"),
     "head.w": leaf("embed_out.weight", "v d -> d v"),
-}, lambda cfg: {"h": cfg.num_hidden_layers}, _has)  # fmt: skip
+}, blocks=lambda cfg: {"h": cfg.num_hidden_layers}, has=_has,
+   sizes=lambda cfg: {"v": cfg.vocab_size, "d": cfg.hidden_size, "c": 3, "h": cfg.num_attention_heads,
+                      "k": cfg.hidden_size // cfg.num_attention_heads, "f": cfg.intermediate_size})  # fmt: skip
 
 
-def _sizes(cfg: Config) -> dict[str, int]:
-    d, h = cfg.hidden_size, cfg.num_attention_heads
-    return {"v": cfg.vocab_size, "d": d, "c": 3, "h": h, "k": d // h, "f": cfg.intermediate_size}
-
-
-init = init_of(LEAVES, Config, _sizes)
+init = init_of(LEAVES, Config)
 specs = specs_of(LEAVES, Config)
 
 

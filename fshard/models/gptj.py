@@ -76,15 +76,12 @@ LEAVES = Leaves({  # the matrices in the file are [out, in]
     }),
     **layer("ln_f", "transformer.ln_f", "d", "d"),
     **layer("head", "lm_head", "v d -> d v", "v"),
-}, lambda cfg: {"h": cfg.n_layer}, lambda cfg, name, _: name != "head.w" or not cfg.tie_word_embeddings)  # fmt: skip
+}, blocks=lambda cfg: {"h": cfg.n_layer}, has=lambda cfg, name, _: name != "head.w" or not cfg.tie_word_embeddings,
+   sizes=lambda cfg: {"v": cfg.vocab_size, "d": cfg.n_embd, "h": cfg.n_head, "k": cfg.n_embd // cfg.n_head,
+                      "f": cfg.n_inner or 4 * cfg.n_embd})  # fmt: skip
 
 
-def _sizes(cfg: Config) -> dict[str, int]:
-    d, h = cfg.n_embd, cfg.n_head
-    return {"v": cfg.vocab_size, "d": d, "h": h, "k": d // h, "f": cfg.n_inner or 4 * d}
-
-
-init = init_of(LEAVES, Config, _sizes)
+init = init_of(LEAVES, Config)
 specs = specs_of(LEAVES, Config)
 
 

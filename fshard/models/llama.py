@@ -138,7 +138,6 @@ MLP = {
     **layer("up", "mlp.up_proj", "f d -> d f", "f"),
     **layer("down", "mlp.down_proj", "d f -> f d", "d"),
 }
-LEAVES = Leaves(decoder_leaves(MLP), lambda cfg: {"h": cfg.num_hidden_layers}, has)
 
 
 def sizes(cfg: BaseConfig) -> dict[str, int]:
@@ -146,7 +145,8 @@ def sizes(cfg: BaseConfig) -> dict[str, int]:
             "k": cfg.width, "f": cfg.intermediate_size}  # fmt: skip
 
 
-init = init_of(LEAVES, BaseConfig, sizes)
+LEAVES = Leaves(decoder_leaves(MLP), lambda cfg: {"h": cfg.num_hidden_layers}, sizes, has)
+init = init_of(LEAVES, BaseConfig)
 specs = specs_of(LEAVES, BaseConfig)
 
 

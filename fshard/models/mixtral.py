@@ -126,7 +126,7 @@ def leaves(experts: str, router: str, gate: str, up: str, down: str) -> Leaves:
         **layer("shared.gate", "mlp.shared_experts.gate_proj", "s d -> d s"),
         **layer("shared.up", "mlp.shared_experts.up_proj", "s d -> d s"),
         **layer("shared.down", "mlp.shared_experts.down_proj", "d s -> s d"),
-    }), lambda cfg: {"h": cfg.num_hidden_layers}, _has)  # fmt: skip
+    }), lambda cfg: {"h": cfg.num_hidden_layers}, _sizes, _has)  # fmt: skip
 
 
 def _has(cfg: BaseConfig, name: str, i: int) -> bool:
@@ -136,15 +136,15 @@ def _has(cfg: BaseConfig, name: str, i: int) -> bool:
     return llama.has(cfg, name, i) and (dense or f"{part}.w" not in llama.MLP)
 
 
-LEAVES = leaves("block_sparse_moe.experts.*", "block_sparse_moe.gate", "w1", "w3", "w2")
-
-
 def _sizes(cfg: BaseConfig) -> dict[str, int]:
     e = cfg.experts
     return {**llama.sizes(cfg), "e": e.number, "n": e.number, "w": e.width, "s": e.shared}
 
 
-init = init_of(LEAVES, BaseConfig, _sizes)
+LEAVES = leaves("block_sparse_moe.experts.*", "block_sparse_moe.gate", "w1", "w3", "w2")
+
+
+init = init_of(LEAVES, BaseConfig)
 
 
 @checked
