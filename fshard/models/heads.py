@@ -168,8 +168,7 @@ def apply(
 
 def _states(base: Any, params: Any, ids: Tensor, **options: Any) -> Tensor:
     module: Any = _model_of(base).module
-    out: Tensor = (bert.apply if module is bert else module.states)(base, params, ids, **options)
-    return out
+    return (bert.apply if module is bert else module.states)(base, params, ids, **options)
 
 
 def _at_last_token(x: Tensor, real: Tensor | None) -> Tensor:
@@ -210,8 +209,7 @@ def loss(
     wanted = targets.reshape(scores.shape).to(scores.dtype)
     each = (scores - wanted).square() if kind == "regression" else F.softplus(scores) - scores * wanted
     total, count = psum((each.sum(), torch.ones_like(each).sum()), layout.data)
-    out: Tensor = total / count
-    return out
+    return total / count
 
 
 @checked

@@ -299,8 +299,7 @@ def _mixture(cfg: BaseConfig, p: Any, h: Tensor, routing: nn.Routing, layout: La
     if axes & set(names_of(layout.model)):
         return nn.mixture(h, routing, p, run, axis=axis, method="partial")
     h, routing = pvary((h, routing), axis)
-    out: Tensor = psum(nn.mixture(h, routing, p, run, axis=axis, method="partial"), axis)
-    return out
+    return psum(nn.mixture(h, routing, p, run, axis=axis, method="partial"), axis)
 
 
 def _mixture_over_all(cfg: BaseConfig, p: Any, h: Tensor, routing: nn.Routing, layout: Layout) -> Tensor:
@@ -313,8 +312,7 @@ def _mixture_over_all(cfg: BaseConfig, p: Any, h: Tensor, routing: nn.Routing, l
         return nn.mixture(x, routing, p, run, axis=layout.experts).view(h.shape)
     part, routing = pslice((x, routing), layout.model)
     out = nn.mixture(part, routing, p, run, axis=layout.experts)
-    full: Tensor = all_gather(out, layout.model, size=len(x), to="invariant").view(h.shape)
-    return full
+    return all_gather(out, layout.model, size=len(x), to="invariant").view(h.shape)
 
 
 def _experts(cfg: BaseConfig, p: Any, rows: Tensor, counts: Sequence[int]) -> Tensor:

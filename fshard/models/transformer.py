@@ -140,13 +140,11 @@ class Layout:
 
     def enter(self, x: Tensor, t: int) -> Tensor:
         """Enter a model-parallel region: stream [B, T, D]{I model}, or [B, T@model, D], -> [B, T, D]{V model}."""
-        out: Tensor = all_gather(x, self.model, 1, size=t) if self.sequence else pvary(x, self.model)
-        return out
+        return all_gather(x, self.model, 1, size=t) if self.sequence else pvary(x, self.model)
 
     def leave(self, x: Tensor) -> Tensor:
         """Leave a model-parallel region by summing its partial results [B, T, D]{V model} into the stream."""
-        out: Tensor = psum_scatter(x, self.model, 1) if self.sequence else psum(x, self.model)
-        return out
+        return psum_scatter(x, self.model, 1) if self.sequence else psum(x, self.model)
 
     def column_linear(self, x: Tensor, t: int, w: Tensor | Weight, b: Tensor | None = None) -> Tensor:
         """Enter a model-parallel region by its first layer: stream x @ w [D, F@model] + b [F@model] -> [B, T, F@model].
@@ -169,8 +167,7 @@ class Layout:
 
     def whole(self, x: Tensor, t: int) -> Tensor:
         """Return the stream without a split along time: [B, T@model, D] -> [B, T, D]{I model}."""
-        out: Tensor = all_gather(x, self.model, 1, size=t, to="invariant") if self.sequence else x
-        return out
+        return all_gather(x, self.model, 1, size=t, to="invariant") if self.sequence else x
 
     def layer_norm(self, x: Tensor, p: Any, eps: float) -> Tensor:
         """Compute the layer norm of the stream, or of this rank's part of it."""
@@ -179,8 +176,7 @@ class Layout:
 
     def time_slice(self, x: Tensor, dim: int = 1) -> Tensor:
         """Slice a value that is the same over `model`, such as positions, as the stream is split along time."""
-        out: Tensor = pslice(x, self.model, dim) if self.sequence else x
-        return out
+        return pslice(x, self.model, dim) if self.sequence else x
 
     def embed(self, ids: Tensor, table: Tensor | Weight, size: int) -> Tensor:
         """Embed ids [B, T] by a table [V@model, D] into the stream; `size` is V."""
@@ -203,8 +199,7 @@ class Layout:
 
     def from_zigzag(self, x: Tensor) -> Tensor:
         """Move a result [B, T@context, ..] back to the order of the tokens."""
-        out: Tensor = nn.from_zigzag(x, self.context) if self.context and not self.zigzag else x
-        return out
+        return nn.from_zigzag(x, self.context) if self.context and not self.zigzag else x
 
     def refuse_context(self, what: str) -> None:
         """Raise ShardingError if an axis splits the positions, which a part of a model cannot have."""
