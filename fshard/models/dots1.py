@@ -52,12 +52,6 @@ class Config(qwen3_moe.BaseConfig):
         return mixtral.Experts(self.n_routed_experts, self.moe_intermediate_size, shared,
                                frozenset(range(self.first_k_dense_replace)), biased=True)  # fmt: skip
 
-    @property
-    def windows(self) -> list[int | None]:
-        late = [i >= self.max_window_layers for i in range(self.num_hidden_layers)]
-        slides = late if self.layer_types is None else [kind == "sliding_attention" for kind in self.layer_types]
-        return [self.sliding_window if slide else None for slide in slides]
-
     def route(self, logits: Tensor, bias: Tensor | None) -> nn.Routing:
         routing = nn.route(logits, self.num_experts_per_tok, score="sigmoid", bias=bias,
                            groups=(self.n_group, self.topk_group), renormalize=self.norm_topk_prob)  # fmt: skip

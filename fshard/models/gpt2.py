@@ -100,7 +100,6 @@ def _block(
 
 
 def head_logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
-    """Return the logits of the normalized stream, [B, T, V@model]."""
     return layout.column_linear(x, t, top["wte"].transpose(0, 1))  # [B, T, V@model]
 
 

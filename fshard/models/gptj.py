@@ -110,7 +110,6 @@ def _block(
 
 
 def head_logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
-    """Return the logits of the normalized stream, [B, T, V@model]."""
     w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
     return nn.linear(layout.enter(x, t), w, top["head"]["b"])  # [B, T, V@model]
 

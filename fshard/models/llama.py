@@ -70,9 +70,12 @@ class BaseConfig:
 
     @property
     def windows(self) -> list[int | None]:
-        """The sliding window of each layer, in tokens; None attends to all before."""
-        window: int | None = getattr(self, "sliding_window", None)
-        return [window if getattr(self, "use_sliding_window", True) else None] * self.num_hidden_layers
+        """The sliding window of each layer, in tokens, by fields of some relatives; None attends to all before."""
+        window = getattr(self, "sliding_window", None) if getattr(self, "use_sliding_window", True) else None
+        kinds, first = getattr(self, "layer_types", None), getattr(self, "max_window_layers", 0)
+        late = [i >= first for i in range(self.num_hidden_layers)]
+        slides = late if kinds is None else [kind == "sliding_attention" for kind in kinds]
+        return [window if slide else None for slide in slides]
 
     def __post_init__(self) -> None:
         verb = f"{type(self).__module__.rpartition('.')[2]}.Config"
