@@ -56,8 +56,8 @@ def in_blocks(ours: str, name: str, leaves: Mapping[str, Leaf]) -> dict[str, Lea
 class Leaves:
     """The leaves of a model by name; `blocks` are the lists of blocks of a config, and their numbers.
 
-    `has(cfg, name, i)` is False for leaves that a config does not have; `name` is the one inside block `i`. `sizes` are
-    those of dims by their letters, `std` the standard deviation of a matrix, and `scale` the value of norms.
+    `has(cfg, name, i)` is False for leaves that a config does not have; `name` is the one inside block `i`. `sizes` has
+    the sizes of dims by their letters, `std` is the standard deviation of a matrix, and `scale` the value of norms.
     """
 
     table: Mapping[str, Leaf]
