@@ -139,7 +139,7 @@ def definition(value: Any) -> str:
 
 
 def signature(value: Any, name: str) -> str:
-    """Return `fs.psum(x: Any, axis: Axis) -> Any`, with a parameter on each line if that is long."""
+    """Return `fs.psum(x: T, axis: Axis) -> T`, with a parameter on each line if that is long."""
     if not documented(value):
         return f"{name} = {definition(value)}"
     try:

@@ -14,7 +14,7 @@ backward pass, applied to the leaves of a tree. To add one: write the map and it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,9 +51,11 @@ from ._core.transfers import refuse_tracing
 from .errors import ShardingError, checked, fail, must_be, number_of, raise_all
 from .spec import Axis, P, Size, part_lengths, total
 
+T = TypeVar("T")
+
 
 @checked
-def psum(x: Any, axis: Axis) -> Any:
+def psum(x: T, axis: Axis) -> T:
     """Sum over the ranks of a mesh axis, giving every rank the total.
 
         [B, D]{V} -> [B, D]{I}     transpose: pvary     cost: 2(n-1)/n bytes
@@ -71,7 +73,7 @@ def psum(x: Any, axis: Axis) -> Any:
 
 
 @checked
-def pmean(x: Any, axis: Axis) -> Any:
+def pmean(x: T, axis: Axis) -> T:
     """Average over the ranks of a mesh axis.
 
         [B, D]{V} -> [B, D]{I}     transpose: pvary / n     cost: 2(n-1)/n bytes
@@ -91,7 +93,7 @@ def pmean(x: Any, axis: Axis) -> Any:
 
 
 @checked
-def pvary(x: Any, axis: Axis) -> Any:
+def pvary(x: T, axis: Axis) -> T:
     """Let each rank use an invariant value differently: its gradients are summed over the axis.
 
         [B, D]{I} -> [B, D]{V}     transpose: psum     cost: none forward, 2(n-1)/n bytes backward
@@ -105,7 +107,7 @@ def pvary(x: Any, axis: Axis) -> Any:
 
 
 @checked
-def pmax(x: Any, axis: Axis, *, grad: Literal["tied"] | None = None) -> Any:
+def pmax(x: T, axis: Axis, *, grad: Literal["tied"] | None = None) -> T:
     """Return the elementwise maximum over the ranks of a mesh axis.
 
         [B, D]{V} -> [B, D]{I}     transpose: raises; with grad="tied" split evenly among the ranks with the maximum
@@ -119,7 +121,7 @@ def pmax(x: Any, axis: Axis, *, grad: Literal["tied"] | None = None) -> Any:
 
 
 @checked
-def pmin(x: Any, axis: Axis, *, grad: Literal["tied"] | None = None) -> Any:
+def pmin(x: T, axis: Axis, *, grad: Literal["tied"] | None = None) -> T:
     """Return the elementwise minimum over the ranks of a mesh axis; see `pmax`.
 
     >>> pmin(axis_index("model") + 5, "model")
@@ -130,9 +132,9 @@ def pmin(x: Any, axis: Axis, *, grad: Literal["tied"] | None = None) -> Any:
 
 @checked
 def all_gather(
-    x: Any, axis: Axis, dim: int = 0, *, size: Size | None = None,
+    x: T, axis: Axis, dim: int = 0, *, size: Size | None = None,
     to: Literal["varying", "invariant"] = "varying",
-) -> Any:  # fmt: skip
+) -> T:  # fmt: skip
     """Concatenate the ranks' parts along a dim.
 
         [B@axis, D]{V} -> [B, D]{V}                     transpose: psum_scatter
@@ -156,7 +158,7 @@ def all_gather(
 
 
 @checked
-def psum_scatter(x: Any, axis: Axis, dim: int = 0, *, lengths: Sequence[int] | None = None) -> Any:
+def psum_scatter(x: T, axis: Axis, dim: int = 0, *, lengths: Sequence[int] | None = None) -> T:
     """Sum over the ranks, each keeping its part of a dim: an equal part, or as many entries as `lengths` has for it.
 
         [B, D]{V} -> [B@axis, D]{V}     transpose: all_gather     cost: (n-1)/n bytes
@@ -175,7 +177,7 @@ def psum_scatter(x: Any, axis: Axis, dim: int = 0, *, lengths: Sequence[int] | N
 
 
 @checked
-def pslice(x: Any, axis: Axis, dim: int = 0, *, lengths: Sequence[int] | None = None) -> Any:
+def pslice(x: T, axis: Axis, dim: int = 0, *, lengths: Sequence[int] | None = None) -> T:
     """Keep this rank's part of a dim of an invariant value: an equal part, or as many entries as `lengths` has for it.
 
         [B, D]{I} -> [B@axis, D]{V}     transpose: all_gather(to="invariant")     cost: none forward
@@ -193,8 +195,8 @@ def pslice(x: Any, axis: Axis, dim: int = 0, *, lengths: Sequence[int] | None = 
 
 @checked
 def all_to_all(
-    x: Any, axis: Axis, *, split: int, concat: int, size: Size | None = None
-) -> Any:  # fmt: skip
+    x: T, axis: Axis, *, split: int, concat: int, size: Size | None = None
+) -> T:  # fmt: skip
     """Split one dim over the ranks and gather another: move the sharding from dim to dim.
 
         [B, D@axis]{V} -> [B@axis, D]{V}   split=0, concat=1     transpose: split and concat swapped
@@ -220,7 +222,7 @@ def all_to_all(
 
 
 @checked
-def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
+def ppermute(x: T, axis: Axis, perm: Sequence[tuple[int, int]]) -> T:
     """Send along (source, target) pairs of axis positions; a rank that receives nothing has zeros.
 
         [B, D]{V} -> [B, D]{V}     transpose: the inverse pairs     cost: bytes
@@ -244,9 +246,9 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
 
 @checked
 def all_to_all_rows(
-    x: Any, axis: Axis, send: Tensor | Sequence[int], receive: Tensor | Sequence[int] | None = None, *,
+    x: T, axis: Axis, send: Tensor | Sequence[int], receive: Tensor | Sequence[int] | None = None, *,
     most: int | None = None,
-) -> Any:  # fmt: skip
+) -> T:  # fmt: skip
     """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1; receive rows in the order of the ranks.
 
         [N, ..]{V} -> [M, ..]{V}     transpose: send and receive swapped     cost: bytes of the rows for other ranks
@@ -273,14 +275,15 @@ def all_to_all_rows(
         return x
     check_types("all_to_all_rows", send, tensors)
     if most is not None:
-        return tree.map(lambda t: exchange_padded(axes, t, send, receive, most), x)
+        padded: T = tree.map(lambda t: exchange_padded(axes, t, send, receive, most), x)
+        return padded
     counts = row_counts("all_to_all_rows", axes, send, receive, len(tensors[0]))
     check_counts("all_to_all_rows", counts, tensors)
     return _on_leaves("all_to_all_rows", x, axis, lambda comm, axes, xs: exchange_rows(axes, counts, xs), dim=0)
 
 
 @checked
-def take_rows(x: Any, axis: Axis, rows: Tensor) -> Any:
+def take_rows(x: T, axis: Axis, rows: Tensor) -> T:
     """Return the rows with these global indices, of a tensor whose rows are split over an axis.
 
         [N@axis, ..]{V} -> [M, ..]{V}, rows [M]{V}     transpose: gradients are summed where the rows came from
@@ -308,7 +311,8 @@ def take_rows(x: Any, axis: Axis, rows: Tensor) -> Any:
         raise fail(f"take_rows: indices are {low} to {high}, and x has {number_of(size, 'row')}", *user_line(),
                    fix=f"global indices from 0 to {size - 1}")  # fmt: skip
     if not axes:
-        return tree.map(lambda t: t[rows], x)
+        taken: T = tree.map(lambda t: t[rows], x)
+        return taken
     parts = part_lengths(known, [current.sizes[a] for a in axes])
     owner = torch.searchsorted(torch.tensor(parts, device=rows.device).cumsum(0), rows, right=True)
     order = owner.argsort(stable=True)
@@ -412,9 +416,9 @@ def local_range(n: int, axis: Axis, *, size: Size | None = None) -> tuple[int, i
 
 
 def _on_leaves(
-    verb: str, x: Any, axis: Axis, f: Callable[[Comm, tuple[str, ...], Sequence[Tensor]], Sequence[Tensor]], *,
+    verb: str, x: T, axis: Axis, f: Callable[[Comm, tuple[str, ...], Sequence[Tensor]], Sequence[Tensor]], *,
     of_number: Callable[[Any, int], Any] | None = None, **dims: int,
-) -> Any:  # fmt: skip
+) -> T:  # fmt: skip
     """Apply `f` to the tensors of each dtype together, over the axes of more than one rank; without any, return `x`.
 
     `of_number(number, ranks)` is applied to the leaves that are Python numbers. Every tensor must have all of `dims`.
@@ -481,7 +485,7 @@ def by_dtype(leaves: Sequence[Tensor]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _minmax(op: Literal["max", "min"], x: Any, axis: Axis, grad: str | None) -> Any:
+def _minmax(op: Literal["max", "min"], x: T, axis: Axis, grad: str | None) -> T:
     def extremum(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
         if xs[0].is_complex():
             raise fail(f"p{op}: x is complex, and complex numbers have no order", fix="x.abs()")

@@ -341,7 +341,7 @@ def _checked(f: F, verb: str, names: dict[str, Any]) -> F:
     # Without the annotation of the result, which may name a class that is defined further down.
     annotations = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
     hints = typing.get_type_hints(types.SimpleNamespace(__annotations__=annotations), names)
-    kinds = {name: _kind(hint) for name, hint in hints.items() if hint not in (Any, object)}
+    kinds = {name: kind for name, hint in hints.items() if (kind := _kind(hint)).types != (object,)}
     by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
     others = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
@@ -507,7 +507,7 @@ def _kind(hint: Any) -> _Kind:
     origin, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
     if hasattr(origin, "__value__"):  # the name of a `type` statement, as NDArray is since numpy 2.5
         return _kind(origin.__value__[parts] if parts else origin.__value__)
-    if origin in (Any, object):
+    if origin in (Any, object) or isinstance(origin, typing.TypeVar):
         return _Kind("anything", (object,))
     if origin is typing.Literal:
         return _Kind(_join([repr(part) for part in parts]), (), lambda x: isinstance(x, str) and x in parts)

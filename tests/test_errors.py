@@ -48,7 +48,7 @@ def test_fail_orders_facts_notes_and_fix():
 
 def test_help_shows_the_signature_of_the_function_without_quotes():
     by_text = {
-        fs.psum: "psum(x: Any, axis: Axis) -> Any",
+        fs.psum: "psum(x: T, axis: Axis) -> T",
         fs.key: "key(n: int) -> Tensor",
         fs.replicated: "replicated() -> P",
     }

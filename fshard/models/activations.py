@@ -16,44 +16,22 @@ from fshard._core.torch import in_transform
 from fshard.errors import ShardingError, fail
 
 
-def _gelu_10(x: Tensor) -> Tensor:
-    return F.gelu(x).clip(-10, 10)
-
-
 def _gelu_fast(x: Tensor) -> Tensor:
     """Return the tanh form of GELU with the ten digits of sqrt(2 / pi) that transformers writes."""
     return 0.5 * x * (1 + torch.tanh(x * 0.7978845608 * (1 + 0.044715 * x * x)))
 
 
-def _quick_gelu(x: Tensor) -> Tensor:
-    """Source: Hendrycks & Gimpel, 2016, whose sigmoid form of GELU this is."""
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _laplace(x: Tensor) -> Tensor:
-    """Return the distribution function of a normal distribution. Source: Ma et al., 2022, "Mega"."""
-    return 0.5 * (1 + torch.erf((x - 0.707107) / (0.282095 * math.sqrt(2))))
-
-
-def _relu2(x: Tensor) -> Tensor:
-    """Source: So et al., 2021, "Primer"."""
-    return F.relu(x).square()
-
-
-def _linear(x: Tensor) -> Tensor:
-    return x
-
-
-def _sqrtsoftplus(x: Tensor) -> Tensor:
-    return F.softplus(x).sqrt()
-
-
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({
-    "gelu": F.gelu, "gelu_10": _gelu_10, "gelu_accurate": nn.gelu, "gelu_fast": _gelu_fast, "gelu_new": nn.gelu,
-    "gelu_python": F.gelu, "gelu_python_tanh": nn.gelu, "gelu_pytorch_tanh": nn.gelu, "hardswish": F.hardswish,
-    "laplace": _laplace, "leaky_relu": F.leaky_relu, "linear": _linear, "mish": F.mish, "quick_gelu": _quick_gelu,
-    "relu": F.relu, "relu2": _relu2, "relu6": F.relu6, "sigmoid": torch.sigmoid, "silu": F.silu,
-    "sqrtsoftplus": _sqrtsoftplus, "swish": F.silu, "tanh": torch.tanh,
+    "gelu": F.gelu, "gelu_10": lambda x: F.gelu(x).clip(-10, 10), "gelu_accurate": nn.gelu, "gelu_fast": _gelu_fast,
+    "gelu_new": nn.gelu, "gelu_python": F.gelu, "gelu_python_tanh": nn.gelu, "gelu_pytorch_tanh": nn.gelu,
+    "hardswish": F.hardswish,
+    # the distribution function of a normal distribution; Ma et al., 2022, "Mega"
+    "laplace": lambda x: 0.5 * (1 + torch.erf((x - 0.707107) / (0.282095 * math.sqrt(2)))),
+    "leaky_relu": F.leaky_relu, "linear": lambda x: x, "mish": F.mish,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),  # the sigmoid form of GELU; Hendrycks & Gimpel, 2016
+    "relu": F.relu, "relu2": lambda x: F.relu(x).square(),  # So et al., 2021, "Primer"
+    "relu6": F.relu6, "sigmoid": torch.sigmoid, "silu": F.silu, "sqrtsoftplus": lambda x: F.softplus(x).sqrt(),
+    "swish": F.silu, "tanh": torch.tanh,
 })  # fmt: skip
 _WITH_PARAMETERS = ("prelu", "xielu")
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fshard import init as initial
 from fshard import nn
-from fshard._core.files.io import StrPath
 from fshard._core.ops import global_size, own_range
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.interop.hf import WeightHeaders
@@ -37,7 +36,8 @@ class Config:
     """Sizes and rates, named as in Hugging Face's `BertConfig`, and the heads of the model.
 
     `mlm` predicts masked words, `pooler` summarizes a sequence at its first token, and `nsp`, on top of it, predicts
-    whether a second sentence follows the first. The embedding of `pad_token_id` is initialized to zero and not trained.
+    whether a second sentence follows the first. A config.json does not list them: `load` finds them in a folder, and
+    `config` takes them as options. The embedding of `pad_token_id` is initialized to zero and not trained.
 
     >>> bert.Config(num_hidden_layers=2).hidden_size
     768
@@ -95,8 +95,12 @@ LEAVES = Leaves({  # the matrices in the file are [out, in]
     "mlm.b": leaf("cls.predictions.bias", "v"),
     **layer("pooler", "bert.pooler.dense", "o d -> d o", "o"),
     **layer("nsp", "cls.seq_relationship", "l d -> d l", "l"),
-}, lambda cfg: {"h": cfg.num_hidden_layers},
-   lambda cfg, name, _: bool(getattr(cfg, name.partition(".")[0], True)))  # fmt: skip
+}, blocks=lambda cfg: {"h": cfg.num_hidden_layers},
+   has=lambda cfg, name, _: bool(getattr(cfg, name.partition(".")[0], True)),
+   sizes=lambda cfg: {"v": cfg.vocab_size, "p": cfg.max_position_embeddings, "t": cfg.type_vocab_size,
+                      "d": cfg.hidden_size, "o": cfg.hidden_size, "h": cfg.num_attention_heads,
+                      "k": cfg.hidden_size // cfg.num_attention_heads, "f": cfg.intermediate_size,
+                      "l": 2})  # fmt: skip
 
 
 @checked
@@ -106,10 +110,7 @@ def init(cfg: Config) -> Any:
     >>> list(init(cfg))
     ['word', 'position', 'type', 'ln', 'h', 'mlm']
     """
-    d, h = cfg.hidden_size, cfg.num_attention_heads
-    sizes = {"v": cfg.vocab_size, "p": cfg.max_position_embeddings, "t": cfg.type_vocab_size, "d": d, "o": d, "h": h,
-             "k": d // h, "f": cfg.intermediate_size, "l": 2}  # fmt: skip
-    params = LEAVES.init(cfg, sizes, lambda _: cfg.initializer_range)
+    params = LEAVES.init(cfg)
     if cfg.pad_token_id is not None:
         params["word"] = initial.zero_row(params["word"], cfg.pad_token_id)
     return params
@@ -317,20 +318,7 @@ FILE = ModelFile(
     sizes=lambda cfg: {name: value for name, value in asdict(cfg).items() if name not in _HEADS},
     name_in=_name_in, completed=_with_heads_of,
 )  # fmt: skip
-theirs, _, load, save = file_functions(FILE)
-
-
-@checked
-def config(folder: StrPath, **heads: bool) -> Config:
-    """Read a `Config` from the `config.json` of a folder, which does not list the `heads`; `load` finds them.
-
-    >>> config("my-bert") == cfg
-    True
-
-    Raises ShardingError for another type of model.
-    """
-    cfg: Config = FILE.read_config(folder, **heads)
-    return cfg
+theirs, config, load, save = file_functions(FILE)
 
 
 __all__ = [

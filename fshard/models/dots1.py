@@ -17,7 +17,7 @@ from fshard.errors import checked
 from . import llama, mixtral, qwen3_moe
 from .hf_files import file_functions
 from .kv_cache import Cache
-from .mixtral import apply, init, loss, losses, specs, states
+from .mixtral import apply, init, losses, specs, states
 from .transformer import Layout, functions_of
 
 
@@ -52,21 +52,13 @@ class Config(qwen3_moe.BaseConfig):
         return mixtral.Experts(self.n_routed_experts, self.moe_intermediate_size, shared,
                                frozenset(range(self.first_k_dense_replace)), biased=True)  # fmt: skip
 
-    @property
-    def windows(self) -> list[int | None]:
-        """The sliding window of each layer, in tokens; None attends to all before."""
-        late = [i >= self.max_window_layers for i in range(self.num_hidden_layers)]
-        slides = late if self.layer_types is None else [kind == "sliding_attention" for kind in self.layer_types]
-        return [self.sliding_window if slide else None for slide in slides]
-
     def route(self, logits: Tensor, bias: Tensor | None) -> nn.Routing:
-        """Choose experts by the logits [N, E]."""
         routing = nn.route(logits, self.num_experts_per_tok, score="sigmoid", bias=bias,
                            groups=(self.n_group, self.topk_group), renormalize=self.norm_topk_prob)  # fmt: skip
         return routing._replace(weights=routing.weights * self.routed_scaling_factor)
 
 
-_, generate = functions_of(apply, Config)
+loss, generate = functions_of(apply, Config, losses)
 
 FILE = replace(llama.FILE, config_class=Config, init=init, absent={}, kind="Dots1", fixed={"model_type": "dots1"},
                tensor=qwen3_moe.LEAVES.tensor)  # fmt: skip

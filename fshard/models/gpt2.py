@@ -13,13 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fshard import nn
 from fshard.errors import checked, fail, raise_all
 
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import ModelFile, file_functions
 from .kv_cache import Cache, KeyValues
-from .leaves import Leaves, in_blocks, layer, leaf, specs_of
+from .leaves import Leaves, in_blocks, init_of, layer, leaf, specs_of
 from .transformer import Layout, Run, check_numbers, decoder_of, functions_of, pieces_of, split_qkv
 
 
@@ -56,6 +55,11 @@ class Config:
                        f"{self.n_embd % self.n_head}", n_embd=self.n_embd, n_head=self.n_head)  # fmt: skip
 
 
+def _std(cfg: Config, name: str) -> float:
+    is_residual = name in ("h.*.proj.w", "h.*.down.w")
+    return cfg.initializer_range / math.sqrt(2 * max(1, cfg.n_layer)) if is_residual else cfg.initializer_range
+
+
 LEAVES = Leaves({  # the matrices in the file are [in, out], as here
     "wte": leaf("transformer.wte.weight", "v d"),
     "wpe": leaf("transformer.wpe.weight", "t d"),
@@ -68,29 +72,13 @@ LEAVES = Leaves({  # the matrices in the file are [in, out], as here
         **layer("down", "mlp.c_proj", "f d", "d"),
     }),
     **layer("ln_f", "transformer.ln_f", "d", "d"),
-}, lambda cfg: {"h": cfg.n_layer})  # fmt: skip
+}, blocks=lambda cfg: {"h": cfg.n_layer}, std=_std,
+   sizes=lambda cfg: {"v": cfg.vocab_size, "t": cfg.n_positions, "d": cfg.n_embd, "c": 3, "h": cfg.n_head,
+                      "k": cfg.n_embd // cfg.n_head, "f": cfg.n_inner or 4 * cfg.n_embd})  # fmt: skip
 
 
-@checked
-def init(cfg: Config) -> Any:
-    """Return the described parameters. Projections into the residual stream are drawn with std / sqrt(2 n_layer).
-
-    >>> list(init(cfg))
-    ['wte', 'wpe', 'h', 'ln_f']
-    """
-    d, h, std = cfg.n_embd, cfg.n_head, cfg.initializer_range
-    residual = dict.fromkeys(("h.*.proj.w", "h.*.down.w"), std / math.sqrt(2 * max(1, cfg.n_layer)))
-    sizes = {"v": cfg.vocab_size, "t": cfg.n_positions, "d": d, "c": 3, "h": h, "k": d // h, "f": cfg.n_inner or 4 * d}
-    return LEAVES.init(cfg, sizes, lambda name: residual.get(name, std))
-
-
+init = init_of(LEAVES, Config)
 specs = specs_of(LEAVES, Config)
-
-
-def _embed(run: Run, top: Any, ids: Tensor, key: Tensor | None) -> Tensor:
-    cfg, layout, at = run.cfg, run.layout, run.tokens.positions
-    x = layout.embed(ids, top["wte"], cfg.vocab_size) + layout.time_slice(nn.embedding(at, top["wpe"]), at.ndim - 1)
-    return run.dropout(x, cfg.embd_pdrop, key, "embd")
 
 
 def _block(
@@ -112,13 +100,12 @@ def _block(
 
 
 def head_logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
-    """Return the logits of the normalized stream, [B, T, V@model]."""
     return layout.column_linear(x, t, top["wte"].transpose(0, 1))  # [B, T, V@model]
 
 
 pieces = pieces_of(
-    _embed, _block, lambda run, top, x: run.layout.layer_norm(x, top["ln_f"], run.cfg.layer_norm_epsilon),
-    rates=("embd_pdrop", "attn_pdrop", "resid_pdrop"), longest="n_positions",
+    _block, lambda run, top, x: run.layout.layer_norm(x, top["ln_f"], run.cfg.layer_norm_epsilon),
+    embd="embd_pdrop", rates=("embd_pdrop", "attn_pdrop", "resid_pdrop"), longest="n_positions",
 )  # fmt: skip
 apply, states = decoder_of(Config, init, pieces, head_logits)
 loss, generate = functions_of(apply, Config)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fshard import nn
@@ -22,7 +21,7 @@ from fshard.nn import rope
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import ModelFile, file_functions
 from .kv_cache import Cache, KeyValues
-from .leaves import Leaves, in_blocks, layer, leaf, specs_of
+from .leaves import Leaves, in_blocks, init_of, layer, leaf, specs_of
 from .transformer import Layout, Run, check_numbers, decoder_of, flat_linear, functions_of, pieces_of, split_qkv
 
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
@@ -89,31 +88,13 @@ LEAVES = Leaves({  # the matrices in the file are [out, in]; q, k and v are inte
     }),
     **layer("ln_f", "gpt_neox.final_layer_norm", "d", "d"),
     "head.w": leaf("embed_out.weight", "v d -> d v"),
-}, lambda cfg: {"h": cfg.num_hidden_layers}, _has)  # fmt: skip
+}, blocks=lambda cfg: {"h": cfg.num_hidden_layers}, has=_has,
+   sizes=lambda cfg: {"v": cfg.vocab_size, "d": cfg.hidden_size, "c": 3, "h": cfg.num_attention_heads,
+                      "k": cfg.hidden_size // cfg.num_attention_heads, "f": cfg.intermediate_size})  # fmt: skip
 
 
-@checked
-def init(cfg: Config) -> Any:
-    """Return the described parameters: matrices are drawn from N(0, initializer_range^2).
-
-    >>> list(init(cfg))
-    ['wte', 'h', 'ln_f', 'head']
-    """
-    d, h = cfg.hidden_size, cfg.num_attention_heads
-    sizes = {"v": cfg.vocab_size, "d": d, "c": 3, "h": h, "k": d // h, "f": cfg.intermediate_size}
-    return LEAVES.init(cfg, sizes, lambda _: cfg.initializer_range)
-
-
+init = init_of(LEAVES, Config)
 specs = specs_of(LEAVES, Config)
-
-
-def _embed(run: Run, top: Any, ids: Tensor, key: Tensor | None) -> Tensor:
-    return run.dropout(run.layout.embed(ids, top["wte"], run.cfg.vocab_size), run.cfg.hidden_dropout, key, "embd")
-
-
-def _angles(run: Run, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    cfg, width = run.cfg, run.cfg.hidden_size // run.cfg.num_attention_heads
-    return run.rope_angles(cfg.rope_parameters, width, cfg.max_position_embeddings, dtype)
 
 
 def _block(
@@ -158,8 +139,9 @@ def _block(
 
 
 pieces = pieces_of(
-    _embed, _block, lambda run, top, x: run.layout.layer_norm(x, top["ln_f"], run.cfg.layer_norm_eps),
-    angles=_angles, rates=("hidden_dropout", "attention_dropout"),
+    _block, lambda run, top, x: run.layout.layer_norm(x, top["ln_f"], run.cfg.layer_norm_eps),
+    rotary=lambda cfg: (cfg.rope_parameters, cfg.hidden_size // cfg.num_attention_heads, cfg.max_position_embeddings),
+    rates=("hidden_dropout", "attention_dropout"), embd="hidden_dropout",
 )  # fmt: skip
 apply, states = decoder_of(Config, init, pieces)
 loss, generate = functions_of(apply, Config)

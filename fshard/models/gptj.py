@@ -20,7 +20,7 @@ from fshard.nn import rope
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import ModelFile, file_functions
 from .kv_cache import Cache, KeyValues
-from .leaves import Leaves, in_blocks, layer, leaf, specs_of
+from .leaves import Leaves, in_blocks, init_of, layer, leaf, specs_of
 from .transformer import Layout, Run, check_numbers, decoder_of, functions_of, pieces_of, project_heads
 
 
@@ -76,30 +76,13 @@ LEAVES = Leaves({  # the matrices in the file are [out, in]
     }),
     **layer("ln_f", "transformer.ln_f", "d", "d"),
     **layer("head", "lm_head", "v d -> d v", "v"),
-}, lambda cfg: {"h": cfg.n_layer}, lambda cfg, name, _: name != "head.w" or not cfg.tie_word_embeddings)  # fmt: skip
+}, blocks=lambda cfg: {"h": cfg.n_layer}, has=lambda cfg, name, _: name != "head.w" or not cfg.tie_word_embeddings,
+   sizes=lambda cfg: {"v": cfg.vocab_size, "d": cfg.n_embd, "h": cfg.n_head, "k": cfg.n_embd // cfg.n_head,
+                      "f": cfg.n_inner or 4 * cfg.n_embd})  # fmt: skip
 
 
-@checked
-def init(cfg: Config) -> Any:
-    """Return the described parameters: matrices are drawn from N(0, initializer_range^2).
-
-    >>> list(init(cfg))
-    ['wte', 'h', 'ln_f', 'head']
-    """
-    d, h = cfg.n_embd, cfg.n_head
-    sizes = {"v": cfg.vocab_size, "d": d, "h": h, "k": d // h, "f": cfg.n_inner or 4 * d}
-    return LEAVES.init(cfg, sizes, lambda _: cfg.initializer_range)
-
-
+init = init_of(LEAVES, Config)
 specs = specs_of(LEAVES, Config)
-
-
-def _embed(run: Run, top: Any, ids: Tensor, key: Tensor | None) -> Tensor:
-    return run.dropout(run.layout.embed(ids, top["wte"], run.cfg.vocab_size), run.cfg.embd_pdrop, key, "embd")
-
-
-def _angles(run: Run, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return run.rope_angles({"rope_theta": 10_000.0}, run.cfg.rotary_dim, run.cfg.n_positions, dtype)
 
 
 def _block(
@@ -127,14 +110,14 @@ def _block(
 
 
 def head_logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
-    """Return the logits of the normalized stream, [B, T, V@model]."""
     w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
     return nn.linear(layout.enter(x, t), w, top["head"]["b"])  # [B, T, V@model]
 
 
 pieces = pieces_of(
-    _embed, _block, lambda run, top, x: run.layout.layer_norm(x, top["ln_f"], run.cfg.layer_norm_epsilon),
-    angles=_angles, rates=("embd_pdrop", "attn_pdrop", "resid_pdrop"), longest="n_positions",
+    _block, lambda run, top, x: run.layout.layer_norm(x, top["ln_f"], run.cfg.layer_norm_epsilon),
+    rotary=lambda cfg: ({"rope_theta": 10_000.0}, cfg.rotary_dim, cfg.n_positions), embd="embd_pdrop",
+    rates=("embd_pdrop", "attn_pdrop", "resid_pdrop"), longest="n_positions",
 )  # fmt: skip
 apply, states = decoder_of(Config, init, pieces, head_logits)
 loss, generate = functions_of(apply, Config)

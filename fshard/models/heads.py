@@ -38,11 +38,6 @@ class _Model(NamedTuple):
     sequence: str = "score"  # of the head for sequences
     tokens: str | None = "score"  # and for tokens; None: transformers has no such class
 
-    @property
-    def kind(self) -> str:
-        """The start of the names of its classes in transformers."""
-        return str(self.module.FILE.kind)
-
 
 _MODELS = {
     "bert": _Model(bert, "classifier", "classifier"), "gpt2": _Model(gpt2, "score", "classifier"),
@@ -97,7 +92,7 @@ class Config:
             errors.append(fail(f"heads.Config: problem_type={self.problem_type!r} of tokens, which have one class each",
                                fix="problem_type=None"))  # fmt: skip
         if self.task == "tokens" and model.tokens is None:
-            errors.append(fail(f"heads.Config: transformers has no {model.kind}{_TASKS['tokens']}",
+            errors.append(fail(f"heads.Config: transformers has no {model.module.FILE.kind}{_TASKS['tokens']}",
                                fix="another model, or task='sequence'"))  # fmt: skip
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.base.vocab_size:
             errors.append(fail(f"heads.Config: pad_token_id={self.pad_token_id} is not in a vocabulary of "
@@ -156,10 +151,12 @@ def apply(
     torch.Size([2, 2])
     """
     layout.refuse_context("heads")
-    x = _states(cfg.base, _part(params, "base"), ids, layout=layout, specs=_part_specs(specs, "base"), key=key,
-                remat=remat, mask=mask, **options)  # fmt: skip
+    if not isinstance(params, Mapping) or "base" not in params:
+        raise must_be("params", "a dict with 'base' and 'score'", params, fix="the tree of heads.init, or of load")
+    base, base_specs = params["base"], None if specs is None else spec_of(specs, "base")
+    x = _states(cfg.base, base, ids, layout=layout, specs=base_specs, key=key, remat=remat, mask=mask, **options)
     if cfg.task == "sequence" and isinstance(cfg.base, bert.Config):
-        x = bert.pooled(cfg.base, params["base"], x, layout=layout, specs=_part_specs(specs, "base"))
+        x = bert.pooled(cfg.base, base, x, layout=layout, specs=base_specs)
     elif cfg.task == "sequence":
         x = _at_last_token(x, None if cfg.pad_token_id is None else ids != cfg.pad_token_id)
     if cfg.dropout and key is not None:
@@ -169,20 +166,9 @@ def apply(
     return flat_linear(x, score)
 
 
-def _part(params: Any, name: str) -> Any:
-    if not isinstance(params, Mapping) or name not in params:
-        raise must_be("params", "a dict with 'base' and 'score'", params, fix="the tree of heads.init, or of load")
-    return params[name]
-
-
-def _part_specs(specs: Any, name: str) -> Any:
-    return None if specs is None else spec_of(specs, name)
-
-
 def _states(base: Any, params: Any, ids: Tensor, **options: Any) -> Tensor:
     module: Any = _model_of(base).module
-    out: Tensor = (bert.apply if module is bert else module.states)(base, params, ids, **options)
-    return out
+    return (bert.apply if module is bert else module.states)(base, params, ids, **options)
 
 
 def _at_last_token(x: Tensor, real: Tensor | None) -> Tensor:
@@ -221,14 +207,9 @@ def loss(
         raise fail(f"heads: the targets of a {kind} must have one entry for each score", got=list(targets.shape),
                    needed=list(scores.shape))  # fmt: skip
     wanted = targets.reshape(scores.shape).to(scores.dtype)
-    each = (scores - wanted).square() if kind == "regression" else _binary_cross_entropy(scores, wanted)
+    each = (scores - wanted).square() if kind == "regression" else F.softplus(scores) - scores * wanted
     total, count = psum((each.sum(), torch.ones_like(each).sum()), layout.data)
-    out: Tensor = total / count
-    return out
-
-
-def _binary_cross_entropy(x: Tensor, y: Tensor) -> Tensor:
-    return F.softplus(x) - x * y
+    return total / count
 
 
 @checked
@@ -311,7 +292,7 @@ def config(folder: StrPath) -> Config:
             f"{as_path(folder) / CONFIG}: has no head that is supported",
             model_type=raw.get("model_type"),
             architectures=raw.get("architectures"),
-            fix=f"one of {', '.join(m.kind for m in _MODELS.values())}, and {' or '.join(_TASKS.values())}",
+            fix=f"one of {', '.join(m.module.FILE.kind for m in _MODELS.values())}, and {' or '.join(_TASKS.values())}",
         )
     model, task, names = _MODELS[raw["model_type"]], _task_of(raw), raw.get("id2label")
     if names is None:

@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from fshard import tree
 from fshard._core.files.io import StrPath
@@ -17,7 +17,6 @@ from fshard.interop.hf import CONFIG, FileTensor, WeightHeaders, config_of, read
 
 from .transformer import check_config
 
-C = TypeVar("C")
 Get = Callable[[StrPath], Any]
 _LAYERS = ("n_layer", "num_layers", "num_hidden_layers", "depths", "num_local_experts")  # numbers of parts of a model
 _MAX_LAYERS = 1_000  # as many as the deepest published transformer has
@@ -34,8 +33,8 @@ class ModelFile:
         kind: the start of the names of its classes in transformers, "GPT2"; `suffix`: the end of the model's class, or
             a function from a config to it.
         prefix: of the names of tensors, which files of a model without a head may lack.
-        fixed: the options that every config.json has; None: it may have this one only with the value None.
-        absent: tokens of a config.json that lacks them.
+        fixed: the options that every config.json has, or lacks; None: it may have this one only with the value None.
+        absent: tokens of a config.json that lacks them, as transformers has them, unless the vocabulary lacks them too.
         ignored: ends of the names of tensors that are not read: buffers of older versions.
         tied: another name of a tensor -> its name here; names in `heads` only if the config ties the head.
         other_fields: contents of config.json -> fields of the config that have another name there.
@@ -62,27 +61,41 @@ class ModelFile:
     completed: Callable[[Any, WeightHeaders], Any] = lambda cfg, headers: cfg
 
     def read_config(self, folder: StrPath, **others: Any) -> Any:
-        """Read a config from `config.json`; `others` replace fields of it."""
-        others = {**self.other_fields(config_of(folder)), **others}
-        return read_config(folder, self.config_class, self.fixed, self.absent, **others)
+        """Read a config from `config.json`; `others` replace fields of it.
 
-    def load(self, path: StrPath) -> tuple[Any, Any]:
-        """Return the config and the described parameters of a folder."""
-        found = self.read_config(path)
-        headers = WeightHeaders(path)
-        cfg = self.completed(found, headers)
-
-        def in_this_file(path: tree.Path) -> FileTensor:
-            tensor = self.tensor(path)
-            return replace(tensor, name=self.name_in(tensor.name, headers.tensors))
-
-        untied = () if getattr(cfg, "tie_word_embeddings", True) else self.heads
-        copies = {name: of for name, of in self.tied.items() if name not in untied}
-        return cfg, read(headers, self.init(cfg), in_this_file, prefix=self.prefix, ignored=self.ignored, copies=copies)
-
-    def save(self, path: StrPath, cfg: Any, params: Any, config: Mapping[str, Any], **options: Any) -> None:
-        """Write a folder with these contents of config.json; `options` as in `write`."""
-        write(path, params, self.tensor, config=config, described=self.init(cfg), **options)
+        Raises ShardingError listing every option with another value, every field of another type, or a missing
+        `model_type`.
+        """
+        cls, fixed, config, where = self.config_class, self.fixed, config_of(folder), as_path(folder) / CONFIG
+        others = {**self.other_fields(config), **others}
+        different = [f"{name}: {config.get(name)!r}, not {want!r}" for name, want in fixed.items()
+                     if config.get(name, None if name == "model_type" else want) != want]  # fmt: skip
+        if different:
+            raise fail(f"{where}: not a supported {fixed['model_type']}", *different,
+                       fix="use the model of its type, or fs.defer(lambda: AutoModel.from_config(config))")  # fmt: skip
+        size = config.get("vocab_size")
+        tokens = {name: n for name, n in self.absent.items() if not isinstance(size, int) or n < size}
+        config = tokens | config
+        values = {f.name: config[f.name] for f in fields(cls) if f.name in config} | others
+        values |= {name: None for name, token in values.items() if name.endswith("_token_id") and token == -1}
+        hints = typing.get_type_hints(cls)
+        values = {name: tuple(x) if isinstance(x, list) and _has_type((), hints[name]) else x
+                  for name, x in values.items()}  # fmt: skip
+        wrong = [f"{name}: {value!r}" for name, value in values.items() if not _has_type(value, hints[name])]
+        if wrong:
+            raise fail(f"{where}: has values of the wrong kind", *wrong, fix="copy it again")
+        counts = {name: sum(n) if isinstance(n := values[name], tuple) else n for name in _LAYERS if values.get(name)}
+        if math.prod(counts.values()) > _MAX_LAYERS:  # each is a node of the tree, which would fill the memory
+            raise fail(f"{where}: describes more than {_MAX_LAYERS:,} layers",
+                       " * ".join(f"{n:,} {name}" for name, n in counts.items()),
+                       fix="copy it again; or cls(num_layers), of the model file, for so deep a model")  # fmt: skip
+        try:
+            return cls(**values)
+        except ShardingError:
+            raise
+        except Exception as e:  # of arithmetic with values that have the right types
+            raise fail(f"{where}: describes no model", f"{type(e).__name__}: {e}",
+                       fix="copy it again") from e  # fmt: skip
 
     def file_config(self, cfg: Any, suffix: str | None = None) -> dict[str, Any]:
         """Return the contents of config.json for the model, or for a class of transformers with another `suffix`."""
@@ -107,13 +120,19 @@ def file_functions(file: ModelFile) -> tuple[Callable[[tree.Path], FileTensor], 
         return file.tensor(path)
 
     @checked
-    def config(folder: StrPath) -> Any:
-        """Read a `Config` from the `config.json` of a folder. Raises ShardingError for another type of model.
+    def config(folder: StrPath, **options: Any) -> Any:
+        """Read a `Config` from the `config.json` of a folder; `options` replace fields of it.
 
         >>> gpt2.config("my-gpt2") == cfg
         True
+
+        Raises ShardingError for another type of model, and for a ResNet that was trained as a regression or for several
+        classes at once.
         """
-        return file.read_config(folder)
+        names = [f.name for f in fields(file.config_class)]
+        if unknown := [name for name in options if name not in names]:
+            raise fail(f"config: there is no field {', '.join(unknown)}", fix=f"one of {', '.join(names)}")
+        return file.read_config(folder, **options)
 
     @checked
     def load(path: StrPath) -> tuple[Any, Any]:
@@ -124,7 +143,16 @@ def file_functions(file: ModelFile) -> tuple[Callable[[tree.Path], FileTensor], 
 
         Raises ShardingError listing every tensor that is missing, of another shape, or not part of the model.
         """
-        return file.load(path)
+        found, headers = file.read_config(path), WeightHeaders(path)
+        cfg = file.completed(found, headers)
+
+        def in_this_file(path: tree.Path) -> FileTensor:
+            tensor = file.tensor(path)
+            return replace(tensor, name=file.name_in(tensor.name, headers.tensors))
+
+        untied = () if getattr(cfg, "tie_word_embeddings", True) else file.heads
+        copies = {name: of for name, of in file.tied.items() if name not in untied}
+        return cfg, read(headers, file.init(cfg), in_this_file, prefix=file.prefix, ignored=file.ignored, copies=copies)
 
     @checked
     def save(
@@ -137,54 +165,12 @@ def file_functions(file: ModelFile) -> tuple[Callable[[tree.Path], FileTensor], 
         True
         """
         check_config("save", cfg, file.config_class)
-        file.save(path, cfg, params, file.file_config(cfg), like=like, max_shard_bytes=max_shard_bytes)
+        write(path, params, file.tensor, config=file.file_config(cfg), described=file.init(cfg), like=like,
+              max_shard_bytes=max_shard_bytes)  # fmt: skip
 
     # peft's default targets are by the type of the model: `fs.peft.load(..., of=t5.theirs)`.
     vars(theirs)["model_type"] = file.config_class.__module__.rpartition(".")[2]
     return theirs, config, load, save
-
-
-def read_config(
-    folder: StrPath, cls: type[C], fixed: Mapping[str, Any], absent: Mapping[str, int] | None = None, **others: Any
-) -> C:
-    """Read the fields of `cls` from `config.json`; `others` are fields that have another name there.
-
-    `fixed` is what every model of this type has, by name: `model_type`, and options for which there is one choice
-    here. A config without one of these options has that choice. `absent` are the tokens of a config that lacks them, as
-    transformers has them, unless they are outside the vocabulary.
-
-    Raises ShardingError listing every option with another value, every field of another type, or a missing
-    `model_type`.
-    """
-    config = config_of(folder)
-    different = [f"{name}: {config.get(name)!r}, not {want!r}" for name, want in fixed.items()
-                 if config.get(name, None if name == "model_type" else want) != want]  # fmt: skip
-    if different:
-        raise fail(f"{as_path(folder) / CONFIG}: not a supported {fixed['model_type']}", *different,
-                   fix="use the model of its type, or fs.defer(lambda: AutoModel.from_config(config))")  # fmt: skip
-    size = config.get("vocab_size")
-    tokens = {name: n for name, n in (absent or {}).items() if not isinstance(size, int) or n < size}
-    config = tokens | config
-    values = {f.name: config[f.name] for f in fields(cls) if f.name in config} | others  # type: ignore[arg-type]
-    values |= {name: None for name, token in values.items() if name.endswith("_token_id") and token == -1}
-    hints = typing.get_type_hints(cls)
-    values = {name: tuple(x) if isinstance(x, list) and _has_type((), hints[name]) else x
-              for name, x in values.items()}  # fmt: skip
-    wrong = [f"{name}: {value!r}" for name, value in values.items() if not _has_type(value, hints[name])]
-    if wrong:
-        raise fail(f"{as_path(folder) / CONFIG}: has values of the wrong kind", *wrong, fix="copy it again")
-    counts = {name: sum(n) if isinstance(n := values[name], tuple) else n for name in _LAYERS if values.get(name)}
-    if math.prod(counts.values()) > _MAX_LAYERS:  # each is a node of the tree, which would fill the memory
-        raise fail(f"{as_path(folder) / CONFIG}: describes more than {_MAX_LAYERS:,} layers",
-                   " * ".join(f"{n:,} {name}" for name, n in counts.items()),
-                   fix="copy it again; or cls(num_layers), of the model file, for so deep a model")  # fmt: skip
-    try:
-        return cls(**values)
-    except ShardingError:
-        raise
-    except Exception as e:  # of arithmetic with values that have the right types
-        raise fail(f"{as_path(folder) / CONFIG}: describes no model", f"{type(e).__name__}: {e}",
-                   fix="copy it again") from e  # fmt: skip
 
 
 def _has_type(value: Any, hint: Any) -> bool:

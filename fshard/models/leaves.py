@@ -3,7 +3,7 @@
     LEAVES = Leaves({
         "wte": leaf("transformer.wte.weight", "v d"),
         **in_blocks("h", "transformer.h", {**layer("up", "mlp.fc_in", "f d -> d f", "f"), ...}),
-    }, blocks=lambda cfg: {"h": cfg.n_layer})
+    }, blocks=lambda cfg: {"h": cfg.n_layer}, sizes=lambda cfg: {"v": cfg.vocab_size, "d": cfg.n_embd, ...})
 
 Letters of dims that `specs` split over `model`: v words of the vocabulary, h and g heads, f hidden units.
 """
@@ -56,21 +56,27 @@ def in_blocks(ours: str, name: str, leaves: Mapping[str, Leaf]) -> dict[str, Lea
 class Leaves:
     """The leaves of a model by name; `blocks` are the lists of blocks of a config, and their numbers.
 
-    `has(cfg, name, i)` is False for leaves that a config does not have; `name` is the one inside block `i`.
+    `has(cfg, name, i)` is False for leaves that a config does not have; `name` is the one inside block `i`. `sizes` has
+    the sizes of dims by their letters, `std` is the standard deviation of a matrix, and `scale` the value of norms.
     """
 
     table: Mapping[str, Leaf]
     blocks: Callable[[Any], Mapping[str, int]]
+    sizes: Callable[[Any], Mapping[str, int]]
     has: Callable[[Any, str, int], bool] = lambda cfg, name, i: True
+    std: Callable[[Any, str], float] = lambda cfg, name: cfg.initializer_range
+    scale: Callable[[Any], float] = lambda cfg: 1.0
 
-    def init(self, cfg: Any, sizes: Mapping[str, int], std: Callable[[str], float], scale: float = 1.0) -> Any:
-        """Describe the leaves, with dims of these sizes: biases are 0, norms `scale`, others N(0, std(name)^2)."""
+    def init(self, cfg: Any) -> Any:
+        """Describe the leaves: biases are 0, norms `scale`, others N(0, std^2)."""
+        sizes = self.sizes(cfg)
 
         def described(name: str, x: Leaf) -> Any:
             shape = tuple([sizes[d] for d in x.dims])
             if name.endswith(".b"):
                 return initial.zeros(shape)
-            return initial.full(shape, scale) if len(shape) == 1 else initial.normal(shape, std=std(name))
+            norm = len(shape) == 1
+            return initial.full(shape, self.scale(cfg)) if norm else initial.normal(shape, std=self.std(cfg, name))
 
         return self._tree(cfg, described)
 
@@ -107,6 +113,24 @@ class Leaves:
             raise fail(f"theirs: the model has no leaf at the path {path!r}",
                        fix=f"one of {', '.join(self.table)}, where * is the number of a block")  # fmt: skip
         return replace(found.file, name=found.file.name.replace("*", number, 1))
+
+
+def init_of(leaves: Leaves, config: type) -> Callable[[Any], Any]:
+    """Make the `init` of a decoder from its leaves and the class of its configs."""
+
+    @checked
+    def init(cfg: Any) -> Any:
+        """Return the described parameters: matrices are drawn from N(0, initializer_range^2), biases are 0, norms 1.
+
+        GPT-2's projections into the residual stream are drawn with std / sqrt(2 n_layer).
+
+        >>> list(gpt2.init(cfg))
+        ['wte', 'wpe', 'h', 'ln_f']
+        """
+        check_config("init", cfg, config)
+        return leaves.init(cfg)
+
+    return init
 
 
 def specs_of(leaves: Leaves, config: type) -> Callable[..., Any]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from fshard import nn
@@ -23,7 +22,7 @@ from fshard.nn import rope
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import ModelFile, file_functions
 from .kv_cache import Cache, KeyValues
-from .leaves import Leaf, Leaves, in_blocks, layer, leaf, specs_of
+from .leaves import Leaf, Leaves, in_blocks, init_of, layer, leaf, specs_of
 from .transformer import Layout, Run, check_numbers, decoder_of, flat_linear, functions_of, pieces_of, project_heads
 
 
@@ -71,9 +70,12 @@ class BaseConfig:
 
     @property
     def windows(self) -> list[int | None]:
-        """The sliding window of each layer, in tokens; None attends to all before."""
-        window: int | None = getattr(self, "sliding_window", None)
-        return [window if getattr(self, "use_sliding_window", True) else None] * self.num_hidden_layers
+        """The sliding window of each layer, in tokens, by fields of some relatives; None attends to all before."""
+        window = getattr(self, "sliding_window", None) if getattr(self, "use_sliding_window", True) else None
+        kinds, first = getattr(self, "layer_types", None), getattr(self, "max_window_layers", 0)
+        late = [i >= first for i in range(self.num_hidden_layers)]
+        slides = late if kinds is None else [kind == "sliding_attention" for kind in kinds]
+        return [window if slide else None for slide in slides]
 
     def __post_init__(self) -> None:
         verb = f"{type(self).__module__.rpartition('.')[2]}.Config"
@@ -108,7 +110,6 @@ class Config(BaseConfig):
 
 
 def has(cfg: BaseConfig, name: str, _: int) -> bool:
-    """Return whether the model has a leaf."""
     part, last = name.partition(".")[::2]
     if last == "b":
         return part in cfg.biased
@@ -140,38 +141,19 @@ MLP = {
     **layer("up", "mlp.up_proj", "f d -> d f", "f"),
     **layer("down", "mlp.down_proj", "d f -> f d", "d"),
 }
-LEAVES = Leaves(decoder_leaves(MLP), lambda cfg: {"h": cfg.num_hidden_layers}, has)
 
 
 def sizes(cfg: BaseConfig) -> dict[str, int]:
-    """Return the sizes of the dims of leaves."""
     return {"v": cfg.vocab_size, "d": cfg.hidden_size, "g": cfg.groups, "r": cfg.num_attention_heads // cfg.groups,
             "k": cfg.width, "f": cfg.intermediate_size}  # fmt: skip
 
 
-@checked
-def init(cfg: BaseConfig) -> Any:
-    """Return the described parameters: matrices are drawn from N(0, initializer_range^2), biases are 0, norms 1.
-
-    >>> init(Config(num_key_value_heads=8))["h"][0]["q"]
-    {'w': f32[4096, 8, 4, 128] = normal(std=0.02)}
-    """
-    return LEAVES.init(cfg, sizes(cfg), lambda _: cfg.initializer_range)
-
-
+LEAVES = Leaves(decoder_leaves(MLP), lambda cfg: {"h": cfg.num_hidden_layers}, sizes, has)
+init = init_of(LEAVES, BaseConfig)
 specs = specs_of(LEAVES, BaseConfig)
 
 
-def _embed(run: Run, top: Any, ids: Tensor, key: Tensor | None) -> Tensor:
-    return run.layout.embed(ids, top["wte"], run.cfg.vocab_size)
-
-
-def _angles(run: Run, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return run.rope_angles(run.cfg.rope_parameters, run.cfg.width, run.cfg.max_position_embeddings, dtype)
-
-
 def norm(run: Run, x: Tensor, p: Any) -> Tensor:
-    """Normalize the stream."""
     return nn.rms_norm(x, run.layout.replicated(p["w"]), eps=run.cfg.rms_norm_eps)
 
 
@@ -203,8 +185,8 @@ def _block(
 
 def pieces_with(block: Callable[..., Any], each: Callable[[BaseConfig], Any]) -> Callable[..., Any]:
     """Make the `pieces` of a decoder with another block; see `pieces_of`."""
-    return pieces_of(_embed, block, lambda run, top, x: norm(run, x, top["norm_f"]), angles=_angles,
-                     rates=("attention_dropout",), each=each)  # fmt: skip
+    return pieces_of(block, lambda run, top, x: norm(run, x, top["norm_f"]), rates=("attention_dropout",), each=each,
+                     rotary=lambda cfg: (cfg.rope_parameters, cfg.width, cfg.max_position_embeddings))  # fmt: skip
 
 
 def hidden_units(cfg: BaseConfig, p: Any, h: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from . import llama
 from .activations import ACTIVATIONS
 from .hf_files import file_functions
 from .kv_cache import Cache, KeyValues, Tokens
-from .leaves import Leaf, Leaves, layer, leaf
+from .leaves import Leaf, Leaves, init_of, layer, leaf
 from .transformer import ONE_DEVICE, Layout, Pieces, Run, check_params, decoder_of, functions_of, head_logits, shapes_of
 
 _THETA = 1e6  # of rotary positions
@@ -106,7 +106,6 @@ class Config(BaseConfig):
 
     @property
     def experts(self) -> Experts:
-        """Sizes of the experts."""
         return Experts(self.num_local_experts, self.intermediate_size)
 
 
@@ -127,7 +126,7 @@ def leaves(experts: str, router: str, gate: str, up: str, down: str) -> Leaves:
         **layer("shared.gate", "mlp.shared_experts.gate_proj", "s d -> d s"),
         **layer("shared.up", "mlp.shared_experts.up_proj", "s d -> d s"),
         **layer("shared.down", "mlp.shared_experts.down_proj", "d s -> s d"),
-    }), lambda cfg: {"h": cfg.num_hidden_layers}, _has)  # fmt: skip
+    }), lambda cfg: {"h": cfg.num_hidden_layers}, _sizes, _has)  # fmt: skip
 
 
 def _has(cfg: BaseConfig, name: str, i: int) -> bool:
@@ -137,19 +136,15 @@ def _has(cfg: BaseConfig, name: str, i: int) -> bool:
     return llama.has(cfg, name, i) and (dense or f"{part}.w" not in llama.MLP)
 
 
+def _sizes(cfg: BaseConfig) -> dict[str, int]:
+    e = cfg.experts
+    return {**llama.sizes(cfg), "e": e.number, "n": e.number, "w": e.width, "s": e.shared}
+
+
 LEAVES = leaves("block_sparse_moe.experts.*", "block_sparse_moe.gate", "w1", "w3", "w2")
 
 
-@checked
-def init(cfg: BaseConfig) -> Any:
-    """Return the described parameters: matrices are drawn from N(0, initializer_range^2), norms are 1.
-
-    >>> init(Config())["h"][0]["experts"]["down"]
-    f32[8, 14336, 4096] = normal(std=0.02)
-    """
-    e = cfg.experts
-    sizes = {**llama.sizes(cfg), "e": e.number, "n": e.number, "w": e.width, "s": e.shared}
-    return LEAVES.init(cfg, sizes, lambda _: cfg.initializer_range)
+init = init_of(LEAVES, BaseConfig)
 
 
 @checked
@@ -191,24 +186,6 @@ def losses(
     sums = psum(sums, layout.model) if layout.sequence else sums  # each rank has its part of time
     balance = balance_of_sums(psum(sums, layout.examples))
     return {"cross_entropy": ce, "balance": balance.loss, "z": balance.z}
-
-
-@checked
-def loss(
-    cfg: BaseConfig, params: Any, ids: Tensor, targets: Tensor, *, layout: Layout = ONE_DEVICE, specs: Any = None,
-    key: Tensor | None = None, remat: bool = False, mask: Tensor | None = None, documents: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Return the mean cross-entropy in nats of all ranks, and the router's losses as `cfg` weighs them: [] {I}.
-
-    Targets of -100 are ignored.
-
-    >>> loss(cfg, params, ids, ids)
-    tensor(3.52...)
-    """
-    parts = losses(cfg, params, ids, targets, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
-                   documents=documents)  # fmt: skip
-    out: Tensor = parts["cross_entropy"] + cfg.weigh(parts["balance"], parts["z"])
-    return out
 
 
 # --- the mixture ----------------------------------------------------------------------------------------------
@@ -300,7 +277,6 @@ def _block(
 
 
 def no_sums(cfg: BaseConfig, x: Tensor) -> RouterSums:
-    """Return the sums of no tokens."""
     zeros = x.new_zeros(cfg.experts.number, dtype=torch.promote_types(x.dtype, torch.float32))
     return RouterSums(zeros.long(), zeros.sum().long(), zeros, zeros.sum())
 
@@ -323,8 +299,7 @@ def _mixture(cfg: BaseConfig, p: Any, h: Tensor, routing: nn.Routing, layout: La
     if axes & set(names_of(layout.model)):
         return nn.mixture(h, routing, p, run, axis=axis, method="partial")
     h, routing = pvary((h, routing), axis)
-    out: Tensor = psum(nn.mixture(h, routing, p, run, axis=axis, method="partial"), axis)
-    return out
+    return psum(nn.mixture(h, routing, p, run, axis=axis, method="partial"), axis)
 
 
 def _mixture_over_all(cfg: BaseConfig, p: Any, h: Tensor, routing: nn.Routing, layout: Layout) -> Tensor:
@@ -337,12 +312,10 @@ def _mixture_over_all(cfg: BaseConfig, p: Any, h: Tensor, routing: nn.Routing, l
         return nn.mixture(x, routing, p, run, axis=layout.experts).view(h.shape)
     part, routing = pslice((x, routing), layout.model)
     out = nn.mixture(part, routing, p, run, axis=layout.experts)
-    full: Tensor = all_gather(out, layout.model, size=len(x), to="invariant").view(h.shape)
-    return full
+    return all_gather(out, layout.model, size=len(x), to="invariant").view(h.shape)
 
 
 def _experts(cfg: BaseConfig, p: Any, rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """Compute each expert for its rows."""
     gate, up = (nn.grouped_linear(rows, p[name], counts) for name in ("gate", "up"))
     return nn.grouped_linear(ACTIVATIONS[cfg.hidden_act](gate) * up, p["down"], counts)
 
@@ -353,7 +326,7 @@ def _with_cache(*args: Any, **options: Any) -> tuple[Tensor, dict[str, Any], lis
 
 
 apply, states = decoder_of(BaseConfig, init, llama.pieces, forward=_with_cache)
-_, generate = functions_of(apply, Config)
+loss, generate = functions_of(apply, Config, losses)
 
 
 # --- Hugging Face files ---------------------------------------------------------------------------------------

@@ -33,14 +33,6 @@ class BaseConfig(llama.BaseConfig):
     max_window_layers: int = 28
     layer_types: tuple[str, ...] | None = None
 
-    @property
-    def windows(self) -> list[int | None]:
-        """The sliding window of each layer, in tokens; None attends to all before."""
-        window, n = self.sliding_window if self.use_sliding_window else None, self.num_hidden_layers
-        if self.layer_types is not None:
-            return [window if kind == "sliding_attention" else None for kind in self.layer_types]
-        return [window if i >= self.max_window_layers else None for i in range(n)]
-
     def __post_init__(self) -> None:
         super().__post_init__()
         kinds, n, verb = self.layer_types, self.num_hidden_layers, f"{type(self).__module__.rpartition('.')[2]}.Config"
@@ -68,7 +60,6 @@ class Config(BaseConfig):
 
     @property
     def biased(self) -> tuple[str, ...]:
-        """The linear layers of a block that have a bias."""
         return ("q", "k", "v")
 
 

@@ -13,7 +13,7 @@ from fshard.errors import checked
 from . import llama, mixtral
 from .hf_files import file_functions
 from .kv_cache import Cache
-from .mixtral import apply, init, loss, losses, specs, states
+from .mixtral import apply, init, losses, specs, states
 from .transformer import Layout, functions_of
 
 
@@ -53,13 +53,12 @@ class Config(BaseConfig):
 
     @property
     def experts(self) -> mixtral.Experts:
-        """Sizes of the experts."""
         step, layers = self.decoder_sparse_step, range(self.num_hidden_layers)
         dense = frozenset(i for i in layers if i in self.mlp_only_layers or (i + 1) % step)
         return mixtral.Experts(self.num_experts, self.moe_intermediate_size, dense_layers=dense)
 
 
-_, generate = functions_of(apply, Config)
+loss, generate = functions_of(apply, Config, losses)
 
 LEAVES = mixtral.leaves("mlp.experts.*", "mlp.gate", "gate_proj", "up_proj", "down_proj")
 

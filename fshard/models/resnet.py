@@ -23,7 +23,7 @@ from fshard._core.files.url import as_path
 from fshard._core.region import region
 from fshard.collectives import all_gather, pvary
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import CONFIG, FileTensor, WeightHeaders, config_of
+from fshard.interop.hf import CONFIG, FileTensor, WeightHeaders, config_of, write
 from fshard.nn.decoding import global_batch
 from fshard.schedule import scan
 from fshard.schedule.options import BackwardPrefetch, Release
@@ -46,10 +46,11 @@ _REDUCTION = 4  # of the channels inside a bottleneck
 class Config:
     """Sizes named as in Hugging Face's `ResNetConfig`, the number of classes, and the stem.
 
-    `num_labels` 0 is a model without a head. The stem "imagenet" is a convolution of 7x7 with stride 2 and a max pool,
-    "cifar" one of 3x3 that keeps the size, for small images. A stage after the first halves height and width in the
-    first 3x3 convolution of its first block, or with `downsample_in_bottleneck` in the 1x1 before it. `hidden_act` is
-    the activation after the stem and after each block; inside blocks it is relu.
+    `num_labels` 0 is a model without a head, as `load` finds it in a folder without one. The stem "imagenet" is a
+    convolution of 7x7 with stride 2 and a max pool, "cifar" one of 3x3 that keeps the size, for small images. A stage
+    after the first halves height and width in the first 3x3 convolution of its first block, or with
+    `downsample_in_bottleneck` in the 1x1 before it. `hidden_act` is the activation after the stem and after each block;
+    inside blocks it is relu.
 
     >>> Config.of(50, num_labels=1_000_000).hidden_sizes
     (256, 512, 1024, 2048)
@@ -166,10 +167,6 @@ class _Convolution(NamedTuple):
     stride: int = 1
 
 
-def _stem(cfg: Config) -> _Convolution:
-    return _Convolution(cfg.num_channels, cfg.embedding_size, *((7, 2) if cfg.stem == "imagenet" else (3, 1)))
-
-
 def _block(cfg: Config, stage: int, i: int) -> dict[str, _Convolution]:
     """Return the convolutions of block `i` of a stage: "1" to "3" in order, and "skip" if sizes differ."""
     outputs = cfg.hidden_sizes[stage]
@@ -187,7 +184,8 @@ def _block(cfg: Config, stage: int, i: int) -> dict[str, _Convolution]:
 
 def _stages(cfg: Config, part: Callable[[dict[str, _Convolution]], Any]) -> dict[str, Any]:
     """Return a tree of the stem and the blocks of each stage, made in this order from their convolutions."""
-    stem = part({"1": _stem(cfg)})
+    kernel, stride = (7, 2) if cfg.stem == "imagenet" else (3, 1)
+    stem = part({"1": _Convolution(cfg.num_channels, cfg.embedding_size, kernel, stride)})
     return {"stem": stem, "stages": [[part(_block(cfg, k, i)) for i in range(n)] for k, n in enumerate(cfg.depths)]}
 
 
@@ -241,6 +239,8 @@ def state(cfg: Config) -> Any:
 def specs(cfg: Config, *, model: Axis = None) -> Any:
     """Split the classes over `model`; replicate the rest. `fs.fully_shard` adds a data axis.
 
+    The weights that `load` returns have the specs {"params": specs(cfg, ...), "state": P()}.
+
     >>> specs(Config.of(18), model=("data", "model"))["fc"]
     P(('data', 'model'))
     """
@@ -281,23 +281,21 @@ def features(
         return tuple([{k: v for k, v in part.items() if k.startswith(kind)} for part in _in_order(of)]
                      for of in (backbone, leaf_specs, wanted))  # type: ignore[return-value]  # fmt: skip
 
-    def block(convolutions: Any, carry: tuple[Tensor, ...], own: tuple[int, Any, Any]) -> tuple[Tensor, ...]:
-        """(x, new statistics of the blocks before) -> the same after this block."""
+    def block(convolutions: Any, x: Tensor, own: tuple[int, Any, Any]) -> tuple[Tensor, dict[str, Any]]:
         i, norms, state = own
-        x, *new = carry
-        x, of_block = _apply_block(cfg, blocks[i], {**convolutions, **norms}, state, x, train, layout)
-        return x, *new, *tree.leaves(of_block)
+        return _apply_block(cfg, blocks[i], {**convolutions, **norms}, state, x, train, layout)
 
     blocks = _in_order(_stages(cfg, lambda block: block))
     norms, norm_specs, norm_shapes = of_kind("norm_")
     norms = make_whole(norms, norm_specs, layout.data, shapes=norm_shapes)
     convolutions, conv_specs, shapes = of_kind("conv_")
     each = list(zip(range(len(blocks)), norms, _in_order(state), strict=True))
-    x, *new = scan(block, convolutions, (x,), specs=conv_specs, axis=layout.data, each=each, shapes=shapes, remat=remat,
-                   release=layout.release, prefetch=layout.prefetch, backward_prefetch=layout.backward_prefetch,
-                   dtype=layout.dtype, reduce_dtype=layout.reduce_dtype)  # fmt: skip
-    statistics = iter(tree.unflatten(tree.flatten(_in_order(state))[1], new))
-    return x.mean((2, 3)), _stages(cfg, lambda _: next(statistics))
+    x, statistics = scan(block, convolutions, x, specs=conv_specs, axis=layout.data, each=each, shapes=shapes,
+                         has_aux=True, remat=remat, release=layout.release, prefetch=layout.prefetch,
+                         backward_prefetch=layout.backward_prefetch, dtype=layout.dtype,
+                         reduce_dtype=layout.reduce_dtype)  # fmt: skip
+    new = iter(statistics)
+    return x.mean((2, 3)), _stages(cfg, lambda _: next(new))
 
 
 _state = state  # for functions with an argument of this name
@@ -462,36 +460,7 @@ FILE = _ResNetFile(
     fixed={"model_type": "resnet"}, completed=_with_head_of,
     sizes=lambda cfg: {name: value for name, value in asdict(cfg).items() if name not in ("num_labels", "stem")},
 )  # fmt: skip
-theirs, *_ = file_functions(FILE)
-
-
-@checked
-def config(folder: StrPath, **fields: Any) -> Config:
-    """Read a `Config` from the `config.json` of a folder; `fields` replace some of it.
-
-    >>> config("my-resnet") == cfg
-    True
-
-    Raises ShardingError for another type of model, and for one that was trained as a regression or for several classes
-    at once.
-    """
-    cfg: Config = FILE.read_config(folder, **fields)
-    return cfg
-
-
-@checked
-def load(path: StrPath) -> tuple[Config, Any]:
-    """Return the config and the described {"params", "state"} of a folder of `save_pretrained`; placing reads them.
-
-    The config has no labels if the folder has no head.
-
-    >>> cfg, weights = resnet.load("my-resnet")
-    >>> specs = {"params": resnet.specs(cfg, model="model"), "state": P()}
-    >>> weights = fs.materialize(weights, specs, mesh, key=fs.key(0))
-
-    Raises ShardingError listing every tensor that is missing, of another shape, or not part of the model.
-    """
-    return FILE.load(path)
+theirs, config, load, _ = file_functions(FILE)
 
 
 @checked
@@ -509,7 +478,8 @@ def save(
     if cfg.stem != "imagenet":
         raise fail(f"resnet.save: stem={cfg.stem!r}: transformers has no such model", fix="fs.checkpoint.save")
     contents = {**FILE.file_config(cfg), **_labels(cfg, like)}
-    FILE.save(path, cfg, weights, contents, like=like, max_shard_bytes=max_shard_bytes)
+    write(path, weights, FILE.tensor, config=contents, described=FILE.init(cfg), like=like,
+          max_shard_bytes=max_shard_bytes)  # fmt: skip
 
 
 def _labels(cfg: Config, like: StrPath | None) -> dict[str, Any]:

@@ -167,8 +167,7 @@ class Stages:
             def logits() -> Tensor:
                 names = [name for name in ends if name != "wpe" and not (name == "wte" and "head" in ends)]
                 top, by = self._whole(ends, names), getattr(self.model, "head_logits", head_logits)
-                out: Tensor = by(self.cfg, run.layout, top, run.norm(top, x), batch["ids"].shape[1])
-                return out
+                return by(self.cfg, run.layout, top, run.norm(top, x), batch["ids"].shape[1])
 
             return last(logits, batch, total)
 
@@ -234,5 +233,4 @@ class Stages:
     def _of_all(self, x: Tensor) -> Tensor:
         """Sum over the ranks that have other tokens."""
         model = names_of(self.layout.model) if self.layout.sequence else ()
-        out: Tensor = psum(x, (*self.layout.examples, *model) or None)
-        return out
+        return psum(x, (*self.layout.examples, *model) or None)

@@ -30,7 +30,7 @@ from fshard.random import fold_in
 from fshard.spec import P
 
 from .activations import ACTIVATIONS, activated, activation_errors
-from .hf_files import ModelFile, file_functions, read_config
+from .hf_files import ModelFile, file_functions
 from .kv_cache import Cache, KeyValues, Tokens, append_to_cache
 from .leaves import Leaf, Leaves, in_blocks, layer, leaf, specs_of
 from .transformer import (
@@ -155,7 +155,18 @@ def _has(cfg: Config, name: str, _: int) -> bool:
     return name != "head.w" or not cfg.tie_word_embeddings
 
 
-LEAVES = Leaves(_leaves(), lambda cfg: {"encoder.h": cfg.num_layers, "decoder.h": cfg.decoder_layers}, _has)
+def _std(cfg: Config, name: str) -> float:
+    d, k = cfg.d_model, cfg.d_kv
+    fans = {"wte": 1, "head": 1, "q": d * k, "proj": cfg.num_heads * k, "down": cfg.d_ff}  # d of the others
+    return cfg.initializer_factor * float(fans.get(name.removesuffix(".w").rpartition(".")[2], d) ** -0.5)
+
+
+LEAVES = Leaves(
+    _leaves(), lambda cfg: {"encoder.h": cfg.num_layers, "decoder.h": cfg.decoder_layers}, has=_has, std=_std,
+    sizes=lambda cfg: {"v": cfg.vocab_size, "d": cfg.d_model, "h": cfg.num_heads, "k": cfg.d_kv, "f": cfg.d_ff,
+                       "n": cfg.relative_attention_num_buckets},
+    scale=lambda cfg: cfg.initializer_factor,
+)  # fmt: skip
 
 
 @checked
@@ -165,14 +176,7 @@ def init(cfg: Config) -> Any:
     >>> init(Config())["encoder"]["bias"], init(Config())["decoder"]["h"][0]["cross"]["q"]
     (f32[32, 8] = normal(std=0.04419), {'w': f32[512, 8, 64] = normal(std=0.005524)})
     """
-    d, h, k, f = cfg.d_model, cfg.num_heads, cfg.d_kv, cfg.d_ff
-    sizes = {"v": cfg.vocab_size, "d": d, "h": h, "k": k, "f": f, "n": cfg.relative_attention_num_buckets}
-    fans = {"wte": 1, "head": 1, "q": d * k, "proj": h * k, "down": f}  # d of the others
-
-    def std(name: str) -> float:
-        return cfg.initializer_factor * float(fans.get(name.removesuffix(".w").rpartition(".")[2], d) ** -0.5)
-
-    return LEAVES.init(cfg, sizes, std, cfg.initializer_factor)
+    return LEAVES.init(cfg)
 
 
 specs = specs_of(LEAVES, Config)
@@ -360,7 +364,6 @@ class _Stack(NamedTuple):
         return out if self.attended is None else out.masked_fill(~self.attended, -math.inf)
 
     def norm(self, x: Tensor, p: Any) -> Tensor:
-        """Normalize the stream."""
         return nn.rms_norm(x, self.layout.replicated(p["w"]), eps=self.cfg.layer_norm_epsilon)
 
     def enter(self, x: Tensor, p: Any) -> Tensor:
@@ -368,7 +371,6 @@ class _Stack(NamedTuple):
         return self.layout.enter(self.norm(x, p), self.tokens.t)
 
     def dropout(self, x: Tensor, key: Tensor | None, name: str) -> Tensor:
-        """Drop values of the stream."""
         return self.layout.dropout(x, self.cfg.dropout_rate, key, name, self.tokens.total)
 
     def attention(self, q: Tensor, kv: KeyValues, mask: Tensor | None, p: Any, key: Tensor | None, name: str) -> Tensor:
@@ -553,7 +555,7 @@ class _T5File(ModelFile):
         others = {"feed_forward_proj": feed_forward, "tie_word_embeddings": tied,
                   "scale_decoder_outputs": contents.get("scale_decoder_outputs", scaled),
                   "decoder_start_token_id": contents.get("decoder_start_token_id"), **others}  # fmt: skip
-        return read_config(folder, Config, fixed, **others)
+        return ModelFile.read_config(replace(self, fixed=fixed), folder, **others)
 
 
 def _with_head_of(cfg: Config, headers: WeightHeaders) -> Config:

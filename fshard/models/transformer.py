@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -139,13 +140,11 @@ class Layout:
 
     def enter(self, x: Tensor, t: int) -> Tensor:
         """Enter a model-parallel region: stream [B, T, D]{I model}, or [B, T@model, D], -> [B, T, D]{V model}."""
-        out: Tensor = all_gather(x, self.model, 1, size=t) if self.sequence else pvary(x, self.model)
-        return out
+        return all_gather(x, self.model, 1, size=t) if self.sequence else pvary(x, self.model)
 
     def leave(self, x: Tensor) -> Tensor:
         """Leave a model-parallel region by summing its partial results [B, T, D]{V model} into the stream."""
-        out: Tensor = psum_scatter(x, self.model, 1) if self.sequence else psum(x, self.model)
-        return out
+        return psum_scatter(x, self.model, 1) if self.sequence else psum(x, self.model)
 
     def column_linear(self, x: Tensor, t: int, w: Tensor | Weight, b: Tensor | None = None) -> Tensor:
         """Enter a model-parallel region by its first layer: stream x @ w [D, F@model] + b [F@model] -> [B, T, F@model].
@@ -168,8 +167,7 @@ class Layout:
 
     def whole(self, x: Tensor, t: int) -> Tensor:
         """Return the stream without a split along time: [B, T@model, D] -> [B, T, D]{I model}."""
-        out: Tensor = all_gather(x, self.model, 1, size=t, to="invariant") if self.sequence else x
-        return out
+        return all_gather(x, self.model, 1, size=t, to="invariant") if self.sequence else x
 
     def layer_norm(self, x: Tensor, p: Any, eps: float) -> Tensor:
         """Compute the layer norm of the stream, or of this rank's part of it."""
@@ -178,8 +176,7 @@ class Layout:
 
     def time_slice(self, x: Tensor, dim: int = 1) -> Tensor:
         """Slice a value that is the same over `model`, such as positions, as the stream is split along time."""
-        out: Tensor = pslice(x, self.model, dim) if self.sequence else x
-        return out
+        return pslice(x, self.model, dim) if self.sequence else x
 
     def embed(self, ids: Tensor, table: Tensor | Weight, size: int) -> Tensor:
         """Embed ids [B, T] by a table [V@model, D] into the stream; `size` is V."""
@@ -202,8 +199,7 @@ class Layout:
 
     def from_zigzag(self, x: Tensor) -> Tensor:
         """Move a result [B, T@context, ..] back to the order of the tokens."""
-        out: Tensor = nn.from_zigzag(x, self.context) if self.context and not self.zigzag else x
-        return out
+        return nn.from_zigzag(x, self.context) if self.context and not self.zigzag else x
 
     def refuse_context(self, what: str) -> None:
         """Raise ShardingError if an axis splits the positions, which a part of a model cannot have."""
@@ -323,37 +319,6 @@ def split_qkv(x: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
     return qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
 
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, cached: KeyValues | None, *, layout: Layout, rate: float = 0.0,
-    key: Tensor | None = None, heads: int, group: int = 1, scale: float | None = None, window: int | None = None,
-) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
-    """Attend causally to cached and new tokens: q [B, H@model, T, K] -> [B, T, HK@model], and the updated cache.
-
-    k and v may have fewer heads, each for a `group` of neighbouring heads of q on the same rank. `heads` is H; the
-    dropout of weights by `key` needs it. With a `window` a token attends to itself and the `window` - 1 before it,
-    padding included, and no more are cached.
-    """
-    drops = rate and key is not None
-    if layout.context:
-        shape = [len(q), heads // group, group, tokens.total, tokens.total]
-        a = nn.context_attention(q, k, v, layout.context, mask=tokens.real, documents=tokens.documents, window=window,
-                                 scale=scale, size=tokens.size, **layout.weight_dropout(rate, key, shape))  # fmt: skip
-        return a.transpose(1, 2).flatten(2), None
-    if window is None:
-        k, v, cached = append_to_cache(k, v, tokens, cached)
-        mask = tokens.mask
-    else:
-        k, v, cached = _append_to_window(k, v, tokens, cached, window)
-        mask = _window_mask(tokens, k.shape[2], window)
-    shape = [heads]
-    if group > 1 and drops:  # the split is by groups, so the drawn mask must have a dim of groups
-        q, k, v = q.unflatten(1, (k.shape[1], group)), k.unsqueeze(2), v.unsqueeze(2)  # type: ignore[no-untyped-call]
-        mask, shape = None if mask is None else mask.unsqueeze(1), [heads // group, group]
-    a = nn.attention(q, k, v, causal=mask is None, mask=mask, scale=scale,
-                     **layout.weight_dropout(rate, key, [len(q), *shape, tokens.t, k.shape[-2]]))  # fmt: skip
-    return a.flatten(1, -3).transpose(1, 2).flatten(2), cached
-
-
 def _append_to_window(
     k: Tensor, v: Tensor, tokens: Tokens, cached: KeyValues | None, window: int
 ) -> tuple[Tensor, Tensor, KeyValues | None]:
@@ -437,7 +402,6 @@ class Run(NamedTuple):
     angles: Any = None  # the cos and sin that rotate queries and keys
 
     def dropout(self, x: Tensor, rate: float, key: Tensor | None, name: str) -> Tensor:
-        """Drop values of the stream."""
         return self.layout.dropout(x, rate, key, name, self.tokens.total)
 
     def rope_angles(
@@ -458,47 +422,84 @@ class Run(NamedTuple):
         return rope.angles(at, rates, factor, dtype=dtype)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, cached: KeyValues | None, **options: Any
-    ) -> tuple[Tensor, KeyValues | None]:
-        """Run `causal_attention`."""
-        return causal_attention(q, k, v, self.tokens, cached, layout=self.layout, key=key, **options)
+        self, q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, cached: KeyValues | None, *, rate: float, heads: int,
+        group: int = 1, window: int | None = None,
+    ) -> tuple[Tensor, KeyValues | None]:  # fmt: skip
+        """Attend causally to cached and new tokens: q [B, H@model, T, K] -> [B, T, HK@model], and the updated cache.
+
+        k and v may have fewer heads, each for a `group` of neighbouring heads of q on the same rank. `heads` is H; the
+        dropout of weights by `key` needs it. With a `window` a token attends to itself and the `window` - 1 before it,
+        padding included, and no more are cached.
+        """
+        layout, tokens = self.layout, self.tokens
+        if layout.context:
+            shape = [len(q), heads // group, group, tokens.total, tokens.total]
+            a = nn.context_attention(q, k, v, layout.context, mask=tokens.real, documents=tokens.documents,
+                                     window=window, size=tokens.size,
+                                     **layout.weight_dropout(rate, key, shape))  # fmt: skip
+            return a.transpose(1, 2).flatten(2), None
+        if window is None:
+            k, v, cached = append_to_cache(k, v, tokens, cached)
+            mask = tokens.mask
+        else:
+            k, v, cached = _append_to_window(k, v, tokens, cached, window)
+            mask = _window_mask(tokens, k.shape[2], window)
+        shape = [heads]
+        if group > 1 and rate and key is not None:  # the drawn mask must have a dim of groups, by which heads are split
+            q, k, v = q.unflatten(1, (k.shape[1], group)), k.unsqueeze(2), v.unsqueeze(2)  # type: ignore[no-untyped-call]
+            mask, shape = None if mask is None else mask.unsqueeze(1), [heads // group, group]
+        a = nn.attention(q, k, v, causal=mask is None, mask=mask,
+                         **layout.weight_dropout(rate, key, [len(q), *shape, tokens.t, k.shape[-2]]))  # fmt: skip
+        return a.flatten(1, -3).transpose(1, 2).flatten(2), cached
 
 
 def pieces_of(
-    embed: Callable[[Run, Any, Tensor, Tensor | None], Tensor], block: Callable[..., Any],
-    norm: Callable[[Run, Any, Tensor], Tensor], *, angles: Callable[[Run, torch.dtype], Any] = lambda run, dtype: None,
-    rates: Sequence[str] = (), longest: str = "", each: Callable[[Any], Any] = lambda cfg: None,
+    block: Callable[..., Any], norm: Callable[[Run, Any, Tensor], Tensor], *,
+    rotary: Callable[[Any], tuple[Mapping[str, Any], int, int]] | None = None,
+    rates: Sequence[str] = (), embd: str = "", longest: str = "", each: Callable[[Any], Any] = lambda cfg: None,
 ) -> Callable[..., Pieces]:  # fmt: skip
     """Make the `pieces` of a decoder: (cfg, ids [B@data, T], layout=, key=, mask=Tokens) -> its parts on these ids.
 
     Args:
-        embed: (run, unsharded parameters, ids, key) -> the stream, [B, T, D], or [B, T@model, D] where it is split.
         block: (run, its parameters, stream, key, cached, its own arguments by `each(cfg)`) -> stream, updated cache.
         norm: (run, unsharded parameters, stream) -> the normalized stream.
-        angles: (run, dtype) -> cos and sin.
-        rates: the names of the config's rates of dropout; `longest`: of its number of positions, if it has one.
+        rotary: config -> the first arguments of `Run.rope_angles`, if positions rotate queries and keys.
+        rates: the names of the config's rates of dropout; `embd`: the one of the embedded tokens; `longest`: the name
+            of its number of positions, if it has one.
     """
 
     def pieces(cfg: Any, ids: Tensor, *, layout: Layout, key: Tensor | None, mask: Tokens) -> Pieces:
-        tokens = mask
-        if longest and tokens.stop > getattr(cfg, longest):
-            raise fail(f"{type(cfg).__module__.rpartition('.')[2]}: {tokens.stop} tokens do not fit "
+        if longest and mask.stop > getattr(cfg, longest):
+            raise fail(f"{type(cfg).__module__.rpartition('.')[2]}: {mask.stop} tokens do not fit "
                        f"{getattr(cfg, longest)} positions", fix=f"a larger {longest}")  # fmt: skip
-        run = Run(cfg, layout.with_batch(ids, key, *[getattr(cfg, rate) for rate in rates]), tokens)
-        return Pieces(run.layout, lambda top: embed(run, top, ids, key),
-                      lambda x: functools.partial(block, run._replace(angles=angles(run, x.dtype))),
-                      lambda top, x: norm(run, top, x), each(cfg))  # fmt: skip
+        run = Run(cfg, layout.with_batch(ids, key, *[getattr(cfg, rate) for rate in rates]), mask)
+
+        def embed(top: Any) -> Tensor:
+            x, at = run.layout.embed(ids, top["wte"], cfg.vocab_size), mask.positions
+            if "wpe" in top:
+                x = x + layout.time_slice(nn.embedding(at, top["wpe"]), at.ndim - 1)
+            return run.dropout(x, getattr(cfg, embd) if embd else 0.0, key, "embd")
+
+        def block_for(x: Tensor) -> Block:
+            angles = None if rotary is None else run.rope_angles(*rotary(cfg), x.dtype)
+            return functools.partial(block, run._replace(angles=angles))
+
+        return Pieces(run.layout, embed, block_for, lambda top, x: norm(run, top, x), each(cfg))
 
     return pieces
 
 
 def check_config(verb: str, cfg: Any, config: type) -> None:
     if not isinstance(cfg, config):
-        raise must_be(f"{verb}: cfg", f"a {config.__module__.rpartition('.')[2]}.Config", cfg)
+        home = type(cfg).__module__
+        fix = f"call {home}.{verb}" if home.startswith("fshard.") and hasattr(sys.modules[home], verb) else ""
+        raise must_be(f"{verb}: cfg", f"a {config.__module__.rpartition('.')[2]}.Config", cfg, fix)
 
 
-def functions_of(apply: Callable[..., Any], config: type) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """Make the `loss` and `generate` of a decoder from its `apply` and the class of its configs."""
+def functions_of(
+    apply: Callable[..., Any], config: type, losses: Callable[..., dict[str, Tensor]] | None = None
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Make the `loss` and `generate` of a decoder from its `apply`, the class of its configs, and `mixtral.losses`."""
 
     @checked
     def loss(
@@ -507,13 +508,19 @@ def functions_of(apply: Callable[..., Any], config: type) -> tuple[Callable[...,
     ) -> Tensor:  # fmt: skip
         """Return the mean cross-entropy in nats over the targets of all ranks: [] {I}. Targets of -100 are ignored.
 
+        With experts the router's losses are added, as `cfg` weighs them.
+
         >>> gpt2.loss(cfg, params, ids, ids)
         tensor(3.19...)
         """
         check_config("loss", cfg, config)
+        options: Any = {"specs": specs, "key": key, "remat": remat}
+        if losses is not None:
+            parts = losses(cfg, params, ids, targets, layout=layout, mask=mask, documents=documents, **options)
+            total: Tensor = parts["cross_entropy"] + cfg.weigh(parts["balance"], parts["z"])
+            return total
         layout, ids, targets, mask, documents = layout.to_zigzag(ids, targets, mask, documents)  # and so are logits
-        logits = apply(cfg, params, ids, layout=layout, specs=specs, key=key, remat=remat, mask=mask,
-                       documents=documents)  # fmt: skip
+        logits = apply(cfg, params, ids, layout=layout, mask=mask, documents=documents, **options)
         return nn.cross_entropy(logits, targets, axis=layout.model, size=cfg.vocab_size, over=layout.examples or None,
                             donate=True)  # fmt: skip
 

@@ -130,14 +130,11 @@ def _normalize(x: Tensor, mean: Tensor, var: Tensor, w: Tensor | None, b: Tensor
     mean, var = mean.to(dtype), var.to(dtype)
     w, b = (None if leaf is None else leaf.to(dtype) for leaf in (w, b))
     if not x.numel() or torch.compiler.is_dynamo_compiling() or in_transform():
-        return _affine((x - _broadcast(x, mean)) * _broadcast(x, (var + eps).rsqrt()), w, b).to(x.dtype)
-    y: Tensor = _Normalize.apply(x, mean, var, w, b, eps)  # type: ignore[no-untyped-call]
-    return y
-
-
-def _affine(y: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
-    y = y if w is None else y * _broadcast(y, w)
-    return y if b is None else y + _broadcast(y, b)
+        y = (x - _broadcast(x, mean)) * _broadcast(x, (var + eps).rsqrt())
+        y = y if w is None else y * _broadcast(x, w)
+        return (y if b is None else y + _broadcast(x, b)).to(x.dtype)
+    normalized: Tensor = _Normalize.apply(x, mean, var, w, b, eps)  # type: ignore[no-untyped-call]
+    return normalized
 
 
 def _moments(x: Tensor, values: int) -> tuple[Tensor, Tensor]:

@@ -85,7 +85,6 @@ class _Rule:
         return "causal" if same and is_square else "mask"
 
     def blocks(self, queries: Sequence[Piece], keys: Sequence[Piece]) -> list[_Block]:
-        """Return the blocks of queries that meet keys."""
         kinds = {(a, b): self.kind(a, b) for a in queries for b in keys}
         if queries == keys and all(kind == ("causal" if a == b else "all" if b < a else "none")
                                    for (a, b), kind in kinds.items()):  # fmt: skip
@@ -244,7 +243,8 @@ def context_attention(
             if keep.shape != (batch, heads, sum(p.length for p in rows), split.size):
                 raise fail(f"{verb}: the weights of these heads are not this rank's part of spec and shape",
                            spec=spec, shape=list(shape), heads=heads, fix="of the global weights")  # fmt: skip
-            drop = functools.partial(_drop, keep.narrow(1, *own_range(verb, heads, inner)), rate)
+            kept = keep.narrow(1, *own_range(verb, heads, inner))
+            drop = lambda weights: torch.where(kept, weights / (1 - rate), 0)  # noqa: E731
         out, _ = plain(q, k, v, False, rule.mask(_Block(rows, columns, "mask"), numbers, q), scale, drop)
     # 3. Exchange back.
     if inner:
@@ -252,10 +252,6 @@ def context_attention(
         by_rank = [places[p.start] for p in split.pieces(*members[me])]
         out = all_to_all(take(out, by_rank, 2), inner, split=2, concat=1, size=heads)
     return out
-
-
-def _drop(keep: Tensor, rate: float, weights: Tensor) -> Tensor:
-    return torch.where(keep, weights / (1 - rate), 0)
 
 
 def _split_heads(x: Tensor, heads: int, n: int) -> Tensor:
@@ -280,7 +276,6 @@ class _Schedule:
         return start_map(self.ring, xs) if self.ring is not None and i + 1 < len(self.steps) else lambda: xs
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, numbers: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return attention and its log-sum-exp."""
         wide = torch.promote_types(q.dtype, torch.float32)
         out, lse = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide), q.new_full(q.shape[:3], -math.inf, dtype=wide)
         for i, blocks in enumerate(self.steps):

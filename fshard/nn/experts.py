@@ -124,7 +124,6 @@ def balance(routing: Routing, over: Axis, *, counted: Tensor | None = None) -> B
 
 
 def router_sums(routing: Routing, counted: Tensor | None = None) -> RouterSums:
-    """Return the sums over this rank's tokens."""
     e, experts = routing.probabilities.shape[-1], routing.experts
     of_token = torch.ones_like(routing.z) if counted is None else (counted != 0).to(routing.z.dtype)
     ones = of_token.to(experts.dtype).unsqueeze(-1).expand_as(experts)
@@ -134,7 +133,6 @@ def router_sums(routing: Routing, counted: Tensor | None = None) -> RouterSums:
 
 
 def balance_of_sums(sums: RouterSums) -> Balance:
-    """Return the balance by sums over all ranks."""
     tokens = sums.tokens.clamp(min=1)
     share = sums.counts.to(sums.probabilities.dtype) / tokens
     loss = len(sums.counts) * (share * (sums.probabilities / tokens)).sum()

@@ -85,12 +85,13 @@ def column_product(
 ) -> Tensor:
     """Multiply by split columns: x [..., D]{I}, b [F@axis] -> [..., F@axis]{V}, or [..., F]{I} for out="whole"."""
     y = product(pvary(x, axis), b)
-    return _gather_columns(y, axis, size) if out == "whole" else y
+    return all_gather(y, axis, -1, size=size, to="invariant") if out == "whole" else y
 
 
 def row_product(product: Product, x: Tensor, b: Tensor | None, axis: Axis, *, out: str | None) -> Tensor:
     """Multiply by split rows: x [..., D@axis]{V}, b [F]{I} -> [..., F]{I}, or [..., F@axis]{V} for out="split"."""
-    return add_bias(_sum_parts(product(x, None), axis, out), b)
+    y = product(x, None)
+    return add_bias(psum_scatter(y, axis, -1) if out == "split" else psum(y, axis), b)
 
 
 def _check_unsplit(verb: str, name: str, x: Tensor, axis: Axis) -> None:
@@ -100,18 +101,6 @@ def _check_unsplit(verb: str, name: str, x: Tensor, axis: Axis) -> None:
                    f"their results would be joined as if {name} were the same",
                    fix=f"another axis for one of them, or {name} = fs.all_gather({name}, {varying[0]!r}, "
                        "to='invariant')")  # fmt: skip
-
-
-def _sum_parts(x: Tensor, axis: Axis, out: str | None) -> Tensor:
-    """Sum each rank's part of the result: [..., F]{V} -> [..., F]{I}, or [..., F@axis]{V} for out="split"."""
-    total: Tensor = psum_scatter(x, axis, -1) if out == "split" else psum(x, axis)
-    return total
-
-
-def _gather_columns(x: Tensor, axis: Axis, size: Size | None) -> Tensor:
-    """Join the columns of all ranks: [..., F@axis]{V} -> [..., F]{I}."""
-    joined: Tensor = all_gather(x, axis, -1, size=size, to="invariant")
-    return joined
 
 
 def add_bias(y: Tensor, b: Tensor | None) -> Tensor:
@@ -195,11 +184,11 @@ def embedding(
         rows = _lookup(ids, cast("Tensor", table), over, v)
         if padding_idx is not None:
             rows = torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
-    if not axis or out is None:
+    if not axis or out is None or out == "partial":
         return rows
     if split == "column":
-        return _gather_columns(rows, axis, size) if out == "whole" else rows
-    return rows if out == "partial" else _sum_parts(rows, axis, out)
+        return all_gather(rows, axis, -1, size=size, to="invariant") if out == "whole" else rows
+    return psum_scatter(rows, axis, -1) if out == "split" else psum(rows, axis)
 
 
 def _lookup(ids: Tensor, table: Tensor, axis: Axis, size: Size | None) -> Tensor:

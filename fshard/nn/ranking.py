@@ -106,8 +106,7 @@ def accuracy(
     wrong = counted & ((targets < 0) | (targets >= total))
     numbers = torch.stack([*((counted & found[..., :i].any(-1)).sum() for i in k), counted.sum(), wrong.sum()])
     *hits, count, wrong = psum(numbers, over).unbind()
-    shares: Tensor = (torch.stack(hits) / count).where(wrong == 0, math.nan)
-    return shares
+    return (torch.stack(hits) / count).where(wrong == 0, math.nan)
 
 
 def _check_logits(verb: str, logits: Tensor) -> None:

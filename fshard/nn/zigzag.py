@@ -34,7 +34,6 @@ class Piece(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The number of positions."""
         return self.stop - self.start
 
 

@@ -439,11 +439,6 @@ params = fs.materialize(module, P(), mesh, key=fs.key(0))
 """,
     "fshard.interop.peft.wrapped.weights": WRAPPED,
     "fshard.models.resnet.head_inputs": RESNET_LOCAL + 'x = fs.random.normal(fs.key(1), (4, 8), spec=P("data"))',
-    "fshard.models.resnet.load": RESNET
-    + """
-weights = {"params": resnet.init(cfg), "state": resnet.state(cfg)}
-resnet.save("my-resnet", cfg, fs.materialize(weights, P(), mesh, key=fs.key(0)))
-""",
     "fshard.models.resnet.loss": RESNET_LOCAL,
     "fshard.models.stages.pipelined": """
 cfg, ids = gpt2.Config(32, 8, 16, 1, 4), torch.arange(8).view(2, 4)
@@ -482,15 +477,14 @@ x, params = torch.ones(2, 3, 5, 5), {"w": torch.ones(2, 3, 3, 3), "b": torch.one
     "fshard.schedule.remat.remat": LOCAL_MLP + 'h = x\nblock = lambda p, h: torch.relu(h @ p["up"]) @ p["down"]',
 }
 OF_MODELS = {
-    "bert": "apply embed follows init logits loss pooled", "gpt2": "init", "gpt_neox": "init", "gptj": "init",
-    "llama": "init", "mixtral": "init loss losses specs", "t5": "apply decode encode generate init loss",
+    "bert": "apply embed follows init logits loss pooled", "mixtral": "losses specs",
+    "t5": "apply decode encode generate init loss",
 }  # fmt: skip
 for _name, _keys in OF_MODELS.items():
     SETUP |= {f"fshard.models.{_name}.{key}": model(_name) for key in _keys.split()}
 _MADE = "fshard.models.hf_files.file_functions.<locals>"
 SETUP |= {f"{_MADE}.{key}": model("gpt2", saved=True) for key in ("config", "load", "save")}
-SETUP |= {"fshard.models.bert.config": model("bert", saved=True)}
-SETUP |= {"fshard.models.leaves.specs_of.<locals>.specs": model("gpt2")}
+SETUP |= {f"fshard.models.leaves.{key}_of.<locals>.{key}": model("gpt2") for key in ("init", "specs")}
 MADE = ("decoder_of.apply", "decoder_of.states", "functions_of.generate", "functions_of.loss")
 SETUP |= {f"fshard.models.transformer.{key.replace('.', '.<locals>.')}": model("gpt2") for key in MADE}
 SETUP |= {f"fshard.models.resnet.{key}": RESNET_PLACED for key in ("apply", "features", "save")}
@@ -505,7 +499,6 @@ SETUP |= {
     "fshard.data.images.ImageFolder": PHOTOS,
     "fshard.data.loader.batches": "from torch.utils.data import DataLoader",
     "fshard.models.kv_cache.Cache": model("gpt2"),
-    "fshard.models.resnet.config": RESNET_PLACED + 'resnet.save("my-resnet", cfg, weights)',
 }
 SETUP |= {f"fshard.nn.zigzag.{key}_zigzag": "ids = torch.arange(4)[None]" for key in ("to", "from")}
 SETUP |= {

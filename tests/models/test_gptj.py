@@ -16,12 +16,12 @@ def test_attention_scores_of_half_precision_are_float32_with_dropout(monkeypatch
     """In bfloat16, scores in the tens are wrong by tenths. Without dropout, torch's kernel keeps them in float32."""
     dtypes, cfg = [], DECODERS["gptj"].config(embd_pdrop=0.2, attn_pdrop=0.3, resid_pdrop=0.1)
 
-    def recorded(q, k, v, *args, **kwargs):
+    def recorded(run, q, k, v, *args, **kwargs):
         dtypes.append((q.dtype, k.dtype, v.dtype))
-        return original(q, k, v, *args, **kwargs)
+        return original(run, q, k, v, *args, **kwargs)
 
-    original = transformer.causal_attention
-    monkeypatch.setattr(transformer, "causal_attention", recorded)
+    original = transformer.Run.attention
+    monkeypatch.setattr(transformer.Run, "attention", recorded)
     described = fs.tree.map(lambda d: d.to(torch.bfloat16), gptj.init(cfg))
     for key, scores in ((fs.key(0), torch.float32), (None, torch.bfloat16)):
         mesh = fs.make_mesh(data=1)

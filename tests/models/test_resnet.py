@@ -325,6 +325,8 @@ def test_a_head_of_other_classes_does_not_take_the_names_of_the_folder_it_is_lik
     assert model.config.id2label == {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}
     assert model.classifier[1].out_features == 3
     assert resnet.config(tmp_path) == cfg
+    assert resnet.config(tmp_path, num_labels=5) == resnet.Config(**TINY | {"num_labels": 5})
+    assert error_text(resnet.config, tmp_path, labels=5).startswith("config: there is no field labels\n  fix: one of ")
 
 
 def test_backbone_without_a_head_is_read_and_written(known, tmp_path):

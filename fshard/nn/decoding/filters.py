@@ -55,13 +55,11 @@ class Vocabulary(NamedTuple):
     def max(self, x: Tensor) -> Tensor:
         """Return the maximum over the vocabulary: [B, V@model] -> [B, 1]{I}."""
         local = x if self.n else x.new_full((len(x), 1), -math.inf)
-        out: Tensor = pmax(local.amax(-1, keepdim=True), self.axis)
-        return out
+        return pmax(local.amax(-1, keepdim=True), self.axis)
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over the vocabulary: [B, V@model] -> [B, 1]{I}."""
-        out: Tensor = psum(x.sum(-1, keepdim=True), self.axis)
-        return out
+        return psum(x.sum(-1, keepdim=True), self.axis)
 
 
 def filtered(logits: Tensor, vocabulary: Vocabulary, options: Options, *, ids: Tensor, mask: Tensor | None,
@@ -157,8 +155,7 @@ def argmax(logits: Tensor, axis: Axis, size: int) -> Tensor:
     local = logits if logits.shape[-1] else logits.new_full((len(logits), 1), -math.inf)
     value, index = local.max(-1)
     best = pvary(pmax(value, axis), axis)
-    out: Tensor = pmin(torch.where((value == best) | value.isnan(), index + first, total), axis)
-    return out
+    return pmin(torch.where((value == best) | value.isnan(), index + first, total), axis)
 
 
 def _ends_of_repeated_ngrams(ids: Tensor, mask: Tensor | None, n: int) -> tuple[Tensor, Tensor]:
