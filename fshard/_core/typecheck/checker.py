@@ -124,9 +124,7 @@ class Checker(OperationMode):
         self.asked: set[str] = set()  # axes on which the program asked for the rank's place: a number may depend on it
         # (collective, (dim, size) of each tensor, axes, line) that splits a dim into parts of different sizes
         self.uneven_splits: dict[tuple[str, tuple[tuple[int, Size], ...], tuple[str, ...], Any], None] = {}
-        self.split_arguments: dict[
-            int, TensorInfo
-        ] = {}  # that an axis splits, by the roots of them and of their `pvary`
+        self.split_arguments: dict[int, TensorInfo] = {}  # that an axis splits, by root; and what `pvary` made of them
         self._argument_storages: set[int] = set()
         self._single_rows: dict[int, set[str]] = {}  # axes by whose ranks an argument has one row each, by their size
         self._placed: dict[int, Tensor] = {}  # arguments that the caller keeps as placed leaves, by storage
