@@ -324,7 +324,7 @@ class _Messages:
     def __init__(self, order: ScheduleTable, axes: tuple[str, ...], stage: int, like: Sequence[Tensor]) -> None:
         self._comm, self._axes, self._stage, self._stages = region().comm, axes, stage, order.stages
         self._name, self._site = f"{order.kind} of {order.microbatches} microbatches, {order.chunks} chunks", site()
-        self._begun: set[tuple[int, int]] = set()  # pairs that have started a message
+        self._begun: set[int] = set()  # stages with which this one has started a message
         self._like, self._groups = like, by_dtype(like)
         messages = _messages_of(order.kind, order.stages, order.microbatches, order.chunks, stage)
         self._queues = {other: list(reversed(ms)) for other, ms in messages.items()}
@@ -368,8 +368,9 @@ class _Messages:
     def _start(self, message: _Message, xs: Sequence[Tensor]) -> list[PendingTransfer]:
         """Start a message: a transfer for each dtype."""
         pair = message.source, message.target
-        series = Series(self._name, pair not in self._begun)
-        self._begun.add(pair)
+        other = message.source + message.target - self._stage
+        series = Series(self._name, other not in self._begun)
+        self._begun.add(other)
         with unchecked(), transposing(self._site) if message.key[0] == "B" else contextlib.nullcontext():
             return [self._comm.send([xs[i] for i in group], [pair], self._axes, series) for group in self._groups]
 
