@@ -30,18 +30,18 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
     "cli": 1_692,
-    "core": 17_548,
+    "core": 17_610,
     "data": 1_056,
     "defer": 5_357,
     "interop": 4_592,
-    "law": 1_373,
+    "law": 1_320,
     "lora": 1_830,
-    "models": 4_861,
+    "models": 4_859,
     "nn": 3_867,
     "optim": 2_809,
-    "planning": 4_978,
+    "planning": 4_960,
     "recipes": 2_113,
-    "schedule": 3_310,
+    "schedule": 3_289,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

@@ -122,7 +122,7 @@ class Pipelined:
                              has_aux=self.has_aux)  # fmt: skip
             return run(params, batch, each=each)
         if self.gather is None and not tree.leaves(params[0]):  # a transform of torch.func for nothing
-            parts, transpose = params, lambda grads: grads
+            parts, transpose = params, _unchanged
         else:
             parts, transpose = gathered_with_transpose("pipelined", prepare, params)
         order = table(self.schedule, n, self.microbatches, self.chunks)
@@ -177,7 +177,7 @@ class Pipelined:
         m = self.microbatches
         batches = [split_rows("pipelined: batch", batch, i, m, "by a closure") for i in range(m)]
         if not names_of(self.axis):
-            return (), 1, batches, self.gather or (lambda x: x)
+            return (), 1, batches, self.gather or _unchanged
         current = region("pipelined")
         names, dim = known_axes("pipelined", current, self.axis), int(self.chunks > 1)
         specs = {id(x): spec for x, spec in zip(*current.arguments, strict=True)}
@@ -232,9 +232,7 @@ def on_stages(
                 raise fail(f"on_stages: {shown(x)} among the layers has no dims", fix="a leaf of shape (1,)")
             here = {axis: tuple(x.shape[0] * (stage == place % n) for stage in range(n))}
             major, *rest = spec.parts(len(x.shape))
-            entries = [(axis, *major) if major else axis, *(names or None for names in rest)]
-            last = max(i for i, entry in enumerate(entries) if entry)
-            placed.append(P(*entries[: last + 1], memory=spec.memory, lengths={**spec.lengths, **here}))
+            placed.append(P((axis, *major), *rest, memory=spec.memory, lengths={**spec.lengths, **here}))
         out.append(tree.unflatten(treedef, placed))
     return out
 
@@ -405,9 +403,7 @@ class _Run:
         """
         types, current = checker(), region()
         tensors = [x for x in tree.leaves((self.ends, self.batches[0])) if isinstance(x, Tensor)]
-        known: dict[Any, tuple[Any, Any]] = {}
-        if types is None and current.comm.has_values:
-            known = self.pipe._outlines
+        known: dict[Any, tuple[Any, Any]] = self.pipe._outlines if types is None and current.comm.has_values else {}
         place = *current.sizes.items(), *current.coords.items(), torch.is_autocast_enabled(current.device.type)
         key = place, *[(x.shape, x.dtype) for x in tensors]
         if key in known:
@@ -439,10 +435,10 @@ class _Run:
     def value_and_grad(self) -> tuple[Tensor, Any, Any, Any]:
         """Return the sums of the losses and the counts, the stacked aux, and the sums of the gradients."""
         loss, count, aux = self._of_last(self.result)
-        self.ends, self.weights = _differentiated(self.ends)
-        rows = [[(*_differentiated(layer), extra) for layer, extra in chunk] for chunk in self.chunks]
-        self.chunks = [[(layer, extra) for layer, _, extra in chunk] for chunk in rows]
-        self.weights_of = [[x for _, xs, _ in chunk for x in xs] for chunk in rows]
+        self.ends = _differentiated(self.ends)
+        self.chunks = [[(_differentiated(layer), extra) for layer, extra in chunk] for chunk in self.chunks]
+        ends = tree.leaves(self.ends)
+        self.weights = [[*ends, *tree.leaves([layer for layer, _ in chunk])] for chunk in self.chunks]
         with differentiating(), torch.enable_grad():
             self._run()
         m, found = self.order.microbatches, [self._of_last(x) for x in self.found]
@@ -451,14 +447,14 @@ class _Run:
         if isinstance(count, Tensor):
             totals["count"] = sum([n for _, n, _ in found], torch.zeros_like(count))
         totals = {"count": None if isinstance(count, Tensor) else count * m} | self._from_last_stage(totals)
-        grads = tree.map(_take_grad, self.ends), self._grads_of_layers([xs for _, xs, _ in itertools.chain(*rows)])
+        grads = tree.map(_take_grad, self.ends), self._grads_of_layers()
         if (types := checker()) is not None:
             types.check_gradients([], tree.leaves(self.params), tree.leaves(grads))
         return totals["loss"], totals["count"], totals["aux"], grads
 
-    def _grads_of_layers(self, rows: Sequence[Sequence[Tensor]]) -> Any:
-        """Return the gradients in the form of the layers, by the leaves of each layer that is here."""
-        layers = self.params[1]
+    def _grads_of_layers(self) -> Any:
+        """Return the gradients in the form of the layers."""
+        layers, rows = self.params[1], [tree.leaves(layer) for layer, _ in itertools.chain(*self.chunks)]
         if isinstance(layers, (list, tuple)):
             here = dict(zip(_here(layers), rows, strict=True))
             return [tree.unflatten(tree.structure(layer), map(_take_grad, here[i])) if i in here else
@@ -503,7 +499,7 @@ class _Run:
                     if op.kind == "F":
                         self._forward(op)
                     elif op.kind == "W":
-                        self.later.pop(op[1:])()
+                        self.later.pop(op[1:], _nothing)()
                     else:
                         self._backward(op)
             self.messages.end()
@@ -539,11 +535,9 @@ class _Run:
         elif checker() is None:
             grads = [torch.ones_like(self._of_last(self.result)[0])]
         inputs, roots = self.graphs.pop(op[1:])
-        weights = [*self.weights, *self.weights_of[op.chunk]]
+        weights = self.weights[op.chunk]
         grads = [g for root, g in zip(roots, grads, strict=True) if root is not None]
         roots = [root for root in roots if root is not None]
-        if op.kind == "D":
-            self.later[op[1:]] = lambda: None
         if op.kind == "D" and inputs and roots and checker() is None:
             self.later[op[1:]] = backward_of_inputs(roots, grads, inputs, weights)
         elif roots:
@@ -577,6 +571,14 @@ class _Run:
                            fix=f"fs.pvary(h, {names}) in {there}")  # fmt: skip
 
 
+def _unchanged(x: Any) -> Any:
+    return x
+
+
+def _nothing() -> None:
+    """Compute no gradients of weights: the backward pass of the inputs has done so."""
+
+
 def _zeros(like: Tensor) -> Tensor:
     """Return zeros that take no memory."""
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
@@ -586,12 +588,12 @@ def _kind(x: Any) -> str:
     return f"{str(x.dtype)[6:]}{list(x.shape)}" if isinstance(x, Tensor) else shown(x)
 
 
-def _differentiated(params: Any) -> tuple[Any, list[Tensor]]:
-    """Return leaves of autograd that share memory with parameters: as a tree, and as a list."""
+def _differentiated(params: Any) -> Any:
+    """Return leaves of autograd that share memory with parameters."""
     leaves, treedef = tree.flatten(params)
     new = [x.detach().requires_grad_() for x in leaves]
     keep_placed(new, leaves)
-    return tree.unflatten(treedef, new), new
+    return tree.unflatten(treedef, new)
 
 
 def _take_grad(x: Tensor) -> Tensor:
