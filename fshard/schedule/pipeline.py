@@ -290,6 +290,7 @@ def _unbind(stacked: Any, name: str, chunks: int) -> list[Any]:
 
 # --- messages ---------------------------------------------------------------------------------------------------
 
+_NOTHING = contextlib.nullcontext()
 Key = tuple[str, int, int]  # of a message: F for h, B for its gradient; the microbatch; the place of the receiver
 
 
@@ -321,10 +322,10 @@ class _Messages:
 
     def __init__(self, order: ScheduleTable, axes: tuple[str, ...], stage: int, like: Sequence[Tensor]) -> None:
         self._comm, self._axes, self._stage, self._stages = region().comm, axes, stage, order.stages
-        self._name, self._site = f"{order.kind} of {order.microbatches} microbatches, {order.chunks} chunks", site()
-        self._begun: set[int] = set()  # stages with which this one has started a message
-        self._like, self._groups = like, by_dtype(like)
+        self._site, self._like, self._groups = site(), like, by_dtype(like)
         messages = _messages_of(order.kind, order.stages, order.microbatches, order.chunks, stage)
+        name = f"{order.kind} of {order.microbatches} microbatches, {order.chunks} chunks"
+        self._first, self._later = dict.fromkeys(messages, Series(name, True)), Series(name, False)
         self._queues = {other: list(reversed(ms)) for other, ms in messages.items()}
         self._empty = list(map(_zeros, like))  # where nothing is sent, only the shapes and dtypes count
         self._arriving: dict[Key, list[PendingTransfer]] = {}
@@ -349,7 +350,7 @@ class _Messages:
     def receive(self, key: Key) -> list[Tensor]:
         """Wait for the leaves of h, or their gradients."""
         out, types = list(self._empty), checker()
-        with contextlib.nullcontext() if types is None else types.paused():
+        with _NOTHING if types is None else types.paused():
             for wait, group in zip(self._arriving.pop(key), self._groups, strict=True):
                 for i, x in zip(group, wait(), strict=True):
                     out[i] = x
@@ -366,10 +367,8 @@ class _Messages:
     def _start(self, message: _Message, xs: Sequence[Tensor]) -> list[PendingTransfer]:
         """Start a message: a transfer for each dtype."""
         pair = message.source, message.target
-        other = message.source + message.target - self._stage
-        series = Series(self._name, other not in self._begun)
-        self._begun.add(other)
-        with unchecked(), transposing(self._site) if message.key[0] == "B" else contextlib.nullcontext():
+        series = self._first.pop(sum(pair) - self._stage, self._later)
+        with unchecked(), transposing(self._site) if message.key[0] == "B" else _NOTHING:
             return [self._comm.send([xs[i] for i in group], [pair], self._axes, series) for group in self._groups]
 
 
@@ -412,7 +411,7 @@ class _Run:
         mode = fakes[0] if fakes else fake_tensors()
         silent = bind(replace(current, comm=silent_comm(current.comm), scratch={}))
         part = in_microbatch(self.parts[0])
-        with without_modes(), mode, types or contextlib.nullcontext(), silent, torch.no_grad(), part:
+        with without_modes(), mode, types or _NOTHING, silent, torch.no_grad(), part:
             h = self.pipe.first(self.ends, self.batches[0])
             self.h, self.h_def = tree.flatten(h)
             for path, x in tree.leaves_with_path(h):
@@ -556,8 +555,8 @@ class _Run:
                        first=self.h_def, h=treedef, fix="return a tree like h")  # fmt: skip
         types = checker()
         for x, like in zip(leaves, self.h, strict=True):
-            if _kind(x) != _kind(like):
-                same_shape = isinstance(x, Tensor) and x.shape == like.shape
+            same_shape = isinstance(x, Tensor) and x.shape == like.shape
+            if not same_shape or x.dtype != like.dtype:
                 raise fail(f"pipelined({by}): h has another shape or dtype than first returns",
                            "each stage sends to the next one what it receives", first=_kind(like), stage=_kind(x),
                            fix="return h as it came: x.to(h.dtype)" if same_shape else "one shape for all layers"
