@@ -30,7 +30,7 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
     "cli": 1_692,
-    "core": 17_610,
+    "core": 17_613,
     "data": 1_056,
     "defer": 5_357,
     "interop": 4_592,
@@ -39,9 +39,9 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "models": 4_859,
     "nn": 3_867,
     "optim": 2_809,
-    "planning": 4_960,
+    "planning": 4_951,
     "recipes": 2_113,
-    "schedule": 3_289,
+    "schedule": 3_288,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

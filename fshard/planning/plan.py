@@ -18,7 +18,7 @@ from fshard._core.call import CallPlan, groups_to_run
 from fshard._core.callsite import Site, site
 from fshard._core.display import Row, bar, page, table
 from fshard._core.operations import OperationMode, tensors_in
-from fshard._core.protocol import coords_of, size_of
+from fshard._core.protocol import coords_of
 from fshard._core.region import region
 from fshard._core.torch import in_backward, storage_id, unwrapped
 from fshard._core.transfers import Transfer, recording, transfer_rows, transfer_table
@@ -26,7 +26,7 @@ from fshard._core.typecheck import leaves_of
 from fshard.errors import checked, number_of
 from fshard.mesh import planned_mesh
 from fshard.shard_map import ShardMapped, planned_calls
-from fshard.spec import Size, format_axes, is_uneven, part_lengths, short_dtype, size
+from fshard.spec import Size, format_axes, short_dtype, size
 
 from .chrome import Timeline
 from .device import Device
@@ -216,12 +216,7 @@ def plan_ranks(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> 
     while missing:
         runs |= {rank: _run_rank(f, args, rank, device) for rank in sorted(missing)}
         over = tuple(a for a in mesh.axes if any(a in run.branches_on for run in runs.values()))
-        rows = {(axes, n): tuple(part_lengths(n, [mesh.axes[a] for a in axes])) for run in runs.values()
-                for axes, n in run.splits if is_uneven(n, size_of(axes, mesh.axes))}  # fmt: skip
-        # The first rank has the longest part of a dim that is split evenly: only the last one is planned too.
-        chosen = [(axes, lengths) for (axes, n), lengths in rows.items() if isinstance(n, tuple)]
-        last = groups_to_run([(axes, lengths) for (axes, _), lengths in rows.items()], over, mesh.axes, most=0)
-        groups = list(dict.fromkeys([*last, *groups_to_run(chosen, over, mesh.axes)]))
+        groups = groups_to_run([split for run in runs.values() for split in run.splits], over, mesh.axes)
         missing = {rank for group in groups for rank in group} - runs.keys()
     parameters = {s.path for s in runs[0].memory.storages if s.argument and s.part == "parameters"}
     splits = splits_of(placed_leaves(args, f._in_specs), mesh.axes, parameters, runs[0].events, over)

@@ -523,7 +523,7 @@ class _Run:
             roots = tree.leaves(h)
             self.messages.send(("F", op.microbatch, place + 1), [x.detach() for x in roots])
         if recorded:  # h itself is not kept: its graph does not need it
-            keep: Callable[[Tensor], Any] = get_gradient_edge if checker() is None else lambda x: x
+            keep: Callable[[Tensor], Any] = get_gradient_edge if checker() is None else _unchanged
             self.graphs[op[1:]] = inputs, [keep(x) if x.requires_grad else None for x in roots]
 
     def _backward(self, op: Operation) -> None:
