@@ -34,14 +34,14 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "data": 1_056,
     "defer": 5_357,
     "interop": 4_592,
-    "law": 1_320,
+    "law": 1_314,
     "lora": 1_830,
     "models": 4_859,
     "nn": 3_867,
     "optim": 2_809,
     "planning": 4_951,
     "recipes": 2_113,
-    "schedule": 3_288,
+    "schedule": 3_283,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

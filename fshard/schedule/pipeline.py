@@ -158,13 +158,8 @@ class Pipelined:
             h = self.stage(layer, h, batch, *extra)
         return self.last(params[0], h, batch)
 
-    def _check(
-        self, params: Any, batch: Any, each: Any
-    ) -> tuple[tuple[str, ...], int, list[Any], Callable[[Any], Any]]:
-        """Return the axes of more than one rank, the number of stages, the microbatches, and the function that gathers.
-
-        Raises ShardingError for arguments that do not fit.
-        """
+    def _check(self, params: Any, batch: Any, each: Any) -> tuple[tuple[str, ...], int, list[Any], Callable[..., Any]]:
+        """Check arguments; return the axes of several ranks, the number of stages, the microbatches, and the gather."""
         if not isinstance(params, tuple) or len(params) != 2:
             raise fail(f"pipelined: params is {shown(params)}", fix="pass a pair: (ends, layers)")
         compiling = torch.compiler.is_dynamo_compiling()
