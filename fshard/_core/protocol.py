@@ -34,7 +34,7 @@ class Series(NamedTuple):
     """Transfers between two ranks in an order that both know, with no other transfers of the two in between."""
 
     name: str  # what the order depends on
-    is_first: bool  # whether this transfer is the first of its series with these pairs
+    is_first: bool  # whether this transfer is the first of its series between the two
 
 
 class Comm(Place, Protocol):

@@ -162,7 +162,8 @@ def recording() -> Iterator[Recording]:
 def note(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> None:
     """Count a transfer, and add it to the record if there is one; for `split` see `transfer`."""
     if not torch.compiler.is_dynamo_compiling():
-        refuse_tracing(op)
+        if is_traced():
+            refuse_tracing(op)
         apart: Axes = getattr(_thread, "apart", ())
         if apart and op != "send" and set(apart) & set(axes):
             raise fail(f"{op}: called in a stage of a pipeline, over {', '.join(axes)}", *user_line(),

@@ -6,27 +6,25 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from fshard import tree
-from fshard._core.call import compare_result_types, result_types
+from fshard._core.call import compare_result_types, groups_to_run, is_settled, result_types
 from fshard._core.display import page
-from fshard._core.protocol import coords_of, index_of, ranks_over
+from fshard._core.protocol import index_of, ranks_over
 from fshard._core.transfers import Transfer, transfer_rows, transfer_table
 from fshard._core.typecheck import same_numbers
 from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
 from fshard.init import Deferred
-from fshard.mesh import Mesh
 from fshard.shard_map import DryRun, ShardMapped, dry_run
 from fshard.sharded import Sharded, abstract_sharded, array_dtype
 from fshard.spec import Size, format_axes, is_uneven, part_lengths, part_range, short_dtype, size, total
 
 _MOST_ROWS = 6
-_MOST_RANKS = 3  # after the first, for each set of axes
 _MOST_NAMED = 8  # ranks in a text
 _SAME_ORDER = "every rank must call the same collectives in the same order"
 _IN_PAIRS = "both ranks of a pair start the same messages, of the same shapes, in one order"
@@ -82,7 +80,7 @@ class Checked:
         return f"checked on {n} ranks ({format_axes(self.mesh)}){at}: {each} makes {count} and sends {sent}"
 
     def _uneven_rows(self) -> list[str]:
-        unequal = [d for d in self.uneven if not _is_settled(d, self.branches_on, self.mesh)]
+        unequal = [d for d in self.uneven if not is_settled(d.axes, d.lengths, self.branches_on, self.mesh)]
         return _uneven_rows(unequal, self.mesh, self.ranks)
 
 
@@ -124,8 +122,12 @@ def check(f: ShardMapped, *args: Any) -> Checked:
     """
     runs = {0: (first := dry_run(f, args))}
     uneven, branches_on = _uneven_dims(first, args), first.branches_on
-    while missing := sorted(_ranks_to_run(uneven, branches_on, first.mesh) - runs.keys()):
-        for rank in missing:
+    while True:
+        groups = groups_to_run([(d.axes, d.lengths) for d in uneven], branches_on, first.mesh.axes)
+        missing = {rank for group in groups for rank in group} - runs.keys()
+        if not missing:
+            break
+        for rank in sorted(missing):
             with _named_rank(rank, first, uneven):
                 runs[rank] = dry_run(f, args, rank)
             if branches_on:
@@ -191,50 +193,6 @@ def _arithmetic(n: int, axes: Sequence[str], lengths: Sequence[int], sizes: Mapp
     words = [f"{count} {'has' if count == 1 else 'have'} {length or 'none'}" for count, length in have]
     words[0] = words[0].replace(" ha", " rank ha" if have[0][0] == 1 else " ranks ha", 1)
     return f"{n} over {format_axes({a: sizes[a] for a in axes})}: {', '.join(words)}"
-
-
-def _ranks_to_run(uneven: Sequence[UnevenDim], branches_on: Collection[str], mesh: Mesh) -> set[int]:
-    """Return ranks that together have the lengths of every uneven dim, at each position of the axes `branches_on`."""
-    ranks = {0, *_uneven_ranks([d for d in uneven if not _is_settled(d, branches_on, mesh.axes)], mesh.axes)}
-    return {r for rank in ranks for r in ranks_over(tuple(branches_on), mesh.axes, mesh.coords(rank))}
-
-
-def _is_settled(d: UnevenDim, branches_on: Collection[str], sizes: Mapping[str, int]) -> bool:
-    """Return whether a position on these axes decides on the length of a part, such as of a layer on one stage."""
-    found: dict[Any, int] = {}
-    for i, n in enumerate(d.lengths):
-        coords = zip(d.axes, coords_of(i, [sizes[a] for a in d.axes]), strict=True)
-        if found.setdefault(tuple(at for a, at in coords if a in branches_on), n) != n:
-            return False
-    return True
-
-
-def _uneven_ranks(uneven: Sequence[UnevenDim], sizes: Mapping[str, int]) -> list[int]:
-    """Return ranks, without the first, that together have the lengths of every uneven dim.
-
-    1. Over each set of axes choose the position that adds most new lengths, the last of several, until every length is
-       covered or there are `_MOST_RANKS`. The position on other axes is 0.
-    2. Add the last position on all these axes together.
-    """
-    ranks = []
-    for axes in dict.fromkeys(d.axes for d in uneven):
-        rows = list({d.size: d.lengths for d in uneven if d.axes == axes}.values())
-        missing = {(i, n) for i, row in enumerate(rows) for n in row if n != row[0]}
-        for _ in range(_MOST_RANKS):
-            if missing:
-                found = [missing & {(i, row[at]) for i, row in enumerate(rows)} for at in range(len(rows[0]))]
-                at = max(range(len(found)), key=lambda at: (len(found[at]), at))
-                missing -= found[at]
-                ranks.append(_rank_at(axes, at, sizes))
-    last = {a: sizes[a] - 1 for d in uneven for a in d.axes}
-    ranks += [index_of(tuple(sizes), sizes, {**dict.fromkeys(sizes, 0), **last})] if last else []
-    return ranks
-
-
-def _rank_at(axes: Sequence[str], at: int, sizes: Mapping[str, int]) -> int:
-    """Return the rank at a position over the flattened axes, and at 0 on the others."""
-    coords = dict(zip(axes, coords_of(at, [sizes[a] for a in axes]), strict=True))
-    return index_of(tuple(sizes), sizes, {**dict.fromkeys(sizes, 0), **coords})
 
 
 # --- ranks with the smaller parts -----------------------------------------------------------------------------

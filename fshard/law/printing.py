@@ -13,7 +13,7 @@ from torch import Tensor
 from fshard import tree
 from fshard._core.display import format_runs
 from fshard._core.protocol import coords_of
-from fshard._core.region import Region, in_region, live_axes, region
+from fshard._core.region import in_region, live_axes, region
 from fshard._core.torch import in_transform, without_functorch, without_modes
 from fshard._core.transfers import is_recomputing
 from fshard.errors import checked, fail
@@ -129,20 +129,13 @@ def _print_by_rank(text: str) -> None:
     def write(texts: Mapping[int, str]) -> None:
         ranks: dict[str, list[Coords]] = {}
         for rank, shown in sorted(texts.items()):
-            ranks.setdefault(shown, []).append(_coords(here, rank, axes))
-        _write([_prefixed(f"[{'; '.join(_boxes(found, axes))}] ", shown) for shown, found in ranks.items()])
+            at = dict(zip(here.sizes, coords_of(rank, list(here.sizes.values())), strict=True))
+            ranks.setdefault(shown, []).append(tuple(at[a] for a in axes))
+        prefixes = {shown: f"[{'; '.join(_boxes(found, axes))}] " for shown, found in ranks.items()}
+        _write([prefix + _indented(shown, len(prefix)) for shown, prefix in prefixes.items()])
 
     with _plain_torch():
         here.comm.with_all_texts(text, "print", here.device, write)
-
-
-def _coords(here: Region, rank: int, axes: Sequence[str]) -> Coords:
-    at = dict(zip(here.sizes, coords_of(rank, list(here.sizes.values())), strict=True))
-    return tuple(at[a] for a in axes)
-
-
-def _prefixed(prefix: str, text: str) -> str:
-    return prefix + _indented(text, len(prefix))
 
 
 def _indented(text: str, width: int) -> str:

@@ -357,14 +357,10 @@ def _description_errors(
 
 def _fits_description(x: Any, described: Any) -> bool:
     """Return whether shape and dtype agree; True for a leaf without them, which has another error."""
-    if not (_has_shape(x) and _has_shape(described)):
+    if not all(isinstance(y, (Deferred, Sharded, Tensor)) and not _is_lazy(y) for y in (x, described)):
         return True
     cast = x.dtype.is_floating_point and described.dtype.is_floating_point
     return tuple(x.shape) == tuple(described.shape) and (x.dtype == described.dtype or cast)
-
-
-def _has_shape(x: Any) -> bool:
-    return isinstance(x, (Deferred, Sharded, Tensor)) and not _is_lazy(x)
 
 
 # --- the exchange ---------------------------------------------------------------------------------------------

@@ -137,15 +137,9 @@ def verify(
 
 
 def _compare_meshes(
-    f: ShardMapped,
-    name: str,
-    args: tuple[Any, ...],
-    others: Sequence[Sizes],
-    rtol: Any,
-    atol: Any,
-    bitwise: bool,
+    f: ShardMapped, name: str, args: tuple[Any, ...], others: Sequence[Sizes], rtol: Any, atol: Any, bitwise: bool,
     locate: bool,
-) -> tuple[int, float, list[str], tuple[str, ...]]:
+) -> tuple[int, float, list[str], tuple[str, ...]]:  # fmt: skip
     """Return the number of leaves, the largest error, the leaves that are noise, and those that are unchanged.
 
     Raises if leaves differ, or if all leaves of an argument are unchanged.

@@ -21,7 +21,7 @@ from fshard.schedule import pipeline
 from fshard.schedule.remat import remat as rematerialize
 from fshard.schedule.tables import Kind
 from fshard.schedule.unshard import make_whole
-from fshard.spec import Axis, P, is_spec, names_of
+from fshard.spec import Axis, is_spec, names_of
 
 from . import gpt2, gpt_neox, gptj, llama, mixtral
 from .kv_cache import Tokens
@@ -68,12 +68,10 @@ def pipelined(
 def _gathered(specs: Any, described: Any, stage: Axis) -> Any:
     """Return the specs of leaves that a pipeline has gathered over its axis."""
     leaves, treedef = tree.flatten(described)
-    out = []
-    for x, spec in zip(leaves, tree.broadcast(specs, described, name="pipelined: specs", leaf=is_spec), strict=True):
-        entries = [tuple(a for a in names if a not in names_of(stage)) or None for names in spec.parts(len(x.shape))]
-        lengths = {a: ns for a, ns in spec.lengths.items() if a not in names_of(stage)}
-        out.append(P(*entries, memory=spec.memory, lengths=lengths))
-    return tree.unflatten(treedef, out)
+    each = tree.broadcast(specs, described, name="pipelined: specs", leaf=is_spec)
+    dims = [[tuple(a for a in axes if a not in names_of(stage)) for axes in spec.parts(len(x.shape))]
+            for x, spec in zip(leaves, each, strict=True)]  # fmt: skip
+    return tree.unflatten(treedef, [spec.with_entries(*axes) for spec, axes in zip(each, dims, strict=True)])
 
 
 def model_on_stages(cfg: Any) -> ModuleType | None:

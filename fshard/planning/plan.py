@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fshard import tree
-from fshard._core.call import CallPlan
+from fshard._core.call import CallPlan, groups_to_run
 from fshard._core.callsite import Site, site
 from fshard._core.display import Row, bar, page, table
 from fshard._core.operations import OperationMode, tensors_in
-from fshard._core.protocol import coords_of, index_of, ranks_over
+from fshard._core.protocol import coords_of
 from fshard._core.region import region
 from fshard._core.torch import in_backward, storage_id, unwrapped
 from fshard._core.transfers import Transfer, recording, transfer_rows, transfer_table
@@ -26,7 +26,7 @@ from fshard._core.typecheck import leaves_of
 from fshard.errors import checked, number_of
 from fshard.mesh import planned_mesh
 from fshard.shard_map import ShardMapped, planned_calls
-from fshard.spec import format_axes, short_dtype, size
+from fshard.spec import Size, format_axes, short_dtype, size
 
 from .chrome import Timeline
 from .device import Device
@@ -216,54 +216,30 @@ def plan_ranks(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> 
     while missing:
         runs |= {rank: _run_rank(f, args, rank, device) for rank in sorted(missing)}
         over = tuple(a for a in mesh.axes if any(a in run.branches_on for run in runs.values()))
-        ends = [0, *(r for run in runs.values() if run.uneven - {*over} for r in run.others)]
-        groups = list(dict.fromkeys(tuple(ranks_over(over, mesh.axes, mesh.coords(end))) for end in ends))
+        groups = groups_to_run([split for run in runs.values() for split in run.splits], over, mesh.axes)
         missing = {rank for group in groups for rank in group} - runs.keys()
     parameters = {s.path for s in runs[0].memory.storages if s.argument and s.part == "parameters"}
     splits = splits_of(placed_leaves(args, f._in_specs), mesh.axes, parameters, runs[0].events, over)
     return [_plan_together(dict(mesh.axes), {r: runs[r] for r in group}, over, device, splits) for group in groups]
 
 
-def _uneven_axes(plan: CallPlan) -> set[str]:
-    """Return the axes over which parts differ in size."""
-    found = set[str]()
-    for axes, ns in plan.split_sizes.items():
-        for n in ns:
-            chosen = axes[: isinstance(n, tuple)]
-            ranks = math.prod(plan.mesh.axes[a] for a in axes[len(chosen) :])
-            rest = axes[len(chosen) :] if any(k % ranks for k in (n if isinstance(n, tuple) else (n,))) else ()
-            found |= {*chosen, *rest}
-    return found
-
-
-def _other_ranks(plan: CallPlan) -> list[int]:
-    """Return the last rank if parts differ in size, and ranks with the longest of the parts of chosen lengths."""
-    sizes = plan.mesh.axes
-    found = [{a: n - 1 for a, n in sizes.items()}][: len(plan.uneven)]
-    for axes, ns in plan.split_sizes.items():
-        found += [{**dict.fromkeys(sizes, 0), axes[0]: n.index(max(n))} for n in ns if isinstance(n, tuple)]
-    return sorted({index_of(tuple(sizes), sizes, at) for at in found} - {0})
-
-
 class _RankRun(NamedTuple):
-    """The run of one rank; axes over which parts differ, ranks with other parts, and axes that it branches on."""
+    """The run of one rank; the axes and the sizes of dims that are split, and axes that it branches on."""
 
     events: Sequence[Event]
     memory: Memory
-    uneven: set[str]
-    others: list[int]
+    splits: list[tuple[tuple[str, ...], Size]]
     branches_on: set[str]
 
 
 def _run_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device | None) -> _RankRun:
     """Run a step as one rank."""
-    recorder, uneven, others, branches_on = _Recorder(), set[str](), list[int](), set[str]()
+    recorder, splits, branches_on = _Recorder(), list[tuple[tuple[str, ...], Size]](), set[str]()
     accelerator = device is not None or f.mesh.device.type != "cpu"
     mesh = planned_mesh(f.mesh.axes, rank, recorder, accelerator=accelerator)
 
     def observe(plan: CallPlan, g: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-        uneven.update(_uneven_axes(plan))
-        others[:] = _other_ranks(plan)
+        splits[:] = [(axes, n) for axes, ns in plan.split_sizes.items() for n in ns]
         recorder.begin(plan.names, tree.leaves_with_path(inputs))
         with _Gradients(recorder.note_gradients), recorder:
             out = g(*inputs)
@@ -275,7 +251,7 @@ def _run_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device |
         for _ in planned_calls(f, args, mesh, observe):
             if not recorder.replaced_buffers():
                 break
-    return _RankRun(*recorder.outcome(), uneven, others, branches_on)
+    return _RankRun(*recorder.outcome(), splits, branches_on)
 
 
 def _plan_together(

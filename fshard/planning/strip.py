@@ -45,7 +45,7 @@ def letters(slices: Sequence[Slice], start: float, seconds: float) -> str:
 
 
 def _kinds(slices: Sequence[Slice], start: float, seconds: float, count: int) -> list[str]:
-    """Return the kind that takes the most time in each of `count` columns."""
+    """Return the kind that takes the most time in each of `count` columns; an empty text if more of it is idle."""
     width = seconds / count
     columns: list[Counter[str]] = [Counter() for _ in range(count)]
     for s in slices if width else ():
@@ -54,10 +54,6 @@ def _kinds(slices: Sequence[Slice], start: float, seconds: float, count: int) ->
         for i in range(first, last + 1):
             begin = start + i * width
             columns[i][kind] += max(0.0, min(s.end, begin + width) - max(s.start, begin))  # type: ignore[assignment]
-    return [_kind_of(shares, width) for shares in columns]
-
-
-def _kind_of(shares: Counter[str], width: float) -> str:
-    """Return the kind with the most seconds of a column; an empty text if more of it is idle."""
-    kind, seconds = max(shares.items(), key=lambda row: row[1], default=("", 0.0))
-    return kind if seconds > width - sum(shares.values()) else ""
+    most = [max(shares.items(), key=lambda row: row[1], default=("", 0.0)) for shares in columns]
+    return [kind if busy > width - sum(shares.values()) else ""
+            for (kind, busy), shares in zip(most, columns, strict=True)]  # fmt: skip

@@ -116,13 +116,15 @@ class Pipelined:
     @api_boundary
     def __call__(self, params: Any, batch: Any, *, each: Any = None) -> Any:
         """Return (loss, gradients), or with `has_aux` ((loss, aux), gradients)."""
-        axes, n, batches = self._check(params, batch, each)
+        axes, n, batches, prepare = self._check(params, batch, each)
         if n == 1:
             run = accumulate(self._model, self.microbatches, gather=self.gather, counted=self.counted,
                              has_aux=self.has_aux)  # fmt: skip
             return run(params, batch, each=each)
-        prepare = functools.partial(self._prepare, self._specs_of_ends(params))
-        parts, transpose = gathered_with_transpose("pipelined", prepare, params)
+        if self.gather is None and not tree.leaves(params[0]):  # a transform of torch.func for nothing
+            parts, transpose = params, _unchanged
+        else:
+            parts, transpose = gathered_with_transpose("pipelined", prepare, params)
         order = table(self.schedule, n, self.microbatches, self.chunks)
         loss, count, aux, grads = _Run(self, order, axes, parts, batch, batches, each).value_and_grad()
         del parts
@@ -135,24 +137,18 @@ class Pipelined:
     @api_boundary
     def forward(self, params: Any, batch: Any, *, each: Any = None) -> Any:
         """Return the results of `last`, any tree of tensors, stacked: [microbatches, ...]."""
-        axes, n, batches = self._check(params, batch, each)
+        axes, n, batches, prepare = self._check(params, batch, each)
         with torch.no_grad():
-            parts = self._prepare(self._specs_of_ends(params), params)
+            parts = prepare(params)
             if n > 1:
                 order = table("forward", n, self.microbatches, self.chunks)
                 return _Run(self, order, axes, parts, batch, batches, each).results()
             return stacked("pipelined", [self._model(parts, b, each) for b in batches])
 
-    def _specs_of_ends(self, params: Any) -> list[P]:
-        """Return the spec of each leaf of the ends: P() of one that is not an argument of the call."""
-        known = _argument_specs() if names_of(self.axis) else {}
-        return [known.get(id(x)) or P() for x in tree.leaves(params[0])]
-
     def _prepare(self, specs: Sequence[P], params: Any) -> Any:
         """Return the parameters as the stages use them, gathered: the ends vary over the axis."""
         ends, treedef = tree.flatten(params[0])
-        ends = unshard(ends, specs, self.axis) if names_of(self.axis) else ends
-        varying = tree.unflatten(treedef, ends), params[1]
+        varying = tree.unflatten(treedef, unshard(ends, specs, self.axis)), params[1]
         return varying if self.gather is None else self.gather(varying)
 
     def _model(self, params: Any, batch: Any, each: Any) -> Any:
@@ -162,8 +158,8 @@ class Pipelined:
             h = self.stage(layer, h, batch, *extra)
         return self.last(params[0], h, batch)
 
-    def _check(self, params: Any, batch: Any, each: Any) -> tuple[tuple[str, ...], int, list[Any]]:
-        """Return the axes of more than one rank, the number of stages and the microbatches, and check the arguments."""
+    def _check(self, params: Any, batch: Any, each: Any) -> tuple[tuple[str, ...], int, list[Any], Callable[..., Any]]:
+        """Check arguments; return the axes of several ranks, the number of stages, the microbatches, and the gather."""
         if not isinstance(params, tuple) or len(params) != 2:
             raise fail(f"pipelined: params is {shown(params)}", fix="pass a pair: (ends, layers)")
         compiling = torch.compiler.is_dynamo_compiling()
@@ -176,29 +172,24 @@ class Pipelined:
         m = self.microbatches
         batches = [split_rows("pipelined: batch", batch, i, m, "by a closure") for i in range(m)]
         if not names_of(self.axis):
-            return (), 1, batches
+            return (), 1, batches, self.gather or _unchanged
         current = region("pipelined")
         names, dim = known_axes("pipelined", current, self.axis), int(self.chunks > 1)
-        specs = _argument_specs()
+        specs = {id(x): spec for x, spec in zip(*current.arguments, strict=True)}
         for name, part in (("params[1]", params[1]), ("each", each)):
+            listed = isinstance(part, (list, tuple))
             for path, x in tree.leaves_with_path(part):
-                spec, where = specs.get(id(x)), f"pipelined: {tree.show(name, path)}"
-                if spec is None:
+                spec = specs.get(id(x))
+                if spec is None or (set(names) <= set(spec.axes) if listed else
+                                    spec.parts(x.ndim)[dim : dim + 1] == (names,)):  # fmt: skip
                     continue
-                listed = isinstance(part, (list, tuple))
-                if not (set(names) <= set(spec.axes) if listed else spec.parts(x.ndim)[dim : dim + 1] == (names,)):
-                    wanted = f"[{self.chunks}, layers of a chunk, ...]" if dim else "[layers, ...]"
-                    raise fail(f"{where}: the layers are not split over the axis",
-                               *[] if listed else [f"they are stacked as {wanted}"], shape=list(x.shape), spec=spec,
-                               chunks=self.chunks, fix="the specs of fs.on_stages" if listed else
-                               f"P({'None, ' * dim}{self.axis!r}, ...)")  # fmt: skip
-        live = live_axes(current.comm, names)
-        return live, size_of(live, current.sizes), batches
-
-
-def _argument_specs() -> dict[int, P]:
-    """Return the spec of each argument of the call, by its id."""
-    return {id(x): spec for x, spec in zip(*region("pipelined").arguments, strict=True)}
+                wanted = f"[{self.chunks}, layers of a chunk, ...]" if dim else "[layers, ...]"
+                raise fail(f"pipelined: {tree.show(name, path)}: the layers are not split over the axis",
+                           *[] if listed else [f"they are stacked as {wanted}"], shape=list(x.shape), spec=spec,
+                           chunks=self.chunks, fix="the specs of fs.on_stages" if listed else
+                           f"P({'None, ' * dim}{self.axis!r}, ...)")  # fmt: skip
+        live, of_ends = live_axes(current.comm, names), [specs.get(id(x)) or P() for x in tree.leaves(params[0])]
+        return live, size_of(live, current.sizes), batches, functools.partial(self._prepare, of_ends)
 
 
 # --- layers and microbatches ------------------------------------------------------------------------------------
@@ -236,9 +227,7 @@ def on_stages(
                 raise fail(f"on_stages: {shown(x)} among the layers has no dims", fix="a leaf of shape (1,)")
             here = {axis: tuple(x.shape[0] * (stage == place % n) for stage in range(n))}
             major, *rest = spec.parts(len(x.shape))
-            entries = [(axis, *major) if major else axis, *(names or None for names in rest)]
-            last = max(i for i, entry in enumerate(entries) if entry)
-            placed.append(P(*entries[: last + 1], memory=spec.memory, lengths={**spec.lengths, **here}))
+            placed.append(P((axis, *major), *rest, memory=spec.memory, lengths={**spec.lengths, **here}))
         out.append(tree.unflatten(treedef, placed))
     return out
 
@@ -296,6 +285,7 @@ def _unbind(stacked: Any, name: str, chunks: int) -> list[Any]:
 
 # --- messages ---------------------------------------------------------------------------------------------------
 
+_NOTHING = contextlib.nullcontext()
 Key = tuple[str, int, int]  # of a message: F for h, B for its gradient; the microbatch; the place of the receiver
 
 
@@ -326,13 +316,12 @@ class _Messages:
     _MOST_SENT = 2  # sends that may be pending
 
     def __init__(self, order: ScheduleTable, axes: tuple[str, ...], stage: int, like: Sequence[Tensor]) -> None:
-        self._comm, self._axes, self._stage = region().comm, axes, stage
-        self._name = f"{order.kind} of {order.microbatches} microbatches, {order.chunks} chunks"
-        self._begun: set[tuple[int, int]] = set()  # pairs that have started a message
-        self._like, self._groups = like, by_dtype(like)
+        self._comm, self._axes, self._stage, self._stages = region().comm, axes, stage, order.stages
+        self._site, self._like, self._groups = site(), like, by_dtype(like)
         messages = _messages_of(order.kind, order.stages, order.microbatches, order.chunks, stage)
+        name = f"{order.kind} of {order.microbatches} microbatches, {order.chunks} chunks"
+        self._first, self._later = dict.fromkeys(messages, Series(name, True)), Series(name, False)
         self._queues = {other: list(reversed(ms)) for other, ms in messages.items()}
-        self._queue_of = {m.key: self._queues[other] for other, ms in messages.items() for m in ms}
         self._empty = list(map(_zeros, like))  # where nothing is sent, only the shapes and dtypes count
         self._arriving: dict[Key, list[PendingTransfer]] = {}
         self._sent: list[list[PendingTransfer]] = []
@@ -341,60 +330,44 @@ class _Messages:
         """Start the receives of what others compute until `end`, and wait for older sends."""
         for queue in self._queues.values():
             while queue and queue[-1].target == self._stage and queue[-1].end <= end:
-                self._start(queue)
+                message = queue.pop()
+                self._arriving[message.key] = self._start(message, self._empty)
         while len(self._sent) > self._MOST_SENT:
             for wait in self._sent.pop(0):
                 wait()
 
     def send(self, key: Key, xs: Sequence[Tensor]) -> None:
-        """Start to send the leaves of h, or their gradients."""
-        queue = self._queue_of[key]
-        while queue[-1].key != key:
-            self._start(queue)
-        self._start(queue, xs)
+        """Start to send the leaves of h, or their gradients: all messages before it have started."""
+        message = self._queues[key[2] % self._stages].pop()
+        assert message.key == key, (message, key)
+        self._sent.append(self._start(message, xs))
 
     def receive(self, key: Key) -> list[Tensor]:
         """Wait for the leaves of h, or their gradients."""
-        while key not in self._arriving:
-            self._start(self._queue_of[key])
-        out = list(self._empty)
-        with unchecked():
+        out, types = list(self._empty), checker()
+        with _NOTHING if types is None else types.paused():
             for wait, group in zip(self._arriving.pop(key), self._groups, strict=True):
                 for i, x in zip(group, wait(), strict=True):
                     out[i] = x
-        if (types := checker()) is not None:
+        if types is not None:
             for x, like in zip(out, self._like, strict=True):
                 types.set_message_type(x, like, "pipelined", self._axes)
         return out
 
     def end(self) -> None:
         """Wait for the last sends."""
-        for wait in [wait for pending in self._sent for wait in pending]:
+        for wait in itertools.chain(*self._sent):
             wait()
 
-    def _start(self, queue: list[_Message], xs: Sequence[Tensor] = ()) -> None:
-        """Start the next message between two stages: a receive, or a send of xs."""
-        _, key, source, target = queue.pop()
-        assert (source == self._stage) == bool(xs), key
-        with unchecked(), transposing(site()) if key[0] == "B" else contextlib.nullcontext():
-            series = Series(self._name, (source, target) not in self._begun)
-            pending = [self._comm.send([(xs or self._empty)[i] for i in group], [(source, target)], self._axes, series)
-                       for group in self._groups]  # fmt: skip
-        self._begun.add((source, target))
-        if xs:
-            self._sent.append(pending)
-        else:
-            self._arriving[key] = pending
+    def _start(self, message: _Message, xs: Sequence[Tensor]) -> list[PendingTransfer]:
+        """Start a message: a transfer for each dtype."""
+        pair = message.source, message.target
+        series = self._first.pop(sum(pair) - self._stage, self._later)
+        with unchecked(), transposing(self._site) if message.key[0] == "B" else _NOTHING:
+            return [self._comm.send([xs[i] for i in group], [pair], self._axes, series) for group in self._groups]
 
 
 # --- one run ----------------------------------------------------------------------------------------------------
-
-
-class _Graph(NamedTuple):
-    """The graph of a chunk and a microbatch: the received leaves, and its roots."""
-
-    inputs: Sequence[Tensor]
-    roots: Sequence[Any]  # an edge, or in a checked call a tensor; None without a gradient
 
 
 class _Run:
@@ -413,7 +386,8 @@ class _Run:
         self.h, self.h_def = tree.flatten(h)
         self.messages = _Messages(order, axes, self.stage, self.h)
         self.found: list[Any] = []  # what `last` returns for each microbatch
-        self.graphs: dict[tuple[int, int], _Graph] = {}
+        # By microbatch and chunk: the received leaves, and the roots: edges, or in a checked call tensors.
+        self.graphs: dict[tuple[int, int], tuple[list[Tensor], list[Any]]] = {}
         self.later: dict[tuple[int, int], Callable[[], None]] = {}
 
     def _outline(self) -> tuple[Any, Any]:
@@ -423,9 +397,7 @@ class _Run:
         """
         types, current = checker(), region()
         tensors = [x for x in tree.leaves((self.ends, self.batches[0])) if isinstance(x, Tensor)]
-        known: dict[Any, tuple[Any, Any]] = {}
-        if types is None and current.comm.has_values:
-            known = self.pipe._outlines
+        known: dict[Any, tuple[Any, Any]] = self.pipe._outlines if types is None and current.comm.has_values else {}
         place = *current.sizes.items(), *current.coords.items(), torch.is_autocast_enabled(current.device.type)
         key = place, *[(x.shape, x.dtype) for x in tensors]
         if key in known:
@@ -434,7 +406,7 @@ class _Run:
         mode = fakes[0] if fakes else fake_tensors()
         silent = bind(replace(current, comm=silent_comm(current.comm), scratch={}))
         part = in_microbatch(self.parts[0])
-        with without_modes(), mode, types or contextlib.nullcontext(), silent, torch.no_grad(), part:
+        with without_modes(), mode, types or _NOTHING, silent, torch.no_grad(), part:
             h = self.pipe.first(self.ends, self.batches[0])
             self.h, self.h_def = tree.flatten(h)
             for path, x in tree.leaves_with_path(h):
@@ -457,10 +429,10 @@ class _Run:
     def value_and_grad(self) -> tuple[Tensor, Any, Any, Any]:
         """Return the sums of the losses and the counts, the stacked aux, and the sums of the gradients."""
         loss, count, aux = self._of_last(self.result)
-        self.ends, self.weights = _differentiated(self.ends)
-        rows = [[(*_differentiated(layer), extra) for layer, extra in chunk] for chunk in self.chunks]
-        self.chunks = [[(layer, extra) for layer, _, extra in chunk] for chunk in rows]
-        self.weights_of = [[x for _, xs, _ in chunk for x in xs] for chunk in rows]
+        self.ends = _differentiated(self.ends)
+        self.chunks = [[(_differentiated(layer), extra) for layer, extra in chunk] for chunk in self.chunks]
+        ends = tree.leaves(self.ends)
+        self.weights = [[*ends, *tree.leaves([layer for layer, _ in chunk])] for chunk in self.chunks]
         with differentiating(), torch.enable_grad():
             self._run()
         m, found = self.order.microbatches, [self._of_last(x) for x in self.found]
@@ -469,14 +441,14 @@ class _Run:
         if isinstance(count, Tensor):
             totals["count"] = sum([n for _, n, _ in found], torch.zeros_like(count))
         totals = {"count": None if isinstance(count, Tensor) else count * m} | self._from_last_stage(totals)
-        grads = tree.map(_take_grad, self.ends), self._grads_of_layers([xs for _, xs, _ in itertools.chain(*rows)])
+        grads = tree.map(_take_grad, self.ends), self._grads_of_layers()
         if (types := checker()) is not None:
             types.check_gradients([], tree.leaves(self.params), tree.leaves(grads))
         return totals["loss"], totals["count"], totals["aux"], grads
 
-    def _grads_of_layers(self, rows: Sequence[Sequence[Tensor]]) -> Any:
-        """Return the gradients in the form of the layers, by the leaves of each layer that is here."""
-        layers = self.params[1]
+    def _grads_of_layers(self) -> Any:
+        """Return the gradients in the form of the layers."""
+        layers, rows = self.params[1], [tree.leaves(layer) for layer, _ in itertools.chain(*self.chunks)]
         if isinstance(layers, (list, tuple)):
             here = dict(zip(_here(layers), rows, strict=True))
             return [tree.unflatten(tree.structure(layer), map(_take_grad, here[i])) if i in here else
@@ -493,11 +465,13 @@ class _Run:
 
     def _from_last_stage(self, xs: Any) -> Any:
         """Return the last stage's values on each stage: a sum, in which the others have zeros."""
+        leaves, treedef = tree.flatten(xs)
+        numbers = [x.to(torch.uint8) if x.dtype == torch.bool else x for x in leaves]
         if self.stage != self.order.stages - 1:
-            xs = tree.map(torch.zeros_like, xs)
-        is_bool = tree.map(lambda x: x.dtype == torch.bool, xs)
-        out = psum(pvary(tree.map(lambda x, b: x.to(torch.uint8) if b else x, xs, is_bool), self.axes), self.axes)
-        return tree.map(lambda x, b: x.bool() if b else x, out, is_bool)
+            numbers = list(map(torch.zeros_like, numbers))
+        varying = numbers if checker() is None else pvary(numbers, self.axes)
+        totals = psum(varying, self.axes)
+        return tree.unflatten(treedef, [y.to(x.dtype) for x, y in zip(leaves, totals, strict=True)])
 
     def _of_last(self, x: Any) -> tuple[Tensor, Any, Any]:
         """Return (loss, count, aux) of a result of `last`."""
@@ -512,16 +486,17 @@ class _Run:
     # --- operations ---
 
     def _run(self) -> None:
-        for _, end, op in self.order.ticks[self.stage]:
-            self.messages.begin(end)
-            with ranks_apart(self.axes), in_microbatch(self.parts[op.microbatch]):
-                if op.kind == "F":
-                    self._forward(op)
-                elif op.kind == "W":
-                    self.later.pop(op[1:])()
-                else:
-                    self._backward(op)
-        self.messages.end()
+        with ranks_apart(self.axes):
+            for _, end, op in self.order.ticks[self.stage]:
+                self.messages.begin(end)
+                with in_microbatch(self.parts[op.microbatch]):
+                    if op.kind == "F":
+                        self._forward(op)
+                    elif op.kind == "W":
+                        self.later.pop(op[1:], _nothing)()
+                    else:
+                        self._backward(op)
+            self.messages.end()
 
     def _forward(self, op: Operation) -> None:
         place, batch, recorded = self._place(op), self.batches[op.microbatch], torch.is_grad_enabled()
@@ -543,8 +518,8 @@ class _Run:
             roots = tree.leaves(h)
             self.messages.send(("F", op.microbatch, place + 1), [x.detach() for x in roots])
         if recorded:  # h itself is not kept: its graph does not need it
-            keep: Callable[[Tensor], Any] = get_gradient_edge if checker() is None else lambda x: x
-            self.graphs[op[1:]] = _Graph(inputs, [keep(x) if x.requires_grad else None for x in roots])
+            keep: Callable[[Tensor], Any] = get_gradient_edge if checker() is None else _unchanged
+            self.graphs[op[1:]] = inputs, [keep(x) if x.requires_grad else None for x in roots]
 
     def _backward(self, op: Operation) -> None:
         place = self._place(op)
@@ -554,11 +529,9 @@ class _Run:
         elif checker() is None:
             grads = [torch.ones_like(self._of_last(self.result)[0])]
         inputs, roots = self.graphs.pop(op[1:])
-        weights = [*self.weights, *self.weights_of[op.chunk]]
+        weights = self.weights[op.chunk]
         grads = [g for root, g in zip(roots, grads, strict=True) if root is not None]
         roots = [root for root in roots if root is not None]
-        if op.kind == "D":
-            self.later[op[1:]] = lambda: None
         if op.kind == "D" and inputs and roots and checker() is None:
             self.later[op[1:]] = backward_of_inputs(roots, grads, inputs, weights)
         elif roots:
@@ -577,8 +550,8 @@ class _Run:
                        first=self.h_def, h=treedef, fix="return a tree like h")  # fmt: skip
         types = checker()
         for x, like in zip(leaves, self.h, strict=True):
-            if _kind(x) != _kind(like):
-                same_shape = isinstance(x, Tensor) and x.shape == like.shape
+            same_shape = isinstance(x, Tensor) and x.shape == like.shape
+            if not same_shape or x.dtype != like.dtype:
                 raise fail(f"pipelined({by}): h has another shape or dtype than first returns",
                            "each stage sends to the next one what it receives", first=_kind(like), stage=_kind(x),
                            fix="return h as it came: x.to(h.dtype)" if same_shape else "one shape for all layers"
@@ -592,6 +565,14 @@ class _Run:
                            fix=f"fs.pvary(h, {names}) in {there}")  # fmt: skip
 
 
+def _unchanged(x: Any) -> Any:
+    return x
+
+
+def _nothing() -> None:
+    """Compute no gradients of weights: the backward pass of the inputs has done so."""
+
+
 def _zeros(like: Tensor) -> Tensor:
     """Return zeros that take no memory."""
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
@@ -601,12 +582,12 @@ def _kind(x: Any) -> str:
     return f"{str(x.dtype)[6:]}{list(x.shape)}" if isinstance(x, Tensor) else shown(x)
 
 
-def _differentiated(params: Any) -> tuple[Any, list[Tensor]]:
-    """Return leaves of autograd that share memory with parameters: as a tree, and as a list."""
+def _differentiated(params: Any) -> Any:
+    """Return leaves of autograd that share memory with parameters."""
     leaves, treedef = tree.flatten(params)
     new = [x.detach().requires_grad_() for x in leaves]
     keep_placed(new, leaves)
-    return tree.unflatten(treedef, new), new
+    return tree.unflatten(treedef, new)
 
 
 def _take_grad(x: Tensor) -> Tensor:

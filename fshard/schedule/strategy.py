@@ -111,7 +111,10 @@ def strategy(
     contradicts it.
     Source: Zhao et al., 2023, "PyTorch FSDP"; `torch.distributed.fsdp.ShardingStrategy` for the names.
     """
-    known = _known_name(name)
+    known = NAMES[name - 1] if isinstance(name, int) and 1 <= name <= len(NAMES) else str(name)
+    known = known if known in NAMES else f"_{known}"
+    if known not in NAMES:
+        raise fail(f"strategy: name={name!r}", fix=", ".join(f"{n!r} ({i})" for i, n in enumerate(NAMES, 1)))
     hybrid, keeps = "HYBRID" in known, known not in ("FULL_SHARD", "HYBRID_SHARD")
     axis = axis if axis is not None else ("replica", "shard") if hybrid else "data"
     names = names_of(axis)
@@ -127,11 +130,3 @@ def strategy(
     GatherOptions(release, prefetch, backward_prefetch).check("strategy", shard)
     on_host = offload_params if offload_optimizer is None else offload_optimizer
     return Strategy(known, axis, shard, release, prefetch, backward_prefetch, offload_params, on_host)
-
-
-def _known_name(name: str | int) -> str:
-    if isinstance(name, int) and 1 <= name <= len(NAMES):
-        return NAMES[name - 1]
-    if isinstance(name, str) and (name in NAMES or f"_{name}" in NAMES):
-        return name if name in NAMES else f"_{name}"
-    raise fail(f"strategy: name={name!r}", fix=", ".join(f"{n!r} ({i})" for i, n in enumerate(NAMES, 1)))

@@ -68,7 +68,8 @@ class ScheduleTable:
                         break
                     start = max(row[-1].end if row else 0, 0 if before is None else ends[before])
                     row.append(Timed(start, start + cost[op.kind], op))
-                    ends[_result(op), op.microbatch, op.chunk * self.stages + stage] = row[-1].end
+                    result = "B" if op.kind == "D" else op.kind  # both have the gradient by the chunk's input
+                    ends[result, op.microbatch, op.chunk * self.stages + stage] = row[-1].end
                     waiting = True
         if any(len(row) < len(order) for row, order in zip(rows, self.orders, strict=True)):
             raise AssertionError(f"{self.kind}: stages wait for each other")
@@ -120,11 +121,6 @@ class ScheduleTable:
         return "\n".join([f"{self.kind}: {size}{f', {self.chunks} chunks in each stage' if self.chunks > 1 else ''}",
                           *lines, f"  stages wait {100 * self.bubble():.1f}% of the time",
                           f"  {unit} whose activations a stage keeps: {kept}"])  # fmt: skip
-
-
-def _result(op: Operation) -> str:
-    """Return the letter of an operation's result: D and B both have the gradient by the chunk's input."""
-    return "B" if op.kind == "D" else op.kind
 
 
 @checked

@@ -150,7 +150,8 @@ class PendingMessages:
         if not self._headers and not self.works:
             return
         with Wait(self._describe_wait):
-            self._compare_headers()
+            if self._received:
+                self._compare_headers()
             while self.works:
                 self._wait_for(self.works[-1])
                 self.works.pop()
