@@ -13,6 +13,7 @@ from fshard.spec import box_shape, local_box, size
 
 from .device import Device
 from .plan import plan_ranks
+from .reasons import reasons
 from .repeat import Repeats
 from .table import Layout, PlanRow, PlanTable, Task, progress_bar, text
 from .trust import placed_leaves, unknown_operations, warnings_of
@@ -72,7 +73,8 @@ def search(
             `b` that fits.
         neighbours: called with each of the best layouts of step 2; returns more layouts for it.
 
-    The rows begin with the full plans, in the order of their times, then the others, each with a note.
+    The rows begin with the full plans, in the order of their times, then the others, each with a note. The note of the
+    table has what the first row spends its time on, a faster one that does not fit, and what the next one pays.
 
     >>> def step_of(data, model):
     ...     mesh = fs.make_mesh(kind="abstract", data=data, model=model)
@@ -131,7 +133,7 @@ def search(
             total = max(total, len(rows) + sum(row.plan is not None for row in rows))
             advance(rows[at], total)
     ordered = sorted(rows, key=lambda row: (row.plan is None or row.fits is False, row.order))
-    return PlanTable(tuple(ordered), device, note=_fits_nowhere(rows, task))
+    return PlanTable(tuple(ordered), device, note=_fits_nowhere(rows, task) or "\n".join(reasons(ordered)))
 
 
 def _fits_nowhere(rows: Sequence[PlanRow], task: Task) -> str:

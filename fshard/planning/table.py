@@ -101,7 +101,7 @@ class PlanTable:
     """Rows in order: layouts that fit, the fastest first, then those that do not fit, then those with an error.
 
     Without a device, by the peak. Prints as a table of text, and in a notebook as HTML. `unit` are the things that a
-    step computes, `note` is a line below the table.
+    step computes, `note` are lines below the table.
 
     >>> step_of = lambda data: (step.on(make_mesh(kind="abstract", data=data)), args)
     >>> plan_table(step_of, [{"data": 2}, {"data": 4}])
@@ -179,7 +179,7 @@ class PlanTable:
         planned = sum(row.peak is not None for row in self.rows)
         lines = [f"{text} ({number_of(n, 'layout')})" if n < planned else text for text, n in texts.items()]
         more = [f"and {len(lines) - _MOST_LINES} more warnings, in JSON"][: len(lines) > _MOST_LINES]
-        return [*[self.note][: bool(self.note)], *lines[:_MOST_LINES], *more]
+        return [*self.note.splitlines(), *lines[:_MOST_LINES], *more]
 
     @property
     def head(self) -> str:

@@ -314,7 +314,26 @@ def test_a_model_that_fits_nowhere_says_how_far_off_it_is():
     assert got.note.startswith(f"no layout fits: the smallest needs {size(got[0].peak)}, and a step may use 768.0 KiB")
     assert "the 1.0 MiB of small less 25%" in got.note
     assert got.note in repr(got)
-    assert search(sum_of, sizes[:1], device=H100).note == ""
+
+
+def test_a_search_gives_the_reason_and_the_price_of_the_next_row():
+    layouts = [
+        {"data": 4, "model": 1, "remat": True, "batch": 512},
+        {"data": 2, "model": 2, "remat": True, "batch": 512},
+    ]
+    slow = dataclasses.replace(SMALL, memory=2**30, links=(Link("slow", None, 1e6, 1e-6),))
+    got = search(functools.partial(step_of, blocks=2), layouts, device=slow, headroom=0.0)
+    first, price = got.note.splitlines()
+    assert re.fullmatch(r"first: data=., model=.: (\d+% operations, )?\d+% waits for .* of [\d.]+ m?s", first)
+    assert got[0].seconds is not None
+    assert f" takes {(got[1].seconds or 0.0) / got[0].seconds - 1:.1%} longer: its " in price
+    assert re.search(r": its (all_\w+|reduce_scatter) of [\d.]+ KiB over \w+ is exposed, [\d.]+ m?s more", price)
+    limit = (got[0].peak + got[1].peak) // 2
+    small = search(functools.partial(step_of, blocks=2), layouts, device=dataclasses.replace(slow, memory=limit),
+                   headroom=0.0)  # fmt: skip
+    if small[0].layout != got[0].layout:
+        assert "faster, but too large: " in small.note
+    assert sum(row.fits is True for row in small) == 1
 
 
 def test_a_share_of_a_layout_rules_out_others():
