@@ -39,7 +39,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "models": 4_861,
     "nn": 3_867,
     "optim": 2_809,
-    "planning": 5_220,
+    "planning": 5_221,
     "recipes": 2_113,
     "schedule": 3_310,
     "fshard": 97,

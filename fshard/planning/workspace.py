@@ -1,7 +1,7 @@
 """Memory that a kernel allocates by itself, in the time of a call: packed weights, copies in another layout, scratch.
 
-On a CPU, in float32 and with one thread, by the rules of oneDNN 3.12; "blocked" is a copy whose channels are rounded up
-to the lanes of a vector (AVX-512: 16, AVX2: 8).
+On a CPU, in float32 and with one thread (each further one may sum gradients in another W'), by the rules of oneDNN
+3.12; "blocked" is a copy whose channels are rounded up to the lanes of a vector (AVX-512: 16, AVX2: 8).
 
 - Convolutions copy the source S, the weights W and the result D into blocked ones, S', W' and D', and the result back.
   Images of up to 3 channels are read in place; images of one pixel have one layout. Forward:
@@ -13,7 +13,8 @@ to the lanes of a vector (AVX-512: 16, AVX2: 8).
   `src/cpu/rnn/rnn_utils.cpp`, `set_offsets` and `get_good_ld`.
 
 Unknown, which `Plan.warnings` lists: cuDNN's convolutions and recurrent layers, and transforms, which choose an
-algorithm; convolutions in other dtypes, and in groups of several channels over one dim; LSTMs without gradients.
+algorithm; convolutions in other dtypes, in groups of several channels over one dim, and with AVX2 dilated ones and
+not over two dims; LSTMs without gradients.
 
 A plan for a GPU runs a recurrent layer as `aten::_cudnn_rnn`: it saves at least the gates and cells that its gradient
 reads, and results between layers. cuDNN documents no formula of its reserve, so the plan warns. It copies weights that
@@ -143,7 +144,7 @@ def _convolution(args: Sequence[Any], out: Tensor, lanes: int) -> int | None:
     backend = convolution_backend(x, w, args[3:9])
     if backend != "mkldnn":
         return _unfolded(x, w, out) if backend == "slow" else None
-    if _is_unknown(x, w, groups):
+    if _is_unknown(x, w, groups) or (lanes < 16 and (x.ndim != 4 or max(args[5]) > 1)):
         return None
     weights = _blocked_weights(w, groups, lanes, x.shape[1])
     if _is_channels_last(x):
@@ -157,7 +158,7 @@ def _convolution_backward(args: Sequence[Any], lanes: int) -> int | None:
     backend = convolution_backend(x, w, args[4:10])
     if backend != "mkldnn":
         return _unfolded(x, w, grad) if backend == "slow" else None
-    if _is_unknown(x, w, groups):
+    if _is_unknown(x, w, groups) or (lanes < 16 and (x.ndim != 4 or max(args[6]) > 1)):
         return None
     of_x, of_w = args[10][:2]
     weights = _blocked_weights(w, groups, lanes, x.shape[1])
