@@ -30,7 +30,7 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
     "cli": 1_692,
-    "core": 17_572,
+    "core": 17_573,
     "data": 1_056,
     "defer": 5_357,
     "interop": 4_592,
