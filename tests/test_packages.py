@@ -30,7 +30,7 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
     "cli": 1_692,
-    "core": 17_548,
+    "core": 17_573,
     "data": 1_056,
     "defer": 5_194,
     "interop": 4_455,
@@ -39,7 +39,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "models": 4_861,
     "nn": 3_867,
     "optim": 2_809,
-    "planning": 4_978,
+    "planning": 5_221,
     "recipes": 2_113,
     "schedule": 3_310,
     "fshard": 97,

@@ -11,7 +11,7 @@ import fshard._core.torch_version  # noqa: F401  first: where a name below is mi
 # isort: split
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -220,6 +220,27 @@ efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 efficient_attention_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 
 
+def is_summed_in_place(x: Tensor) -> bool:
+    """Return whether autograd adds to `x` in place, the first argument of a sum that a mode sees it compute.
+
+    The engine does so to a gradient that nothing else refers to, but under a mode: of the references counted here, one
+    is the engine's, and one its storage's.
+    """
+    tensors = x._use_count()  # type: ignore[attr-defined]
+    return bool(tensors == 4 and torch._C._storage_Use_Count(x.untyped_storage()._cdata) == 2)
+
+
+# torch's recurrent layers choose it on CUDA. A plan for a GPU runs it on shapes, where torch would choose oneDNN's.
+cudnn_rnn = torch._cudnn_rnn
+
+
+def convolution_backend(x: Tensor, w: Tensor, args: Sequence[Any]) -> str:
+    """Return what computes a convolution: "mkldnn", "slow" (torch's) or "other"; `args` are from the strides on."""
+    found = torch._C._select_conv_backend(x, w, None, *args)
+    name = found.name.lower()  # oneDNN's transposed convolution has no name
+    return "mkldnn" if name.startswith(("mkldnn", "???")) else "slow" if name.startswith("slow") else "other"
+
+
 def schema_of(op: Any) -> Any:
     """Return the schema of an operation (an OpOverload): its arguments and results, and which of them it writes."""
     return op._schema
@@ -304,10 +325,11 @@ def default_store() -> Any:
 
 __all__ = [
     "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "any_tangent", "assume_constant_result", "backend_of",
-    "backward_number", "default_store", "efficient_attention", "efficient_attention_backward", "flash_attention",
-    "flash_attention_backward", "foreach_copy_", "functional_collectives", "fused_adamw_", "group_named", "has_tangent",
-    "in_backward", "in_transform", "innermost_transform", "is_batched", "is_grad_tracking", "is_legacy_batched",
-    "is_traced", "is_view", "is_wrapped", "level_of", "named_as", "never_traced", "next_number", "replace_dual_levels",
+    "backward_number", "convolution_backend", "cudnn_rnn", "default_store", "efficient_attention",
+    "efficient_attention_backward", "flash_attention", "flash_attention_backward", "foreach_copy_",
+    "functional_collectives", "fused_adamw_", "group_named", "has_tangent", "in_backward", "in_transform",
+    "innermost_transform", "is_batched", "is_grad_tracking", "is_legacy_batched", "is_summed_in_place", "is_traced",
+    "is_view", "is_wrapped", "level_of", "named_as", "never_traced", "next_number", "replace_dual_levels",
     "replace_reparametrize_module", "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id", "suspended",
     "timeout_of", "transform_level", "unwrapped", "unwrapped_once", "version_of", "with_legacy_batch", "with_tangents",
     "without_functorch", "without_legacy_batch", "without_modes", "without_torch_function",

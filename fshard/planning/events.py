@@ -21,8 +21,9 @@ class Operation:
 
     `dtype` is its arguments' (a matmul's matrices'). `flops` is None for an operation that may compute
     much and has no formula, and 0 for one that only reads and writes. `bytes` are those that it reads and writes,
-    `live` counts tensors in this rank's device memory after it. `where` is the user's line; in backward the line of
-    the call which computes the gradient.
+    `live` counts tensors in this rank's device memory after it, and the memory that the kernel allocates and frees, its
+    `workspace`: None if nobody knows, and then not counted. `where` is the user's line; in backward the line of the
+    call which computes the gradient.
 
     >>> [(e.name, e.kind, e.flops) for e in plan.events if isinstance(e, fs.planning.Operation)][:2]
     [('aten.mm', 'matmul', 24), ('aten.sum', 'elementwise', 0)]
@@ -36,6 +37,7 @@ class Operation:
     live: int
     where: Site | None
     phase: Phase
+    workspace: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)

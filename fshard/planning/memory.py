@@ -14,7 +14,7 @@ Storages that a rank allocates are
 - buffers: of transfers;
 - gradients: of parameters; before casts and sums over the ranks; summed over microbatches, clipped, unscaled;
 - activations: made in forward and in a recomputation;
-- other: made in backward and in the update; results; data.
+- other: made in backward and in the update; results; data; memory that a kernel allocates and frees.
 """
 
 from __future__ import annotations
@@ -122,6 +122,11 @@ class Storages:
         self._count(new, new.nbytes)
         self._refs[key] = weakref.ref(storage, lambda _: self._free(key))
         return new
+
+    def add_workspace(self, nbytes: int, name: str, where: Site | None, phase: Phase) -> None:
+        """Note memory that exists only in the next event."""
+        self.all.append(Storage(nbytes, self.clock, f"workspace of {name}", (nbytes,), torch.uint8, where, phase=phase,
+                                part="other", died=self.clock + 1))  # fmt: skip
 
     def _free(self, key: int) -> None:
         storage = self._alive.pop(key)

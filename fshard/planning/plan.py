@@ -20,7 +20,7 @@ from fshard._core.display import Row, bar, page, table
 from fshard._core.operations import OperationMode, tensors_in
 from fshard._core.protocol import coords_of
 from fshard._core.region import region
-from fshard._core.torch import in_backward, storage_id, unwrapped
+from fshard._core.torch import in_backward, is_summed_in_place, storage_id, unwrapped
 from fshard._core.transfers import Transfer, recording, transfer_rows, transfer_table
 from fshard._core.typecheck import leaves_of
 from fshard.errors import checked, number_of
@@ -50,6 +50,7 @@ from .memory import PARTS, Memory, Storage, Storages, arguments_of, assign_parts
 from .roofline import Roofline, joined
 from .strip import LEGEND, letters, strip
 from .trust import NO_SPLITS, Splits, placed_leaves, splits_of, unknown_operations, warnings_of
+from .workspace import RECURRENT, cudnn_gradients, cudnn_results, on_gpu, saved_by_lstm, workspace_of
 
 _aten = torch.ops.aten
 _SET_GRAD = cast(Any, Tensor).grad.__set__
@@ -59,6 +60,8 @@ _IN_PLACE = {
     _aten.scatter.src: _aten.scatter_.src, _aten.scatter.value: _aten.scatter_.value,
     _aten.index_put.default: _aten.index_put_.default,
 }  # fmt: skip
+# torch has no shapes of these
+_RESULTS = {"_cudnn_rnn": lambda *args: cudnn_results(args), "_cudnn_rnn_backward": lambda *args: cudnn_gradients(args)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -189,7 +192,8 @@ def plan(f: ShardMapped, *args: Any, device: Device | None = None) -> Plan:
 
     Without `device` on a mesh of CPUs, transfers are messages over gloo, whose buffers differ. With one, or on a mesh
     of accelerators, transfers are collectives of torch, host memory is counted apart, and attention is a fused kernel.
-    Counted are the bytes of tensors, and not the scratch memory inside a kernel, nor what an allocator rounds up.
+    Counted are the bytes of tensors, and what oneDNN's convolutions and LSTMs allocate on a CPU; not what other kernels
+    do, which `warnings` lists, nor what an allocator rounds up.
 
     The first rank has the longest part of every dim that is split evenly. Where parts of an argument differ, the last
     rank is planned too, and the rank with the longest of chosen lengths. The plan with the highest peak is returned. A
@@ -234,14 +238,14 @@ class _RankRun(NamedTuple):
 
 def _run_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device | None) -> _RankRun:
     """Run a step as one rank."""
-    recorder, splits, branches_on = _Recorder(), list[tuple[tuple[str, ...], Size]](), set[str]()
     accelerator = device is not None or f.mesh.device.type != "cpu"
+    recorder, splits, branches_on = _Recorder(accelerator), list[tuple[tuple[str, ...], Size]](), set[str]()
     mesh = planned_mesh(f.mesh.axes, rank, recorder, accelerator=accelerator)
 
     def observe(plan: CallPlan, g: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         splits[:] = [(axes, n) for axes, ns in plan.split_sizes.items() for n in ns]
         recorder.begin(plan.names, tree.leaves_with_path(inputs))
-        with _Gradients(recorder.note_gradients), recorder:
+        with _Gradients(recorder.note_gradients, accelerator), recorder:
             out = g(*inputs)
         recorder.end(out)
         branches_on.update(region().branches_on)
@@ -282,16 +286,27 @@ def plan_of(
     return Plan(mesh, rank, tuple(events), memory, transfers, dict(flops), device, time, warnings, splits=splits)
 
 
-class _Gradients(TorchFunctionMode):
-    """A mode above torch.func that passes on what is differentiated, and its gradients; not those inside a backward."""
+def _adds_to_gradient(x: Any, y: Any) -> bool:
+    """Return whether autograd adds a gradient to another, in place."""
+    dense = isinstance(x, Tensor) and isinstance(y, Tensor) and x.nbytes == x.untyped_storage().nbytes()
+    return dense and x.shape == y.shape and x.dtype == y.dtype and is_summed_in_place(x)
 
-    def __init__(self, note: Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]) -> None:
+
+class _Gradients(TorchFunctionMode):
+    """A mode above torch.func that passes on what is differentiated, and its gradients; not those inside a backward.
+
+    With an accelerator it runs recurrent layers by its kernels.
+    """
+
+    def __init__(self, note: Callable[[Sequence[Tensor], Sequence[Tensor | None]], None], accelerator: bool) -> None:
         super().__init__()
-        self._note = note
+        self._note, self._accelerator = note, accelerator
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = leaves_of(args[0]) if func is Tensor.backward else []  # backward frees the graph
+        if self._accelerator and getattr(func, "__name__", "") in RECURRENT and not kwargs:
+            return on_gpu(func.__name__, args, lambda: func(*args))
         out = func(*args, **kwargs)
         if func is torch.autograd.grad:
             xs = args[1] if len(args) > 1 else kwargs["inputs"]
@@ -313,9 +328,10 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         """Return True: torch compiles the functions of `torch.cond` and `flex_attention` without this mode."""
         return True
 
-    def __init__(self) -> None:
+    def __init__(self, accelerator: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
+        self._accelerator = accelerator
         self.storages = Storages()
         self._gradients: list[tuple[Storage, Storage]] = []  # what is differentiated, and its gradient
         self._results: list[Storage] = []
@@ -354,9 +370,14 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func in _IN_PLACE and in_backward() and self.storages.is_newest(args[0]):
             func = _IN_PLACE[func]
+        elif func is _aten.add.Tensor and phase_now() == "backward" and _adds_to_gradient(*args):
+            func = _aten.add_.Tensor
         inputs = tensors_in(args, kwargs)
         before = {storage_id(x) for x in inputs}
-        out = None if is_optimizer_step(func) else func(*args, **kwargs)
+        run = _RESULTS.get(name_of(func), func)
+        out: Any = None if is_optimizer_step(func) else run(*args, **kwargs)
+        if name_of(func) == "mkldnn_rnn_layer":
+            out = *out[:3], out[3].new_empty(saved_by_lstm(args))
         written = written_by(func, args, kwargs)
         new = [x for x in tensors_in(out) if storage_id(x) not in before and self.storages.get(x) is None]
         if not new and not written:
@@ -372,9 +393,12 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
             if storages.get(x) is None:
                 storages.add(x, name_of(func), where, phase=phase, part=part)
         self._note_origins(func, args, inputs, [*new, *written], phase)
+        if workspace := (scratch := workspace_of(func, args, out, self._accelerator)) or 0:
+            storages.add_workspace(workspace, name_of(func), where, phase)
+        name = full_name_of(func).replace("_for_cpu", "") if self._accelerator else full_name_of(func)
         self._append(Operation(
-            full_name_of(func), kind_of(func), dtype_of(inputs, new), flops_of(func, args, kwargs, out),
-            bytes_of(func, inputs, written, new), storages.live, where, phase,
+            name, kind_of(func), dtype_of(inputs, new), flops_of(func, args, kwargs, out),
+            bytes_of(func, inputs, written, new), storages.live + workspace, where, phase, scratch,
         ))  # fmt: skip
         return out
 

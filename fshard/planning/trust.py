@@ -3,7 +3,7 @@
 A warning begins with its subject:
 
     FLOPs unknown        an operation that may compute much has no formula: its time is the time of its bytes
-    workspace unknown    a kernel allocates scratch memory by an algorithm that it chooses: the peak lacks it
+    workspace unknown    a kernel allocates memory by an algorithm that it chooses (`workspace.py`): the peak lacks it
     seconds              they are a bound: the device's efficiency is 1
     leaf                 an axis that splits other leaves of the argument leaves this one full, or its parts differ
     ring                 a collective over more than 1,024 ranks is timed as a ring, which has a latency for each rank
@@ -31,7 +31,6 @@ from .events import Event, Operation, Start
 
 _LONGEST_RING = 1024
 _LEAST = 2**20  # bytes of a leaf on a rank that are worth a line
-_WITH_WORKSPACE = ("convolution", "fft")
 _BOUND = "seconds are a lower bound: the efficiency is 1 (devices.fitted, --efficiency, or devices.measure)"
 _BALANCED = "experts are assumed balanced: the one with the most rows needs more memory and time"
 
@@ -90,7 +89,7 @@ def unknown_operations(events: Iterable[Event]) -> Counter[str]:
     for e in events:
         if isinstance(e, Operation) and e.flops is None:
             found[f"FLOPs unknown: {e.name} at {e.where!r}" if e.where else f"FLOPs unknown: {e.name}"] += 1
-        elif isinstance(e, Operation) and (e.kind in _WITH_WORKSPACE or "rnn" in e.name):
+        elif isinstance(e, Operation) and e.workspace is None:
             found[f"workspace unknown: {e.name}"] += 1
     return found
 

@@ -99,14 +99,3 @@ def test_error_bars_are_the_largest_of_the_kinds_of_parallelism() -> None:
     ):
         f = fs.shard_map(fs.grad(loss), mesh=mesh, in_specs=(spec, P("data")), out_specs=spec)
         assert fs.plan(f, fs.init.zeros((8,)), fs.init.zeros((4,)), device=FITTED).warnings == (f"error bars: {want}",)
-
-
-def test_recurrent_kernels_have_an_unknown_workspace() -> None:
-    def f(x: Tensor, *ws: Tensor) -> Tensor:
-        state = torch.zeros(1, 2, 8)
-        return torch.lstm(x, (state, state), list(ws), False, 1, 0.0, False, False, False)[0]
-
-    mesh = fs.make_mesh(kind="abstract", data=2)
-    f = fs.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())
-    got = fs.plan(f, *(fs.init.zeros(shape) for shape in ((3, 2, 4), (32, 4), (32, 8))))
-    assert got.warnings == ("workspace unknown: aten.mkldnn_rnn_layer, 1 call",)
