@@ -50,7 +50,7 @@ SIZES = {  # layers, width, heads, and of Llamas hidden units
     "GPT 22B": (48, 6144, 64), "GPT 39.1B": (48, 8192, 64), "GPT 76.1B": (60, 10240, 80),
     "GPT 145.6B": (80, 12288, 96), "GPT 175B": (96, 12288, 96),
 }  # fmt: skip
-_IN_A_NODE = dataclasses.replace(devices.H200.links[0], ranks=4)  # KempnerForge's nodes have 4 H200
+_IN_A_NODE = devices.H200.links[0]._replace(ranks=4)  # KempnerForge's nodes have 4 H200
 DEVICES = {
     **{d.name: d for d in (devices.H100, devices.H200, devices.A100, devices.A100_40GB, published.H100)},
     "H200, 4 in a node": dataclasses.replace(devices.H200, links=(_IN_A_NODE, devices.H200.links[1])),
@@ -311,9 +311,10 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write what was planned to published.csv")
     args = parser.parse_args()
     found, efficiencies = rows(), dict[tuple[str, str], float]()
+    chosen = [r for r in found if not args.stored and any(word in f"{r.source} {r}" for word in args.only or [""])]
+    clusters = {r.cluster for r in chosen}
     for i, row in enumerate(found):
-        text = f"{row.source} {row}"
-        if not args.stored and (args.only is None or row.calibrates or any(word in text for word in args.only)):
+        if row in chosen or (row.calibrates and row.cluster in clusters):
             found[i] = planned(row, efficiencies)
             print(_line_of(found[i]), flush=True)
             if args.write:
