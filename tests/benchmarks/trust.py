@@ -6,13 +6,15 @@ planned:
 - `use`: rows of sources that this repository had before (torchtitan's tables of 2024 and 2025) are `fit`: constants
   and rules were chosen with them in view. All rows of other sources are `blind`, and no number is fitted to them.
 - Of long tables these rows: models of a billion parameters or more, computed in bfloat16, at 2,048 tokens; MosaicML's
-  7B on H100 at every length. Of Megatron-LM's: at most 8 stages, which is what a plan has time for.
+  7B on H100 at every length, and its others on the fewest devices and on 64, 128 and 512. Of Megatron-LM's: at most 8
+  stages, which is what a plan has time for.
 - `planned`: tokens per second and device, with the constants of `devices.fitted`, as `fshard plan` gives them. The step
   is the one that `fshard plan` plans, of `fs.models`; torchtitan's is `torchtitan_step`.
 - `calibrated`: the same with one efficiency for each source and device, at which its row marked `calibrates` is as fast
   as measured. That is its first row, or the 7B at 2,048 tokens on the fewest devices. The row itself is not counted.
+- TorchShard's rows are memory, and its first fits what no shape knows.
 - Products of compiled steps, and of steps in float8, follow the rules of `published.py`.
-- The error bar of a kind is the error that nine in ten of its blind rows are within; of its fitted rows, if all are.
+- The error bar of a kind is the error that nine in ten of its blind rows are within.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fshard as fs
 from fshard import devices
 from fshard.cli.train_step import Job, train_step
-from fshard.models import gpt2, llama
+from fshard.models import gpt2, llama, resnet
 from fshard.planning.devices import Device
 
 from . import published
+from .predict_classes import CLASSES
 from .published import GIB, Planned, Run, fitted_efficiency, tokens_per_second
+from .torchshard_step import BATCH, RANKS, Theirs
 
 FILE = Path(__file__).with_name("published.csv")
 KINDS = ("one device", "data", "FSDP", "tensor", "pipeline")
@@ -76,7 +81,7 @@ class Row:
     time: int
     recompute: Any
     options: str
-    tokens: float
+    tokens: float | None
     gib: float | None
     planned: float | None
     calibrated: float | None
@@ -99,15 +104,17 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        return None if self.planned is None else self.planned / self.tokens - 1
+        return None if self.planned is None or self.tokens is None else self.planned / self.tokens - 1
 
     @property
     def calibrated_error(self) -> float | None:
-        return None if self.calibrated is None or self.calibrates else self.calibrated / self.tokens - 1
+        known = self.calibrated is not None and self.tokens is not None and not self.calibrates
+        return self.calibrated / self.tokens - 1 if known else None  # type: ignore[operator]
 
     @property
     def error_of_bytes(self) -> float | None:
-        return None if self.planned_gib is None or self.gib is None else self.planned_gib / self.gib - 1
+        fitted = self.calibrates and self.tokens is None  # TorchShard's first row
+        return None if fitted or self.planned_gib is None or self.gib is None else self.planned_gib / self.gib - 1
 
     @property
     def devices(self) -> int:
@@ -116,6 +123,10 @@ class Row:
     @property
     def is_torchtitan(self) -> bool:
         return self.source.startswith("pytorch/torchtitan")
+
+    @property
+    def is_torchshard(self) -> bool:
+        return self.source.startswith("KaiyuYue/torchshard")
 
     @property
     def step(self) -> Row:
@@ -176,7 +187,7 @@ def plan_of(row: Row) -> Planned:
     if row.is_torchtitan:
         return Planned.of(published.layout_of(row))
     each = row.stage * row.chunks
-    few = (each, 2 * each) if each > 1 else (4, 5) if row.data > 1 else (2, 3)
+    few = (each, 2 * each) if each > 1 else (3, 4) if row.data > 1 else (2, 3)  # 3: one with others around it
     batches = (1, 2) if row.stage == 1 else (2 * row.stage, 3 * row.stage)
     batches = batches if row.accumulate > batches[1] else (row.accumulate, row.accumulate)
     runs, weights = [], []
@@ -212,14 +223,24 @@ def device_of(row: Row) -> Device:
     return devices.fitted(device)
 
 
-def planned(row: Row, efficiencies: dict[tuple[str, str], float]) -> Row:
-    """Return a row with its plan; `efficiencies` are the calibrated ones so far, by cluster."""
+def planned(row: Row, fits: dict[tuple[str, str], float]) -> Row:
+    """Return a row with its plan; `fits` has one number for each cluster, from the row of it that calibrates.
+
+    It is the efficiency; of TorchShard the GiB that no shape knows: a context, and workspaces of libraries.
+    """
+    if row.is_torchshard:
+        cfg = resnet.Config.of(50, num_labels=CLASSES[row.model.split()[1]])
+        mesh = fs.make_mesh(kind="abstract", data=RANKS)
+        peak = Theirs(cfg, row.options.split()[0], mesh, BATCH).planned().memory.peak / GIB
+        if row.calibrates:
+            fits[row.cluster] = (row.gib or 0) - peak
+        return dataclasses.replace(row, planned_gib=peak + fits[row.cluster])
     plan = plan_of_step(row.step, row.source.split(":")[0])
     device = device_of(row)
     speed: Callable[[float], float] = lambda e: tokens_per_second(row, plan, dataclasses.replace(device, efficiency=e))  # noqa: E731
     if row.calibrates:
-        efficiencies[row.cluster] = fitted_efficiency(speed, row.tokens)
-    own = efficiencies.get(row.cluster)
+        fits[row.cluster] = fitted_efficiency(speed, row.tokens or 0)
+    own = fits.get(row.cluster)
     gib = plan.reserved / GIB if row.is_torchtitan and row.gib else None
     return dataclasses.replace(
         row, planned=speed(device.efficiency), calibrated=None if own is None else speed(own), planned_gib=gib
@@ -235,14 +256,17 @@ def share_within(errors: Iterable[float | None], share: float = 0.9) -> float | 
     return math.ceil(100 * sizes[math.ceil(share * len(sizes)) - 1]) / 100 if sizes else None
 
 
-def bars(found: Sequence[Row]) -> dict[str, tuple[float | None, float | None, int, int]]:
-    """Return, for each kind, the error bars of seconds and of bytes, and the numbers of rows, blind and fitted."""
+def bars(found: Sequence[Row]) -> dict[str, tuple[float | None, float | None, int]]:
+    """Return, for each kind, the error bars of seconds and of bytes, and how many rows the first is of.
+
+    Of seconds it is of the blind rows, if there are five; of bytes of all, which are few.
+    """
     out = {}
     for kind in KINDS:
         own = [r for r in found if r.kind == kind]
-        blind = [r for r in own if r.use == "blind"]
-        counts = len(blind), len(own) - len(blind)
-        out[kind] = (share_within(r.error for r in blind or own), share_within(r.error_of_bytes for r in own), *counts)
+        errors = [r.error for r in own if r.use == "blind" and r.error is not None]
+        errors = errors if len(errors) >= 5 else []
+        out[kind] = share_within(errors), share_within(r.error_of_bytes for r in own), len(errors)
     return out
 
 
@@ -253,11 +277,11 @@ def orders(found: Sequence[Row]) -> list[tuple[Row, Row, bool]]:
     """
     key = lambda r: (r.cluster, r.model, r.devices, r.time)  # noqa: E731
     out = []
-    for _, group in itertools.groupby(sorted(found, key=key), key):
-        for a, b in itertools.combinations(sorted(group, key=lambda r: -r.tokens), 2):
+    for _, group in itertools.groupby(sorted((r for r in found if r.tokens), key=key), key):
+        for a, b in itertools.combinations(sorted(group, key=lambda r: -(r.tokens or 0)), 2):
             differ = (a.data, a.tensor, a.stage, a.schedule, a.recompute) != (
                 b.data, b.tensor, b.stage, b.schedule, b.recompute)  # fmt: skip
-            if differ and a.options == b.options and a.tokens > 1.03 * b.tokens and a.planned and b.planned:
+            if differ and (a.tokens or 0) > 1.03 * (b.tokens or 0) and a.planned and b.planned:
                 out.append((a, b, a.planned > b.planned))
     return out
 
@@ -267,7 +291,7 @@ def _percent(x: float | None) -> str:
 
 
 def _line_of(r: Row) -> str:
-    return (f"  {r!s:70} {r.use:5} {r.tokens:9,.0f} {r.planned or 0:9,.0f} {_percent(r.error):>7} "
+    return (f"  {r!s:70} {r.use:5} {r.tokens or 0:9,.0f} {r.planned or 0:9,.0f} {_percent(r.error):>7} "
             f"{_percent(r.calibrated_error):>7} {r.gib or '':>6} {_percent(r.error_of_bytes):>7}")  # fmt: skip
 
 
@@ -294,9 +318,7 @@ def report(found: Sequence[Row]) -> Iterator[str]:
     yield ""
     pairs = orders(found)
     yield f"orders: {sum(ok for *_, ok in pairs)} of {len(pairs)} pairs of layouts on the same devices as measured"
-    yield from (
-        f"  wrong: {a} is measured {a.tokens / b.tokens - 1:.0%} faster than {b}" for a, b, ok in pairs if not ok
-    )
+    yield from (f"  wrong: {a} is faster than {b}, {a.tokens:,.0f} to {b.tokens:,.0f}" for a, b, ok in pairs if not ok)
     yield f"error bars of fshard/planning/trust.py: {bars(found)}"
     for r in found:
         bar = bars(found)[r.kind][0]
@@ -310,17 +332,17 @@ def main() -> None:
     parser.add_argument("--stored", action="store_true", help="plan nothing: report what published.csv has")
     parser.add_argument("--write", action="store_true", help="write what was planned to published.csv")
     args = parser.parse_args()
-    found, efficiencies = rows(), dict[tuple[str, str], float]()
+    found, fits = rows(), dict[tuple[str, str], float]()
     chosen = [r for r in found if not args.stored and any(word in f"{r.source} {r}" for word in args.only or [""])]
     clusters = {r.cluster for r in chosen}
     for i, row in enumerate(found):
         if row in chosen or (row.calibrates and row.cluster in clusters):
-            found[i] = planned(row, efficiencies)
+            found[i] = planned(row, fits)
             print(_line_of(found[i]), flush=True)
             if args.write:
                 write([found[i] if n == i else stored for n, stored in enumerate(rows())])
-    for cluster, efficiency in efficiencies.items():
-        print(f"calibrated efficiency of {', '.join(cluster)}: {efficiency:.3f}")
+    for cluster, x in fits.items():
+        print(f"fitted to {', '.join(cluster)}: {x:.3f}")
     print(*report(found), sep="\n")
 
 

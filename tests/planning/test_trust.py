@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,6 +13,8 @@ import fshard as fs
 from fshard import P
 from fshard.planning import search
 from fshard.planning.devices import H100
+from fshard.planning.trust import _ERRORS
+from tests.benchmarks import trust
 
 FITTED = dataclasses.replace(H100, efficiency=0.5)
 
@@ -110,3 +113,22 @@ def test_recurrent_kernels_have_an_unknown_workspace() -> None:
     f = fs.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())
     got = fs.plan(f, *(fs.init.zeros(shape) for shape in ((3, 2, 4), (32, 4), (32, 8))))
     assert got.warnings == ("workspace unknown: aten.mkldnn_rnn_layer, 1 call",)
+
+
+def test_error_bars_are_those_of_the_published_rows() -> None:
+    rows = trust.rows()
+    bars = trust.bars(rows)
+    for kind in {*_ERRORS} & {*bars}:
+        seconds, of_bytes, n = bars[kind]
+        assert _ERRORS[kind] == (seconds, of_bytes or 0.03, n), kind
+    assert len([r for r in rows if r.use == "blind" and r.error is not None]) >= 10
+    assert all(r.error is not None or r.error_of_bytes is not None or r.is_torchshard for r in rows)
+
+
+@pytest.mark.slow
+def test_a_published_row_is_planned_as_its_table_says() -> None:
+    row = next(r for r in trust.rows() if r.model == "MPT 1B")
+    got = trust.planned(row, {}).planned
+    assert got is not None
+    assert row.planned is not None
+    assert abs(got / row.planned - 1) < 0.01
