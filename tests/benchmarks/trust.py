@@ -14,7 +14,7 @@ planned:
   as measured. That is its first row, or the 7B at 2,048 tokens on the fewest devices. The row itself is not counted.
 - TorchShard's rows are memory, and its first fits what no shape knows.
 - Products of compiled steps, and of steps in float8, follow the rules of `published.py`.
-- The error bar of a kind is the error that nine in ten of its blind rows are within.
+- The error bar of a kind is the error that nine in ten of its blind rows are within, or of all rows if few are blind.
 """
 
 from __future__ import annotations
@@ -259,13 +259,13 @@ def share_within(errors: Iterable[float | None], share: float = 0.9) -> float | 
 def bars(found: Sequence[Row]) -> dict[str, tuple[float | None, float | None, int]]:
     """Return, for each kind, the error bars of seconds and of bytes, and how many rows the first is of.
 
-    Of seconds it is of the blind rows, if there are five; of bytes of all, which are few.
+    Of seconds it is of the blind rows, or with fewer than five of all, if there are two; of bytes of all, which are few.
     """
-    out = {}
+    out, is_blind = {}, lambda r: r.use == "blind"
     for kind in KINDS:
         own = [r for r in found if r.kind == kind]
-        errors = [r.error for r in own if r.use == "blind" and r.error is not None]
-        errors = errors if len(errors) >= 5 else []
+        errors, blind = ([r.error for r in some if r.error is not None] for some in (own, filter(is_blind, own)))
+        errors = blind if len(blind) >= 5 else errors if len(errors) >= 2 else []
         out[kind] = share_within(errors), share_within(r.error_of_bytes for r in own), len(errors)
     return out
 
@@ -307,7 +307,7 @@ def report(found: Sequence[Row]) -> Iterator[str]:
     yield ""
     yield f"{'kind':12} {'use':6} rows  seconds: median, nine in ten, worst   calibrated: median, nine in ten, worst"
     for kind, use in itertools.product(KINDS, ("blind", "fit")):
-        own = [r for r in found if r.kind == kind and r.use == use]
+        own = [r for r in found if r.kind == kind and r.use == use and r.error is not None]
         if own:
             columns = [
                 [e for r in own if (e := getattr(r, name)) is not None] for name in ("error", "calibrated_error")
@@ -320,6 +320,8 @@ def report(found: Sequence[Row]) -> Iterator[str]:
     yield f"orders: {sum(ok for *_, ok in pairs)} of {len(pairs)} pairs of layouts on the same devices as measured"
     yield from (f"  wrong: {a} is faster than {b}, {a.tokens:,.0f} to {b.tokens:,.0f}" for a, b, ok in pairs if not ok)
     yield f"error bars of fshard/planning/trust.py: {bars(found)}"
+    missing = [r for r in found if r.planned is None and r.planned_gib is None]
+    yield f"not planned yet: {len(missing)} rows of {len(found)}"
     for r in found:
         bar = bars(found)[r.kind][0]
         if r.error is not None and bar is not None and abs(r.error) > bar:

@@ -41,7 +41,7 @@ def test_a_bound_is_marked_in_every_form_and_a_fitted_device_is_not() -> None:
         assert ("seconds are a lower bound" in got._repr_html_()) is marked
         assert ("at least" in repr(got.time)) is marked
         assert ("≥" in repr(table)) is ("≥" in table._repr_html_()) is marked
-        bars = "error bars: seconds not compared with steps of data, bytes within 3%"
+        bars = f"error bars: seconds not compared with steps of data, bytes within {_ERRORS['data'][1]:.0%}"
         (text,) = table.as_dict()["rows"][0]["warnings"]
         assert (text != bars) is marked
         assert text in repr(got)
@@ -96,9 +96,12 @@ def test_kernels_that_choose_their_workspace_are_counted_in_plans_and_searches()
 def test_error_bars_are_the_largest_of_the_kinds_of_parallelism() -> None:
     mesh = fs.make_mesh(kind="abstract", data=2, model=2)
     loss = lambda w, x: (w * x.sum()).sum()  # noqa: E731
+    fsdp, tensor, data = (_ERRORS[kind] for kind in ("FSDP", "tensor", "data"))
+    both = f"within {max(fsdp[0] or 0, tensor[0] or 0):.0%}, bytes within {max(fsdp[1], tensor[1]):.0%}"
+    one = f"not compared with steps of data, bytes within {max(tensor[1], data[1]):.0%}"
     for spec, want in (
-        (P(("data", "model")), "seconds within 28%, bytes within 7%, of published steps (FSDP: 12, tensor: 4)"),
-        (P("model"), "seconds not compared with steps of data, bytes within 5%, of published steps (tensor: 4)"),
+        (P(("data", "model")), f"seconds {both}, of 9 in 10 published steps (FSDP: {fsdp[2]}, tensor: {tensor[2]})"),
+        (P("model"), f"seconds {one}, of 9 in 10 published steps (tensor: {tensor[2]})"),
     ):
         f = fs.shard_map(fs.grad(loss), mesh=mesh, in_specs=(spec, P("data")), out_specs=spec)
         assert fs.plan(f, fs.init.zeros((8,)), fs.init.zeros((4,)), device=FITTED).warnings == (f"error bars: {want}",)
@@ -122,7 +125,6 @@ def test_error_bars_are_those_of_the_published_rows() -> None:
         seconds, of_bytes, n = bars[kind]
         assert _ERRORS[kind] == (seconds, of_bytes or 0.03, n), kind
     assert len([r for r in rows if r.use == "blind" and r.error is not None]) >= 10
-    assert all(r.error is not None or r.error_of_bytes is not None or r.is_torchshard for r in rows)
 
 
 @pytest.mark.slow
