@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -156,7 +157,8 @@ def _read(kind: Any, text: str) -> Any:
 
 def write(found: Sequence[Row]) -> None:
     """Write rows to `published.csv`, with four digits of what is planned."""
-    with FILE.open("w", newline="") as f:
+    new = FILE.with_suffix(f".{os.getpid()}")
+    with new.open("w", newline="") as f:
         out = csv.writer(f, lineterminator="\n")
         names = [field.name for field in dataclasses.fields(Row)]
         out.writerow(names)
@@ -165,6 +167,7 @@ def write(found: Sequence[Row]) -> None:
             out.writerow([f"{x:.4g}" if name.startswith(("planned", "calibrated")) and x else "" if x is None
                           else f"{x:g}" if isinstance(x, float) else x
                           for name, x in zip(names, values, strict=True)])  # fmt: skip
+    new.replace(FILE)  # at once: several commands may plan parts of it
 
 
 # --- plans ------------------------------------------------------------------------------------------------------
@@ -259,7 +262,7 @@ def share_within(errors: Iterable[float | None], share: float = 0.9) -> float | 
 def bars(found: Sequence[Row]) -> dict[str, tuple[float | None, float | None, int]]:
     """Return, for each kind, the error bars of seconds and of bytes, and how many rows the first is of.
 
-    Of seconds it is of the blind rows, or with fewer than five of all, if there are two; of bytes of all, which are few.
+    Of seconds it is of the blind rows, or with fewer than five of all, if there are two. Of bytes it is of all.
     """
     out, is_blind = {}, lambda r: r.use == "blind"
     for kind in KINDS:
