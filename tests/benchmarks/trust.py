@@ -12,8 +12,8 @@ one entry:
   is the one that `fshard plan` plans, of `fs.models`; torchtitan's is `torchtitan_step`.
 - `calibrated`: the same with one efficiency for each source and device, at which its row marked `calibrates` is as fast
   as measured. That is its first row, or the 7B at 2,048 tokens on the fewest devices. The row itself is not counted.
-- Changed after some blind rows were planned: for time, MosaicML's other numbers of devices were left out; the launch was
-  fitted again, on fit rows; and Megatron-LM's pipelines sum gradients once a step (`kept`), as its program does.
+- Changed after some blind rows were planned: for time, MosaicML's other numbers of devices were left out; the
+  launch was fitted again, on fit rows; and Megatron-LM's pipelines sum gradients once a step (`kept`), as there.
 - TorchShard's rows are memory, and its first fits what no shape knows.
 - Products of compiled steps, and of steps in float8, follow the rules of `published.py`.
 - The error bar of a kind is the error that nine in ten of its blind rows are within, or of all rows if few are blind.
