@@ -142,7 +142,7 @@ class Plans(NamedTuple):
 def plans_of(layout: Layout) -> Plans:
     def plans(microbatches: int, **options: Any) -> list[Plan]:
         steps = [step_of(layout, _BLOCKS + i, microbatches, **options) for i in (0, 1)]
-        return [fs.plan(step, *args) for step, args in steps]
+        return [fs.plan(step, *args, device=devices.H100) for step, args in steps]
 
     last = plans(1, overlapped=not layout.zero)
     return Plans(last) if layout.microbatches == 1 else Plans(last, plans(1) if not layout.zero else last, plans(2))
@@ -175,7 +175,7 @@ def main() -> None:
     rows = published()
     fit = max((r for r in rows if (r.layout.model, r.layout.ranks) == FIT), key=lambda r: r.measured)
     plans = plans_of(fit.layout)
-    at = lambda efficiency: dataclasses.replace(devices.H100, efficiency=efficiency)  # noqa: E731
+    at = lambda efficiency: dataclasses.replace(devices.fitted(devices.H100), efficiency=efficiency)  # noqa: E731
     efficiency = fitted_efficiency(lambda x: predict(fit.layout, plans, at(x)), fit.measured)
     print(f"efficiency {efficiency:.3f}, from {fit.layout.model}, {fit.layout}: {fit.measured:,.0f} tokens/s")
     print("Links of the data sheet, then measured ones: correlation; what the first planned measured; its layout")

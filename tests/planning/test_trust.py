@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,6 +13,8 @@ import fshard as fs
 from fshard import P
 from fshard.planning import search
 from fshard.planning.devices import H100
+from fshard.planning.trust import _ERRORS
+from tests.benchmarks import trust
 
 FITTED = dataclasses.replace(H100, efficiency=0.5)
 
@@ -38,7 +41,7 @@ def test_a_bound_is_marked_in_every_form_and_a_fitted_device_is_not() -> None:
         assert ("seconds are a lower bound" in got._repr_html_()) is marked
         assert ("at least" in repr(got.time)) is marked
         assert ("≥" in repr(table)) is ("≥" in table._repr_html_()) is marked
-        bars = "error bars: seconds not compared with steps of data, bytes within 3%"
+        bars = f"error bars: seconds not compared with steps of data, bytes within {_ERRORS['data'][1]:.0%}"
         (text,) = table.as_dict()["rows"][0]["warnings"]
         assert (text != bars) is marked
         assert text in repr(got)
@@ -93,9 +96,30 @@ def test_kernels_that_choose_their_workspace_are_counted_in_plans_and_searches()
 def test_error_bars_are_the_largest_of_the_kinds_of_parallelism() -> None:
     mesh = fs.make_mesh(kind="abstract", data=2, model=2)
     loss = lambda w, x: (w * x.sum()).sum()  # noqa: E731
+    fsdp, tensor, data = (_ERRORS[kind] for kind in ("FSDP", "tensor", "data"))
+    both = f"within {max(fsdp[0] or 0, tensor[0] or 0):.0%}, bytes within {max(fsdp[1], tensor[1]):.0%}"
+    one = f"not compared with steps of data, bytes within {max(tensor[1], data[1]):.0%}"
     for spec, want in (
-        (P(("data", "model")), "seconds within 28%, bytes within 7%, of published steps (FSDP: 12, tensor: 4)"),
-        (P("model"), "seconds not compared with steps of data, bytes within 5%, of published steps (tensor: 4)"),
+        (P(("data", "model")), f"seconds {both}, of 9 in 10 published steps (FSDP: {fsdp[2]}, tensor: {tensor[2]})"),
+        (P("model"), f"seconds {one}, of 9 in 10 published steps (tensor: {tensor[2]})"),
     ):
         f = fs.shard_map(fs.grad(loss), mesh=mesh, in_specs=(spec, P("data")), out_specs=spec)
         assert fs.plan(f, fs.init.zeros((8,)), fs.init.zeros((4,)), device=FITTED).warnings == (f"error bars: {want}",)
+
+
+def test_error_bars_are_those_of_the_published_rows() -> None:
+    rows = trust.rows()
+    bars = trust.bars(rows)
+    for kind in {*_ERRORS} & {*bars}:
+        seconds, of_bytes, n = bars[kind]
+        assert _ERRORS[kind] == (seconds, of_bytes or 0.03, n), kind
+    assert len([r for r in rows if r.use == "blind" and r.error is not None]) >= 10
+
+
+@pytest.mark.slow
+def test_a_published_row_is_planned_as_its_table_says() -> None:
+    row = next(r for r in trust.rows() if r.model == "MPT 1B")
+    got = trust.planned(row, {}).planned
+    assert got is not None
+    assert row.planned is not None
+    assert abs(got / row.planned - 1) < 0.01
