@@ -149,6 +149,8 @@ def apply(
 
     >>> apply(cfg, params, ids).shape
     torch.Size([2, 2])
+
+    Raises ShardingError for params that are not a tree of `heads.init`, and for a layout with `context`.
     """
     layout.refuse_context("heads")
     if not isinstance(params, Mapping) or "base" not in params:

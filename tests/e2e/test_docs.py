@@ -691,7 +691,7 @@ Raises ShardingError."""
 
 def test_reference_shows_shapes_arguments_and_examples() -> None:
     assert build.markdown(DOCSTRING) == MARKDOWN
-    assert build.signature(fs.psum, "fs.psum") == "fs.psum(x: Any, axis: Axis) -> Any"
+    assert build.signature(fs.psum, "fs.psum") == "fs.psum(x: T, axis: Axis) -> T"
     assert build.signature(fs.optim.adamw, "adamw").splitlines()[:3] == [
         "adamw(", "    lr: float | Schedule,", "    *,"]  # fmt: skip
 
