@@ -113,7 +113,9 @@ def test_a_model_with_blocks_of_two_kinds_is_not_predicted_from_a_few():
 @pytest.mark.slow
 def test_a_search_prints_the_fastest_first(capsys: pytest.CaptureFixture[str]):
     out = run(capsys, "--devices", "2", "--device", "h100", "--search", "--best", "1", "--layout", "remat=no,replica=1")
-    head, facts, names, *lines = [line for line in out.splitlines() if not line.startswith("error bars")]
+    notes = ("error bars", "first: ", "faster, but too large: ", "the next, ")
+    assert "\nfirst: " in out
+    head, facts, names, *lines = [line for line in out.splitlines() if not line.startswith(notes)]
     n = sum(x.numel() for x in fs.tree.leaves(fs.models.gpt2.init(read_job("config.json").cfg)))
     assert head == f"config.json: fs.models.gpt2, {n:,} parameters; 2 sequences of 8 tokens a step, AdamW"
     assert facts == f"{len(lines)} layouts on 2 H100 of 80.0 GiB; replica=1, remat=no; of each device"
