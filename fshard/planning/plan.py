@@ -50,7 +50,7 @@ from .memory import PARTS, Memory, Storage, Storages, arguments_of, assign_parts
 from .roofline import Roofline, joined
 from .strip import LEGEND, letters, strip
 from .trust import NO_SPLITS, Splits, placed_leaves, splits_of, unknown_operations, warnings_of
-from .workspace import RECURRENT, cudnn_gradients, cudnn_results, on_gpu, saved_by_lstm, workspace_of
+from .workspace import RECURRENT, on_gpu, run_on_shapes, workspace_of
 
 _aten = torch.ops.aten
 _SET_GRAD = cast(Any, Tensor).grad.__set__
@@ -60,8 +60,6 @@ _IN_PLACE = {
     _aten.scatter.src: _aten.scatter_.src, _aten.scatter.value: _aten.scatter_.value,
     _aten.index_put.default: _aten.index_put_.default,
 }  # fmt: skip
-# torch has no shapes of these
-_RESULTS = {"_cudnn_rnn": lambda *args: cudnn_results(args), "_cudnn_rnn_backward": lambda *args: cudnn_gradients(args)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -374,10 +372,7 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
             func = _aten.add_.Tensor
         inputs = tensors_in(args, kwargs)
         before = {storage_id(x) for x in inputs}
-        run = _RESULTS.get(name_of(func), func)
-        out: Any = None if is_optimizer_step(func) else run(*args, **kwargs)
-        if name_of(func) == "mkldnn_rnn_layer":
-            out = *out[:3], out[3].new_empty(saved_by_lstm(args))
+        out = None if is_optimizer_step(func) else run_on_shapes(func, args, kwargs)
         written = written_by(func, args, kwargs)
         new = [x for x in tensors_in(out) if storage_id(x) not in before and self.storages.get(x) is None]
         if not new and not written:
@@ -393,12 +388,13 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
             if storages.get(x) is None:
                 storages.add(x, name_of(func), where, phase=phase, part=part)
         self._note_origins(func, args, inputs, [*new, *written], phase)
-        if workspace := (scratch := workspace_of(func, args, out, self._accelerator)) or 0:
+        workspace = workspace_of(func, args, out, self._accelerator)
+        if workspace:
             storages.add_workspace(workspace, name_of(func), where, phase)
         name = full_name_of(func).replace("_for_cpu", "") if self._accelerator else full_name_of(func)
         self._append(Operation(
             name, kind_of(func), dtype_of(inputs, new), flops_of(func, args, kwargs, out),
-            bytes_of(func, inputs, written, new), storages.live + workspace, where, phase, scratch,
+            bytes_of(func, inputs, written, new), storages.live + (workspace or 0), where, phase, workspace,
         ))  # fmt: skip
         return out
 

@@ -15,7 +15,7 @@ from .device import Device
 from .plan import plan_ranks
 from .reasons import reasons
 from .repeat import Repeats
-from .table import Layout, PlanRow, PlanTable, Task, progress_bar, text
+from .table import Layout, PlanRow, PlanTable, Task, progress_bar, settings
 from .trust import placed_leaves, unknown_operations, warnings_of
 
 _FEWEST, _MOST = 4, 8  # blocks that are planned: of fewer none has others around it whose weights are gathered
@@ -152,7 +152,7 @@ def _reason(
 ) -> str:
     """Return why a layout need not be planned, by the rows before it; an empty text if there is no reason."""
     for row in rows:
-        other = ", ".join(f"{name}={text(x)}" for name, x in row.layout.items() if layout.get(name) != x)
+        other = settings(row.layout, [name for name, x in row.layout.items() if layout.get(name) == x])
         if heavier is not None and row.fits is False and row.peak is not None and row.limit is not None:
             share = heavier(layout, row.layout)
             if share * row.peak > row.limit:

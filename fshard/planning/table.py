@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,11 +69,15 @@ class PlanRow:
         return None if not self.seconds or self.tokens is None else self.tokens / self.seconds / self.devices
 
     @property
+    def cost(self) -> float:
+        """Return the seconds of a step; with `tokens`, of a device for each token."""
+        return math.inf if self.seconds is None else self.seconds if self.rate is None else 1 / max(self.rate, 1e-30)
+
+    @property
     def order(self) -> tuple[Any, ...]:
         """Return a sort key: rows that fit, the fastest first; then those that do not, by their peak; then errors."""
         group = 4 if self.error else 3 if self.peak is None else 2 if self.fits is False else 1
-        speed = math.inf if self.seconds is None else self.seconds if self.rate is None else 1 / max(self.rate, 1e-30)
-        return group, *((self.peak or 0, speed) if group == 2 else (speed, self.peak or 0)), bool(self.note)
+        return group, *((self.peak or 0, self.cost) if group == 2 else (self.cost, self.peak or 0)), bool(self.note)
 
     def __repr__(self) -> str:
         return repr(PlanTable((self,)))
@@ -187,7 +191,7 @@ class PlanTable:
         sizes = sorted({row.devices for row in self.rows if row.devices})
         on = "" if not sizes else f" on {sizes[0]:,}" if len(sizes) == 1 else f" on {sizes[0]:,} to {sizes[-1]:,}"
         name = " devices" if self.device is None else f" {self.device.name} of {size(self.device.memory)}"
-        same = ", ".join(f"{key}={text(x)}" for key, x in self.same.items())
+        same = settings(self.same)
         count = number_of(len(self.rows), "layout")
         return f"{count}{f'{on}{name}' if on else ''}{f'; {same}' if same else ''}; of each device"
 
@@ -289,6 +293,11 @@ class Task:
 # --- texts ----------------------------------------------------------------------------------------------------
 
 
+def settings(layout: Layout, but: Collection[str] = ()) -> str:
+    """Return a layout as text, `data=4, remat=yes`, but for some names."""
+    return ", ".join(f"{name}={text(x)}" for name, x in layout.items() if name not in but)
+
+
 def text(x: object) -> str:
     """Return a setting as a word of a table."""
     if isinstance(x, bool):
@@ -340,7 +349,7 @@ def progress_bar(shown: bool) -> Iterator[Callable[[PlanRow, int], None]]:
     def advance(row: PlanRow, total: int) -> None:
         nonlocal done
         done += 1
-        summary = f"{', '.join(f'{name}={text(x)}' for name, x in row.layout.items())}: {_outcome(row)}"
+        summary = f"{settings(row.layout)}: {_outcome(row)}"
         if bar is not None:
             bar.update(task, completed=done, total=total, description=escape(summary))
         elif shown:

@@ -58,8 +58,15 @@ def workspace_of(op: Any, args: Sequence[Any], out: Any, accelerator: bool) -> i
     return _convolution_backward(args, lanes) if is_backward else _convolution(args, out, lanes)
 
 
+def run_on_shapes(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on fake tensors; recurrent kernels with what they save for backward, which torch leaves out."""
+    name, shapes = name_of(op), {"_cudnn_rnn": _cudnn_results, "_cudnn_rnn_backward": _cudnn_gradients}
+    out = shapes[name](args) if name in shapes else op(*args, **kwargs)
+    return (*out[:3], out[3].new_empty(saved_by_lstm(args))) if name == "mkldnn_rnn_layer" else out
+
+
 def saved_by_lstm(args: Sequence[Any]) -> int:
-    """Return the bytes that `mkldnn_rnn_layer` saves for its backward: torch's shapes have none."""
+    """Return the bytes that `mkldnn_rnn_layer` saves for its backward."""
     return sum(map(_pages, _states(args))) if torch.is_grad_enabled() else 0
 
 
@@ -117,7 +124,7 @@ def on_gpu(name: str, args: Sequence[Any], run: Callable[[], Any]) -> Any:
     return (out, h, c) if name == "lstm" else (out, h)
 
 
-def cudnn_results(args: Sequence[Any]) -> tuple[Any, ...]:
+def _cudnn_results(args: Sequence[Any]) -> tuple[Any, ...]:
     """Return results of `_cudnn_rnn`: output, states, what it saves, its copy of the weights."""
     x, weights, h, c, mode, hidden, layers, directions = *args[:2], *args[4:8], args[9], 2 if args[13] else 1
     width, rows = h.shape[2] * directions, x.numel() // x.shape[-1]
@@ -127,7 +134,7 @@ def cudnn_results(args: Sequence[Any]) -> tuple[Any, ...]:
             x.new_empty(sum(w.numel() for w in weights)))  # fmt: skip
 
 
-def cudnn_gradients(args: Sequence[Any]) -> tuple[Any, ...]:
+def _cudnn_gradients(args: Sequence[Any]) -> tuple[Any, ...]:
     """Return results of `_cudnn_rnn_backward`: of the input and the states, and of the weights in one buffer."""
     x, weights, buffer, h, c = args[0], args[1], *args[3:6]
     flat = torch.split(torch.empty_like(buffer), [w.numel() for w in weights])

@@ -13,7 +13,8 @@ one entry:
 - `calibrated`: the same with one efficiency for each source and device, at which its row marked `calibrates` is as fast
   as measured. That is its first row, or the 7B at 2,048 tokens on the fewest devices. The row itself is not counted.
 - Changed after some blind rows were planned: for time, MosaicML's other numbers of devices were left out; the
-  launch was fitted again, on fit rows; and Megatron-LM's pipelines sum gradients once a step (`kept`), as there.
+  launch was fitted again, on fit rows; and Megatron-LM's pipelines sum gradients once a step (`kept`), as there. So do
+  KempnerForge's, by its code, which was read before their errors were seen.
 - TorchShard's rows are memory, and its first fits what no shape knows.
 - Products of compiled steps, and of steps in float8, follow the rules of `published.py`.
 - The error bar of a kind is the error that nine in ten of its blind rows are within, or of all rows if few are blind.
@@ -324,11 +325,12 @@ def report(found: Sequence[Row]) -> Iterator[str]:
     pairs = orders(found)
     yield f"orders: {sum(ok for *_, ok in pairs)} of {len(pairs)} pairs of layouts on the same devices as measured"
     yield from (f"  wrong: {a} is faster than {b}, {a.tokens:,.0f} to {b.tokens:,.0f}" for a, b, ok in pairs if not ok)
-    yield f"error bars of fshard/planning/trust.py: {bars(found)}"
+    known = bars(found)
+    yield f"error bars of fshard/planning/trust.py: {known}"
     missing = [r for r in found if r.planned is None and r.planned_gib is None]
     yield f"not planned yet: {len(missing)} rows of {len(found)}"
     for r in found:
-        bar = bars(found)[r.kind][0]
+        bar = known[r.kind][0]
         if r.error is not None and bar is not None and abs(r.error) > bar:
             yield f"outside its bar of {bar:.0%}: {r}: {_percent(r.error)} ({r.use}; {r.source})"
 

@@ -17,6 +17,7 @@ import torch
 
 import fshard as fs
 from fshard import P
+from fshard._core.display import duration
 from fshard.planning import PlanRow, PlanTable, divisions, search
 from fshard.planning.devices import H100, Device, Link
 from fshard.planning.plan import plan_ranks
@@ -328,12 +329,21 @@ def test_a_search_gives_the_reason_and_the_price_of_the_next_row():
     assert got[0].seconds is not None
     assert f" takes {(got[1].seconds or 0.0) / got[0].seconds - 1:.1%} longer: its " in price
     assert re.search(r": its (all_\w+|reduce_scatter) of [\d.]+ KiB over \w+ is exposed, [\d.]+ m?s more", price)
-    limit = (got[0].peak + got[1].peak) // 2
-    small = search(functools.partial(step_of, blocks=2), layouts, device=dataclasses.replace(slow, memory=limit),
+    remat = [{"data": 4, "model": 1, "remat": on, "batch": 512} for on in (True, False)]
+    plenty = search(functools.partial(step_of, blocks=2), remat, device=dataclasses.replace(SMALL, memory=2**30))
+    assert [row.layout["remat"] for row in plenty] == [False, True]
+    limit = sum(row.peak or 0 for row in plenty) // 2
+    small = search(functools.partial(step_of, blocks=2), remat, device=dataclasses.replace(SMALL, memory=limit),
                    headroom=0.0)  # fmt: skip
-    if small[0].layout != got[0].layout:
-        assert "faster, but too large: " in small.note
-    assert sum(row.fits is True for row in small) == 1
+    assert [row.fits for row in small] == [True, False]
+    needs = f"needs {size(plenty[0].peak or 0)} of the {size(limit)} that a step may use"
+    assert f"faster, but too large: remat=no takes {duration(plenty[0].seconds or 0)}, and {needs}" in small.note
+    of_two = {"data": 2, "model": 1, "remat": True, "batch": 512}  # slower, but not for each device
+    rows = search(functools.partial(step_of, blocks=2), [layouts[0], of_two], device=slow, headroom=0.0, tokens=512)
+    assert rows[0].layout == of_two
+    assert rows[0].rate is not None
+    assert rows[1].rate is not None
+    assert f" takes {rows[0].rate / rows[1].rate - 1:.1%} longer" in rows.note
 
 
 def test_a_share_of_a_layout_rules_out_others():
