@@ -1,15 +1,17 @@
 """The notebooks run from top to bottom, with the outputs that are in the files, which name no machine.
 
-`python tests/e2e/test_notebooks.py` runs them and writes their outputs into the files.
+`python tests/e2e/test_notebooks.py [FILE ...]` runs them, or some, and writes their outputs into the files.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import re
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +79,8 @@ def executed(path: Path) -> NotebookNode:
     return execute(read(path))
 
 
-def regenerate() -> None:
-    for path in NOTEBOOKS:
+def regenerate(paths: Sequence[Path]) -> None:
+    for path in paths:
         start = time.perf_counter()
         nbformat.write(executed(path), path)
         print(f"{path.name}: {time.perf_counter() - start:.0f} s")
@@ -272,4 +274,6 @@ def test_outputs_are_small_and_a_cell_that_reveals_raises_no_error(path: Path) -
 
 
 if __name__ == "__main__":
-    regenerate()
+    parser = argparse.ArgumentParser(description="run notebooks and write their outputs into the files")
+    parser.add_argument("files", nargs="*", type=Path, default=NOTEBOOKS, help="(default: all)")
+    regenerate(parser.parse_args().files)
