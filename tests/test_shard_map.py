@@ -515,12 +515,13 @@ def test_error_texts_of_wrong_donations():
     def step(p, y):
         return y
 
-    assert error_text(mapped(step, donate=0), {"wte": x, "head": [x]}, x) == (
-        "step: p['wte'] is donated twice\n  fix: keep a tied leaf once in the tree, or do not donate it"
-    )
-    assert error_text(mapped(step, donate=(0, 1)), {"w": x}, x) == (
-        "step: y is donated twice\n  fix: keep a tied leaf once in the tree, or do not donate it"
-    )
+    fix = "fix: keep a tied leaf once in the tree; materialize with the same key makes a copy; or do not donate it"
+    for donated, state, name, other in (
+        (0, {"wte": x, "head": [x]}, "p['wte']", "p['head'][0]"),
+        ((0, 1), {"w": x}, "y", "p['w']"),
+    ):
+        text = error_text(mapped(step, donate=donated), state, x)
+        assert text == f"step: {name} is donated twice\n  it is {other}, too\n  {fix}"
     assert error_text(mapped(step, donate=2), {"w": x}, x) == (
         "step: donate=2, and the call has 2 arguments\n  fix: count from 0"
     )

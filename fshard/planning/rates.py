@@ -42,9 +42,9 @@ def measure(mesh: Mesh | None = None, *, seconds: float = 6.0) -> Device:
 
     `flops` are the best of square products of several sizes. `bandwidth` and `cache` are of copies. `launch` is what an
     operation of a small train step takes beyond its work. Each axis of the mesh, the last one nearest, is a `Link`, by
-    the time of an all_reduce of 1 KiB and of 4 MiB. All ranks call it together. One rank has
-    no link. Each rate is the best of several runs, for the threads of this process: ranks that share its cores share
-    them.
+    the time of an all_reduce of 1 KiB and of 4 MiB. One rank has no link. Each rate is the best of several runs, for
+    the threads of this process: ranks that share its cores share them. All ranks call it together, and return the
+    rates of rank 0.
 
     >>> device = fs.devices.measure(fs.make_mesh(data=2), seconds=0.3)
     >>> device.links[0].name, device.efficiency, device.launch > 0
@@ -67,7 +67,8 @@ def measure(mesh: Mesh | None = None, *, seconds: float = 6.0) -> Device:
     made = Device(name, flops, _memory_of(device), bandwidth, queued=device.type != "cpu",
                   cache=max(cached, default=0), cache_bandwidth=fastest)  # fmt: skip
     made = dataclasses.replace(made, launch=_launch(mesh, made, each))
-    return dataclasses.replace(made, links=_links(mesh, each))
+    made = dataclasses.replace(made, links=_links(mesh, each))
+    return mesh.gather_objects(made, "to measure a device")[0]  # type: ignore[no-any-return]
 
 
 def _copy_rate(nbytes: int, device: torch.device, seconds: float) -> float:
@@ -170,7 +171,8 @@ def transfer_seconds(mesh: Mesh, op: str, axes: Sequence[str], nbytes: int, seco
             return x
 
         g = shard_map(f, mesh=mesh, in_specs=P(names), out_specs=P(names))
-        return min(_times(lambda: g(x), mesh.device, seconds / 2))
+        agree = lambda calls: max(mesh.gather_objects(calls, "to measure a transfer"))  # noqa: E731
+        return min(_times(lambda: g(x), mesh.device, seconds / 2, agree))
 
     return max(best(_ROUNDS + 1) - best(1), 1e-9) / _ROUNDS
 
@@ -212,22 +214,25 @@ def _product_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> f
     return rate
 
 
-def _times(f: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
-    """Return the seconds of each call of `f`, after one that is not counted; at least five calls."""
+def _times(
+    f: Callable[[], object], device: torch.device, seconds: float, agree: Callable[[int], int] = lambda calls: calls
+) -> list[float]:
+    """Return the seconds of each call of `f`, after one that is not counted: five, and as many as fit into `seconds`.
 
-    def wait() -> None:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+    If `f` communicates, `agree` returns a number of calls that is the same on all ranks.
+    """
 
-    f()
-    wait()
-    end, times = time.perf_counter() + seconds, list[float]()
-    while len(times) < 5 or time.perf_counter() < end:
+    def seconds_of_a_call() -> float:
         start = time.perf_counter()
         f()
-        wait()
-        times.append(time.perf_counter() - start)
-    return times
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return time.perf_counter() - start
+
+    seconds_of_a_call()
+    times = [seconds_of_a_call() for _ in range(5)]
+    more = agree(max(0, int((seconds - sum(times)) / min(times))))
+    return times + [seconds_of_a_call() for _ in range(more)]
 
 
 def _loopback(seconds: float) -> tuple[float, float]:

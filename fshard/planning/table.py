@@ -214,7 +214,7 @@ def plan_table(
 
     Args:
         device: one of `fs.devices`, for what fits and for times. Without it rows are in the order of their peaks.
-        tokens: the number that a step of all devices trains on, or a function of the layout: for tokens per second, by
+        tokens: the number that a step of all devices trains on, or `tokens(**layout)`: for tokens per second, by
             which rows are then compared, since their batches may differ.
         headroom: the share of a device's memory that a step must leave: for the driver, for buffers of the network and
             for gaps between tensors, which a plan does not count.

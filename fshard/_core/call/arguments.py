@@ -174,9 +174,11 @@ def prepare(plan: CallPlan, leaves: list[Any]) -> list[list[Any]]:
     """
     first: dict[int, int] = {}
     for i in plan.donated:
-        if first.setdefault(id(leaves[i]), i) != i:
-            raise fail(f"{plan.name}: {plan.names[i]} is donated twice",
-                       fix="keep a tied leaf once in the tree, or do not donate it")  # fmt: skip
+        j = first.setdefault(id(leaves[i]), i)
+        if j != i:
+            raise fail(f"{plan.name}: {plan.names[i]} is donated twice", f"it is {plan.names[j]}, too",
+                       fix="keep a tied leaf once in the tree; materialize with the same key makes a copy; "
+                           "or do not donate it")  # fmt: skip
     parts = local_parts(leaves, len(plan.mesh.ranks))
     for i in plan.donated:
         if isinstance(leaves[i], Sharded):

@@ -158,6 +158,8 @@ def opening_example_on_ranks(axes: dict[str, int]) -> Any:
         assert transfers.keys() == {0, 1, 2, 3}
         begin, end = (max(t[0] for t in transfers.values()), min(t[1] for t in transfers.values()))
         assert begin <= end  # every rank takes part in the sum at some one time
+        measured = mesh.gather_objects(fs.devices.measure(mesh, seconds=0.02))
+        assert measured == [measured[0]] * 4
     if axes["data"] < 2 or axes["model"] < 2:
         return opening_example(mesh), classifier(mesh), None
     return opening_example(mesh), classifier(mesh), (replaced_submodules(mesh), example("sequence")["train"](mesh))
