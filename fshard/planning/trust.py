@@ -8,7 +8,7 @@ A warning begins with its subject:
     leaf                 an axis that splits other leaves of the argument leaves this one full, or its parts differ
     ring                 a collective over more than 1,024 ranks is timed as a ring, which has a latency for each rank
     experts              rows are sent to experts as if all had equally many
-    error bars           of plans of nine in ten published steps, for the kinds of parallelism of this one
+    error bars           of the published steps with the kinds of parallelism of this one, all of language models
 """
 
 from __future__ import annotations
@@ -34,12 +34,16 @@ _LEAST = 2**20  # bytes of a leaf on a rank that are worth a line
 _BOUND = "seconds are a lower bound: the efficiency is 1 (devices.fitted, --efficiency, or devices.measure)"
 _BALANCED = "experts are assumed balanced: the one with the most rows needs more memory and time"
 
-# Kind -> the error bars of seconds and of bytes, and the number of published steps that these hold for 9 in 10 of, by
-# `python -m tests.benchmarks.trust`; a test compares them. Bytes of context and experts are by `plan_accuracy` there.
+_OF_BYTES = 0.03  # by `tests.benchmarks.plan_accuracy`
+
+# Kind -> the error bars of tokens/s and of bytes, and the number of published steps that these hold for 9 in 10 of, by
+# `python -m tests.benchmarks.trust`; a test compares them.
 _ERRORS: dict[str, tuple[float | None, float, int]] = {
     "FSDP": (0.36, 0.43, 43), "tensor": (0.49, 0.02, 19), "pipeline": (0.82, 0.22, 2),
-    "data": (None, 0.03, 0), "context": (None, 0.03, 0), "experts": (None, 0.03, 0),
+    "data": (None, _OF_BYTES, 0), "context": (None, _OF_BYTES, 0), "experts": (None, _OF_BYTES, 0),
 }  # fmt: skip
+_NAMES = {"FSDP": "FSDP", "tensor": "tensor parallelism", "pipeline": "pipelines", "data": "data parallelism",
+          "context": "context parallelism", "experts": "experts"}  # fmt: skip
 
 
 class Splits(NamedTuple):
@@ -67,18 +71,23 @@ def warnings_of(
             over = f"{op} over {'+'.join(axes)}"
             texts.append(f"ring of {ranks:,} ranks: {over} waits for a step of each, where libraries use trees")
     texts += [_BALANCED] * ("experts" in splits.kinds.values())
-    bars = [] if device is None or device.is_bound or not splits.kinds else [_error_bars({*splits.kinds.values()})]
-    return (*texts, *splits.warnings, *bars)
+    if device is not None and not device.is_bound and splits.kinds:
+        has_workspaces = any(text.startswith("workspace") for text in unknown)
+        return (*texts, *splits.warnings, _error_bars({*splits.kinds.values()}, device.queued, has_workspaces))
+    return (*texts, *splits.warnings)
 
 
-def _error_bars(kinds: set[str]) -> str:
-    """Return a line with the largest error bars of the kinds of parallelism."""
-    errors = {kind: _ERRORS[kind] for kind in _ERRORS if kind in kinds}
-    unknown = [kind for kind, (seconds, *_) in errors.items() if seconds is None]
-    of_seconds, counts = max(s or 0 for s, *_ in errors.values()), {k: n for k, (*_, n) in errors.items() if n}
-    seconds = f"not compared with steps of {', '.join(unknown)}" if unknown else f"within {of_seconds:.0%}"
-    steps = f", of 9 in 10 published steps ({', '.join(f'{k}: {n}' for k, n in counts.items())})" if counts else ""
-    return f"error bars: seconds {seconds}, bytes within {max(b for _, b, _ in errors.values()):.0%}{steps}"
+def _error_bars(kinds: set[str], on_gpu: bool, has_workspaces: bool) -> str:
+    """Return a line with the largest error bars of the kinds of parallelism; on a CPU those of `plan_accuracy`."""
+    errors = {kind: bars for kind, bars in _ERRORS.items() if kind in kinds and on_gpu}
+    unknown = " and ".join(_NAMES[kind] for kind, (seconds, *_) in errors.items() if seconds is None)
+    of_seconds = f"within {max((seconds or 0 for seconds, *_ in errors.values()), default=0):.0%}"
+    of_seconds = of_seconds if on_gpu and not unknown else f"not compared {f'for {unknown}' if on_gpu else 'on CPUs'}"
+    of_bytes = max((share for _, share, _ in errors.values()), default=_OF_BYTES)
+    counts = ", ".join(f"{n} with {_NAMES[kind]}" for kind, (*_, n) in errors.items() if n)
+    return (f"error bars: speed {of_seconds}, bytes within {of_bytes:.0%} of the measured"
+            f"{', without unknown workspaces' if has_workspaces else ''}"
+            f"{f'; of 9 in 10 published steps of language models on GPUs ({counts})' if counts else ''}")  # fmt: skip
 
 
 def unknown_operations(events: Iterable[Event]) -> Counter[str]:
