@@ -40,7 +40,7 @@ class ModuleModel:
                                      units=(lambda _, m: type(m).__name__ in blocks) if blocks else None)  # fmt: skip
         except ShardingError:
             raise
-        except (ImportError, AttributeError, KeyError, TypeError, ValueError) as e:
+        except Exception as e:  # of any kind: a constructor of another library runs
             raise fail(f"{where}: there is no model file for {contents.get('model_type')!r}, and no class",
                        f"{type(e).__name__}: {str(e).strip().partition('. ')[0]}",
                        fix="a class of transformers in architectures; or write its train step, and call "
