@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fshard import tree
-from fshard._core.call import CallPlan, groups_to_run
+from fshard._core.call import CallPlan, run_groups
 from fshard._core.callsite import Site, site
 from fshard._core.display import Row, bar, page, table
 from fshard._core.operations import OperationMode, tensors_in
@@ -214,13 +214,12 @@ def plan_ranks(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> 
 
     Of a program that branches on its position, each is the plan of the position with the highest peak.
     """
-    runs: dict[int, _RankRun] = {}
-    mesh, missing = f.mesh, {0}
-    while missing:
-        runs |= {rank: _run_rank(f, args, rank, device) for rank in sorted(missing)}
-        over = tuple(a for a in mesh.axes if any(a in run.branches_on for run in runs.values()))
-        groups = groups_to_run([split for run in runs.values() for split in run.splits], over, mesh.axes)
-        missing = {rank for group in groups for rank in group} - runs.keys()
+    mesh = f.mesh
+    runs, groups, over = run_groups(
+        lambda rank: _run_rank(f, args, rank, device),
+        lambda runs: [split for run in runs for split in run.splits],
+        mesh.axes,
+    )
     parameters = {s.path for s in runs[0].memory.storages if s.argument and s.part == "parameters"}
     splits = splits_of(placed_leaves(args, f._in_specs), mesh.axes, parameters, runs[0].events, over)
     return [_plan_together(dict(mesh.axes), {r: runs[r] for r in group}, over, device, splits) for group in groups]
