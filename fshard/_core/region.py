@@ -11,12 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.errors import fail
+from fshard.errors import ShardingError, fail
 from fshard.spec import Axis, P, Size, format_axes, names_of
 
 from . import callsite
 from .protocol import Comm
 from .torch import storage_id
+
+
+class UncheckedError(ShardingError):
+    """A call that needs the types of its arguments, without a checker."""
 
 
 class UnevenSize(NamedTuple):

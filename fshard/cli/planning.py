@@ -140,7 +140,7 @@ def _facts(job: Job, batch: int) -> str:
     """Return the model and the step in a line."""
     n = sum(x.numel() for x in tree.leaves(job.model.init(job.cfg)))
     each = f"images of {job.length} x {job.length}" if job.unit == "images" else f"sequences of {job.length:,} tokens"
-    return f"fs.models.{job.name}, {n:,} parameters; {batch:,} {each} a step, AdamW"
+    return f"{job.source}, {n:,} parameters; {batch:,} {each} a step, AdamW"
 
 
 def _write(path: Path, title: str, table: PlanTable) -> None:
@@ -213,9 +213,9 @@ def _candidates(
     """
     batch, nearest = settings.get("batch", batch), _nearest(device, count)
     fixed = {axis: settings[axis] for axis in AXES if axis in settings}
-    longest = count if job.splits_positions else 1
+    longest, widest = count if job.splits_positions else 1, min(count, nearest) if job.splits_weights else 1
     given: dict[str, int] = {axis: settings[axis] for axis in AXES[:2] if axis in settings}
-    for sizes in divisions(count // math.prod(given.values()), data=count, context=longest, model=min(count, nearest)):
+    for sizes in divisions(count // math.prod(given.values()), data=count, context=longest, model=widest):
         sizes = {**sizes, **given}
         if any(sizes[axis] != n for axis, n in fixed.items()):
             continue

@@ -9,8 +9,6 @@ Legend: B examples of a step, T time, C channels, L labels; [B@data] is a dim sp
 from __future__ import annotations
 
 import dataclasses
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +22,7 @@ from fshard import models, optim
 from fshard.errors import fail
 from fshard.grad import accumulate as accumulated
 from fshard.grad import value_and_grad
-from fshard.interop.hf import CONFIG, read_json
+from fshard.interop.hf import CONFIG, config_path, read_json
 from fshard.mesh import make_mesh
 from fshard.models.hf import model_of
 from fshard.models.transformer import Layout
@@ -32,6 +30,8 @@ from fshard.schedule import on_stages
 from fshard.schedule.tables import Kind
 from fshard.shard_map import ShardMapped, shard_map
 from fshard.spec import P, fully_shard
+
+from .module_model import ModuleModel
 
 AXES = ("stage", "replica", "data", "context", "model")  # of a mesh, the nearest ranks last
 _LENGTHS = ("n_positions", "max_position_embeddings")  # fields of configs: the longest sequence
@@ -41,16 +41,24 @@ _MOST_TOKENS, _SIDE = 8192, 224  # by default: of a sequence, and of an image
 
 @dataclass(frozen=True)
 class Job:
-    """A model of `fs.models`, and the size of its examples: `length` is in tokens, or in pixels of an image's side."""
+    """A model of `fs.models`, or another class of transformers, and the size of its examples.
 
-    model: ModuleType
+    `length` is in tokens, or in pixels of an image's side.
+    """
+
+    model: ModuleType | ModuleModel
     cfg: Any
     length: int
 
     @property
     def name(self) -> str:
-        """Return the name of the model file."""
+        """Return the name of the model file, or of the class."""
         return self.model.__name__.rpartition(".")[2]
+
+    @property
+    def source(self) -> str:
+        """Return where the model is from, for the head of a table."""
+        return f"fs.models.{self.name}" if self.splits_weights else f"by fs.defer of {self.name}"
 
     @property
     def unit(self) -> str:
@@ -64,7 +72,12 @@ class Job:
     @property
     def splits_positions(self) -> bool:
         """True if the model has a form for an axis that splits the positions."""
-        return self.model not in (models.resnet, models.t5, models.heads)
+        return self.splits_weights and self.model not in (models.resnet, models.t5, models.heads)
+
+    @property
+    def splits_weights(self) -> bool:
+        """True if the model has a form for an axis that splits heads, hidden units and the vocabulary."""
+        return not isinstance(self.model, ModuleModel)
 
     @property
     def splits_blocks(self) -> bool:
@@ -81,7 +94,8 @@ class Job:
         """Return the number of blocks, if a model with fewer of them has the same blocks; else None."""
         base = _base(self.cfg)
         counts = {getattr(base, name) for name in _BLOCKS if getattr(base, name, None) is not None}
-        return counts.pop() if len(counts) == 1 and len(set(getattr(base, "windows", ()))) < 2 else None
+        alike = self.splits_weights and len(counts) == 1 and len(set(getattr(base, "windows", ()))) < 2
+        return counts.pop() if alike else None
 
     def with_blocks(self, n: int) -> Job:
         """Return the same model with `n` blocks."""
@@ -97,23 +111,14 @@ class Job:
 def read_job(path: str | Path, length: int | None = None) -> Job:
     """Read the model of a Hugging Face folder, or of a config under any name ending in .json.
 
-    Raises ShardingError for one without a model file.
+    Raises ShardingError for one that is neither of a model file nor of a class of transformers with scores of tokens.
     """
-    path = Path(path)
-    if path.suffix == ".json" and path.name != CONFIG and path.is_file():
-        with tempfile.TemporaryDirectory() as place:
-            shutil.copyfile(path, Path(place) / CONFIG)
-            return read_job(place, length)
-    folder = path.parent if path.name == CONFIG else path
-    if not (folder / CONFIG).is_file():
+    config = Path(str(config_path(path)))
+    if not config.is_file():
         raise fail(f"plan: {path}: there is no {CONFIG}", fix="a Hugging Face folder, or its config.json")
-    config = read_json(folder / CONFIG)
-    model = model_of(config)
-    if model is None:
-        raise fail(f"{folder / CONFIG}: there is no model file for {config.get('model_type')!r}",
-                   models=", ".join(models.ARCHITECTURES),
-                   fix="write its train step, and call fs.plan_table(step_of, layouts, device=...)")  # fmt: skip
-    cfg = model.config(folder)
+    contents = read_json(config)
+    model = model_of(contents) or ModuleModel(contents, str(config))
+    cfg = model.cfg if isinstance(model, ModuleModel) else model.config(path)
     if model is models.resnet:
         return Job(model, cfg, length or _SIDE)
     longest = next((getattr(_base(cfg), name) for name in _LENGTHS if hasattr(_base(cfg), name)), 512)
@@ -149,6 +154,7 @@ def train_step(
     """
     for setting, fits in ((f"context={context}", job.splits_positions or context == 1),
                           (f"stage={stage}", job.splits_blocks or stage == 1),
+                          (f"model={model}", job.splits_weights or model == 1),
                           (f"experts={experts}", job.experts or not experts)):  # fmt: skip
         if not fits:
             raise fail(f"plan: {setting}: {job.name} has no form for it", fix="leave it out")
@@ -158,7 +164,8 @@ def train_step(
     axes, sharded = (tuple(a for a in some if a in mesh.axes) for some in (AXES[1:3], AXES[2:4]))
     over, positions = (a if a in mesh.axes else None for a in ("model", "context"))
     by_expert: dict[str, Any] = {"experts": sharded} if experts else {}
-    module, cfg = job.model, job.cfg
+    module: Any = job.model
+    cfg, buffers = job.cfg, {"buffers": module.buffers} if isinstance(module, ModuleModel) else {}
     described = module.init(cfg)
     specs = fully_shard(module.specs(cfg, model=over, **by_expert), described, axis=sharded)
     if stage > 1:
@@ -177,8 +184,8 @@ def train_step(
         classes = module is models.heads and cfg.task == "sequence"
         args = (_integers(batch, job.length), _integers(batch) if classes else _integers(batch, job.length))
     adamw = optim.adamw(1e-4)
-    state = {"params": described, "opt": adamw.init(described)}
-    state_specs = {"params": specs, "opt": adamw.specs(specs)}
+    state = {"params": described, "opt": adamw.init(described), **buffers}
+    state_specs = {"params": specs, "opt": adamw.specs(specs), **dict.fromkeys(buffers, P())}
     has_aux = module is models.resnet
     if has_aux:
         state, state_specs = {**state, "norms": module.state(cfg)}, {**state_specs, "norms": P()}
@@ -186,20 +193,20 @@ def train_step(
         raise fail(f"plan: accumulate={accumulate} of a {job.name}", "the statistics of its norms need the full batch",
                    fix="accumulate=1")  # fmt: skip
 
-    def loss(params: Any, *args: Any) -> Any:
-        return module.loss(cfg, params, *args, **options)
-
-    gradient = value_and_grad(loss, has_aux=has_aux)
-    if stage > 1:
-        gradient = models.stages.pipelined(cfg, microbatches=accumulate, schedule=schedule, chunks=chunks, **options)
-    elif accumulate > 1:
-        gradient = accumulated(loss, accumulate, has_aux=has_aux)
-
     def step(state: Any, *batch: Tensor) -> Any:
+        def loss(params: Any, *args: Any) -> Any:
+            return module.loss(cfg, params, *args, **{name: state[name] for name in buffers}, **options)
+
+        gradient = value_and_grad(loss, has_aux=has_aux)
+        if stage > 1:
+            how: dict[str, Any] = {"microbatches": accumulate, "schedule": schedule, "chunks": chunks, **options}
+            gradient = models.stages.pipelined(cfg, **how)
+        elif accumulate > 1:
+            gradient = accumulated(loss, accumulate, has_aux=has_aux)
         more = (state["norms"],) if has_aux else ()
         value, grads = gradient(state["params"], *more, *batch)
         params, opt = adamw.update(grads, state["opt"], state["params"])
-        new = {"params": params, "opt": opt}
+        new = {**state, "params": params, "opt": opt}
         return ({**new, "norms": value[1]}, value[0]) if has_aux else (new, value)
 
     tokens = P(axes) if positions is None else P(axes, positions)

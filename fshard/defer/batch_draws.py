@@ -14,7 +14,7 @@ from torch import Tensor
 from fshard import tree
 from fshard._core.microbatch import Microbatch, microbatch
 from fshard._core.ops import global_size
-from fshard._core.region import axes_of_own_values, checker, in_region, known_axes, live_axes, region
+from fshard._core.region import UncheckedError, axes_of_own_values, checker, in_region, known_axes, live_axes, region
 from fshard._core.torch import is_batched
 from fshard.errors import fail
 from fshard.spec import Axis, describe, part_lengths, part_range
@@ -81,8 +81,9 @@ def draws_of(
     count, probes, find = _probed(name, key, split, axes, rows, leaves, args, kwargs, run)
     if split.with_probe and not probes:
         find()
-    total = global_size(f"{name}.draws_over", count, axes) if axes else count
     sizes, coords = ([values[a] for a in axes] for values in (bound, here.coords if here else {}))
+    exact = axes and region().comm.has_values  # without values a draw is only a shape
+    total = global_size(f"{name}.draws_over", count, axes) if exact else count * math.prod(sizes)
     start, mine = part_range(total, sizes, coords)
     if mine != count:
         raise fail(f"{name}: this rank has {count} examples, and its part of {total} over {axes} is {mine}",
@@ -131,9 +132,9 @@ def _examples(name: str, axes: tuple[str, ...], dim: int, args: tuple[Any, ...],
         return BatchRows(1, {})
     types, name = checker(), f"{name}: draws_over({axes[0] if len(axes) == 1 else axes!r})"
     if types is None:
-        raise fail(f"{name}: the first call for arguments of these shapes must be a checked one",
-                   "its types tell which arguments have a part of the batch", fix='shard_map(..., check="first")'
-                   )  # fmt: skip
+        raise UncheckedError(str(fail(f"{name}: the first call for arguments of these shapes must be a checked one",
+                                      "its types show which arguments have a part of the batch",
+                                      fix='shard_map(..., check="first")')))  # fmt: skip
     dims: dict[int, int] = {}
     named = [(path, x) for path, x in tree.leaves_with_path((args, kwargs)) if isinstance(x, Tensor)]
     for i, (path, x) in enumerate(named):

@@ -103,6 +103,7 @@ class Apply(Pure):
         self.transient = transient | {p.leaf for p in self._places if p.transient}
         self._leaves = leaves_at(self._places)  # of the skeleton, for their shapes
         self.shapes, self.orders = shapes_of(self._leaves["params"]), memory_orders(self._leaves)
+        self.largest = max([x.numel() for x in self._leaves["params"].values()], default=0)
         self.frozen = frozenset(k for k, x in self._leaves["params"].items() if not x.requires_grad)
         self._chosen, self.are_units_by_size = units, isinstance(units, int)
         self.units = leaves_of_units(module, choose_units(module, units), self._places)

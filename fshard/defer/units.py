@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -295,8 +294,7 @@ class UnshardedByUnit(Pure):
             return x if in_transform() else known.setdefault(leaf, x)  # what a transform returns ends with it
 
         shards = [x for name in units for leaf in apply.units[name] for x in tree.leaves(params[leaf])]
-        numel = max((math.prod(x.shape) for x in self._shapes.values()), default=0)
-        memories = functools.cache(functools.partial(path_to, shards, numel))
+        memories = functools.cache(functools.partial(path_to, shards, apply.largest))
         placeholders = {}
         for name, unit in units.items():
             parts = iter([x if part is None else part for part, x in zip(unit.plan.slices, unit.shards, strict=True)])

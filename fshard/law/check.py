@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from fshard import tree
-from fshard._core.call import compare_result_types, groups_to_run, is_settled, result_types
+from fshard._core.call import compare_result_types, is_settled, result_types, run_groups
 from fshard._core.display import page
 from fshard._core.protocol import index_of, ranks_over
 from fshard._core.transfers import Transfer, transfer_rows, transfer_table
@@ -120,20 +120,20 @@ def check(f: ShardMapped, *args: Any) -> Checked:
     value of a tensor, and for ranks that disagree on a collective or a result. If the first rank does not raise the
     error, it names the rank and its parts.
     """
-    runs = {0: (first := dry_run(f, args))}
-    uneven, branches_on = _uneven_dims(first, args), first.branches_on
-    while True:
-        groups = groups_to_run([(d.axes, d.lengths) for d in uneven], branches_on, first.mesh.axes)
-        missing = {rank for group in groups for rank in group} - runs.keys()
-        if not missing:
-            break
-        for rank in sorted(missing):
-            with _named_rank(rank, first, uneven):
-                runs[rank] = dry_run(f, args, rank)
-            if branches_on:
-                uneven = tuple(dict.fromkeys([*uneven, *_uneven_dims(runs[rank], args)]))
-            branches_on |= runs[rank].branches_on
-    over = tuple(a for a in f.mesh.axes if a in branches_on)
+    first = dry_run(f, args)
+    uneven = _uneven_dims(first, args)
+
+    def run(rank: int) -> DryRun:
+        nonlocal uneven
+        if rank == 0:
+            return first
+        with _named_rank(rank, first, uneven):
+            found = dry_run(f, args, rank)
+        if first.branches_on or found.branches_on:
+            uneven = tuple(dict.fromkeys([*uneven, *_uneven_dims(found, args)]))
+        return found
+
+    runs, _, over = run_groups(run, lambda _: [(d.axes, d.lengths) for d in uneven], first.mesh.axes)
     _compare_transfers(runs, over)
     _compare_messages(runs)
     if len(runs) > 1:

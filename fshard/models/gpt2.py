@@ -25,7 +25,7 @@ from .transformer import Layout, Run, check_numbers, decoder_of, functions_of, p
 @checked
 @dataclass(frozen=True)
 class Config:
-    """Sizes and rates, named as in Hugging Face's `GPT2Config`. The head is tied to the token embedding.
+    """Sizes and rates, named as in Hugging Face's `GPT2Config`. By default the head is tied to the token embedding.
 
     >>> gpt2.Config(n_layer=2, n_embd=128, n_head=4).n_positions
     1024
@@ -46,6 +46,7 @@ class Config:
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None  # one or more tokens that end a text
     pad_token_id: int | None = None
+    tie_word_embeddings: bool = True
 
     def __post_init__(self) -> None:
         raise_all(activation_errors("gpt2.Config", "activation_function", self.activation_function))
@@ -72,7 +73,9 @@ LEAVES = Leaves({  # the matrices in the file are [in, out], as here
         **layer("down", "mlp.c_proj", "f d", "d"),
     }),
     **layer("ln_f", "transformer.ln_f", "d", "d"),
-}, blocks=lambda cfg: {"h": cfg.n_layer}, std=_std,
+    "head.w": leaf("lm_head.weight", "v d -> d v"),
+}, blocks=lambda cfg: {"h": cfg.n_layer}, has=lambda cfg, name, _: name != "head.w" or not cfg.tie_word_embeddings,
+   std=_std,
    sizes=lambda cfg: {"v": cfg.vocab_size, "t": cfg.n_positions, "d": cfg.n_embd, "c": 3, "h": cfg.n_head,
                       "k": cfg.n_embd // cfg.n_head, "f": cfg.n_inner or 4 * cfg.n_embd})  # fmt: skip
 
@@ -100,7 +103,8 @@ def _block(
 
 
 def head_logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
-    return layout.column_linear(x, t, top["wte"].transpose(0, 1))  # [B, T, V@model]
+    w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
+    return layout.column_linear(x, t, w)  # [B, T, V@model]
 
 
 pieces = pieces_of(
@@ -117,7 +121,7 @@ FILE = ModelFile(
     Config, init, LEAVES.tensor,
     kind="GPT2", suffix="LMHeadModel", prefix="transformer.", ignored=(".attn.bias", ".attn.masked_bias"),
     absent={"bos_token_id": 50256, "eos_token_id": 50256}, tied={"lm_head.weight": "transformer.wte.weight"},
-    fixed={"model_type": "gpt2", "tie_word_embeddings": True, "scale_attn_weights": True,
+    fixed={"model_type": "gpt2", "scale_attn_weights": True,
            "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
 )  # fmt: skip
 theirs, config, load, save = file_functions(FILE)

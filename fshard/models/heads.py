@@ -19,10 +19,9 @@ from torch import Tensor
 from fshard import init as initial
 from fshard import nn, tree
 from fshard._core.files.io import StrPath
-from fshard._core.files.url import as_path
 from fshard.collectives import psum
 from fshard.errors import checked, fail, must_be, raise_all
-from fshard.interop.hf import CONFIG, FileTensor, config_of, read, write
+from fshard.interop.hf import FileTensor, config_of, config_path, read, write
 from fshard.random import fold_in
 from fshard.spec import Axis, P
 
@@ -291,7 +290,7 @@ def config(folder: StrPath) -> Config:
     raw = config_of(folder)
     if not has_head(raw):
         raise fail(
-            f"{as_path(folder) / CONFIG}: has no head that is supported",
+            f"{config_path(folder)}: has no head that is supported",
             model_type=raw.get("model_type"),
             architectures=raw.get("architectures"),
             fix=f"one of {', '.join(m.module.FILE.kind for m in _MODELS.values())}, and {' or '.join(_TASKS.values())}",
@@ -300,12 +299,12 @@ def config(folder: StrPath) -> Config:
     if names is None:
         count = raw.get("num_labels") or 2
         if type(count) is not int or not 0 < count <= _MAX_LABELS:
-            raise fail(f"{as_path(folder) / CONFIG}: num_labels={count!r}", fix=f"1 to {_MAX_LABELS:,}")
+            raise fail(f"{config_path(folder)}: num_labels={count!r}", fix=f"1 to {_MAX_LABELS:,}")
         names = {i: f"LABEL_{i}" for i in range(count)}
     try:
         labels = tuple(str(names[i]) for i in sorted(names, key=int))
     except (TypeError, ValueError, LookupError) as e:
-        raise fail(f"{as_path(folder) / CONFIG}: id2label={names!r}", fix='numbers and names: {"0": "bad"}') from e
+        raise fail(f"{config_path(folder)}: id2label={names!r}", fix='numbers and names: {"0": "bad"}') from e
     rate = raw.get("classifier_dropout")
     if rate is None:  # the defaults of transformers: BERT's own rate, and 0.1 for the tokens of decoders
         rate = raw.get("hidden_dropout_prob", 0.1) if model.module is bert else raw.get("hidden_dropout", 0.1)

@@ -11,9 +11,8 @@ from typing import Any
 
 from fshard import tree
 from fshard._core.files.io import StrPath
-from fshard._core.files.url import as_path
 from fshard.errors import ShardingError, checked, fail
-from fshard.interop.hf import CONFIG, FileTensor, WeightHeaders, config_of, read, write
+from fshard.interop.hf import FileTensor, WeightHeaders, config_of, config_path, read, write
 
 from .transformer import check_config
 
@@ -61,12 +60,12 @@ class ModelFile:
     completed: Callable[[Any, WeightHeaders], Any] = lambda cfg, headers: cfg
 
     def read_config(self, folder: StrPath, **others: Any) -> Any:
-        """Read a config from `config.json`; `others` replace fields of it.
+        """Read a config from `config.json`, or from another .json file; `others` replace fields of it.
 
         Raises ShardingError listing every option with another value, every field of another type, or a missing
         `model_type`.
         """
-        cls, fixed, config, where = self.config_class, self.fixed, config_of(folder), as_path(folder) / CONFIG
+        cls, fixed, config, where = self.config_class, self.fixed, config_of(folder), config_path(folder)
         others = {**self.other_fields(config), **others}
         different = [f"{name}: {config.get(name)!r}, not {want!r}" for name, want in fixed.items()
                      if config.get(name, None if name == "model_type" else want) != want]  # fmt: skip
@@ -121,7 +120,7 @@ def file_functions(file: ModelFile) -> tuple[Callable[[tree.Path], FileTensor], 
 
     @checked
     def config(folder: StrPath, **options: Any) -> Any:
-        """Read a `Config` from the `config.json` of a folder; `options` replace fields of it.
+        """Read a `Config` from the `config.json` of a folder, or from a .json file; `options` replace fields of it.
 
         >>> gpt2.config("my-gpt2") == cfg
         True

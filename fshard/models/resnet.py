@@ -19,11 +19,10 @@ from torch import Tensor
 from fshard import init as initial
 from fshard import nn, tree
 from fshard._core.files.io import StrPath
-from fshard._core.files.url import as_path
 from fshard._core.region import region
 from fshard.collectives import all_gather, pvary
 from fshard.errors import checked, fail, raise_all
-from fshard.interop.hf import CONFIG, FileTensor, WeightHeaders, config_of, write
+from fshard.interop.hf import FileTensor, WeightHeaders, config_of, config_path, write
 from fshard.nn.decoding import global_batch
 from fshard.schedule import scan
 from fshard.schedule.options import BackwardPrefetch, Release
@@ -441,7 +440,7 @@ class _ResNetFile(ModelFile):
         raw = config_of(folder)
         problem = raw.get("problem_type")
         if problem not in (None, "single_label_classification"):
-            raise fail(f"{as_path(folder) / CONFIG}: problem_type={problem!r}",
+            raise fail(f"{config_path(folder)}: problem_type={problem!r}",
                        "the loss here is the cross-entropy of one class",
                        fix="fs.defer(lambda: AutoModelForImageClassification.from_config(config))")  # fmt: skip
         names = raw.get("id2label")

@@ -476,7 +476,7 @@ def pieces_of(
 
         def embed(top: Any) -> Tensor:
             x, at = run.layout.embed(ids, top["wte"], cfg.vocab_size), mask.positions
-            if "wpe" in top:
+            if rotary is None:  # not `"wpe" in top`, which may gather it when it is used
                 x = x + layout.time_slice(nn.embedding(at, top["wpe"]), at.ndim - 1)
             return run.dropout(x, getattr(cfg, embd) if embd else 0.0, key, "embd")
 

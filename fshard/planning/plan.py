@@ -14,18 +14,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fshard import tree
-from fshard._core.call import CallPlan, groups_to_run
+from fshard._core.call import CallPlan, run_groups
 from fshard._core.callsite import Site, site
 from fshard._core.display import Row, bar, page, table
 from fshard._core.operations import OperationMode, tensors_in
 from fshard._core.protocol import coords_of
-from fshard._core.region import region
+from fshard._core.region import UncheckedError, region
 from fshard._core.torch import in_backward, is_summed_in_place, storage_id, unwrapped
 from fshard._core.transfers import Transfer, recording, transfer_rows, transfer_table
 from fshard._core.typecheck import leaves_of
 from fshard.errors import checked, number_of
 from fshard.mesh import planned_mesh
-from fshard.shard_map import ShardMapped, planned_calls
+from fshard.shard_map import ShardMapped, dry_run, planned_calls
 from fshard.spec import Size, format_axes, short_dtype, size
 
 from .chrome import Timeline
@@ -188,8 +188,9 @@ def plan(f: ShardMapped, *args: Any, device: Device | None = None) -> Plan:
     may be `Deferred`, `Sharded` or tensors: only shapes and dtypes matter. The plan is that of a step which is not the
     first: buffers that one call keeps for the next are there from the start.
 
-    Without `device` on a mesh of CPUs, transfers are messages over gloo, whose buffers differ. With one, or on a mesh
-    of accelerators, transfers are collectives of torch, host memory is counted apart, and attention is a fused kernel.
+    Without `device` on a mesh of CPUs, transfers over up to 16 ranks are messages over gloo, whose buffers differ. With
+    one, or on accelerators, transfers are collectives of torch, host memory is counted apart, and attention is a fused
+    kernel.
     Counted are the bytes of tensors, and what oneDNN's convolutions and LSTMs allocate on a CPU; not what other kernels
     do, which `warnings` lists, nor what an allocator rounds up.
 
@@ -201,7 +202,7 @@ def plan(f: ShardMapped, *args: Any, device: Device | None = None) -> Plan:
     >>> plan(step, fs.init.zeros((8, 3))).memory.peak
     40
 
-    Types are not checked: `fs.check` does that.
+    Types are not checked: `fs.check` does that. A module of `fs.defer` whose draws are by a key needs that check.
 
     Raises ShardingError for a program that needs the value of a tensor, and for arguments that do not fit their specs.
     """
@@ -213,13 +214,12 @@ def plan_ranks(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> 
 
     Of a program that branches on its position, each is the plan of the position with the highest peak.
     """
-    runs: dict[int, _RankRun] = {}
-    mesh, missing = f.mesh, {0}
-    while missing:
-        runs |= {rank: _run_rank(f, args, rank, device) for rank in sorted(missing)}
-        over = tuple(a for a in mesh.axes if any(a in run.branches_on for run in runs.values()))
-        groups = groups_to_run([split for run in runs.values() for split in run.splits], over, mesh.axes)
-        missing = {rank for group in groups for rank in group} - runs.keys()
+    mesh = f.mesh
+    runs, groups, over = run_groups(
+        lambda rank: _run_rank(f, args, rank, device),
+        lambda runs: [split for run in runs for split in run.splits],
+        mesh.axes,
+    )
     parameters = {s.path for s in runs[0].memory.storages if s.argument and s.part == "parameters"}
     splits = splits_of(placed_leaves(args, f._in_specs), mesh.axes, parameters, runs[0].events, over)
     return [_plan_together(dict(mesh.axes), {r: runs[r] for r in group}, over, device, splits) for group in groups]
@@ -235,7 +235,17 @@ class _RankRun(NamedTuple):
 
 
 def _run_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device | None) -> _RankRun:
-    """Run a step as one rank."""
+    """Run a step as one rank, after a check if its first call must be checked."""
+    try:
+        return _run_unchecked(f, args, rank, device)
+    except UncheckedError:
+        if f._check == "never":
+            raise
+    dry_run(f, args, rank)  # outside of the except clause, whose error holds the tensors of the first run
+    return _run_unchecked(f, args, rank, device)
+
+
+def _run_unchecked(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device | None) -> _RankRun:
     accelerator = device is not None or f.mesh.device.type != "cpu"
     recorder, splits, branches_on = _Recorder(accelerator), list[tuple[tuple[str, ...], Size]](), set[str]()
     mesh = planned_mesh(f.mesh.axes, rank, recorder, accelerator=accelerator)

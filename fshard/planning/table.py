@@ -325,9 +325,10 @@ def _shares(row: PlanRow, memory: int) -> dict[str, float]:
 
 def _remark(row: PlanRow) -> str:
     if row.error is not None:
-        first, *more = _words(row.error).strip().splitlines() or [""]
-        fix = next((line.strip() for line in more if line.strip().startswith("fix:")), "")
-        return "; ".join(filter(None, (f"error: {first}", fix)))
+        words = _words(row.error).strip().replace(" problems\n", " problems: ", 1)
+        fix = re.search(r"(?m)^  fix: .*(?:\n {7}.*)*", words)
+        texts = (f"error: {words.splitlines()[0] if words else ''}", " ".join(fix[0].split()) if fix else "")
+        return "; ".join(filter(None, texts))
     bubble = None if row.plan is None else row.plan.bubble
     waits = "" if bubble is None else f"stages wait {bubble:.1%}"
     return "; ".join(filter(None, ("does not fit" * (row.fits is False), row.note, waits)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -198,8 +200,46 @@ def test_errors_name_the_option(capsys: pytest.CaptureFixture[str]):
         assert text.startswith(f"plan: there is no layout to search for {devices} devices")
         assert reason in text
         assert f"fix: {fix}" in text
-    Path("config.json").write_text('{"model_type": "clip"}')
-    assert "there is no model file for 'clip'" in error(capsys)
+    others = '{"model_type": "t5gemma"}', '{"model_type": 3}', '{"model_type": "gemma2", "architectures": [1]}', "{}"
+    for contents in ('{"model_type": "clip"}', '{"model_type": "clip", "architectures": ["CLIPModel"]}', *others):
+        Path("config.json").write_text(contents)
+        assert "config.json: there is no model file for " in error(capsys)
+
+
+GEMMA2 = {"model_type": "gemma2", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8,
+          "num_key_value_heads": 1, "intermediate_size": 32, "vocab_size": 64, "max_position_embeddings": 8,
+          "use_cache": True, "dtype": "bfloat16", "architectures": ["Gemma2ForCausalLM"]}  # fmt: skip
+
+
+def test_class_without_a_model_file_is_planned_by_its_units_and_refuses_tensor_axes(capsys: pytest.CaptureFixture[str]):
+    Path("my_gemma.json").write_text(json.dumps(GEMMA2))
+    layouts = "data=2", "data=1,replica=2", "data=1,model=2", "data=2,remat=yes,accumulate=2"
+    assert main(["plan", "my_gemma.json", "--batch", "4", "--layout", *layouts]) == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    model = read_job("my_gemma.json").model
+    n = sum(x.numel() for x in fs.tree.leaves(model.init(None)))
+    assert head == (f"my_gemma.json: by fs.defer of Gemma2ForCausalLM, {n:,} parameters; "
+                    "4 sequences of 8 tokens a step, AdamW")  # fmt: skip
+    assert {x.dtype for x in fs.tree.leaves(model.init(None))} == {torch.float32}
+    (refused,) = [row for row in rows if "error" in row]
+    assert refused.endswith("error: plan: model=2: Gemma2ForCausalLM has no form for it; fix: leave it out")
+    assert main(["plan", "my_gemma.json", "--devices", "2", "--device", "h100", "--search", "--json"]) == 0
+    assert {row["layout"].get("model", 1) for row in json.loads(capsys.readouterr().out)["rows"]} == {1}
+
+
+def test_transfers_of_a_class_without_a_model_file_are_those_of_a_run(tmp_path: Path):
+    Path("step.json").write_text(json.dumps(GEMMA2))
+    f, args = train_step(read_job("step.json"), data=2, batch=4)
+    mesh, plan = fs.make_mesh(data=2), fs.plan(f, *args)
+    placed = [fs.materialize(x, spec, mesh, key=fs.key(0)) for x, spec in zip(args, f._in_specs, strict=True)]
+    step = f.on(mesh)
+    state, loss = step(*placed)
+    with fs.recording() as log:
+        step(state, *placed[1:])
+    transfers = [[dataclasses.replace(t, where=None) for t in some] for some in (log, plan.transfers)]
+    assert [t for t in transfers[0] if t.rank == plan.rank] == transfers[1]
+    assert sum(t.phase == "forward" and t.op == "all_gather" for t in plan.transfers) == 1 + 2  # the ends, two blocks
+    assert abs(fs.device_get(loss).item() - math.log(64)) < 1
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -25,6 +27,23 @@ class Functional(nn.Module):
 
     def forward(self, x):
         return self.call(x, self.mean, self.var, self.scale)
+
+
+def test_fix_for_returned_buffers_follows_from_the_operation_that_wrote_them_and_not_from_their_names():
+    apply, tree = defer(lambda: NORMS["positional"](3))
+    mesh, x = fs.make_mesh(data=2), torch.ones(4, 3)
+    placed = fs.materialize(tree, P(), mesh, key=fs.key(0))
+
+    def buffers(over, p, b, x):
+        return apply.batch_norm_over(over).with_buffers(fs.pvary(p, "data"), fs.pvary(b, "data"), x)[1]
+
+    def text(over):
+        f = fs.shard_map(functools.partial(buffers, over), mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
+        return error_text(f, placed["params"], placed["buffers"], x)
+
+    assert 'fix: apply.batch_norm_over("data"), of all rows; or fs.pmean of the returned buffers' in text(None)
+    assert "result['mean']  f32[3]{V: data}" in text("data")
+    assert 'batch_norm_over("data")' not in text("data")  # it is so already
 
 
 def patched(c):

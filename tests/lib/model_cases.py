@@ -105,6 +105,7 @@ DECODERS = {
             "one head, other widths": {"n_embd": 16, "n_layer": 3, "n_head": 1, "n_inner": 10,
                                        "activation_function": "relu2"},
             "large vocabulary": {"vocab_size": 50257, "n_embd": 16, "n_layer": 1, "n_head": 4},
+            "untied": {"tie_word_embeddings": False, "n_layer": 1},
         },
     ),
     "gptj": Decoder(

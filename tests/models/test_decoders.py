@@ -21,8 +21,8 @@ from tests.lib.model_cases import DECODERS, EVERYTHING, LAYOUTS, LLAMA_ROPES, re
 ONE = "one device"
 FAST = (EVERYTHING, ONE)
 OTHER_BRANCHES = {  # variants of code that the first variant of the model does not run
-    ("gpt2", "one head, other widths"), ("gpt_neox", "sequential residual, gelu_new"), ("llama", "one group"),
-    ("llama", "rope yarn"), ("llama", "rope longrope"), ("mixtral", "router losses, window"),
+    ("gpt2", "one head, other widths"), ("gpt2", "untied"), ("gpt_neox", "sequential residual, gelu_new"),
+    ("llama", "one group"), ("llama", "rope yarn"), ("llama", "rope longrope"), ("mixtral", "router losses, window"),
 }  # fmt: skip
 
 
@@ -50,6 +50,7 @@ PARITY = {
     ("gpt2", "base"): LAYOUTS,
     ("gpt2", "one head, other widths"): ["model"],  # one rank has no heads
     ("gpt2", "large vocabulary"): ["model"],
+    ("gpt2", "untied"): [EVERYTHING],
     ("gptj", "base"): [ONE, EVERYTHING, "uneven"],
     ("gptj", "tied, shallow"): [EVERYTHING],
     ("gptj", "large epsilon, gelu"): [ONE],

@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import fshard as fs
+from fshard.models import gpt2, heads
 from tests.lib import model_cases as cases
 from tests.lib.assertions import error_text
 from tests.lib.model_cases import DECODERS
@@ -65,6 +67,28 @@ def test_configs_and_buffers_of_older_versions_are_read(model, tmp_path):
         cases.close(cases.logits(module, cfg, params, "one device", ids), again(ids).logits, 1e-5, 1e-5)
 
 
+def test_config_is_read_from_a_file_under_any_name(tmp_path):
+    contents = {"model_type": "gpt2", "n_layer": 3, "architectures": ["GPT2ForSequenceClassification"]}
+    (tmp_path / "step.json").write_text(json.dumps(contents))
+    assert gpt2.config(tmp_path / "step.json") == heads.config(tmp_path / "step.json").base
+    assert gpt2.config(tmp_path / "step.json").n_layer == 3
+    (tmp_path / "step.json").write_text(json.dumps({**contents, "n_layer": "3"}))
+    assert "/step.json: has values of the wrong kind" in error_text(gpt2.config, tmp_path / "step.json")
+
+
+def test_untied_head_of_gpt2_is_read_and_written(tmp_path):
+    theirs = cases.hugging_face("gpt2", tie_word_embeddings=False)
+    with torch.no_grad():
+        theirs.lm_head.weight.copy_(torch.randn_like(theirs.lm_head.weight))
+    cfg, params = gpt2.load(cases.saved(theirs, tmp_path / "theirs"))
+    assert not cfg.tie_word_embeddings
+    mesh = fs.make_mesh(data=1)
+    gpt2.save(tmp_path / "ours", cfg, fs.materialize(params, fs.P(), mesh, key=fs.key(0)), like=tmp_path / "theirs")
+    again = type(theirs).from_pretrained(tmp_path / "ours").state_dict()
+    assert again.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(x, again[name]) for name, x in theirs.state_dict().items())
+
+
 @pytest.mark.parametrize(("model", "leaves"), [("gptj", {"b"}), ("gpt_neox", set())])
 def test_head_in_the_file_is_not_read_if_the_config_ties_it(model, leaves, tmp_path):
     folder = changed(cases.saved(cases.hugging_face(model), tmp_path), {"tie_word_embeddings": True})
@@ -75,6 +99,7 @@ REFUSED = [  # (model, changes of config.json, texts of the error)
     ("gpt2", {"n_layer": 3, "n_positions": 13},
      ["'transformer.h.2.ln_1.weight' is missing",
       "'transformer.wpe.weight' has another shape, for params['wpe']\n  got  [12, 24]    expected  [13, 24]"]),
+    ("gpt2", {"tie_word_embeddings": False}, ["'lm_head.weight' is missing", "params['head']"]),
     ("gpt2", {"model_type": "llama"},
      [("/config.json: not a supported gpt2\n  model_type: 'llama', not 'gpt2'\n"
        "  fix: use the model of its type, or fs.defer(lambda: AutoModel.from_config(config))")]),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor
 
 import fshard as fs
@@ -98,6 +99,74 @@ def test_transfers_are_those_recorded_in_a_real_run() -> None:
     # The schedule overlaps: some transfer is waited for after operations that follow its start.
     started = {e.number: i for i, e in enumerate(plan.events) if isinstance(e, Start)}
     assert any(i > started[e.number] + 20 for i, e in enumerate(plan.events) if isinstance(e, Wait))
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = torch.nn.LSTM(8, 8, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+def gpt2_module() -> Any:
+    config = hf.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=16, n_positions=8, use_cache=False,
+                           bos_token_id=0, eos_token_id=0)  # fmt: skip
+    return hf.AutoModelForCausalLM.from_config(config)
+
+
+def resnet_module() -> Any:
+    sizes = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "layer_type": "basic", "num_labels": 4}
+    return hf.ResNetForImageClassification(hf.ResNetConfig(**sizes))
+
+
+IN_TRAIN_MODE = {  # a module, its units, an argument, and whether it has batch norms
+    "GPT-2": (gpt2_module, "transformer.h.*", fs.init.zeros((4, 8), dtype=torch.int64), False),
+    "ResNet": (resnet_module, None, fs.init.normal((4, 3, 16, 16)), True),
+    "LSTM": (Recurrent, None, fs.init.normal((4, 5, 8)), False),
+}
+
+
+@pytest.mark.parametrize("name", IN_TRAIN_MODE)
+def test_module_in_train_mode_is_planned_as_it_runs_without_a_check_before(name: str) -> None:
+    make, units, x, has_norms = IN_TRAIN_MODE[name]
+    apply, module = fs.defer(make, units=units)
+    apply = apply.draws_over("data").batch_norm_over("data") if has_norms else apply.draws_over("data")
+    mesh, specs = fs.make_mesh(data=2), fs.fully_shard(P(), module["params"], axis="data")
+
+    @fs.shard_map(mesh=mesh, in_specs=(specs, P(), P("data"), P()), out_specs=specs)
+    def step(params: Any, buffers: Any, x: Tensor, key: Tensor) -> Any:
+        def loss(params: Any) -> Tensor:
+            forward = apply.unshard(specs, "data", release=bool(units), shapes=module["params"])
+            y = forward.with_buffers(params, buffers, x, key=key)[0]
+            return fs.pmean(getattr(y, "logits", y).sum(), "data")
+
+        return fs.grad(loss)(params)
+
+    args = (module["params"], module["buffers"], x, fs.key(0))
+    plan = fs.plan(step, *args)
+    assert plan.memory.peak <= fs.plan(step, *args).memory.peak  # nothing is left of the run before the check
+    placed = place(args[:3], (specs, P(), P("data")), mesh)
+    step(*placed, fs.key(0))
+    with fs.recording() as log:
+        step(*placed, fs.key(0))
+    assert [t for t in log if t.rank == plan.rank] == list(plan.transfers)
+
+
+def test_draws_are_planned_with_uneven_leaves_and_refused_as_in_a_run_that_is_not_checked() -> None:
+    apply, module = fs.defer(lambda: torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Dropout(0.5)))
+    apply, specs = apply.draws_over("data"), fs.fully_shard(P(), module["params"], axis="data")
+
+    def forward(params: Any, x: Tensor) -> Tensor:
+        return apply(fs.unshard(params, specs, "data", shapes=module["params"]), {}, x, key=fs.key(0))
+
+    mesh = fs.make_mesh(kind="abstract", data=2)
+    step = fs.shard_map(forward, mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"))
+    args = module["params"], fs.init.zeros((4, 4))
+    assert fs.plan(step, *args).transfers
+    with pytest.raises(fs.ShardingError, match="must be a checked one"):
+        fs.plan(step.on(fs.make_mesh(kind="abstract", data=4), check="never"), *args)
 
 
 @pytest.mark.slow
@@ -367,6 +436,16 @@ def test_buffers_of_transfers_are_those_of_real_groups() -> None:
     assert peak(lambda x: fs.psum(x, "data"), P(), h100) == 16 + 16
     summed = fs.shard_map(lambda x: fs.psum(x, "data"), mesh=mesh, in_specs=(P("data"),), out_specs=P())
     assert fs.plan(summed, x).memory.parts["buffers"] == 2 * 16 * kib  # the third becomes the result
+
+
+def test_events_of_a_plan_do_not_grow_with_the_ranks_beyond_sixteen() -> None:
+    def events(ranks: int) -> int:
+        step, args, _ = train(fs.make_mesh(kind="abstract", data=ranks), rows=ranks)
+        return len(fs.plan(step, *args).events)
+
+    few, many, most = (events(ranks) for ranks in (2, 64, 512))
+    assert many <= most
+    assert most < 1.5 * few
 
 
 def test_results_of_work_during_a_transfer_are_no_buffers_of_it() -> None:

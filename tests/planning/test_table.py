@@ -95,6 +95,35 @@ def test_rows_that_fit_come_first_and_the_fastest_of_them(table: PlanTable):
     assert times != sorted(times)  # type: ignore[type-var]  # the fastest of all does not fit
 
 
+def uneven(kind: str, data: int = 4) -> Any:
+    """A step that is refused: by the size of a leaf, by the statistics of its norm, or by two leaves."""
+    mesh, x = fs.make_mesh(kind="abstract", data=data), fs.init.zeros((12, 10))
+    if kind == "leaves":
+        w = {name: fs.init.zeros((4,)) for name in "ab"}
+        specs = {"a": P(None, "data"), "b": P("model")}
+        return fs.shard_map(lambda w: w, mesh=mesh, in_specs=(specs,), out_specs=specs), (w,)
+    if kind == "size":
+        w = {"a": fs.init.zeros((10, 8)), "b": fs.init.zeros((8, 10))}
+        f = fs.shard_map(lambda w: fs.unshard(w, P("data"), "data")["a"], mesh=mesh, in_specs=(P("data"),),
+                         out_specs=P("data"))  # fmt: skip
+        return f, (w,)
+    apply, module = fs.defer(lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(10), torch.nn.Dropout(0.5)))
+    apply = apply.draws_over("data")
+    f = fs.shard_map(lambda p, b, x: apply.with_buffers(p, b, x, key=fs.key(0))[0], mesh=mesh,
+                     in_specs=(P(), P(), P("data")), out_specs=P("data"))  # fmt: skip
+    return f, (module["params"], module["buffers"], x)
+
+
+def test_error_of_a_row_has_its_fix_in_all_lines_and_the_first_of_several_problems():
+    size, norms, leaves = (repr(fs.plan_table(uneven, [{"kind": kind}])) for kind in ("size", "norms", "leaves"))
+    assert (
+        "; fix: pass shapes=, the described tree, such as init(); or make dim 0 of w['a'] a multiple of 4: 12" in size
+    )
+    assert "or apply.eval(); or apply.batch_norm_over(None), if each rank has channels or a model of its own" in norms
+    assert "error: 2 problems: <lambda>: args[0]['a']: the spec is longer" in leaves
+    assert "; fix: " in leaves
+
+
 def test_without_a_device_rows_are_in_the_order_of_their_peaks():
     got = fs.plan_table(sum_of, [{"batch": 64}, {"batch": 8}])
     peaks = [row.peak for row in got]

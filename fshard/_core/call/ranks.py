@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from fshard._core.protocol import Axes, coords_of, ranks_over
 from fshard.spec import Size, part_lengths
@@ -10,6 +11,23 @@ from fshard.spec import Size, part_lengths
 _MOST_RANKS = 3  # after the first, for each set of axes
 
 Lengths = tuple[int, ...]  # of the parts of a dim, by rank over its axes
+
+
+def run_groups(
+    run: Callable[[int], Any], splits: Callable[[Iterable[Any]], Iterable[tuple[Axes, Size]]], sizes: Mapping[str, int]
+) -> tuple[dict[int, Any], list[tuple[int, ...]], Axes]:  # fmt: skip
+    """Run rank 0, then the ranks of `groups_to_run` by the `splits` of all runs, until each of them has run.
+
+    Return the runs by rank, the groups, and the axes that a run `branches_on`.
+    """
+    runs, missing = dict[int, Any](), {0}
+    while missing:
+        for rank in sorted(missing):
+            runs[rank] = run(rank)
+        over = tuple(a for a in sizes if any(a in found.branches_on for found in runs.values()))
+        groups = groups_to_run(splits(runs.values()), over, sizes)
+        missing = {rank for group in groups for rank in group} - runs.keys()
+    return runs, groups, over
 
 
 def groups_to_run(

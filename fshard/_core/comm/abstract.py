@@ -22,7 +22,7 @@ from .gloo import Counts, PendingMessages, Work
 from .p2p import PeerGroup
 from .process import GroupComm
 
-_MOST_PEERS = 64  # ranks beyond which no mesh exchanges messages between pairs: it is planned with collectives
+_MOST_PEERS = 16  # ranks up to which messages between pairs are planned one by one; of more, collectives
 
 
 class AbstractComm(GroupComm):

@@ -675,7 +675,7 @@ def results_have_wrong_type(
                  for m in x.info.history.mixtures if m.axis in extra]  # fmt: skip
         differ = f"the {n} ranks would return different values, and the out spec declares one value"
         why, fix = _GATHERED if fix_of_gather(x.info, axes, 0) else differ, fix_of_partial(checker, x, axes)
-        if "running_" in path or "num_batches" in path:
+        if any(o.info.op.endswith("batch_norm") for _, o, _ in rows):
             fix = f"apply.batch_norm_over({axes_source(extra)}), of all rows; or fs.pmean of the returned buffers"
         without = [Fix(m.text.without_pvary, "both operands are the same on every rank", m.site)
                    for m in x.info.history.mixtures if m.axis in extra and m.text.without_pvary]  # fmt: skip

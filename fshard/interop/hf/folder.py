@@ -174,18 +174,24 @@ def _refuse_pickles(path: AnyPath, names: list[str]) -> ShardingError:
                     "AutoModel.from_pretrained(a).save_pretrained(b)")  # fmt: skip
 
 
+def config_path(folder: StrPath, name: str = CONFIG) -> AnyPath:
+    """Return the path of a folder's config; a path that ends in .json is the config itself."""
+    path = as_path(folder)
+    return path if path.suffix == ".json" else path / name
+
+
 @checked
 def config_of(folder: StrPath, name: str = CONFIG) -> dict[str, Any]:
-    """Read `config.json` of a folder, or the config of another name.
+    """Read `config.json` of a folder, or the config of another name, or at a path that ends in .json.
 
     >>> config_of("my-gpt2")["model_type"]
     'gpt2'
 
     Raises ShardingError if there is none, or it is not a JSON object.
     """
-    path = as_path(folder) / name
+    path = config_path(folder, name)
     if not is_file(path):
-        if name == CONFIG and (path.parent / ADAPTER_CONFIG).is_file():
+        if path.name == CONFIG and (path.parent / ADAPTER_CONFIG).is_file():
             raise fail(f"{path}: there is no such file", "the folder has the adapters of peft",
                        fix="give the folder of the base model; fs.peft.load reads adapters")  # fmt: skip
         raise fail(f"{path}: there is no such file", fix=_SAVED)

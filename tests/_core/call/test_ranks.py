@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fshard._core.call import groups_to_run
+from fshard._core.call.ranks import groups_to_run
 
 SIZES = {"stage": 2, "data": 4}
 CASES = {
