@@ -374,19 +374,19 @@ pipelined: the leaves must be stacked, with the layers of this stage as dims 0 a
 pipelined(stage): h has another shape or dtype than first returns
   first  float64[2, 3, 6]    stage  float32[2, 3, 6]
   each stage sends to the next one what it receives
-  fix: return h as it came: x.to(h.dtype)"""),
+  fix: one shape and dtype of all layers: x.to(h.dtype)"""),
     "shape": ({"stage": lambda p, h, b: h[:, :1]}, """\
 pipelined(stage): h has another shape or dtype than first returns
   first  float64[2, 3, 6]    stage  float64[2, 1, 6]
   each stage sends to the next one what it receives
-  fix: one shape for all layers"""),
+  fix: one shape and dtype of all layers: x.to(h.dtype)"""),
     "tree": ({"stage": lambda p, h, b: [h, h]}, """\
 pipelined(stage): h has another structure than first returns
   first  PyTreeSpec(*)    h  PyTreeSpec([[*, *], [*, *]])
   fix: return a tree like h"""),
     "a count": ({"last": total}, """\
-pipelined(last): the loss is a pair
-  fix: counted=True for (total, count), has_aux=True for (loss, aux)"""),
+pipelined(last): the loss is a tuple, not a tensor
+  fix: return (loss, aux) with has_aux=True, or (total, count) with counted=True"""),
     "no count": ({"counted": True}, """\
 pipelined(last): counted=True, and the result is tensor(0., dtype=torch.float64)
   fix: return (total, count)"""),
@@ -407,8 +407,12 @@ pipelined: params is a dict
 pipelined: params[1]['key'] is int64, which has no gradient
   fix: pass it by each=, or capture it"""),
     "rows of each": ({"f": lambda run: lambda p, b: run(p, b, each=b["ids"] + 0)}, """\
-pipelined: each has 4 rows for 2 layers of this stage
-  fix: stack and split it like the layers, or pass a list for a list"""),
+pipelined: the leaves must be stacked, with the layers of this stage as dim 0, [layers, ...]
+  each [4, 3]
+  layers['down'] [2, 8, 6]
+  layers['scale'] [2, 6]
+  layers['up'] [2, 6, 8]
+  fix: torch.stack the leaves of the layers; each= like them"""),
 }  # fmt: skip
 
 
