@@ -173,7 +173,7 @@ class Pipelined:
         m = self.microbatches
         batches = [split_rows("pipelined: batch", batch, i, m, "by a closure") for i in range(m)]
         if not names_of(self.axis):
-            return (), 1, batches, _unchanged
+            return (), 1, batches, lambda ends: ends
         current = region("pipelined")
         names, dim = known_axes("pipelined", current, self.axis), int(self.chunks > 1)
         specs = {id(x): spec for x, spec in zip(*current.arguments, strict=True)}
@@ -184,11 +184,10 @@ class Pipelined:
                 if spec is None or (set(names) <= set(spec.axes) if listed else
                                     spec.parts(x.ndim)[dim : dim + 1] == (names,)):  # fmt: skip
                     continue
-                wanted = f"[{self.chunks}, layers of a chunk, ...]" if dim else "[layers, ...]"
+                stacked_as = f"{self.chunks}, layers of a chunk" if dim else "layers"
                 raise fail(f"pipelined: {tree.show(name, path)}: the layers are not split over the axis",
-                           *[] if listed else [f"they are stacked as {wanted}"], shape=list(x.shape), spec=spec,
-                           chunks=self.chunks, fix="the specs of fs.on_stages" if listed else
-                           f"P({'None, ' * dim}{self.axis!r}, ...)")  # fmt: skip
+                           shape=list(x.shape), spec=spec, chunks=self.chunks, fix="the specs of fs.on_stages" if listed
+                           else f"P({'None, ' * dim}{self.axis!r}, ...), of leaves [{stacked_as}, ...]")  # fmt: skip
         live = live_axes(current.comm, names)
         of_ends = tree.map(lambda x: specs.get(id(x)) or P(), params[0])
         return live, size_of(live, current.sizes), batches, lambda ends: unshard(ends, of_ends, live)
@@ -395,11 +394,8 @@ class _Run:
         with differentiating(), torch.enable_grad():
             losses, counts, auxes = zip(*self._run(), strict=True)
         loss, count, aux = self._from_last_stage((sum(losses), sum(counts), stacked("pipelined", auxes)))
-        layers = (
-            tree.map(_take_grad, self.layers)
-            if self.is_listed
-            else tree.map(_stacked_grad, self.params[1], *self.layers)
-        )
+        rows = self.layers
+        layers = tree.map(_take_grad, rows) if self.is_listed else tree.map(_stacked_grad, self.params[1], *rows)
         grads = tree.map(_take_grad, self.ends), layers
         if (types := checker()) is not None:
             types.check_gradients([], tree.leaves(self.params), tree.leaves(grads))
@@ -433,17 +429,18 @@ class _Run:
             for op, place, receives, sends in self.steps:
                 for message, series in receives:
                     self.arriving[message.key] = self._start(message, series, self.empty)
-                while len(self.sent) > _MOST_SENT:
-                    _wait(self.sent.pop(0))
+                for wait in itertools.chain(*self.sent[:-_MOST_SENT]):
+                    wait()
+                del self.sent[:-_MOST_SENT]
                 with in_microbatch(self.parts[op.microbatch]):
-                    if op.kind == "W":
-                        self.later.pop(op[1:], _nothing)()
-                        continue
-                    h = self._forward(op, place) if op.kind == "F" else self._backward(op, place)
+                    if op.kind != "W":
+                        h = self._forward(op, place) if op.kind == "F" else self._backward(op, place)
+                    elif of_weights := self.later.pop(op[1:], None):
+                        of_weights()
                 for message, series in sends:
                     self.sent.append(self._start(message, series, h))
-            for waits in self.sent:
-                _wait(waits)
+            for wait in itertools.chain(*self.sent):
+                wait()
         return self.found or [self.result] * len(self.parts)
 
     def _forward(self, op: Operation, place: int) -> list[Tensor]:
@@ -463,8 +460,9 @@ class _Run:
             roots = [result[0]] if recorded else []
             self.found.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, result))
         if recorded:  # h itself is not kept: its graph does not need it
-            keep: Callable[[Tensor], Any] = get_gradient_edge if checker() is None else _unchanged
-            self.graphs[op[1:]] = inputs, [keep(x) if x.requires_grad else None for x in roots]
+            is_checked = checker() is not None
+            kept = [(x if is_checked else get_gradient_edge(x)) if x.requires_grad else None for x in roots]
+            self.graphs[op[1:]] = inputs, kept
         return [x.detach() for x in roots]
 
     def _backward(self, op: Operation, place: int) -> list[Tensor]:
@@ -500,35 +498,21 @@ class _Run:
     def _check_h(self, h: Any, by: str) -> None:
         """Raise for an h of another structure, shape, dtype or type than the stages agreed on."""
         leaves, treedef = tree.flatten(h)
-        if treedef != self.h_def:
-            raise fail(f"pipelined({by}): h has another structure than first returns",
-                       first=self.h_def, h=treedef, fix="return a tree like h")  # fmt: skip
+        if treedef != self.h_def or any(not isinstance(x, Tensor) or x.shape != like.shape or x.dtype != like.dtype
+                                        for x, like in zip(leaves, self.h, strict=True)):  # fmt: skip
+            raise fail(f"pipelined({by}): h has another structure, shape or dtype than first returns",
+                       "each stage sends to the next one what it receives", stage=tree.map(_kind, h),
+                       first=tree.map(_kind, tree.unflatten(self.h_def, self.h)),
+                       fix="one form of h for all layers, x.to(h.dtype) for another dtype")  # fmt: skip
         types = checker()
-        for x, like in zip(leaves, self.h, strict=True):
-            if not isinstance(x, Tensor) or x.shape != like.shape or x.dtype != like.dtype:
-                raise fail(f"pipelined({by}): h has another shape or dtype than first returns",
-                           "each stage sends to the next one what it receives", first=_kind(like), stage=_kind(x),
-                           fix="one shape and dtype of all layers: x.to(h.dtype)")  # fmt: skip
-            a, b = (types.info(x).type, types.info(like).type) if types is not None else (None, None)
-            if a and b and (other := ((a.varying & b.invariant) | (a.invariant & b.varying)) - set(self.axes)):
+        for x, like in zip(leaves, self.h, strict=True) if types is not None else ():
+            a, b = types.info(x).type, types.info(like).type
+            if other := ((a.varying & b.invariant) | (a.invariant & b.varying)) - set(self.axes):
                 names = ", ".join(map(repr, sorted(other)))
                 here, there = ("stage", "first") if a.varying & other else ("first", "stage")
                 raise fail(f"pipelined: the h of {here} varies over {names}, and the h of {there} does not",
                            "each stage sends to the next one what it receives",
                            fix=f"fs.pvary(h, {names}) in {there}")  # fmt: skip
-
-
-def _unchanged(x: Any) -> Any:
-    return x
-
-
-def _nothing() -> None:
-    """Compute no gradients of weights: the backward pass of the inputs has done so."""
-
-
-def _wait(waits: Sequence[PendingTransfer]) -> None:
-    for wait in waits:
-        wait()
 
 
 def _zeros(like: Tensor) -> Tensor:
