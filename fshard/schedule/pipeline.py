@@ -160,7 +160,7 @@ class Pipelined:
         return self.last(params[0], h, batch)
 
     def _check(self, params: Any, batch: Any, each: Any) -> tuple[tuple[str, ...], int, list[Any], Callable[..., Any]]:
-        """Check arguments; return axes of several ranks, the number of stages, the microbatches, a gather of the ends."""
+        """Check arguments; return axes of several ranks, the number of stages, the microbatches, a gather of ends."""
         if not isinstance(params, tuple) or len(params) != 2:
             raise fail(f"pipelined: params is {shown(params)}", fix="pass a pair: (ends, layers)")
         compiling = torch.compiler.is_dynamo_compiling()
