@@ -211,7 +211,8 @@ def _check_argnums(label: str, numbers: Sequence[int], args: Sequence[Any]) -> N
 def check_loss(label: str, loss: Any) -> None:
     """Raise ShardingError for a loss that is not one floating number."""
     if not isinstance(loss, Tensor):
-        fix = "return (loss, aux) with has_aux=True" if isinstance(loss, tuple) else "return a 0-d tensor"
+        more = "" if label.startswith("value_and_grad(") else ", or (total, count) with counted=True"
+        fix = f"return (loss, aux) with has_aux=True{more}" if isinstance(loss, tuple) else "return a 0-d tensor"
         fix = f"end {label[15:-1]} with `return loss`" if loss is None and label.startswith("value_and_grad(") else fix
         raise fail(f"{label}: the loss is a {type(loss).__name__}, not a tensor", fix=fix)
     if loss.ndim or not loss.is_floating_point():
@@ -304,9 +305,7 @@ def accumulate(
     @named_as(f)
     def total_and_rest(*args: Any, **kwargs: Any) -> Any:
         """Return (total, (count, aux)), where a mean is the total of one."""
-        out = f(*args, **kwargs)
-        loss, aux = pair(label, "has_aux", out, "(loss, aux)") if has_aux else (out, None)
-        total, count = pair(label, "counted", loss, "(total, count)") if counted else (loss, 1)
+        total, count, aux = loss_count_aux(label, f(*args, **kwargs), counted, has_aux)
         return total, (count, aux)
 
     one = value_and_grad(total_and_rest, argnums, has_aux=True)
@@ -359,8 +358,14 @@ def stacked(label: str, auxes: Sequence[Any]) -> Any:
     return tree.map(lambda *xs: torch.stack(xs), *auxes)
 
 
-def pair(label: str, option: str, x: Any, words: str) -> tuple[Any, Any]:
-    """Return a pair. Raises ShardingError for anything else, naming the option that asks for it."""
+def loss_count_aux(label: str, out: Any, counted: bool, has_aux: bool) -> tuple[Any, Any, Any]:
+    """Return the loss, its count, 1 for a mean, and aux, of a result. Raises ShardingError for one of another form."""
+    loss, aux = _pair(label, "has_aux", out, "(loss, aux)") if has_aux else (out, None)
+    total, count = _pair(label, "counted", loss, "(total, count)") if counted else (loss, 1)
+    return total, count, aux
+
+
+def _pair(label: str, option: str, x: Any, words: str) -> tuple[Any, Any]:
     if not (isinstance(x, tuple) and len(x) == 2):
         raise fail(f"{label}: {option}=True, and the result is {shown(x)}", fix=f"return {words}")
     return x[0], x[1]
@@ -377,6 +382,8 @@ def divided(x: Tensor, count: Any) -> Tensor:
 def gathered_with_transpose(label: str, gather: Callable[..., Any], x: Any) -> tuple[Any, Callable[..., Any]]:
     """Return gather(x), and its transposed derivative: `torch.func.vjp`, of any tree."""
     leaves, treedef = tree.flatten(x)
+    if not leaves:
+        return x, lambda y: y
     treedefs = []
 
     def of_leaves(*flat: Tensor) -> tuple[Tensor, ...]:

@@ -151,9 +151,7 @@ class P:
         for i, entry in enumerate(self.entries):
             dim = "dims between" if entry is ... else f"dim {i if i < at else i - len(self.entries)}"
             axes = () if entry is ... else names_of(entry)
-            chosen = [
-                f"{a} in parts of {', '.join(map(str, self.lengths[a]))}" if a in self.lengths else a for a in axes
-            ]
+            chosen = [a + _format_lengths(self, a) for a in axes]
             rows.append((dim, f"split over {', then over '.join(chosen)}" if axes else "not split"))
         rows += [("other dims", "not split")] * (... not in self.entries)
         return page(repr(self), table([*rows, *[("memory", "of the host")] * (self.memory == "host")]))

@@ -101,7 +101,7 @@ def test_pictures_and_tables_show_the_lengths():
     assert "moves  24 B" in moved
     assert "stays" in str(fs.show(described, specs=spec, against=spec, mesh={"stage": 4}))
     assert (
-        "split over stage in parts of 3, 0, 4, 1, then over model"
+        "split over stage(3+0+4+1), then over model"
         in P(("stage", "model"), lengths={"stage": (3, 0, 4, 1)})._repr_html_()
     )
 

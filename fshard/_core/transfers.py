@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from fshard.spec import size
 from . import callsite
 from .display import Html, bar, page, table
 from .packing import part_shape
-from .protocol import Axes, Place, index_of
+from .protocol import Axes, Place, coords_of, index_of, ranks_over
 from .region import checker, user_line
 from .torch import in_backward, is_traced
 
@@ -69,6 +70,20 @@ class Transfer:
         if self.op.startswith("all_reduce"):
             return -(-2 * (self.ranks - 1) * self.bytes // self.ranks)
         return self.bytes - self.kept
+
+
+def groups_of(t: Transfer, rank: int, mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """Return the ranks that make a transfer of `rank` together: of messages, the source and the target of each."""
+    over = _ranks_with(rank, t.axes, tuple(mesh.items()))
+    pairs = [over] if t.message is None else [(over[source], over[target]) for source, target in t.message.pairs]
+    return [group for group in pairs if rank in group]
+
+
+@functools.lru_cache(maxsize=4096)  # asked for each transfer
+def _ranks_with(rank: int, axes: Axes, mesh: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
+    sizes = dict(mesh)
+    coords = dict(zip(sizes, coords_of(rank, list(sizes.values())), strict=True))
+    return tuple(ranks_over(axes, sizes, coords))
 
 
 class Recording(list[Transfer]):

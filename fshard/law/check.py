@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,12 @@ from torch import Tensor
 from fshard import tree
 from fshard._core.call import compare_result_types, is_settled, result_types, run_groups
 from fshard._core.display import page
-from fshard._core.protocol import index_of, ranks_over
-from fshard._core.transfers import Transfer, transfer_rows, transfer_table
+from fshard._core.protocol import index_of
+from fshard._core.transfers import Transfer, groups_of, transfer_rows, transfer_table
 from fshard._core.typecheck import same_numbers
 from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
 from fshard.init import Deferred
+from fshard.mesh import Mesh
 from fshard.shard_map import DryRun, ShardMapped, dry_run
 from fshard.sharded import Sharded, abstract_sharded, array_dtype
 from fshard.spec import Size, format_axes, is_uneven, part_lengths, part_range, short_dtype, size, total
@@ -135,7 +137,6 @@ def check(f: ShardMapped, *args: Any) -> Checked:
 
     runs, _, over = run_groups(run, lambda _: [(d.axes, d.lengths) for d in uneven], first.mesh.axes)
     _compare_transfers(runs, over)
-    _compare_messages(runs)
     if len(runs) > 1:
         same_numbers(first.mesh, {rank: run.checker for rank, run in runs.items() if run.checker is not None})
     result = _joined_result(f._name, runs, uneven)
@@ -218,75 +219,39 @@ def _named_rank(rank: int, first: DryRun, uneven: Sequence[UnevenDim]) -> Iterat
 
 
 def _compare_transfers(runs: Mapping[int, DryRun], branches_on: Sequence[str]) -> None:
-    """Raise unless the ranks of each group call the collectives that all take part in in the same order."""
-    coords = {rank: run.mesh.coords(rank) for rank, run in runs.items()}
-    pairs = itertools.combinations(coords.values(), 2)
-    for apart in dict.fromkeys(tuple(axis for axis in a if a[axis] != b[axis]) for a, b in pairs):
-        firsts: dict[tuple[int, ...], tuple[int, list[Transfer]]] = {}  # of each group, which differs in these axes
-        for rank, run in runs.items():
-            row = [t for t in run.mesh.transfers if t.message is None and set(apart) <= set(t.axes)]
-            group = tuple(at for axis, at in coords[rank].items() if axis not in apart)
-            first, expected = firsts.setdefault(group, (rank, row))
-            for x, y in itertools.zip_longest(expected, row):
-                if x is None or y is None or (x.op, x.axes, x.dtype) != (y.op, y.axes, y.dtype):
-                    rows = [[_place(r, coords[r], branches_on), _describe(t)] for r, t in ((first, x), (rank, y))]
-                    why = "" if branches_on else ": do not branch on the size of a part"
-                    raise fail("the ranks disagree on a collective", *_columns(rows), fix=_SAME_ORDER + why)
+    """Raise unless each two ranks start what both take part in, collectives and messages, in the same order."""
+    mesh = runs[0].mesh
+    common: dict[tuple[bool, int, int], dict[int, list[Transfer]]] = {}  # of two ranks, the transfers of each
+    for rank, run in runs.items() if len(runs) > 1 else ():
+        for t in run.mesh.transfers:
+            for other in {r for group in groups_of(t, rank, mesh.axes) for r in group} & runs.keys() - {rank}:
+                key = t.message is not None, min(rank, other), max(rank, other)
+                common.setdefault(key, {}).setdefault(rank, []).append(t)
+    for (is_message, *pair), rows in sorted(common.items(), key=operator.itemgetter(0)):
+        for both in itertools.zip_longest(*[rows.get(rank, ()) for rank in pair]):
+            if len({t and (t.op, t.axes, t.dtype, t.message) for t in both}) > 1:
+                axes = next(filter(None, both)).axes if is_message else branches_on
+                names = [f"rank {rank}" + (f" ({format_axes({a: mesh.coords(rank)[a] for a in axes})})" if axes else "")
+                         for rank in pair]  # fmt: skip
+                width = max(map(len, names))
+                lines = [f"{names[i]:<{width}}  {_describe(t, is_message, pair[i], pair[1 - i], names[1 - i], mesh)}"
+                        for i, t in enumerate(both)]  # fmt: skip
+                why = "" if branches_on else ": do not branch on the size of a part"
+                raise fail(f"the ranks disagree on a {'message' if is_message else 'collective'}", *lines,
+                           fix=_IN_PAIRS if is_message else _SAME_ORDER + why)  # fmt: skip
 
 
-def _compare_messages(runs: Mapping[int, DryRun]) -> None:
-    """Raise unless each two ranks start the messages between them in the same order, by the same pairs and shapes."""
-    messages: dict[tuple[int, int], list[tuple[Transfer, list[str]]]] = {}  # of a rank with another, and in words
-    for rank, run in runs.items():
-        over = functools.cache(functools.partial(ranks_over, sizes=run.mesh.axes, coords=run.mesh.coords(rank)))
-        for t in run.mesh.transfers if len(runs) > 1 else ():
-            words: dict[int, list[str]] = {}
-            for source, target in t.message.pairs if t.message is not None else ():
-                a, b = over(t.axes)[source], over(t.axes)[target]
-                if rank in (a, b) and a != b:
-                    words.setdefault(b if rank == a else a, []).append("sends" if rank == a else "expects")
-            for other, verbs in words.items():
-                if other in runs:
-                    messages.setdefault((rank, other), []).append((t, verbs))
-    for a, b in sorted({(min(pair), max(pair)) for pair in messages}):
-        for x, y in itertools.zip_longest(messages.get((a, b), ()), messages.get((b, a), ())):
-            if x is None or y is None or _agreed(x[0]) != _agreed(y[0]):
-                mesh = runs[a].mesh
-                axes = (x or y)[0].axes
-                names = [_place(rank, mesh.coords(rank), axes) for rank in (a, b)]
-                rows = [[names[0], _describe_message(x, names[1])], [names[1], _describe_message(y, names[0])]]
-                raise fail("the ranks disagree on a message", *_columns(rows), fix=_IN_PAIRS)
-
-
-def _agreed(t: Transfer) -> tuple[Any, ...]:
-    """Return what both ranks of a message must have in common."""
-    return t.axes, t.dtype, t.message
-
-
-def _place(rank: int, coords: Mapping[str, int], axes: Sequence[str]) -> str:
-    return f"rank {rank}" + (f" ({format_axes({a: coords[a] for a in axes})})" if axes else "")
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    width = max(len(name) for name, _ in rows)
-    return [f"{name:<{width}}  {text}" for name, text in rows]
-
-
-def _describe_message(message: tuple[Transfer, list[str]] | None, other: str) -> str:
-    """Return `sends f32[2, 4] to rank 1 (stage=1) at file.py:3 in f`."""
-    if message is None:
-        return f"starts no further message with {other}"
-    t, verbs = message
-    assert t.message is not None
-    shapes = " + ".join(f"{short_dtype(t.dtype)}{list(shape)}" for shape in t.message.shapes)
-    words = f"{' and '.join(verbs)} {shapes} {'to' if verbs[0] == 'sends' else 'from'} {other}"
-    return f"{words}{f' at {t.where}' if t.where else ''}"
-
-
-def _describe(t: Transfer | None) -> str:
+def _describe(t: Transfer | None, is_message: bool, rank: int, other: int, name: str, mesh: Mesh) -> str:
+    """Return what a rank does: `all_reduce over data of f32 at file.py:3 in f`, `sends f32[2, 4] to rank 1 at ...`."""
     if t is None:
-        return "has returned"
-    return f"{t.op} over {', '.join(t.axes)} of {short_dtype(t.dtype)}{f' at {t.where}' if t.where else ''}"
+        return f"starts no further message with {name}" if is_message else "has returned"
+    what = f"{t.op} over {', '.join(t.axes)} of {short_dtype(t.dtype)}"
+    if t.message is not None:
+        groups = groups_of(t, rank, mesh.axes)
+        verbs = ["sends"] * ((rank, other) in groups) + ["expects"] * ((other, rank) in groups)
+        shapes = " + ".join(f"{short_dtype(t.dtype)}{list(shape)}" for shape in t.message.shapes)
+        what = f"{' and '.join(verbs)} {shapes} {'to' if verbs[0] == 'sends' else 'from'} {name}"
+    return f"{what} at {t.where}" if t.where else what
 
 
 def _joined_result(name: str, runs: Mapping[int, DryRun], uneven: Sequence[UnevenDim]) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -62,7 +63,9 @@ def pipelined(
     if isinstance(specs, Mapping):
         ends = [name for name in specs if name in described and name != "h"]
         specs = {**specs, **{name: _gathered(specs[name], described[name], layout.stage) for name in ends}}
-    return Stages(model, cfg, layout, specs, microbatches, schedule, chunks, remat)
+    pipe = partial(pipeline.pipelined, axis=layout.stage, microbatches=microbatches, schedule=schedule, chunks=chunks,
+                   counted=True)  # fmt: skip
+    return Stages(model, cfg, layout, specs, pipe, remat)
 
 
 def _gathered(specs: Any, described: Any, stage: Axis) -> Any:
@@ -89,9 +92,7 @@ class Stages:
     cfg: Any
     layout: Layout
     specs: Any
-    microbatches: int
-    schedule: Kind
-    chunks: int
+    pipe: Callable[..., pipeline.Pipelined]
     remat: bool
 
     def __call__(self, params: Any, ids: Tensor, targets: Tensor, key: Tensor | None = None) -> tuple[Tensor, Any]:
@@ -174,9 +175,7 @@ class Stages:
             ends, blocks = params
             return dict(once._whole(ends, ends)), [once._whole_block(p, i) for i, p in enumerate(blocks)]
 
-        return pipeline.pipelined(first, stage, end, axis=self.layout.stage, microbatches=self.microbatches,
-                                  schedule=self.schedule, chunks=self.chunks, counted=True,
-                                  gather=None if self.layout.release else gather)  # fmt: skip
+        return self.pipe(first, stage, end, gather=None if self.layout.release else gather)
 
     def _whole(self, ends: Any, names: Any) -> Any:
         if not self.layout.release:  # gathered before

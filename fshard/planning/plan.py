@@ -53,7 +53,7 @@ from .trust import NO_SPLITS, Splits, placed_leaves, splits_of, unknown_operatio
 from .workspace import RECURRENT, on_gpu, run_on_shapes, workspace_of
 
 _aten = torch.ops.aten
-_SET_GRAD = cast(Any, Tensor).grad.__set__
+_GET_GRAD, _SET_GRAD = cast(Any, Tensor).grad.__get__, cast(Any, Tensor).grad.__set__
 # Formulas of torch's gradients add into zeros that they have just made; of fake tensors they add out of place.
 _IN_PLACE = {
     _aten.scatter_add.default: _aten.scatter_add_.default, _aten.index_add.default: _aten.index_add_.default,
@@ -321,6 +321,8 @@ class _Gradients(TorchFunctionMode):
             self._note([xs] if isinstance(xs, Tensor) else xs, out)
         elif leaves:
             self._note(leaves, [x.grad for x in leaves])
+        elif func == _GET_GRAD:
+            self._note([args[0]], [out])
         elif func == _SET_GRAD and isinstance(args[1], Tensor):  # backward will add to it
             self._note([args[0]], [args[1]])
         return out

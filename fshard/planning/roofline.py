@@ -43,8 +43,8 @@ import numpy as np
 
 from fshard._core.callsite import Site
 from fshard._core.display import duration
-from fshard._core.protocol import coords_of, ranks_over
-from fshard._core.transfers import Transfer
+from fshard._core.protocol import coords_of
+from fshard._core.transfers import Transfer, groups_of
 from fshard.errors import ShardingError, checked, fail
 from fshard.spec import format_axes
 
@@ -179,32 +179,27 @@ class _Meetings:
 
     def __init__(self, ranks: tuple[int, ...], mesh: Mapping[str, int], device: Device) -> None:
         self.device = device
-        self._mesh, self._free = tuple(mesh.items()), dict[tuple[int, str], float]()
+        self._mesh, self._free = mesh, dict[tuple[int, str], float]()
         self._coords = {r: dict(zip(mesh, coords_of(r, tuple(mesh.values())), strict=True)) for r in ranks}
         self.apart = tuple(axis for axis in mesh if len({at[axis] for at in self._coords.values()}) > 1)
-        self._over = functools.cache(lambda axes, rank: ranks_over(axes, mesh, self._coords[rank]))
         self._numbers: Counter[Any] = Counter()
         self._open: dict[Any, _Meeting] = {}
 
     def start(self, rank: int, transfer: Transfer, now: float) -> list[_Meeting]:
         """Start a rank's part of its next transfer; return the meeting, or one for each message to or from a rank."""
-        over = self._over(transfer.axes, rank) if self.apart else []
-        groups = [(transfer.axes, tuple(r for r in over if r in self._coords))]
-        if transfer.message is not None and self.apart:
-            pairs = [(over[source], over[target]) for source, target in transfer.message.pairs]
-            groups = [((), pair) for pair in pairs if rank in pair and self._coords.keys() >= set(pair)]
-        found = []
-        for axes, group in groups:
-            if len(set(group)) > 1:
-                self._numbers[rank, axes, group] += 1
-                new = _Meeting(set(group), group[:1] if transfer.message is not None else group)
-                found.append(self._open.setdefault((axes, group, self._numbers[rank, axes, group]), new))
+        found, is_message = [], transfer.message is not None
+        for group in groups_of(transfer, rank, self._mesh) if self.apart else []:
+            planned = tuple(r for r in group if r in self._coords)
+            if len(set(planned)) > 1:
+                number = self._numbers[rank, is_message, planned] = self._numbers[rank, is_message, planned] + 1
+                new = _Meeting(set(planned), planned[:1] if is_message else planned)
+                found.append(self._open.setdefault((is_message, planned, number), new))
         found = found or [_Meeting({rank}, (rank,))]
         for meeting in found:
             meeting.begin = max(meeting.begin, now)
             meeting.missing.discard(rank)
             if rank in meeting.senders:
-                meeting.seconds, meeting.levels = _transfer_seconds(transfer, self._mesh, self.device)
+                meeting.seconds, meeting.levels = _transfer_seconds(transfer, tuple(self._mesh.items()), self.device)
             if not meeting.missing:
                 links = [(sender, level) for sender in meeting.senders for level in meeting.levels]
                 meeting.begin = max([meeting.begin, *(self._free.get(link, 0.0) for link in links)])

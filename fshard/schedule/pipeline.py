@@ -37,16 +37,18 @@ from fshard.grad import (
     check_loss,
     differentiating,
     divided,
+    fill_tensors,
     gathered_with_transpose,
+    loss_count_aux,
     needs_torch_func,
-    pair,
     split_rows,
+    split_tensors,
     stacked,
 )
 from fshard.spec import Axis, P, is_spec, names_of
 
 from .split_backward import backward_of_inputs
-from .tables import Kind, Operation, ScheduleTable, schedule_table, table
+from .tables import Kind, Operation, schedule_table, table
 from .unshard import unshard
 
 
@@ -116,17 +118,18 @@ class Pipelined:
     @api_boundary
     def __call__(self, params: Any, batch: Any, *, each: Any = None) -> Any:
         """Return (loss, gradients), or with `has_aux` ((loss, aux), gradients)."""
-        axes, n, batches, prepare = self._check(params, batch, each)
+        axes, n, batches, vary = self._check(params, batch, each)
         if n == 1:
             run = accumulate(self._model, self.microbatches, gather=self.gather, counted=self.counted,
                              has_aux=self.has_aux)  # fmt: skip
             return run(params, batch, each=each)
-        if self.gather is None and not tree.leaves(params[0]):  # a transform of torch.func for nothing
-            parts, transpose = params, _unchanged
+        transpose: Callable[[Any], Any]
+        if self.gather is None:  # only the ends: to transform the layers, too, would take longer
+            ends, of_ends = gathered_with_transpose("pipelined", vary, params[0])
+            parts, transpose = (ends, params[1]), lambda grads: (of_ends(grads[0]), grads[1])
         else:
-            parts, transpose = gathered_with_transpose("pipelined", prepare, params)
-        order = table(self.schedule, n, self.microbatches, self.chunks)
-        loss, count, aux, grads = _Run(self, order, axes, parts, batch, batches, each).value_and_grad()
+            parts, transpose = gathered_with_transpose("pipelined", lambda p: self._gathered(vary, p), params)
+        loss, count, aux, grads = _Run(self, self.schedule, n, axes, parts, batch, batches, each).value_and_grad()
         del parts
         grads = transpose(grads)
         if self.counted or self.microbatches > 1:
@@ -137,29 +140,27 @@ class Pipelined:
     @api_boundary
     def forward(self, params: Any, batch: Any, *, each: Any = None) -> Any:
         """Return the results of `last`, any tree of tensors, stacked: [microbatches, ...]."""
-        axes, n, batches, prepare = self._check(params, batch, each)
+        axes, n, batches, vary = self._check(params, batch, each)
         with torch.no_grad():
-            parts = prepare(params)
+            parts = self._gathered(vary, params)
             if n > 1:
-                order = table("forward", n, self.microbatches, self.chunks)
-                return _Run(self, order, axes, parts, batch, batches, each).results()
+                return _Run(self, "forward", n, axes, parts, batch, batches, each).results()
             return stacked("pipelined", [self._model(parts, b, each) for b in batches])
 
-    def _prepare(self, specs: Sequence[P], params: Any) -> Any:
-        """Return the parameters as the stages use them, gathered: the ends vary over the axis."""
-        ends, treedef = tree.flatten(params[0])
-        varying = tree.unflatten(treedef, unshard(ends, specs, self.axis)), params[1]
+    def _gathered(self, vary: Callable[[Any], Any], params: Any) -> Any:
+        """Return the parameters as the stages use them: the ends vary over the axis."""
+        varying = vary(params[0]), params[1]
         return varying if self.gather is None else self.gather(varying)
 
     def _model(self, params: Any, batch: Any, each: Any) -> Any:
         """Return the loss of the model on one device: what a pipeline computes."""
         h = self.first(params[0], batch)
-        for layer, extra in itertools.chain(*_layers(params[1], each, self.chunks)):
+        for layer, extra in zip(*_layers(params[1], each, self.chunks), strict=True):
             h = self.stage(layer, h, batch, *extra)
         return self.last(params[0], h, batch)
 
     def _check(self, params: Any, batch: Any, each: Any) -> tuple[tuple[str, ...], int, list[Any], Callable[..., Any]]:
-        """Check arguments; return the axes of several ranks, the number of stages, the microbatches, and the gather."""
+        """Check arguments; return axes of several ranks, the number of stages, the microbatches, a gather of ends."""
         if not isinstance(params, tuple) or len(params) != 2:
             raise fail(f"pipelined: params is {shown(params)}", fix="pass a pair: (ends, layers)")
         compiling = torch.compiler.is_dynamo_compiling()
@@ -172,7 +173,7 @@ class Pipelined:
         m = self.microbatches
         batches = [split_rows("pipelined: batch", batch, i, m, "by a closure") for i in range(m)]
         if not names_of(self.axis):
-            return (), 1, batches, self.gather or _unchanged
+            return (), 1, batches, lambda ends: ends
         current = region("pipelined")
         names, dim = known_axes("pipelined", current, self.axis), int(self.chunks > 1)
         specs = {id(x): spec for x, spec in zip(*current.arguments, strict=True)}
@@ -183,13 +184,13 @@ class Pipelined:
                 if spec is None or (set(names) <= set(spec.axes) if listed else
                                     spec.parts(x.ndim)[dim : dim + 1] == (names,)):  # fmt: skip
                     continue
-                wanted = f"[{self.chunks}, layers of a chunk, ...]" if dim else "[layers, ...]"
+                stacked_as = f"{self.chunks}, layers of a chunk" if dim else "layers"
                 raise fail(f"pipelined: {tree.show(name, path)}: the layers are not split over the axis",
-                           *[] if listed else [f"they are stacked as {wanted}"], shape=list(x.shape), spec=spec,
-                           chunks=self.chunks, fix="the specs of fs.on_stages" if listed else
-                           f"P({'None, ' * dim}{self.axis!r}, ...)")  # fmt: skip
-        live, of_ends = live_axes(current.comm, names), [specs.get(id(x)) or P() for x in tree.leaves(params[0])]
-        return live, size_of(live, current.sizes), batches, functools.partial(self._prepare, of_ends)
+                           shape=list(x.shape), spec=spec, chunks=self.chunks, fix="the specs of fs.on_stages" if listed
+                           else f"P({'None, ' * dim}{self.axis!r}, ...), of leaves [{stacked_as}, ...]")  # fmt: skip
+        live = live_axes(current.comm, names)
+        of_ends = tree.map(lambda x: specs.get(id(x)) or P(), params[0])
+        return live, size_of(live, current.sizes), batches, lambda ends: unshard(ends, of_ends, live)
 
 
 # --- layers and microbatches ------------------------------------------------------------------------------------
@@ -237,55 +238,42 @@ def _places(counts: Sequence[int]) -> list[int]:
     return [place for place, count in enumerate(counts) for _ in range(count)]
 
 
-def _layers(layers: Any, each: Any, chunks: int, n: int = 1, stage: int = 0) -> list[list[tuple[Any, tuple[Any, ...]]]]:
-    """Return the layers of each chunk of this stage, with their extra argument, if there is one."""
+def _layers(layers: Any, each: Any, chunks: int) -> tuple[Sequence[Any], list[tuple[Any, ...]]]:
+    """Return a tree for each layer, and its extra argument, if there is one; stacked leaves are unbound once."""
     if isinstance(layers, (list, tuple)):
-        extra: Any = each
-        here = _here(layers)
-        rows, counts = [layers[i] for i in here], [len(here)]
-        if chunks > 1:
-            counts = evenly(len(layers), n * chunks)
-            if here != [i for i, place in enumerate(_places(counts)) if place % n == stage]:
-                raise fail(f"pipelined: stage {stage} has layers {here}", chunks=chunks, stages=n,
-                           fix=f"fs.on_stages(specs, layers, axis, {n}, chunks={chunks})")  # fmt: skip
-            counts = counts[stage::n]
-        if isinstance(each, (list, tuple)) and len(each) == len(layers):
-            extra = [each[i] for i in here]
-    else:
-        rows, extra = _unbind(layers, "layers", chunks), None if each is None else _unbind(each, "each", chunks)
-        counts = [len(rows) // chunks] * chunks
-    if each is not None and (not isinstance(extra, list) or len(extra) != len(rows)):
-        count = f"{len(extra)} rows" if isinstance(extra, list) else shown(each)
-        raise fail(f"pipelined: each has {count} for {len(rows)} layers of this stage",
-                   fix="stack and split it like the layers, or pass a list for a list")  # fmt: skip
-    pairs = iter([(row, () if each is None else (extra[i],)) for i, row in enumerate(rows)])
-    return [list(itertools.islice(pairs, count)) for count in counts]
-
-
-def _here(layers: Sequence[Any]) -> list[int]:
-    """Return the numbers of the layers of a list whose leaves are not empty."""
-    return [i for i, layer in enumerate(layers) if any(x.numel() for x in tree.leaves(layer))]
-
-
-def _unbind(stacked: Any, name: str, chunks: int) -> list[Any]:
-    """Return a tree for each layer of this rank; the leaves are views, unbound once."""
-    leaves, treedef = tree.flatten(stacked)
+        if each is not None and not (isinstance(each, (list, tuple)) and len(each) == len(layers)):
+            raise fail(f"pipelined: each is {shown(each)}", fix=f"a list, for the list of {len(layers)} layers")
+        return layers, [()] * len(layers) if each is None else [(extra,) for extra in each]
+    leaves, treedef = tree.flatten((layers, () if each is None else (each,)))
     dims = 2 if chunks > 1 else 1
     shapes = {tuple(x.shape[:dims]) if isinstance(x, Tensor) and x.ndim >= dims else None for x in leaves}
-    if leaves and (len(shapes) != 1 or None in shapes or (dims == 2 and {s[0] for s in shapes if s} != {chunks})):
-        listed = [f"{tree.show(name, path)} {list(x.shape) if isinstance(x, Tensor) else shown(x)}"
-                  for path, x in tree.leaves_with_path(stacked)]  # fmt: skip
+    if len(shapes) > 1 or None in shapes or (dims == 2 and any(ns[0] != chunks for ns in shapes if ns)):
         raise fail("pipelined: the leaves must be stacked, with the layers of this stage as "
                    f"{f'dims 0 and 1, [{chunks}, layers of a chunk, ...]' if dims == 2 else 'dim 0, [layers, ...]'}",
-                   *listed, fix=f"x.reshape({chunks}, L // {chunks}, *x.shape[1:]) of a leaf of L layers" if dims == 2
-                   else "torch.stack the leaves of the layers")  # fmt: skip
-    rows = [(x.flatten(0, 1) if dims == 2 else x).unbind(0) for x in leaves]
-    return [tree.unflatten(treedef, row) for row in zip(*rows, strict=True)]
+                   *[f"{tree.show(path[0], path[1:])} {list(x.shape) if isinstance(x, Tensor) else shown(x)}"
+                     for path, x in tree.leaves_with_path({"layers": layers, "each": each})],
+                   fix=f"x.reshape({chunks}, L // {chunks}, *x.shape[1:]) of a leaf of L layers" if dims == 2 else
+                   "torch.stack the leaves of the layers; each= like them")  # fmt: skip
+    rows = zip(*[(x.flatten(0, 1) if dims == 2 else x).unbind(0) for x in leaves], strict=True)
+    pairs = [tree.unflatten(treedef, row) for row in rows]
+    return [layer for layer, _ in pairs], [extra for _, extra in pairs]
+
+
+def _chunks(layers: Sequence[Any], chunks: int, n: int, stage: int) -> list[list[int]]:
+    """Return the numbers of the layers of each chunk of a stage: over n stages, of those whose leaves are not empty."""
+    here = [i for i, layer in enumerate(layers) if n == 1 or any(x.numel() for x in tree.leaves(layer))]
+    if chunks == 1:
+        return [here]
+    places = _places(evenly(len(layers), n * chunks))
+    out = [[i for i, place in enumerate(places) if place == c * n + stage] for c in range(chunks)]
+    if here != list(itertools.chain(*out)):
+        raise fail(f"pipelined: stage {stage} has layers {here}", chunks=chunks, stages=n,
+                   fix=f"fs.on_stages(specs, layers, axis, {n}, chunks={chunks})")  # fmt: skip
+    return out
 
 
 # --- messages ---------------------------------------------------------------------------------------------------
 
-_NOTHING = contextlib.nullcontext()
 Key = tuple[str, int, int]  # of a message: F for h, B for its gradient; the microbatch; the place of the receiver
 
 
@@ -296,95 +284,71 @@ class _Message(NamedTuple):
     target: int
 
 
+class _Step(NamedTuple):
+    """An operation of a stage at its place, the receives that start before it, and the message with its result."""
+
+    operation: Operation
+    place: int
+    receives: list[tuple[_Message, Series]]
+    sends: list[tuple[_Message, Series]]  # at most one
+
+
 @functools.cache
-def _messages_of(kind: str, n: int, m: int, chunks: int, stage: int) -> dict[int, tuple[_Message, ...]]:
-    """Return the messages between a stage and each other one, in the order in which both start them."""
-    found: dict[int, list[_Message]] = {}
-    for source, row in enumerate(table(kind, n, m, chunks).ticks):
+def _steps(kind: str, n: int, m: int, chunks: int, stage: int) -> list[_Step]:
+    """Return the operations of a stage. A receive starts before its sender can have computed the message.
+
+    Two stages start the messages between them in one order: by the time of the operations that make them.
+    """
+    rows = table(kind, n, m, chunks).ticks
+    messages: dict[int, list[_Message]] = {}  # with each other stage
+    for source, row in enumerate(rows):
         for _, end, op in row:
             place, step = op.chunk * n + source, 1 if op.kind == "F" else -1
             target = (source + step) % n
             if op.kind != "W" and 0 <= place + step < n * chunks and stage in (source, target):
-                message = _Message(end, ("F" if step == 1 else "B", op.microbatch, place + step), source, target)
-                found.setdefault(target if stage == source else source, []).append(message)
-    return {other: tuple(sorted(messages)) for other, messages in found.items()}
-
-
-class _Messages:
-    """The messages of a stage. A receive starts before its sender can have computed it; sends end later."""
-
-    _MOST_SENT = 2  # sends that may be pending
-
-    def __init__(self, order: ScheduleTable, axes: tuple[str, ...], stage: int, like: Sequence[Tensor]) -> None:
-        self._comm, self._axes, self._stage, self._stages = region().comm, axes, stage, order.stages
-        self._site, self._like, self._groups = site(), like, by_dtype(like)
-        messages = _messages_of(order.kind, order.stages, order.microbatches, order.chunks, stage)
-        name = f"{order.kind} of {order.microbatches} microbatches, {order.chunks} chunks"
-        self._first, self._later = dict.fromkeys(messages, Series(name, True)), Series(name, False)
-        self._queues = {other: list(reversed(ms)) for other, ms in messages.items()}
-        self._empty = list(map(_zeros, like))  # where nothing is sent, only the shapes and dtypes count
-        self._arriving: dict[Key, list[PendingTransfer]] = {}
-        self._sent: list[list[PendingTransfer]] = []
-
-    def begin(self, end: float) -> None:
-        """Start the receives of what others compute until `end`, and wait for older sends."""
-        for queue in self._queues.values():
-            while queue and queue[-1].target == self._stage and queue[-1].end <= end:
-                message = queue.pop()
-                self._arriving[message.key] = self._start(message, self._empty)
-        while len(self._sent) > self._MOST_SENT:
-            for wait in self._sent.pop(0):
-                wait()
-
-    def send(self, key: Key, xs: Sequence[Tensor]) -> None:
-        """Start to send the leaves of h, or their gradients: all messages before it have started."""
-        message = self._queues[key[2] % self._stages].pop()
-        assert message.key == key, (message, key)
-        self._sent.append(self._start(message, xs))
-
-    def receive(self, key: Key) -> list[Tensor]:
-        """Wait for the leaves of h, or their gradients."""
-        out, types = list(self._empty), checker()
-        with _NOTHING if types is None else types.paused():
-            for wait, group in zip(self._arriving.pop(key), self._groups, strict=True):
-                for i, x in zip(group, wait(), strict=True):
-                    out[i] = x
-        if types is not None:
-            for x, like in zip(out, self._like, strict=True):
-                types.set_message_type(x, like, "pipelined", self._axes)
-        return out
-
-    def end(self) -> None:
-        """Wait for the last sends."""
-        for wait in itertools.chain(*self._sent):
-            wait()
-
-    def _start(self, message: _Message, xs: Sequence[Tensor]) -> list[PendingTransfer]:
-        """Start a message: a transfer for each dtype."""
-        pair = message.source, message.target
-        series = self._first.pop(sum(pair) - self._stage, self._later)
-        with unchecked(), transposing(self._site) if message.key[0] == "B" else _NOTHING:
-            return [self._comm.send([xs[i] for i in group], [pair], self._axes, series) for group in self._groups]
+                key = "F" if step == 1 else "B", op.microbatch, place + step
+                messages.setdefault(source + target - stage, []).append(_Message(end, key, source, target))
+    steps = [_Step(op, op.chunk * n + stage, [], []) for *_, op in rows[stage]]
+    for between in messages.values():
+        at = 0
+        for i, message in enumerate(sorted(between)):
+            while rows[stage][at].end < message.end:
+                at += 1
+            is_sent = message.source == stage
+            series = Series(f"{kind} of {m} microbatches, {chunks} chunks", not i)
+            (steps[at].sends if is_sent else steps[at].receives).append((message, series))
+            at += is_sent  # what follows starts after it
+    return steps
 
 
 # --- one run ----------------------------------------------------------------------------------------------------
+
+_MOST_SENT = 2  # messages whose sends may be pending
+_NOTHING = contextlib.nullcontext()
 
 
 class _Run:
     """One rank's run of a table."""
 
     def __init__(
-        self, pipe: Pipelined, order: ScheduleTable, axes: tuple[str, ...], params: Any, batch: Any,
+        self, pipe: Pipelined, kind: str, n: int, axes: tuple[str, ...], params: Any, batch: Any,
         batches: Sequence[Any], each: Any,
     ) -> None:  # fmt: skip
-        self.pipe, self.order, self.axes, self.params, self.batches = pipe, order, axes, params, batches
-        self.final, self.stage = order.stages * order.chunks - 1, axis_position(axes or None)
-        self.ends, self.chunks = params[0], _layers(params[1], each, order.chunks, order.stages, self.stage)
+        self.pipe, self.axes, self.params, self.batches = pipe, axes, params, batches
+        self.stage, self.final = axis_position(axes), n * pipe.chunks - 1
+        self.is_last = self.stage == n - 1
+        self.steps = _steps(kind, n, pipe.microbatches, pipe.chunks, self.stage)
+        self.ends, self.is_listed = params[0], isinstance(params[1], (list, tuple))
+        self.layers, self.each = _layers(params[1], each, pipe.chunks)
+        self.chunks = _chunks(self.layers, pipe.chunks, *((n, self.stage) if self.is_listed else (1, 0)))
         rows = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.ndim]
-        self.parts = list(microbatches(rows, order.microbatches))
+        self.parts = list(microbatches(rows, pipe.microbatches))
         h, self.result = self._outline()
         self.h, self.h_def = tree.flatten(h)
-        self.messages = _Messages(order, axes, self.stage, self.h)
+        self.comm, self.site, self.groups = region().comm, site(), by_dtype(self.h)
+        self.empty = list(map(_zeros, self.h))  # where nothing is sent, only the shapes and dtypes count
+        self.arriving: dict[Key, list[PendingTransfer]] = {}
+        self.sent: list[list[PendingTransfer]] = []
         self.found: list[Any] = []  # what `last` returns for each microbatch
         # By microbatch and chunk: the received leaves, and the roots: edges, or in a checked call tensors.
         self.graphs: dict[tuple[int, int], tuple[list[Tensor], list[Any]]] = {}
@@ -402,8 +366,7 @@ class _Run:
         key = place, *[(x.shape, x.dtype) for x in tensors]
         if key in known:
             return known[key]
-        fakes = [x.fake_mode for x in tensors if hasattr(x, "fake_mode")]  # in a dry run
-        mode = fakes[0] if fakes else fake_tensors()
+        mode = next((x.fake_mode for x in tensors if hasattr(x, "fake_mode")), None) or fake_tensors()  # of a dry run
         silent = bind(replace(current, comm=silent_comm(current.comm), scratch={}))
         part = in_microbatch(self.parts[0])
         with without_modes(), mode, types or _NOTHING, silent, torch.no_grad(), part:
@@ -414,163 +377,142 @@ class _Run:
                     raise fail(f"pipelined: {tree.show('the h of first', path)} is {_kind(x)}, not a tensor of "
                                "floating numbers", fix="what is not differentiated is in the batch, which each "
                                "stage has")  # fmt: skip
-            first = next(itertools.chain(*self.chunks), None)
-            if types is not None and first is not None:
-                layer, extra = first
-                self._check_h(self.pipe.stage(layer, h, self.batches[0], *extra), "stage")
+            for i in itertools.islice(itertools.chain(*self.chunks), int(types is not None)):
+                self._check_h(self.pipe.stage(self.layers[i], h, self.batches[0], *self.each[i]), "stage")
             result = self.pipe.last(self.ends, h, self.batches[0])
         zeros = lambda x: _zeros(x) if isinstance(x, Tensor) else x  # noqa: E731
-        found = h if types is not None else tree.map(zeros, h), tree.map(zeros, result)
-        known[key] = found
-        return found
+        known[key] = h if types is not None else tree.map(zeros, h), tree.map(zeros, result)
+        return known[key]
 
     # --- results ---
 
     def value_and_grad(self) -> tuple[Tensor, Any, Any, Any]:
         """Return the sums of the losses and the counts, the stacked aux, and the sums of the gradients."""
-        loss, count, aux = self._of_last(self.result)
-        self.ends = _differentiated(self.ends)
-        self.chunks = [[(_differentiated(layer), extra) for layer, extra in chunk] for chunk in self.chunks]
-        ends = tree.leaves(self.ends)
-        self.weights = [[*ends, *tree.leaves([layer for layer, _ in chunk])] for chunk in self.chunks]
+        self.result = self._of_last(self.result)
+        self.ends, self.layers = _differentiated(self.ends), _differentiated(self.layers)
+        self.weights = [tree.leaves([self.ends, *[self.layers[i] for i in chunk]]) for chunk in self.chunks]
         with differentiating(), torch.enable_grad():
-            self._run()
-        m, found = self.order.microbatches, [self._of_last(x) for x in self.found]
-        totals: dict[str, Any] = {"loss": sum([x for x, _, _ in found], torch.zeros_like(loss)),
-                                  "aux": stacked("pipelined", [x for *_, x in found] or [aux] * m)}  # fmt: skip
-        if isinstance(count, Tensor):
-            totals["count"] = sum([n for _, n, _ in found], torch.zeros_like(count))
-        totals = {"count": None if isinstance(count, Tensor) else count * m} | self._from_last_stage(totals)
-        grads = tree.map(_take_grad, self.ends), self._grads_of_layers()
+            losses, counts, auxes = zip(*self._run(), strict=True)
+        loss, count, aux = self._from_last_stage((sum(losses), sum(counts), stacked("pipelined", auxes)))
+        rows = self.layers
+        layers = tree.map(_take_grad, rows) if self.is_listed else tree.map(_stacked_grad, self.params[1], *rows)
+        grads = tree.map(_take_grad, self.ends), layers
         if (types := checker()) is not None:
             types.check_gradients([], tree.leaves(self.params), tree.leaves(grads))
-        return totals["loss"], totals["count"], totals["aux"], grads
-
-    def _grads_of_layers(self) -> Any:
-        """Return the gradients in the form of the layers."""
-        layers, rows = self.params[1], [tree.leaves(layer) for layer, _ in itertools.chain(*self.chunks)]
-        if isinstance(layers, (list, tuple)):
-            here = dict(zip(_here(layers), rows, strict=True))
-            return [tree.unflatten(tree.structure(layer), map(_take_grad, here[i])) if i in here else
-                    tree.map(torch.zeros_like, layer) for i, layer in enumerate(layers)]  # fmt: skip
-        leaves, treedef = tree.flatten(layers)
-        grads = [torch.stack([_take_grad(xs[i]) for xs in rows]).view_as(x) if rows else torch.zeros_like(x)
-                 for i, x in enumerate(leaves)]  # fmt: skip
-        return tree.unflatten(treedef, grads)
+        return loss, count, aux, grads
 
     def results(self) -> Any:
         """Return the stacked results of `last`."""
-        self._run()
-        return self._from_last_stage(stacked("pipelined", self.found or [self.result] * self.order.microbatches))
+        return self._from_last_stage(stacked("pipelined", self._run()))
 
     def _from_last_stage(self, xs: Any) -> Any:
-        """Return the last stage's values on each stage: a sum, in which the others have zeros."""
-        leaves, treedef = tree.flatten(xs)
-        numbers = [x.to(torch.uint8) if x.dtype == torch.bool else x for x in leaves]
-        if self.stage != self.order.stages - 1:
+        """Return the last stage's tensors on each stage: a sum, in which the others have zeros."""
+        tensors, rest = split_tensors(xs)
+        numbers = [x.to(torch.uint8) if x.dtype == torch.bool else x for x in tensors]
+        if not self.is_last:
             numbers = list(map(torch.zeros_like, numbers))
         varying = numbers if checker() is None else pvary(numbers, self.axes)
         totals = psum(varying, self.axes)
-        return tree.unflatten(treedef, [y.to(x.dtype) for x, y in zip(leaves, totals, strict=True)])
+        return fill_tensors(rest, [y.to(x.dtype) for x, y in zip(tensors, totals, strict=True)])
 
     def _of_last(self, x: Any) -> tuple[Tensor, Any, Any]:
         """Return (loss, count, aux) of a result of `last`."""
-        loss, aux = pair("pipelined(last)", "has_aux", x, "(loss, aux)") if self.pipe.has_aux else (x, None)
-        if not self.pipe.counted and isinstance(loss, tuple) and len(loss) == 2:
-            raise fail("pipelined(last): the loss is a pair", fix="counted=True for (total, count), has_aux=True for "
-                       "(loss, aux)")  # fmt: skip
-        loss, count = pair("pipelined(last)", "counted", loss, "(total, count)") if self.pipe.counted else (loss, 1)
+        loss, count, aux = loss_count_aux("pipelined(last)", x, self.pipe.counted, self.pipe.has_aux)
         check_loss("pipelined(last)", loss)
         return loss, count, aux
 
     # --- operations ---
 
-    def _run(self) -> None:
+    def _run(self) -> Sequence[Any]:
+        """Return the results of the microbatches: of a stage that is not the last, zeros like them."""
         with ranks_apart(self.axes):
-            for _, end, op in self.order.ticks[self.stage]:
-                self.messages.begin(end)
+            for op, place, receives, sends in self.steps:
+                for message, series in receives:
+                    self.arriving[message.key] = self._start(message, series, self.empty)
+                for wait in itertools.chain(*self.sent[:-_MOST_SENT]):
+                    wait()
+                del self.sent[:-_MOST_SENT]
                 with in_microbatch(self.parts[op.microbatch]):
-                    if op.kind == "F":
-                        self._forward(op)
-                    elif op.kind == "W":
-                        self.later.pop(op[1:], _nothing)()
-                    else:
-                        self._backward(op)
-            self.messages.end()
+                    if op.kind != "W":
+                        h = self._forward(op, place) if op.kind == "F" else self._backward(op, place)
+                    elif of_weights := self.later.pop(op[1:], None):
+                        of_weights()
+                for message, series in sends:
+                    self.sent.append(self._start(message, series, h))
+            for wait in itertools.chain(*self.sent):
+                wait()
+        return self.found or [self.result] * len(self.parts)
 
-    def _forward(self, op: Operation) -> None:
-        place, batch, recorded = self._place(op), self.batches[op.microbatch], torch.is_grad_enabled()
-        inputs: list[Tensor] = []
-        if place == 0:
-            h = self.pipe.first(self.ends, batch)
-        else:
-            inputs = self.messages.receive(("F", op.microbatch, place))
-            inputs = [x.detach().requires_grad_() for x in inputs] if recorded else inputs
-            h = tree.unflatten(self.h_def, inputs)
-        for layer, extra in self.chunks[op.chunk]:
-            h = self.pipe.stage(layer, h, batch, *extra)
+    def _forward(self, op: Operation, place: int) -> list[Tensor]:
+        """Compute a chunk for a microbatch; return the leaves of its h."""
+        batch, recorded = self.batches[op.microbatch], torch.is_grad_enabled()
+        inputs = self._receive(("F", op.microbatch, place)) if place else []
+        if recorded:
+            inputs = [x.detach().requires_grad_() for x in inputs]
+        h = tree.unflatten(self.h_def, inputs) if place else self.pipe.first(self.ends, batch)
+        for i in self.chunks[op.chunk]:
+            h = self.pipe.stage(self.layers[i], h, batch, *self.each[i])
         self._check_h(h, "stage" if self.chunks[op.chunk] else "first")
+        roots = tree.leaves(h)
         if place == self.final:
             result = self.pipe.last(self.ends, h, batch)
-            roots = [self._of_last(result)[0]] if recorded else []
+            result = self._of_last(result) if recorded else result
+            roots = [result[0]] if recorded else []
             self.found.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, result))
-        else:
-            roots = tree.leaves(h)
-            self.messages.send(("F", op.microbatch, place + 1), [x.detach() for x in roots])
         if recorded:  # h itself is not kept: its graph does not need it
-            keep: Callable[[Tensor], Any] = get_gradient_edge if checker() is None else _unchanged
-            self.graphs[op[1:]] = inputs, [keep(x) if x.requires_grad else None for x in roots]
+            is_checked = checker() is not None
+            kept = [(x if is_checked else get_gradient_edge(x)) if x.requires_grad else None for x in roots]
+            self.graphs[op[1:]] = inputs, kept
+        return [x.detach() for x in roots]
 
-    def _backward(self, op: Operation) -> None:
-        place = self._place(op)
-        grads: Sequence[Any] = [None]
-        if place < self.final:
-            grads = self.messages.receive(("B", op.microbatch, place))
-        elif checker() is None:
-            grads = [torch.ones_like(self._of_last(self.result)[0])]
+    def _backward(self, op: Operation, place: int) -> list[Tensor]:
+        """Compute the gradients of a chunk for a microbatch; return the gradients of the leaves that it received."""
         inputs, roots = self.graphs.pop(op[1:])
-        weights = self.weights[op.chunk]
+        grads: Sequence[Any] = self._receive(("B", op.microbatch, place)) if place < self.final else [None]
         grads = [g for root, g in zip(roots, grads, strict=True) if root is not None]
-        roots = [root for root in roots if root is not None]
+        roots, weights = [root for root in roots if root is not None], self.weights[op.chunk]
         if op.kind == "D" and inputs and roots and checker() is None:
             self.later[op[1:]] = backward_of_inputs(roots, grads, inputs, weights)
         elif roots:
             torch.autograd.backward(roots, grads, inputs=[*inputs, *weights])
-        if place:
-            self.messages.send(("B", op.microbatch, place - 1), [_take_grad(x) for x in inputs])
+        return list(map(_take_grad, inputs))
 
-    def _place(self, op: Operation) -> int:
-        return op.chunk * self.order.stages + self.stage
+    def _start(self, message: _Message, series: Series, xs: Sequence[Tensor]) -> list[PendingTransfer]:
+        """Start a message, the leaves of h or their gradients: a transfer for each dtype."""
+        pairs = [(message.source, message.target)]
+        with unchecked(), transposing(self.site) if message.key[0] == "B" else _NOTHING:
+            return [self.comm.send([xs[i] for i in group], pairs, self.axes, series) for group in self.groups]
+
+    def _receive(self, key: Key) -> list[Tensor]:
+        """Wait for a message."""
+        out, types = list(self.empty), checker()
+        with unchecked():
+            for wait, group in zip(self.arriving.pop(key), self.groups, strict=True):
+                for i, x in zip(group, wait(), strict=True):
+                    out[i] = x
+        if types is not None:
+            for x, like in zip(out, self.h, strict=True):
+                types.set_message_type(x, like, "pipelined", self.axes)
+        return out
 
     def _check_h(self, h: Any, by: str) -> None:
         """Raise for an h of another structure, shape, dtype or type than the stages agreed on."""
         leaves, treedef = tree.flatten(h)
-        if treedef != self.h_def:
-            raise fail(f"pipelined({by}): h has another structure than first returns",
-                       first=self.h_def, h=treedef, fix="return a tree like h")  # fmt: skip
+        if treedef != self.h_def or any(not isinstance(x, Tensor) or x.shape != like.shape or x.dtype != like.dtype
+                                        for x, like in zip(leaves, self.h, strict=True)):  # fmt: skip
+            raise fail(f"pipelined({by}): h has another structure, shape or dtype than first returns",
+                       "each stage sends to the next one what it receives", stage=tree.map(_kind, h),
+                       first=tree.map(_kind, tree.unflatten(self.h_def, self.h)),
+                       fix="one form of h for all layers, x.to(h.dtype) for another dtype")  # fmt: skip
         types = checker()
-        for x, like in zip(leaves, self.h, strict=True):
-            same_shape = isinstance(x, Tensor) and x.shape == like.shape
-            if not same_shape or x.dtype != like.dtype:
-                raise fail(f"pipelined({by}): h has another shape or dtype than first returns",
-                           "each stage sends to the next one what it receives", first=_kind(like), stage=_kind(x),
-                           fix="return h as it came: x.to(h.dtype)" if same_shape else "one shape for all layers"
-                           )  # fmt: skip
-            a, b = (types.info(x).type, types.info(like).type) if types is not None else (None, None)
-            if a and b and (other := ((a.varying & b.invariant) | (a.invariant & b.varying)) - set(self.axes)):
+        for x, like in zip(leaves, self.h, strict=True) if types is not None else ():
+            a, b = types.info(x).type, types.info(like).type
+            if other := ((a.varying & b.invariant) | (a.invariant & b.varying)) - set(self.axes):
                 names = ", ".join(map(repr, sorted(other)))
                 here, there = ("stage", "first") if a.varying & other else ("first", "stage")
                 raise fail(f"pipelined: the h of {here} varies over {names}, and the h of {there} does not",
                            "each stage sends to the next one what it receives",
                            fix=f"fs.pvary(h, {names}) in {there}")  # fmt: skip
-
-
-def _unchanged(x: Any) -> Any:
-    return x
-
-
-def _nothing() -> None:
-    """Compute no gradients of weights: the backward pass of the inputs has done so."""
 
 
 def _zeros(like: Tensor) -> Tensor:
@@ -594,3 +536,11 @@ def _take_grad(x: Tensor) -> Tensor:
     """Return the gradient that a leaf of autograd has, and free it there."""
     grad, x.grad = x.grad, None
     return torch.zeros_like(x) if grad is None else grad.contiguous()
+
+
+def _stacked_grad(like: Tensor, *rows: Tensor) -> Tensor:
+    """Return the gradient of a stacked leaf, from the gradients of its rows."""
+    if not rows:
+        return torch.zeros_like(like)
+    grads = list(map(_take_grad, rows))
+    return (torch.stack(grads) if len(grads) > 1 else grads[0]).view_as(like)

@@ -10,6 +10,7 @@ interleaved); Qi et al., 2023, "Zero bubble pipeline parallelism" (its schedule 
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -56,7 +57,7 @@ class ScheduleTable:
     def times(self, f: float = 1, b: float = 1, w: float = 1) -> tuple[tuple[Timed, ...], ...]:
         """Return the operations of each stage with their times, if F takes f, D b, W w, and B their sum b + w."""
         cost = {"F": f, "B": b + w, "D": b, "W": w}
-        ends: dict[tuple[str, int, int], float] = {}
+        ends: dict[tuple[str, int, int] | None, float] = {None: 0}
         rows: list[list[Timed]] = [[] for _ in self.orders]
         waiting = True
         while waiting:
@@ -64,24 +65,23 @@ class ScheduleTable:
             for stage, (order, row) in enumerate(zip(self.orders, rows, strict=True)):
                 for op in order[len(row) :]:
                     before = self._input_of(op, stage)
-                    if before is not None and before not in ends:
+                    if before not in ends:
                         break
-                    start = max(row[-1].end if row else 0, 0 if before is None else ends[before])
+                    start = max(row[-1].end if row else 0, ends[before])
                     row.append(Timed(start, start + cost[op.kind], op))
                     result = "B" if op.kind == "D" else op.kind  # both have the gradient by the chunk's input
                     ends[result, op.microbatch, op.chunk * self.stages + stage] = row[-1].end
                     waiting = True
-        if any(len(row) < len(order) for row, order in zip(rows, self.orders, strict=True)):
-            raise AssertionError(f"{self.kind}: stages wait for each other")
+        assert list(map(len, rows)) == list(map(len, self.orders)), f"{self.kind}: stages wait for each other"
         return tuple(map(tuple, rows))
 
     def _input_of(self, op: Operation, stage: int) -> tuple[str, int, int] | None:
         """Return the result that an operation needs, as (F, B or W, microbatch, place); None for the batch."""
         place = op.chunk * self.stages + stage
-        if op.kind == "W":
-            return "B", op.microbatch, place
         if op.kind == "F":
             return ("F", op.microbatch, place - 1) if place else None
+        if op.kind == "W":
+            return "B", op.microbatch, place
         is_last = place == self.stages * self.chunks - 1
         return ("F", op.microbatch, place) if is_last else ("B", op.microbatch, place + 1)
 
@@ -94,33 +94,25 @@ class ScheduleTable:
     def in_flight(self) -> tuple[int, ...]:
         """The most chunks whose activations each stage keeps at a time: those between their F and their B or W."""
         change = {"F": 1, "B": -1, "D": 0, "W": -1}
-        most = []
-        for order in self.orders:
-            kept, peak = 0, 0
-            for op in order:
-                kept += change[op.kind]
-                peak = max(peak, kept)
-            most.append(peak)
-        return tuple(most)
+        return tuple(max(itertools.accumulate(change[op.kind] for op in order)) for order in self.orders)
 
     def __repr__(self) -> str:
-        rows, width = self.ticks, len(str(self.microbatches - 1)) + 1 + (self.chunks > 1)
-        ticks, most = int(max(row[-1].end for row in rows)), _WIDEST // (width + 1)
-        lines = []
-        for stage, row in enumerate(rows):
+        has_chunks = self.chunks > 1
+        width, ticks = len(str(self.microbatches - 1)) + 1 + has_chunks, int(max(row[-1].end for row in self.ticks))
+        most = _WIDEST // (width + 1)
+        lines = [f"{self.kind}: {number_of(self.stages, 'stage')}, microbatches 0 to {self.microbatches - 1}"
+                 + f", {self.chunks} chunks in each stage" * has_chunks]  # fmt: skip
+        for stage, row in enumerate(self.ticks):
             cells = ["."] * ticks
             for start, end, op in row:
-                chunk = chr(ord("a") + op.chunk % 26) if self.chunks > 1 else ""
-                cells[int(start) : int(end)] = [f"{op.kind}{op.microbatch}{chunk}"] * int(end - start)
-            more = " ..." if ticks > most else ""
+                cell = f"{op.kind}{op.microbatch}{chr(ord('a') + op.chunk % 26) * has_chunks}"
+                cells[int(start) : int(end)] = [cell] * int(end - start)
             shown = " ".join(f"{cell:<{width}}" for cell in cells[:most]).rstrip()
-            lines.append(f"  stage {stage}  {shown}{more}")
-        size = f"{number_of(self.stages, 'stage')}, microbatches 0 to {self.microbatches - 1}"
-        kept = ", ".join(map(str, self.in_flight))
-        unit = "chunks" if self.chunks > 1 else "microbatches"
-        return "\n".join([f"{self.kind}: {size}{f', {self.chunks} chunks in each stage' if self.chunks > 1 else ''}",
-                          *lines, f"  stages wait {100 * self.bubble():.1f}% of the time",
-                          f"  {unit} whose activations a stage keeps: {kept}"])  # fmt: skip
+            lines.append(f"  stage {stage}  {shown}{' ...' * (ticks > most)}")
+        unit = "chunks" if has_chunks else "microbatches"
+        return "\n".join([*lines, f"  stages wait {100 * self.bubble():.1f}% of the time",
+                          f"  {unit} whose activations a stage keeps: {', '.join(map(str, self.in_flight))}"
+                          ])  # fmt: skip
 
 
 @checked
@@ -156,36 +148,29 @@ def schedule_table(kind: Kind, n: int, m: int, chunks: int = 1) -> ScheduleTable
 @functools.cache
 def table(kind: str, n: int, m: int, v: int) -> ScheduleTable:
     """Return the table of a schedule; of the kind "forward", it has only the forward passes."""
-    orders = [_zero_bubble(n, m, s) if kind == "zero_bubble" else _one_by_one(kind, n, m, v, s) for s in range(n)]
-    return ScheduleTable(kind, n, m, v, tuple(map(tuple, orders)))
+    return ScheduleTable(kind, n, m, v, tuple(tuple(_order(kind, n, m, v, stage)) for stage in range(n)))
 
 
-def _one_by_one(kind: str, n: int, m: int, v: int, stage: int) -> list[Operation]:
+def _order(kind: str, n: int, m: int, v: int, stage: int) -> list[Operation]:
     """Return some forward passes, then one and one backward pass in turn, then the other backward passes.
 
     Each chunk computes n microbatches before the next chunk does. Where n does not divide m, the order is the one of
-    the next multiple of n, without the microbatches that are not there.
+    the next multiple of n, without the microbatches that are not there. A zero bubble is 1F1B with D in the place of B
+    and with W `stage` microbatches later: stage s so keeps n - s microbatches before their D, as 1F1B does, and s
+    before their W.
     """
     rounds = [range(i, i + n) for i in range(0, m, n)]
     forward = [Operation("F", i, c) for group in rounds for c in range(v) for i in group]
     backward = [Operation("B", i, c) for group in rounds for c in reversed(range(v)) for i in group]
     behind = n - stage - 1
-    first = {"1f1b": behind, "interleaved": 2 * behind + (v - 1) * n if v > 1 else behind}.get(kind, len(forward))
+    first = len(forward) if kind in ("gpipe", "forward") else behind if v == 1 else 2 * behind + (v - 1) * n
     order = forward[:first]
     for pair in zip(forward[first:], backward, strict=False):
         order += pair
-    order += [] if kind == "forward" else backward[max(0, len(forward) - first) :]
-    return [op for op in order if op.microbatch < m]
-
-
-def _zero_bubble(n: int, m: int, stage: int) -> list[Operation]:
-    """Return the order of 1F1B with D in the place of B, and with W `stage` microbatches later: ZB-H1.
-
-    Stage s so keeps n - s microbatches before their D, as 1F1B does, and s before their W.
-    """
-    order = []
-    for op in _one_by_one("1f1b", n, m, 1, stage):
-        order.append(op if op.kind == "F" else op._replace(kind="D"))
-        if op.kind == "B" and op.microbatch >= stage:
-            order.append(Operation("W", op.microbatch - stage))
-    return order + [Operation("W", i) for i in range(max(0, m - stage), m)]
+    order += backward[max(0, len(forward) - first) :] if kind != "forward" else []
+    order = [op for op in order if op.microbatch < m]
+    if kind != "zero_bubble":
+        return order
+    parts = [[op] if op.kind == "F" else [op._replace(kind="D"), Operation("W", op.microbatch - stage)] for op in order]
+    late = [Operation("W", i) for i in range(max(0, m - stage), m)]
+    return [op for op in itertools.chain(*parts, late) if op.microbatch >= 0]

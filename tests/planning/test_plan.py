@@ -601,7 +601,7 @@ def test_the_bubble_of_a_pipeline_is_that_of_its_table(n: int, m: int, kind: Any
     table = fs.schedule_table(kind, n, m, chunks)
     assert planned.bubble == pytest.approx(table.bubble(), abs=0.01)
     assert planned.memory.parts["gathered"] == 0
-    assert planned.memory.parts["gradients"] >= planned.memory.parts["parameters"] > 0
+    assert planned.memory.parts["gradients"] >= planned.memory.parts["parameters"] - 4 * 512 > 0  # but for the ends
     pictures = [row.split("  ")[-1] for row in repr(planned).splitlines() if row.startswith("  stage=")]
     assert len(pictures) == n
     if kind == "1f1b":

@@ -357,13 +357,11 @@ pipelined: batch['ids'] cannot be split into 2 equal microbatches
     "layers not split": ({"specs": (P(), P())}, """\
 pipelined: params[1]['down']: the layers are not split over the axis
   shape  [4, 8, 6]    spec  P()    chunks  1
-  they are stacked as [layers, ...]
-  fix: P('stage', ...)"""),
+  fix: P('stage', ...), of leaves [layers, ...]"""),
     "chunks of plain layers": ({"chunks": 2, "schedule": "interleaved"}, """\
 pipelined: params[1]['down']: the layers are not split over the axis
   shape  [2, 8, 6]    spec  P('stage')    chunks  2
-  they are stacked as [2, layers of a chunk, ...]
-  fix: P(None, 'stage', ...)"""),
+  fix: P(None, 'stage', ...), of leaves [2, layers of a chunk, ...]"""),
     "other chunks": ({"chunks": 3, "schedule": "interleaved", "specs": (P(), P(None, "stage"))}, """\
 pipelined: the leaves must be stacked, with the layers of this stage as dims 0 and 1, [3, layers of a chunk, ...]
   layers['down'] [4, 4, 6]
@@ -371,22 +369,23 @@ pipelined: the leaves must be stacked, with the layers of this stage as dims 0 a
   layers['up'] [4, 3, 8]
   fix: x.reshape(3, L // 3, *x.shape[1:]) of a leaf of L layers"""),
     "dtype": ({"stage": lambda p, h, b: h.float()}, """\
-pipelined(stage): h has another shape or dtype than first returns
-  first  float64[2, 3, 6]    stage  float32[2, 3, 6]
+pipelined(stage): h has another structure, shape or dtype than first returns
+  stage  float32[2, 3, 6]    first  float64[2, 3, 6]
   each stage sends to the next one what it receives
-  fix: return h as it came: x.to(h.dtype)"""),
+  fix: one form of h for all layers, x.to(h.dtype) for another dtype"""),
     "shape": ({"stage": lambda p, h, b: h[:, :1]}, """\
-pipelined(stage): h has another shape or dtype than first returns
-  first  float64[2, 3, 6]    stage  float64[2, 1, 6]
+pipelined(stage): h has another structure, shape or dtype than first returns
+  stage  float64[2, 1, 6]    first  float64[2, 3, 6]
   each stage sends to the next one what it receives
-  fix: one shape for all layers"""),
-    "tree": ({"stage": lambda p, h, b: [h, h]}, """\
-pipelined(stage): h has another structure than first returns
-  first  PyTreeSpec(*)    h  PyTreeSpec([[*, *], [*, *]])
-  fix: return a tree like h"""),
+  fix: one form of h for all layers, x.to(h.dtype) for another dtype"""),
+    "tree": ({"stage": lambda p, h, b: [h, h], "layers": 2}, """\
+pipelined(stage): h has another structure, shape or dtype than first returns
+  stage  ['float64[2, 3, 6]', 'float64[2, 3, 6]']    first  float64[2, 3, 6]
+  each stage sends to the next one what it receives
+  fix: one form of h for all layers, x.to(h.dtype) for another dtype"""),
     "a count": ({"last": total}, """\
-pipelined(last): the loss is a pair
-  fix: counted=True for (total, count), has_aux=True for (loss, aux)"""),
+pipelined(last): the loss is a tuple, not a tensor
+  fix: return (loss, aux) with has_aux=True, or (total, count) with counted=True"""),
     "no count": ({"counted": True}, """\
 pipelined(last): counted=True, and the result is tensor(0., dtype=torch.float64)
   fix: return (total, count)"""),
@@ -407,8 +406,12 @@ pipelined: params is a dict
 pipelined: params[1]['key'] is int64, which has no gradient
   fix: pass it by each=, or capture it"""),
     "rows of each": ({"f": lambda run: lambda p, b: run(p, b, each=b["ids"] + 0)}, """\
-pipelined: each has 4 rows for 2 layers of this stage
-  fix: stack and split it like the layers, or pass a list for a list"""),
+pipelined: the leaves must be stacked, with the layers of this stage as dim 0, [layers, ...]
+  each [4, 3]
+  layers['down'] [2, 8, 6]
+  layers['scale'] [2, 6]
+  layers['up'] [2, 6, 8]
+  fix: torch.stack the leaves of the layers; each= like them"""),
 }  # fmt: skip
 
 

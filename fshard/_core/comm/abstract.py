@@ -37,7 +37,7 @@ class AbstractComm(GroupComm):
     static_sizes = True
 
     def __init__(
-        self, sizes: Mapping[str, int], coords: Mapping[str, int], transfers: list[Transfer], *,
+        self, sizes: Mapping[str, int], coords: Mapping[str, int], transfers: list[Transfer] | None, *,
         is_scheduled: bool = False, peers: bool = False,
     ) -> None:  # fmt: skip
         self.sizes: Mapping[str, int] = dict(sizes)
@@ -54,8 +54,9 @@ class AbstractComm(GroupComm):
         return _UnsentCollectives("", sizes, me, order)
 
     def _note(self, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> None:
-        self._transfers.append(transfer(self, op, xs, axes, split))
-        super()._note(op, xs, axes, split)
+        if self._transfers is not None:  # else it records nothing
+            self._transfers.append(transfer(self, op, xs, axes, split))
+            super()._note(op, xs, axes, split)
 
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         pass  # there is one rank
@@ -67,16 +68,9 @@ class AbstractComm(GroupComm):
             f({index_of(tuple(self.sizes), self.sizes, self.coords): text})
 
 
-class _SilentComm(AbstractComm):
-    """A comm whose transfers are not recorded."""
-
-    def _note(self, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> None:
-        pass
-
-
 def silent_comm(place: Place) -> AbstractComm:
     """Return a comm for a part of a program that one rank runs for its shapes and types, without the others."""
-    return _SilentComm(place.sizes, place.coords, [])
+    return AbstractComm(place.sizes, place.coords, None)
 
 
 class _UnsentMessages(PendingMessages):
