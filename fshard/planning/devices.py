@@ -72,7 +72,7 @@ TPU_V5P = Device("TPU-v5p", _rates(((*_FP8, torch.bfloat16), 459), (_INT8, 918))
 # Efficiency: of the H100 from `python -m tests.benchmarks.published_layouts`, of the A100 from torchtitan's first row
 # in `published.csv`. Seconds to start an operation: with them 1.34B in TP 8 on one sequence takes as long as measured
 # in `published_layouts.csv`. By 3.57B it would be 25 us. An eager program of another library runs other operations.
-# Attention: of FlashAttention-2, 35% on an H100 (arXiv:2407.08608), 50% to 73% on an A100 (arXiv:2307.08691).
+# Attention: of FlashAttention-2, 35% on an H100 (arXiv:2407.08608); on an A100 the middle of 50% to 73% (2307.08691).
 _HOPPER_FITTED, _AMPERE_FITTED = (0.744, 26e-6, 0.35), (0.708, 26e-6, 0.61)
 _FITTED = {"H100": _HOPPER_FITTED, "H200": _HOPPER_FITTED, "A100": _AMPERE_FITTED, "A100-40GB": _AMPERE_FITTED}
 _KNOWN = {device.name.lower(): device for device in (A100, A100_40GB, H100, H200, B200, MI300X, TPU_V5P)}

@@ -37,7 +37,7 @@ _BALANCED = "experts are assumed balanced: the one with the most rows needs more
 # Kind -> the error bars of seconds and of bytes, and the number of published steps that these hold for 9 in 10 of, by
 # `python -m tests.benchmarks.trust`; a test compares them. Bytes of context and experts are by `plan_accuracy` there.
 _ERRORS: dict[str, tuple[float | None, float, int]] = {
-    "FSDP": (0.36, 0.43, 57), "tensor": (0.21, 0.08, 34), "pipeline": (0.18, 0.22, 14),
+    "FSDP": (0.36, 0.43, 57), "tensor": (0.21, 0.08, 34), "pipeline": (0.18, 0.23, 15),
     "data": (None, 0.03, 0), "context": (None, 0.03, 0), "experts": (None, 0.03, 0),
 }  # fmt: skip
 
