@@ -39,6 +39,7 @@ class Device:
     writes. `links`: none for a single device.
     `efficiency`: the share of `flops` that products reach in a program, from 0 to 1: fit it to a measured step of large
     products. 1 is the bound of the hardware; 0.45 to 0.75 are usual.
+    `attention`: the share that fused attention reaches; None for `efficiency`.
     `launch`: seconds that a program takes to start an operation: fit it to a measured step of small ones.
     `cache`: bytes; an operation that reads and writes at most these does so at `cache_bandwidth`, in bytes/s.
     `queued`: whether operations wait in a queue, so that starting one overlaps with those before; a CPU has none.
@@ -59,6 +60,11 @@ class Device:
     cache: int = 0
     cache_bandwidth: float = 1.0
     queued: bool = True
+    attention: float | None = None
+
+    def share_of(self, kind: str) -> float:
+        """Return the share of `flops` that operations of a kind reach."""
+        return self.attention or self.efficiency if kind == "attention" else self.efficiency
 
     def rate_of(self, nbytes: int) -> float:
         """Return the bytes/s at which an operation reads and writes `nbytes`."""
@@ -67,17 +73,19 @@ class Device:
     @property
     def is_bound(self) -> bool:
         """True if seconds are a lower bound: neither number is fitted or measured."""
-        return self.efficiency == 1 and self.launch == 0
+        return self.efficiency == 1 and self.launch == 0 and self.attention is None
 
     def __post_init__(self) -> None:
         numbers = {"memory": self.memory, "bandwidth": self.bandwidth, "efficiency": self.efficiency,
                    "cache_bandwidth": self.cache_bandwidth}  # fmt: skip
+        numbers |= {"attention": self.attention} if self.attention is not None else {}
         numbers |= {f"flops[{dtype}]": rate for dtype, rate in self.flops.items()}
         for link in self.links:
             numbers |= {f"bandwidth of {link.name}": link.bandwidth}
-        if self.efficiency > 1:
-            raise fail(f"Device {self.name!r}: efficiency is {self.efficiency}", "it is a share of flops",
-                       fix="a number from 0 to 1; a device that computes faster has larger flops")  # fmt: skip
+        for name, share in (("efficiency", self.efficiency), ("attention", self.attention or 0)):
+            if share > 1:
+                raise fail(f"Device {self.name!r}: {name} is {share}", "it is a share of flops",
+                           fix="a number from 0 to 1; a device that computes faster has larger flops")  # fmt: skip
         for name, x in numbers.items():
             if not 0 < x < math.inf:
                 raise must_be(f"Device {self.name!r}: {name}", "a positive number", x)

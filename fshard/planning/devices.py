@@ -72,7 +72,9 @@ TPU_V5P = Device("TPU-v5p", _rates(((*_FP8, torch.bfloat16), 459), (_INT8, 918))
 # Efficiency: of the H100 from `python -m tests.benchmarks.published_layouts`, of the A100 from torchtitan's first row
 # in `published.csv`. Seconds to start an operation: with them 1.34B in TP 8 on one sequence takes as long as measured
 # in `published_layouts.csv`. By 3.57B it would be 25 us. An eager program of another library runs other operations.
-_FITTED = {"H100": (0.690, 26e-6), "H200": (0.690, 26e-6), "A100": (0.693, 26e-6), "A100-40GB": (0.693, 26e-6)}
+# Attention: of FlashAttention-2, 35% on an H100 (arXiv:2407.08608); on an A100 the middle of 50% to 73% (2307.08691).
+_HOPPER_FITTED, _AMPERE_FITTED = (0.744, 26e-6, 0.35), (0.708, 26e-6, 0.61)
+_FITTED = {"H100": _HOPPER_FITTED, "H200": _HOPPER_FITTED, "A100": _AMPERE_FITTED, "A100-40GB": _AMPERE_FITTED}
 _KNOWN = {device.name.lower(): device for device in (A100, A100_40GB, H100, H200, B200, MI300X, TPU_V5P)}
 
 
@@ -98,16 +100,16 @@ def of(name: str) -> Device:
 
 @checked
 def fitted(device: Device) -> Device:
-    """Return a device of this file with the efficiency and the launch that measured steps have; others unchanged.
+    """Return a device of this file with the efficiencies and the launch that were measured; others unchanged.
 
-    The efficiency is of large products in a program that is not compiled, the launch of operations that Python starts.
-    An H200 has the units of an H100; the launch was measured on an H100.
+    The efficiency is of large products in a program that is not compiled, the launch of operations that Python starts,
+    `attention` of FlashAttention-2. An H200 has the units of an H100; the launch was measured on an H100.
 
     >>> fs.devices.fitted(fs.devices.H100).efficiency < 1, fs.devices.fitted(fs.devices.B200).is_bound
     (True, True)
     """
-    efficiency, launch = _FITTED.get(device.name, (device.efficiency, device.launch))
-    return replace(device, efficiency=efficiency, launch=launch)
+    efficiency, launch, attention = _FITTED.get(device.name, (device.efficiency, device.launch, device.attention))
+    return replace(device, efficiency=efficiency, launch=launch, attention=attention)
 
 
 @checked

@@ -1,7 +1,8 @@
 """A time for a planned step: each operation and transfer at the rates of a device, overlapped as scheduled.
 
 Operations run one after the other on one lane, in the order of the plan. With a peak of F FLOP/s for its dtype, of
-which programs reach the share e, `Device.efficiency`, and a memory of M bytes/s (of few bytes its cache),
+which programs reach the share e, `Device.efficiency` or in fused attention `Device.attention`, and a memory of M
+bytes/s (of few bytes its cache),
 
     operation    FLOPs / (e F) + bytes / M
 
@@ -309,7 +310,7 @@ def _operation_seconds(operation: Operation, device: Device) -> tuple[float, flo
                        f"it has {known}",
                        fix="dataclasses.replace(device, flops={**device.flops, dtype: rate})")  # fmt: skip
         at_peak = operation.flops / rate
-    return at_peak / device.efficiency + operation.bytes / device.rate_of(operation.bytes), at_peak
+    return at_peak / device.share_of(operation.kind) + operation.bytes / device.rate_of(operation.bytes), at_peak
 
 
 def _transfer_seconds(transfer: Transfer, mesh: tuple[tuple[str, int], ...], device: Device) -> tuple[float, list[str]]:

@@ -29,7 +29,7 @@ GIB = 2**30
 H100 = dataclasses.replace(devices.H100, name="H100-96GB", memory=96 * GIB, bandwidth=2.4e12)
 
 
-EFFICIENCY = 0.480  # of the H100 at 500 W: the row of `published.csv` that `calibrates`, its first
+EFFICIENCY = 0.509  # of the H100 at 500 W: the row of `published.csv` that `calibrates`, its first
 
 
 def layout_of(row: Any) -> Layout:
@@ -77,6 +77,40 @@ def in_float8(events: Sequence[Event], layout: Layout) -> list[Event]:
             )
         out.append(e)
     return out
+
+
+def unfused(events: Sequence[Event], time: int, head: int, *, again: bool = False) -> list[Event]:
+    """Return the events of a step whose attention is products, softmax and dropout over scores [B, H, T, T].
+
+    So programs before flash attention computed it, in half precision: all pairs, and each kernel reads and writes its
+    operands once. Megatron-LM scales and masks within the softmax's kernel; dropout has a byte of mask for each score.
+    `head` is the width of a head. `again`: backward computes scores, probabilities and result again, as does the
+    "selective" recomputation of Megatron-LM.
+    """
+    out: list[Event] = []
+    for e in events:
+        if not isinstance(e, Operation) or e.kind != "attention":
+            out.append(e)
+            continue
+        backward = e.phase == "backward"
+        pairs = (e.flops or 0) * 2 * time // ((10 if backward else 4) * (time + 1) * head)  # [B, H, T, T]
+        nbytes = 2 * (pairs + 2 * pairs // time * head)
+        product = dataclasses.replace(e, name="aten.bmm", kind="matmul", flops=2 * pairs * head, bytes=nbytes)
+        pointwise = lambda n, e=e, pairs=pairs: dataclasses.replace(  # noqa: E731
+            e, name="softmax or dropout", kind="elementwise", flops=0, bytes=n * pairs)  # fmt: skip
+        forward = [product, pointwise(4), pointwise(5), product]
+        if backward and again:
+            out += [dataclasses.replace(x, phase="recompute") for x in forward]
+        out += [product, product, pointwise(5), pointwise(6), product, product] if backward else forward
+    return out
+
+
+def summed_once(events: Sequence[Event], microbatches: int) -> tuple[Event, ...]:
+    """Return the events of a step that sums gradients over the data ranks after its last microbatch only."""
+    sums = [i for i, e in enumerate(events) if isinstance(e, Start) and e.transfer.op == "reduce_scatter"
+            and e.transfer.axes == ("data",)]  # fmt: skip
+    dropped = set(sums[: len(sums) // microbatches * (microbatches - 1)])
+    return tuple(e for i, e in enumerate(events) if i not in dropped)
 
 
 class Run(NamedTuple):
@@ -134,6 +168,10 @@ def tokens_per_second(row: Any, plan: Planned, device: Device) -> float:
 
     def changed(events: Sequence[Event]) -> Sequence[Event]:
         events = fused(events) if "compile" in row.options else events
+        if row.is_megatron:
+            events = unfused(events, row.time, row.head, again=row.recompute == "selective")
+        if "layer" in row.options:  # of a step the blocks, without the update
+            events = [e for e in events if not isinstance(e, Operation) or e.phase != "update"]
         return in_float8(events, layout_of(row)) if "float8" in row.options else events
 
     seconds = [joined({rank: changed(events) for rank, events in run.events.items()}, run.mesh, device)[0].seconds

@@ -8,6 +8,11 @@ checkpointing that is full, of every second block, or of all but attention and e
 as in `parallelisms/pipeline_llama.py` there, weights are gathered once and kept, in float8 if the products are, and
 their gradients are summed over the microbatches in float32 before they are summed over the ranks.
 
+KempnerForge's program differs, by its code at 5666d0d (`distributed/tensor_parallel.py`, `model/`, `training/loss.py`):
+each of the products q, k, v, up and gate gathers its input, and sums its gradient; the table is full on each rank, and
+the logits are gathered for a loss in their dtype; halves are rotated in half precision. Its pipelines have no sequence
+parallelism, and the head is full on each rank. Its profile of 24 GPUs counts the 12 gathers and 8 sums of a block.
+
 Legend: B batch, T time, D width, H heads, G heads of keys and values, K head width, F hidden width, V vocabulary.
 """
 
@@ -75,6 +80,21 @@ class Layout:
     microbatches: int = 1
     schedule: Literal["1f1b", "interleaved"] = "1f1b"
     float8: bool = False  # weights that a pipeline keeps
+    program: Literal["torchtitan", "KempnerForge"] = "torchtitan"
+
+    @property
+    def is_forge(self) -> bool:
+        return self.program == "KempnerForge"
+
+    @property
+    def sequence(self) -> bool:
+        """True if the stream is split along time."""
+        return not (self.is_forge and self.stage > 1)
+
+    @property
+    def head_axis(self) -> str | None:
+        """The axis that splits the head."""
+        return self.axis if self.sequence else None
 
     @property
     def chunks(self) -> int:
@@ -106,7 +126,8 @@ def specs(layout: Layout) -> Any:
     column, row = P(None, m), P(m)
     block = {"norm_1": P(), "q": column, "k": column, "v": column, "o": row, "norm_2": P(), "up": column,
              "gate": column, "down": row}  # fmt: skip
-    whole = {"wte": row, "h": [block] * layout.sizes.layers, "norm": P(), "head": column}
+    table, column = P() if layout.is_forge else row, P(None, layout.head_axis)
+    whole = {"wte": table, "h": [block] * layout.sizes.layers, "norm": P(), "head": column}
     return fs.fully_shard(whole, init(layout.sizes), axis="data")
 
 
@@ -121,6 +142,34 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.view_as_real(pairs * angles[None, :, None]).flatten(3).type_as(x)
 
 
+def rotate_halves(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate pairs of an element of each half, in the dtype of x."""
+    a, b = x.chunk(2, -1)
+    cos, sin = (y[:, None].to(x.dtype) for y in (angles.real, angles.imag))
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def gathered(layout: Layout, x: Tensor, products: int) -> list[Tensor]:
+    """Return the inputs of products with split columns: one for all, or with KempnerForge one for each."""
+    m = layout.axis
+    inputs = [fs.all_gather(x, m, 1, size=layout.time) if layout.sequence else fs.pvary(x, m)
+              for _ in range(products if layout.is_forge else 1)]  # fmt: skip
+    return inputs if layout.is_forge else inputs * products
+
+
+def summed(layout: Layout, x: Tensor) -> Tensor:
+    """Return the sum of a product with split rows, as the stream has it."""
+    return fs.psum_scatter(x, layout.axis, 1) if layout.sequence else fs.psum(x, layout.axis)
+
+
+def embedded(layout: Layout, ids: Tensor, table: Tensor) -> Tensor:
+    m, size = layout.axis, layout.sizes.vocab
+    if layout.is_forge:
+        x = nn.embedding(ids, table)
+        return fs.pslice(x, m, 1) if layout.sequence else x
+    return fs.psum_scatter(nn.embedding(ids, table, axis=m, size=size), m, 1)
+
+
 def angles_of(time: int, width: int) -> Tensor:
     rates = 1.0 / 500000.0 ** (torch.arange(0, width, 2).float() / width)
     angles = torch.outer(torch.arange(time).float(), rates)
@@ -129,12 +178,12 @@ def angles_of(time: int, width: int) -> Tensor:
 
 def block(layout: Layout, angles: Tensor, p: Any, x: Tensor) -> Tensor:
     """One block; x is the stream, [B, T, D], or [B, T@model, D]."""
-    s, m = layout.sizes, layout.axis
-    varied = lambda w: fs.pvary(w, m)  # noqa: E731
+    s = layout.sizes
+    varied = lambda w: fs.pvary(w, layout.axis) if layout.sequence else w  # noqa: E731
     b, k = x.shape[0], s.head_width
-    h = fs.all_gather(rms_norm(x, varied(p["norm_1"])), m, 1, size=layout.time)
-    q, keys, values = (product(h, p[name]).view(b, layout.time, -1, k) for name in ("q", "k", "v"))
-    q, keys = rotate(q, angles), rotate(keys, angles)
+    inputs = zip("qkv", gathered(layout, rms_norm(x, varied(p["norm_1"])), 3), strict=True)
+    q, keys, values = (product(h, p[name]).view(b, layout.time, -1, k) for name, h in inputs)
+    q, keys = ((rotate_halves if layout.is_forge else rotate)(y, angles) for y in (q, keys))
     keys, values = (
         y[:, :, :, None].expand(-1, -1, -1, s.heads // s.groups, -1).reshape(q.shape) for y in (keys, values)
     )
@@ -142,10 +191,10 @@ def block(layout: Layout, angles: Tensor, p: Any, x: Tensor) -> Tensor:
         *(y.transpose(1, 2) for y in (q, keys, values)), is_causal=True
     )
     a = a.transpose(1, 2).contiguous().view(b, layout.time, -1)
-    x = x + fs.psum_scatter(product(a, p["o"]), m, 1)
-    h = fs.all_gather(rms_norm(x, varied(p["norm_2"])), m, 1, size=layout.time)
-    h = torch.nn.functional.silu(product(h, p["up"])) * product(h, p["gate"])
-    return x + fs.psum_scatter(product(h, p["down"]), m, 1)
+    x = x + summed(layout, product(a, p["o"]))
+    up, gate = gathered(layout, rms_norm(x, varied(p["norm_2"])), 2)
+    h = torch.nn.functional.silu(product(up, p["up"])) * product(gate, p["gate"])
+    return x + summed(layout, product(h, p["down"]))
 
 
 def checkpointed(layout: Layout, f: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -174,13 +223,13 @@ def checkpointed(layout: Layout, f: Callable[..., Tensor]) -> Callable[..., Tens
 
 def loss(layout: Layout, spec: Any, params: Any, ids: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy of the global batch, of ids and targets [B, T] of this data rank."""
-    s, m = layout.sizes, layout.axis
+    s = layout.sizes
     shapes = init(s)
     top = {name: params[name] for name in ("wte", "norm", "head")}
     top = fs.unshard(top, {name: spec[name] for name in top}, "data", shapes={name: shapes[name] for name in top},
                      dtype=layout.dtype, reduce_dtype=torch.float32)  # fmt: skip
     angles = angles_of(layout.time, s.head_width)
-    x = fs.psum_scatter(nn.embedding(ids, top["wte"], axis=m, size=s.vocab), m, 1)
+    x = embedded(layout, ids, top["wte"])
     one = checkpointed(layout, functools.partial(block, layout, angles))
     each = list(range(s.layers)) if layout.checkpointing == "selective layer" else None
     x = fs.scan(one, params["h"], x, specs=spec["h"], axis="data", shapes=shapes["h"], dtype=layout.dtype, each=each,
@@ -190,9 +239,13 @@ def loss(layout: Layout, spec: Any, params: Any, ids: Tensor, targets: Tensor) -
 
 def head(layout: Layout, top: Any, x: Tensor, targets: Tensor) -> Tensor:
     """The norm, the logits and the loss of the stream after the last block."""
-    m = layout.axis
+    m = layout.head_axis
     x = fs.all_gather(rms_norm(x, fs.pvary(top["norm"], m)), m, 1, size=layout.time)
     logits = product(x, top["head"])  # kept until the loss is computed, as by the caller of a module
+    if layout.is_forge:
+        logits = fs.all_gather(logits, m, 2, to="invariant", size=layout.sizes.vocab)
+        value = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(0, 1))
+        return fs.pmean(value.float(), "data")
     if m is None:
         return fs.pmean(torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1)), "data")
     value = ParallelCrossEntropy.apply(logits.flatten(0, 1).float(), targets.flatten(0, 1), layout)
@@ -277,9 +330,9 @@ def pipelined_loss(layout: Layout, spec: Any, layers: Any, ids: Tensor, targets:
 
     def first(_: Any, batch: Any) -> Any:
         b, t = batch["ids"].shape
-        x = torch.zeros((), dtype=layout.dtype).expand(b, t // layout.model, s.width)
+        x = torch.zeros((), dtype=layout.dtype).expand(b, t // layout.model if layout.sequence else t, s.width)
         return {
-            "x": fs.pvary(x, ("stage", "data", m) if m else ("stage", "data")),
+            "x": fs.pvary(x, ("stage", "data", m) if m and layout.sequence else ("stage", "data")),
             "loss": fs.pvary(torch.zeros(()), "stage"),
         }
 
@@ -287,8 +340,7 @@ def pipelined_loss(layout: Layout, spec: Any, layers: Any, ids: Tensor, targets:
         p = {name: Weight(values[name], x) for name, x in sums.items()}
         norms = {name: w.whole(layout.dtype) for name, w in p.items() if name.startswith("norm")}
         if "wte" in p:
-            x = nn.embedding(batch["ids"], p["wte"].whole(layout.dtype), axis=m, size=s.vocab)
-            return {**h, "x": fs.psum_scatter(x, m, 1)}
+            return {**h, "x": embedded(layout, batch["ids"], p["wte"].whole(layout.dtype))}
         if "head" in p:
             return {**h, "loss": head(layout, p | norms, h["x"], batch["targets"])}
         run = functools.partial(block, layout, angles)
@@ -320,7 +372,9 @@ def step_of(layout: Layout, *, kind: str = "abstract") -> tuple[Any, tuple[Any, 
         if layout.stage > 1:
             value, grads = pipelined_loss(layout, spec, params, ids, targets)
         else:
-            value, grads = fs.value_and_grad(functools.partial(loss, layout, spec))(params, ids, targets)
+            one = functools.partial(loss, layout, spec)
+            gradient = fs.accumulate(one, layout.microbatches) if layout.microbatches > 1 else fs.value_and_grad(one)
+            value, grads = gradient(params, ids, targets)
         params, state = opt.update(grads, state, params)
         return value, params, state
 

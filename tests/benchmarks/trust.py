@@ -6,15 +6,18 @@ one entry:
 - `use`: rows of sources that this repository had before (torchtitan's tables of 2024 and 2025) are `fit`: constants
   and rules were chosen with them in view. All rows of other sources are `blind`, and no number is fitted to them.
 - Of long tables these rows: models of a billion parameters or more, computed in bfloat16, at 2,048 tokens; MosaicML's
-  7B on H100 at every length, and its others on the fewest devices and on 64, 128 and 512. Of Megatron-LM's: at most 8
-  stages, which is what a plan has time for.
+  7B on H100 at every length, and its others on the fewest devices and on 64, 128 and 512.
 - `planned`: tokens per second and device, with the constants of `devices.fitted`, as `fshard plan` gives them. The step
-  is the one that `fshard plan` plans, of `fs.models`; torchtitan's is `torchtitan_step`.
+  is the one that `fshard plan` plans, of `fs.models`; torchtitan's and KempnerForge's are of `torchtitan_step`.
 - `calibrated`: the same with one efficiency for each source and device, at which its row marked `calibrates` is as fast
   as measured. That is its first row, or the 7B at 2,048 tokens on the fewest devices. The row itself is not counted.
-- Changed after some blind rows were planned: for time, MosaicML's other numbers of devices were left out; the
-  launch was fitted again, on fit rows; and Megatron-LM's pipelines sum gradients once a step (`kept`), as there. So do
-  KempnerForge's, by its code, which was read before their errors were seen.
+- Changed after blind rows were planned, by what sources and papers say. Errors were in view; none is fitted to.
+  MosaicML's other numbers of devices were left out, for time; the launch was fitted again, on fit rows; Megatron-LM's
+  pipelines sum gradients once a step (`kept`), and its attention is products, softmax and dropout (`unfused`), since
+  no fused kernel was there; KempnerForge's steps gather for each product and sum gradients once a step, by its code,
+  on a network and with an attention as fast as in its profile; fused attention has an efficiency, which papers on the
+  kernels state; pipelines of more than 4 stages extend plans of 2 and 4.
+- `layer`: forward and backward of one block, without the update: what one block more adds to a step.
 - TorchShard's rows are memory, and its first fits what no shape knows.
 - Products of compiled steps, and of steps in float8, follow the rules of `published.py`.
 - The error bar of a kind is the error that nine in ten of its blind rows are within, or of all rows if few are blind.
@@ -38,17 +41,18 @@ from typing import Any
 import fshard as fs
 from fshard import devices
 from fshard.cli.train_step import Job, train_step
-from fshard.models import gpt2, llama, resnet
+from fshard.models import gpt2, resnet
 from fshard.planning.devices import Device
 
 from . import published
 from .predict_classes import CLASSES
-from .published import GIB, Planned, Run, fitted_efficiency, tokens_per_second
+from .published import GIB, Planned, Run, fitted_efficiency, summed_once, tokens_per_second
 from .torchshard_step import BATCH, RANKS, Theirs
+from .torchtitan_step import Layout, Sizes, step_of
 
 FILE = Path(__file__).with_name("published.csv")
 KINDS = ("one device", "data", "FSDP", "tensor", "pipeline")
-_VOCAB = {"Llama": 128_256, "KempnerForge": 128_256, "MPT": 50_368, "GPT": 51_200}
+_VOCAB = {"MPT": 50_368, "GPT": 51_200}
 SIZES = {  # layers, width, heads, and of Llamas hidden units
     "KempnerForge 7B": (32, 4096, 32, 14336), "KempnerForge 13B": (40, 5120, 40, 17920),
     "KempnerForge 29B": (56, 6144, 48, 21504), "KempnerForge 175B": (96, 12288, 96, 39680),
@@ -57,12 +61,17 @@ SIZES = {  # layers, width, heads, and of Llamas hidden units
     "MPT 30B": (48, 7168, 56), "MPT 70B": (80, 8192, 64),
     "GPT 1.7B": (24, 2304, 24), "GPT 3.6B": (30, 3072, 32), "GPT 7.5B": (36, 4096, 32), "GPT 18.4B": (40, 6144, 48),
     "GPT 22B": (48, 6144, 64), "GPT 39.1B": (48, 8192, 64), "GPT 76.1B": (60, 10240, 80),
-    "GPT 145.6B": (80, 12288, 96), "GPT 175B": (96, 12288, 96),
+    "GPT 145.6B": (80, 12288, 96), "GPT 175B": (96, 12288, 96), "GPT 310.1B": (96, 16384, 128),
+    "GPT 529.6B": (105, 20480, 128), "GPT 1008B": (128, 25600, 160),
 }  # fmt: skip
+_LAYER = ((2, -1.0), (3, 1.0))  # blocks and weights of a row of one layer
 _IN_A_NODE = devices.H200.links[0]._replace(ranks=4)  # KempnerForge's nodes have 4 H200
+# By its profile of 13B on 24 H200, which is not a row: 350 GB of gathered and summed parameters take 18.8 s, and a
+# backward of attention, by cuDNN, 0.65 ms: 67% of the peak.
+_BEYOND = devices.H200.links[1]._replace(bandwidth=18.6e9)
 DEVICES = {
     **{d.name: d for d in (devices.H100, devices.H200, devices.A100, devices.A100_40GB, published.H100)},
-    "H200, 4 in a node": dataclasses.replace(devices.H200, links=(_IN_A_NODE, devices.H200.links[1])),
+    "H200, 4 in a node": dataclasses.replace(devices.H200, links=(_IN_A_NODE, _BEYOND)),
 }  # fmt: skip
 
 
@@ -129,15 +138,29 @@ class Row:
         return self.source.startswith("pytorch/torchtitan")
 
     @property
+    def is_megatron(self) -> bool:
+        return self.source.startswith("NVIDIA/Megatron-LM")
+
+    @property
+    def is_forge(self) -> bool:
+        return self.source.startswith("KempnerInstitute/KempnerForge")
+
+    @property
+    def head(self) -> int:
+        """The width of a head."""
+        return SIZES[self.model][1] // SIZES[self.model][2]
+
+    @property
     def is_torchshard(self) -> bool:
         return self.source.startswith("KaiyuYue/torchshard")
 
     @property
     def step(self) -> Row:
         """The row with nothing but its step: what plans are kept by."""
-        return dataclasses.replace(self, source="", use="", device="", options=" ".join(
-            {*self.options.split()} & {"kept", "sequence", *(["compile"] if self.is_torchtitan else [])}), tokens=0,
-            gib=None, planned=None, calibrated=None, planned_gib=None)  # fmt: skip
+        of_steps = {"kept", "sequence", "layer", *(["compile"] if self.is_torchtitan else [])}
+        options = " ".join(x for x in self.options.split() if x in of_steps)
+        return dataclasses.replace(self, source="", use="", device="", options=options, tokens=0, gib=None,
+                                   planned=None, calibrated=None, planned_gib=None)  # fmt: skip
 
     def __str__(self) -> str:
         axes = (("DP", self.replica), ("FSDP", self.data), ("TP", self.tensor), ("PP", self.stage))
@@ -178,38 +201,61 @@ def write(found: Sequence[Row]) -> None:
 
 def job_of(row: Row, layers: int) -> Job:
     """Return the model of a row, with some of its blocks."""
-    _, width, heads, *hidden = SIZES[row.model]
+    _, width, heads, *_ = SIZES[row.model]
     vocab = _VOCAB[row.model.split()[0]]
-    if not hidden:
-        cfg: Any = gpt2.Config(vocab_size=vocab, n_positions=row.time, n_embd=width, n_layer=layers, n_head=heads)
-        return Job(gpt2, cfg, row.time)
-    cfg = llama.Config(vocab_size=vocab, hidden_size=width, intermediate_size=hidden[0], num_hidden_layers=layers,
-                       num_attention_heads=heads, num_key_value_heads=8, max_position_embeddings=row.time)  # fmt: skip
-    return Job(llama, cfg, row.time)
+    cfg = gpt2.Config(vocab_size=vocab, n_positions=row.time, n_embd=width, n_layer=layers, n_head=heads)
+    return Job(gpt2, cfg, row.time)
 
 
 def plan_of(row: Row) -> Planned:
-    """Plan the step of a row: some of its blocks and microbatches, and one more of each, which all others add."""
+    """Plan the step of a row: some of its blocks, microbatches and stages, and more of each, as much as all others add.
+
+    A pipeline of p stages with n microbatches, each of which takes t on a stage, takes (n + p - 1) t.
+    """
     if row.is_torchtitan:
         return Planned.of(published.layout_of(row))
-    each = row.stage * row.chunks
-    few = (each, 2 * each) if each > 1 else (3, 4) if row.data > 1 else (2, 3)  # 3: one with others around it
-    batches = (1, 2) if row.stage == 1 else (2 * row.stage, 3 * row.stage)
-    batches = batches if row.accumulate > batches[1] else (row.accumulate, row.accumulate)
     runs, weights = [], []
-    for blocks, more in _line(*few, SIZES[row.model][0]):
-        for n, share in _line(*batches, row.accumulate):
-            runs.append(Run.of(*train_step(
-                job_of(row, blocks), stage=row.stage, replica=row.replica, data=row.data, model=row.tensor,
-                batch=row.replica * row.data * row.batch * n, accumulate=n, schedule=row.schedule, chunks=row.chunks,
-                remat=row.recompute == "full", release="kept" not in row.options,
-                sequence="sequence" in row.options or row.model.startswith(("Llama", "KempnerForge")),
-            )))  # fmt: skip
-            weights.append(more * share)
+    for stage, batch, of_both in _sizes(row):
+        each = stage * row.chunks
+        few = (each, 2 * each) if each > 1 else (3, 4) if row.data > 1 else (2, 3)  # 3: one with others around it
+        if row.is_forge and stage > 1:
+            few = 2 * stage - 2, 3 * stage - 2  # with the table and the head, as many layers on each stage
+        for blocks, more in _LAYER if "layer" in row.options else _line(*few, SIZES[row.model][0] * stage / row.stage):
+            run = Run.of(*_step_of(row, stage, blocks, batch))
+            if row.is_forge and stage == 1:
+                run = run._replace(events={rank: summed_once(events, batch) for rank, events in run.events.items()})
+            runs.append(run)
+            weights.append(of_both * more)
     return Planned(tuple(runs), tuple(weights))
 
 
-def _line(a: int, b: int, at: int) -> Iterator[tuple[int, float]]:
+def _sizes(row: Row) -> list[tuple[int, int, float]]:
+    """Return numbers of stages and microbatches to plan, and their weights."""
+    if row.stage > 4:  # a line of microbatches on 2 stages, and what 2 stages more add
+        (a, less), (b, more) = _line(4, 8, row.accumulate)
+        added = (row.stage - 2) / 2
+        return [(2, a, less - added), (2, b, more), (4, a, added)]
+    few = (1, 2) if row.stage == 1 else (row.stage, 2 * row.stage)
+    few = few if row.accumulate > few[1] else (row.accumulate, row.accumulate)
+    return [(row.stage, batch, share) for batch, share in _line(*few, row.accumulate)]
+
+
+def _step_of(row: Row, stage: int, blocks: int, microbatches: int) -> tuple[Any, tuple[Any, ...]]:
+    """Return the step of a row with some of its stages, blocks and microbatches, and its arguments."""
+    if row.is_forge:
+        _, width, heads, hidden = SIZES[row.model]
+        sizes = Sizes(width, blocks, heads, 8, hidden)
+        return step_of(Layout(sizes, row.data, row.tensor, row.batch * microbatches, row.time, "full", stage=stage,
+                              microbatches=microbatches, program="KempnerForge"))  # fmt: skip
+    return train_step(
+        job_of(row, blocks), stage=stage, replica=row.replica, data=row.data, model=row.tensor,
+        batch=row.replica * row.data * row.batch * microbatches, accumulate=microbatches, schedule=row.schedule,
+        chunks=row.chunks, remat=row.recompute == "full", release="kept" not in row.options,
+        sequence="sequence" in row.options,
+    )  # fmt: skip
+
+
+def _line(a: int, b: int, at: float) -> Iterator[tuple[int, float]]:
     """Yield the points a and b, and their weights in the value at `at` of a line through both."""
     yield a, 1 if a == b else 1 - (at - a) / (b - a)
     if a != b:
@@ -225,8 +271,10 @@ def device_of(row: Row) -> Device:
     """Return the device of a row with its fitted constants, which the boards of one cluster share."""
     device, like = DEVICES[row.device], row.device.partition(",")[0]
     if like == "H100-96GB":  # at 500 W: `published.py` fits it
-        return dataclasses.replace(device, efficiency=published.EFFICIENCY, launch=devices.fitted(devices.H100).launch)
-    return devices.fitted(device)
+        return dataclasses.replace(devices.fitted(devices.H100), name=device.name, memory=device.memory,
+                                   bandwidth=device.bandwidth, efficiency=published.EFFICIENCY)  # fmt: skip
+    fitted = devices.fitted(device)
+    return dataclasses.replace(fitted, attention=0.67) if row.is_forge else fitted
 
 
 def planned(row: Row, fits: dict[tuple[str, str], float]) -> Row:
@@ -281,7 +329,7 @@ def orders(found: Sequence[Row]) -> list[tuple[Row, Row, bool]]:
 
     Pairs that differ by less than 3% in what was measured are left out: so do repeated runs.
     """
-    key = lambda r: (r.cluster, r.model, r.devices, r.time)  # noqa: E731
+    key = lambda r: (r.cluster, r.model, r.devices, r.time, "layer" in r.options)  # noqa: E731
     out = []
     for _, group in itertools.groupby(sorted((r for r in found if r.tokens), key=key), key):
         for a, b in itertools.combinations(sorted(group, key=lambda r: -(r.tokens or 0)), 2):

@@ -45,6 +45,8 @@ def test_rates_are_dense_and_links_count_one_direction() -> None:
     ({"bandwidth": math.nan}, "bandwidth must be a positive number, got nan"),
     ({"efficiency": -1.0}, "efficiency must be a positive number"),
     ({"efficiency": 60.0}, "efficiency is 60.0\n  it is a share of flops\n  fix: a number from 0 to 1"),
+    ({"attention": 0.0}, "attention must be a positive number"),
+    ({"attention": 1.5}, "attention is 1.5\n  it is a share of flops"),
     ({"flops": {torch.bfloat16: math.inf}}, r"flops\[torch.bfloat16\] must be a positive number, got inf"),
     ({"links": (Link("NVLink", 8, 0.0, 1e-6),)}, "bandwidth of NVLink must be a positive number"),
     ({"links": (Link("NVLink", 8, 1e9, -1.0),)}, "latency of NVLink must be seconds"),
@@ -109,6 +111,7 @@ def test_fitted_numbers_are_of_devices_of_that_name() -> None:
     for device in (devices.H100, devices.A100):
         assert 0.3 < devices.fitted(device).efficiency < 0.9
         assert 0 < devices.fitted(device).launch < 1e-4
+        assert 0.3 < (devices.fitted(device).attention or 0) < 0.7
     assert devices.fitted(devices.TPU_V5P) == devices.TPU_V5P
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,7 +10,11 @@ import torch
 
 import fshard as fs
 from fshard import P
+from fshard._core.transfers import Transfer
+from fshard.planning import Operation, Start
+from tests.benchmarks import trust
 from tests.benchmarks.caching_allocator import Segment
+from tests.benchmarks.published import summed_once, unfused
 from tests.benchmarks.torchtitan_step import Checkpointing, Layout, Sizes, init, layers_of, step_of
 
 SIZES = Sizes(width=16, layers=2, heads=4, groups=2, hidden=24, vocab=12)
@@ -20,10 +25,10 @@ def train(data: int, model: int, checkpointing: Checkpointing, compiled: bool = 
     f, (_, state, ids, _) = step_of(layout, kind="simulated")
     one = fs.make_mesh(kind="simulated", data=1)
     params, state = (fs.device_get(fs.materialize(tree, P(), one, key=fs.key(0))) for tree in (init(SIZES), state))
-    params = layers_of(params) if pipeline else params
+    params = layers_of(params) if "stage" in pipeline else params
     ids, targets = (fs.random.randint(fs.key(i), (4, 6), low=0, high=12) for i in (1, 2))
     loss, params, state = fs.device_get(f(params, state, ids, targets))
-    block = params[2] if pipeline else params["h"][1]
+    block = params[2] if "stage" in pipeline else params["h"][1]
     return [float(loss), float(state[0]["norm"]), float(block["k"].double().sum())]
 
 
@@ -34,6 +39,43 @@ def test_the_planned_step_is_one_function_on_every_mesh_and_under_checkpointing(
     torch.testing.assert_close(train(1, 1, "selective op", compiled=True), want, rtol=1e-5, atol=1e-6)
     on_stages = train(2, 1, "full", stage=2, microbatches=2, schedule="interleaved")
     torch.testing.assert_close(on_stages, want, rtol=1e-5, atol=1e-6)
+    want = train(1, 1, "none", program="KempnerForge")
+    torch.testing.assert_close(train(2, 2, "full", program="KempnerForge"), want, rtol=1e-5, atol=1e-6)
+    on_stages = train(1, 2, "full", stage=2, microbatches=2, program="KempnerForge")
+    torch.testing.assert_close(on_stages, want, rtol=1e-5, atol=1e-6)
+
+
+def test_unfused_attention_computes_all_pairs_and_its_kernels_read_and_write_the_scores() -> None:
+    b, h, t, k = 2, 3, 8, 4
+    pairs, side = b * h * t * t, b * h * t * k
+    fused = Operation("flash", "attention", torch.bfloat16, 4 * pairs * k * (t + 1) // (2 * t), 9, 0, None, "forward")
+    backward = dataclasses.replace(fused, flops=(fused.flops or 0) * 5 // 2, phase="backward")
+    for event, again, products, scores in (  # bytes of scores: written by two products, read by others
+        (fused, False, 2, 2 * 2 + 4 + 5),
+        (backward, False, 4, 4 * 2 + 5 + 6),
+        (backward, True, 6, 6 * 2 + 4 + 5 + 5 + 6),
+    ):
+        got = [e for e in unfused([event], t, k, again=again) if isinstance(e, Operation)]
+        assert sum(e.flops or 0 for e in got) == products * 2 * pairs * k
+        assert sum(e.bytes for e in got) == scores * pairs + products * 2 * 2 * side
+        assert [e.phase for e in got].count("recompute") == (4 if again else 0)
+    other = dataclasses.replace(fused, kind="matmul")
+    assert unfused([other], t, k) == [other]
+
+
+def test_gradients_are_summed_after_the_last_microbatch_only() -> None:
+    sums = [Start(Transfer("reduce_scatter", ("data",), torch.float32, n, ranks=2), n, 0) for n in range(6)]
+    gather = Start(Transfer("all_gather", ("data",), torch.float32, 8, ranks=2), 6, 0)
+    assert summed_once([*sums, gather], 3) == (*sums[4:], gather)
+    assert summed_once([*sums, gather], 1) == (*sums, gather)
+
+
+def test_weights_of_planned_stages_and_microbatches_extend_to_those_of_the_row() -> None:
+    row = next(r for r in trust.rows() if r.stage > 4)
+    for stage, accumulate in ((1, 1), (1, 8), (2, 12), (4, 28), (8, 48), (64, 512)):
+        sizes = trust._sizes(dataclasses.replace(row, stage=stage, accumulate=accumulate))
+        assert sum(weight for *_, weight in sizes) == pytest.approx(1)
+        assert sum(weight * (n + p - 1) for p, n, weight in sizes) == pytest.approx(accumulate + stage - 1)
 
 
 def test_a_segment_takes_the_smallest_free_block_that_is_large_enough_and_joins_neighbours() -> None:

@@ -54,6 +54,8 @@ def test_an_operation_takes_its_flops_and_its_bytes() -> None:
         assert roofline([event], {"data": 1}, DEVICE).seconds == pytest.approx(seconds)
     half = dataclasses.replace(DEVICE, efficiency=0.5)  # of the FLOPs, not of the memory
     assert roofline([op(10**12, 10**10), op(10**12, 3 * 10**10)], {"data": 1}, half).seconds == pytest.approx(8.0)
+    for device, seconds in ((half, 2.0), (dataclasses.replace(half, attention=0.25), 4.0)):
+        assert roofline([op(10**12, kind="attention")], {"data": 1}, device).seconds == pytest.approx(seconds)
 
 
 def test_a_program_starts_operations_ahead_of_a_device_with_a_queue() -> None:
