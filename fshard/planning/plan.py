@@ -236,7 +236,7 @@ class _RankRun(NamedTuple):
 
 def _run_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device | None) -> _RankRun:
     """Run a step as one rank."""
-    accelerator = device is not None or f.mesh.device.type != "cpu"
+    accelerator = f.mesh.device.type != "cpu" if device is None else device.queued
     recorder, splits, branches_on = _Recorder(accelerator), list[tuple[tuple[str, ...], Size]](), set[str]()
     mesh = planned_mesh(f.mesh.axes, rank, recorder, accelerator=accelerator)
 

@@ -46,7 +46,7 @@ from fshard._core.display import duration
 from fshard._core.protocol import coords_of, ranks_over
 from fshard._core.transfers import Transfer
 from fshard.errors import ShardingError, checked, fail
-from fshard.spec import format_axes
+from fshard.spec import format_axes, short_dtype
 
 from .device import Device, Link
 from .events import Event, Operation, Start, Wait
@@ -242,8 +242,8 @@ class _Lanes:
         for event in events:
             match event:
                 case Operation():
-                    seconds, counted = _operation_seconds(event, self._meetings.device)
-                    begin = self._start(seconds)
+                    launch, seconds, counted = _operation_seconds(event, self._meetings.device)
+                    begin = self._start(launch, seconds)
                     self._compute += begin + seconds - self.now
                     again = 0.2 if event.kind == "attention" and event.phase == "backward" else 0.0
                     counts = event.phase != "recompute" and event.kind in _MODEL
@@ -266,12 +266,11 @@ class _Lanes:
             yield from self._wait(transfer, found)
         self.waits_for = None
 
-    def _start(self, seconds: float) -> float:
+    def _start(self, launch: float, seconds: float) -> float:
         """Return when the next operation starts: a program starts them one by one, ahead of a device with a queue."""
         if not seconds:
             return self.now
-        device = self._meetings.device
-        self._launched = (self._launched if device.queued else self.now) + device.launch
+        self._launched = (self._launched if self._meetings.device.queued else self.now) + launch
         return max(self.now, self._launched)
 
     def _wait(self, transfer: Transfer, found: list[_Meeting]) -> Iterator[float]:
@@ -301,8 +300,8 @@ class _Lanes:
                         self._meetings.device.is_bound)  # fmt: skip
 
 
-def _operation_seconds(operation: Operation, device: Device) -> tuple[float, float]:
-    """Return the seconds of an operation, and the seconds of its FLOPs at the peak."""
+def _operation_seconds(operation: Operation, device: Device) -> tuple[float, float, float]:
+    """Return the seconds to start an operation, those that it takes then, and those of its FLOPs at the peak."""
     at_peak = 0.0
     if operation.flops and operation.kind in _AT_PEAK:
         rate = device.flops.get(operation.dtype)
@@ -314,7 +313,15 @@ def _operation_seconds(operation: Operation, device: Device) -> tuple[float, flo
                        f"it has {known}",
                        fix="dataclasses.replace(device, flops={**device.flops, dtype: rate})")  # fmt: skip
         at_peak = operation.flops / rate
-    return at_peak / device.efficiency + operation.bytes / device.rate_of(operation.bytes), at_peak
+    dtype = short_dtype(operation.dtype)
+    costs = [device.costs.get(f"{name} {dtype}") for name in (operation.name.rstrip("_"), operation.kind)]
+    cost = costs[0] or costs[1]
+    if cost is None or not operation.bytes:
+        return device.launch, at_peak / device.efficiency + operation.bytes / device.bandwidth, at_peak
+    beyond = device.costs.get("backward" if operation.phase == "backward" else "forward", (0.0, 0.0, 0.0))
+    start, byte, flop = map(sum, zip(cost, beyond, strict=True))
+    seconds = start + operation.bytes * byte + (operation.flops or 0) * flop / device.efficiency
+    return 0.0, max(seconds, 0.0), at_peak
 
 
 def _transfer_seconds(transfer: Transfer, mesh: tuple[tuple[str, int], ...], device: Device) -> tuple[float, list[str]]:
