@@ -108,8 +108,8 @@ def _costs(device: torch.device, seconds: float) -> dict[str, _Cost]:
         backward = sum(e.phase == "backward" for e in operations)
         counts = len(operations) - backward, backward, sum(e.facts["bytes"] for e in operations)
         steps.append((*counts, took, sum(e.end for e in operations)))
-    *counted, whole, inside = np.array(steps).T
-    first, later, byte = np.linalg.lstsq((counted / whole).T, 1 - inside / whole)[0].tolist()
+    *counted, seconds_of, inside = np.array(steps).T
+    first, later, byte = np.linalg.lstsq((counted / seconds_of).T, 1 - inside / seconds_of)[0].tolist()
     phases = {"forward": (first, byte, 0.0), "backward": (later, byte, 0.0)}
     return {name: _line(*np.array(row).T) for name, row in rows.items()} | phases
 

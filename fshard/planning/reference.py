@@ -111,7 +111,7 @@ def elementwise(n: int, m: int) -> Program:
 SIZES: tuple[tuple[Any, ...], ...] = (
     (transformer, 2, 64, 128, 2, 1000), (convolutional, 4, 16, 48), (elementwise, 256, 256), (recurrent, 8, 32, 96, 99),
     (transformer, 2, 16, 32, 2, 96), (convolutional, 2, 8, 16), (elementwise, 16, 32), (recurrent, 4, 8, 32, 50),
-    (transformer, 3, 160, 320, 5, 2000), (convolutional, 8, 48, 80), (elementwise, 999, 999), (recurrent, 9, 48, 320, 9),
+    (transformer, 3, 160, 320, 5, 2000), (convolutional, 8, 48, 80), (elementwise, 999, 999), (recurrent, 9, 48, 320, 9)
 )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """A time for a planned step: each operation and transfer at the rates of a device, overlapped as scheduled.
 
 Operations run one after the other on one lane, in the order of the plan. With a peak of F FLOP/s for its dtype, of
-which programs reach the share e, `Device.efficiency`, and a memory of M bytes/s (of few bytes its cache),
+which programs reach the share e, `Device.efficiency`, and a memory of M bytes/s,
 
-    operation    FLOPs / (e F) + bytes / M
+    operation    FLOPs / (e F) + bytes / M, or its line in `Device.costs`
 
 The sum, where a roofline (Williams et al., 2009) has the maximum: a product of small sides, as one part of a matrix
 over 8 ranks, reads many bytes for its FLOPs and is far from both. A program starts an operation in `Device.launch`
@@ -301,7 +301,7 @@ class _Lanes:
 
 
 def _operation_seconds(operation: Operation, device: Device) -> tuple[float, float, float]:
-    """Return the seconds to start an operation, those that it takes then, and those of its FLOPs at the peak."""
+    """Return the seconds to start an operation, the seconds it takes then, and the seconds of its FLOPs at the peak."""
     at_peak = 0.0
     if operation.flops and operation.kind in _AT_PEAK:
         rate = device.flops.get(operation.dtype)
