@@ -144,8 +144,11 @@ def _run_step(
 
 
 def _line(nbytes: Any, flops: Any, seconds: Any) -> _Cost:
-    """Return the line with coefficients of 0 or more whose relative errors have the least squares."""
-    weights = 1 / np.maximum(seconds, _SHORTEST)
+    """Return the line with coefficients of 0 or more that has the least sum of squared errors / seconds.
+
+    A sum of squared relative errors would be least for a line that is too low, and plans add up many operations.
+    """
+    weights = 1 / np.sqrt(np.maximum(seconds, _SHORTEST))
     columns, best, found = np.stack([np.ones_like(seconds), nbytes, flops], 1) * weights[:, None], math.inf, np.zeros(3)
     for keep in itertools.product((0, 1), repeat=3):
         x = np.linalg.lstsq(columns * keep, seconds * weights)[0]

@@ -24,7 +24,7 @@ from . import plan_accuracy, plan_kinds
 WITHIN = 0.15
 KINDS = ("lstm", "unet", "vit", "convnext")  # of `plan_kinds`
 PROGRAMS = ("mlp", "gpt2", "llama", "t5", "resnet", *KINDS)
-LEAST, SECONDS = 3, 0.3  # runs of a step, and of all of them
+LEAST, SECONDS = 7, 0.5  # runs of a step, and of all of them
 
 
 def build_mlp() -> tuple[Any, ...]:
