@@ -72,9 +72,8 @@ def measure(mesh: Mesh | None = None, *, seconds: float = 6.0) -> Device:
     copy = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / min(_times(lambda: copy.copy_(source), device, each))
     costs = _costs(device, seconds / 2)
-    launch = max(costs["elementwise f32"][0] + costs["forward"][0], 0.0)
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    return Device(name, flops, _memory_of(device), bandwidth, _links(mesh, each), launch=launch,
+    return Device(name, flops, _memory_of(device), bandwidth, _links(mesh, each), launch=costs["elementwise f32"][0],
                   queued=device.type != "cpu", costs=costs)  # fmt: skip
 
 
@@ -224,7 +223,7 @@ def transfer_seconds(mesh: Mesh, op: str, axes: Sequence[str], nbytes: int, seco
             return x
 
         g = shard_map(f, mesh=mesh, in_specs=P(names), out_specs=P(names))
-        return min(_times(lambda: g(x), mesh.device, seconds / 2))
+        return min(_times(lambda: g(x), mesh.device, seconds / 2, mesh))
 
     return max(best(_ROUNDS + 1) - best(1), 1e-9) / _ROUNDS
 
@@ -266,22 +265,22 @@ def _product_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> f
     return rate
 
 
-def _times(f: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
-    """Return the seconds of each call of `f`, after one that is not counted; at least five calls."""
+def _times(f: Callable[[], object], device: torch.device, seconds: float, mesh: Mesh | None = None) -> list[float]:
+    """Return the seconds of each call of `f`, at least five, after two that are not counted.
 
-    def wait() -> None:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+    The ranks of a mesh call it equally often.
+    """
 
-    f()
-    wait()
-    end, times = time.perf_counter() + seconds, list[float]()
-    while len(times) < 5 or time.perf_counter() < end:
+    def once() -> float:
         start = time.perf_counter()
         f()
-        wait()
-        times.append(time.perf_counter() - start)
-    return times
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return time.perf_counter() - start
+
+    once()
+    count = max(5, int(seconds / max(once(), 1e-7)))
+    return [once() for _ in range(min(mesh.gather_objects(count, "to measure transfers")) if mesh else count)]
 
 
 def _loopback(seconds: float) -> tuple[float, float]:
