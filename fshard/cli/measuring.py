@@ -20,8 +20,8 @@ def add(commands: Any) -> None:
     """Add `measure` to the commands of a parser."""
     command = commands.add_parser(
         "measure", help="measure this device and its network, and write a file that `plan --device FILE` reads",
-        description="Measure products, memory, the start of operations, and, under `launch -m fshard measure` or "
-                    "torchrun, the links within a machine and between machines.",
+        description="Measure products, memory, the operations of small train steps, and, under `launch -m fshard "
+                    "measure` or torchrun, the links within a machine and between machines.",
     )  # fmt: skip
     command.add_argument("--out", metavar="FILE", help="to write, with the suffix .json")
     command.add_argument("--seconds", type=float, default=6.0, help="of measuring the device (default: 6)")

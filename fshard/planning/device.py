@@ -1,4 +1,4 @@
-"""One device as plain data: rates, memory, links, and the two numbers that are fitted or measured; its file."""
+"""One device as plain data: rates, memory, links, and what is fitted or measured; its file."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ class Device:
     products. 1 is the bound of the hardware; 0.45 to 0.75 are usual.
     `attention`: the share that fused attention reaches; None for `efficiency`.
     `launch`: seconds that a program takes to start an operation: fit it to a measured step of small ones.
-    `cache`: bytes; an operation that reads and writes at most these does so at `cache_bandwidth`, in bytes/s.
-    `queued`: whether operations wait in a queue, so that starting one overlaps with those before; a CPU has none.
+    `queued`: whether operations wait in a queue, so that starting one overlaps with those before; a CPU has none, and
+    plans for it run the kernels of CPUs.
+    `costs`: measured seconds of operations, in the place of the rates above: to start, for each byte, for each FLOP. By
+    name and dtype, "aten.mm f32"; by kind, "matmul f32"; and what a phase adds to each, "forward", "backward".
 
     >>> fs.devices.H100.flops[torch.bfloat16] / 1e12, fs.devices.H100.memory // 2**30
     (989.4, 80)
@@ -57,27 +59,21 @@ class Device:
     links: tuple[Link, ...] = ()
     efficiency: float = 1.0
     launch: float = 0.0
-    cache: int = 0
-    cache_bandwidth: float = 1.0
     queued: bool = True
     attention: float | None = None
+    costs: Mapping[str, tuple[float, float, float]] = field(default_factory=dict, hash=False)
 
     def share_of(self, kind: str) -> float:
         """Return the share of `flops` that operations of a kind reach."""
         return self.attention or self.efficiency if kind == "attention" else self.efficiency
 
-    def rate_of(self, nbytes: int) -> float:
-        """Return the bytes/s at which an operation reads and writes `nbytes`."""
-        return self.cache_bandwidth if nbytes <= self.cache else self.bandwidth
-
     @property
     def is_bound(self) -> bool:
-        """True if seconds are a lower bound: neither number is fitted or measured."""
-        return self.efficiency == 1 and self.launch == 0 and self.attention is None
+        """True if seconds are a lower bound: nothing is fitted or measured."""
+        return self.efficiency == 1 and self.launch == 0 and self.attention is None and not self.costs
 
     def __post_init__(self) -> None:
-        numbers = {"memory": self.memory, "bandwidth": self.bandwidth, "efficiency": self.efficiency,
-                   "cache_bandwidth": self.cache_bandwidth}  # fmt: skip
+        numbers = {"memory": self.memory, "bandwidth": self.bandwidth, "efficiency": self.efficiency}
         numbers |= {"attention": self.attention} if self.attention is not None else {}
         numbers |= {f"flops[{dtype}]": rate for dtype, rate in self.flops.items()}
         for link in self.links:
@@ -94,6 +90,9 @@ class Device:
                 raise must_be(f"Device {self.name!r}: latency of {link.name}", "seconds, 0 or more", link.latency)
         if not 0 <= self.launch < math.inf:
             raise must_be(f"Device {self.name!r}: launch", "seconds, 0 or more", self.launch)
+        for name, cost in self.costs.items():
+            if not all(map(math.isfinite, cost)):
+                raise must_be(f"Device {self.name!r}: cost of {name}", "three finite numbers", cost)
         reach = [math.inf if link.ranks is None else link.ranks for link in self.links]
         if any(n < 2 for n in reach) or any(a >= b or (b < math.inf and b % a) for a, b in itertools.pairwise(reach)):
             levels = ", ".join(f"{link.name} {link.ranks}" for link in self.links)
@@ -131,7 +130,8 @@ def read(path: str | Path) -> Device:
         data: dict[str, Any] = json.loads(Path(path).read_text())
         flops = {getattr(torch, name): rate for name, rate in data["flops"].items()}
         links = tuple(Link(**link) for link in data.get("links", ()))
-        return Device(**{**data, "flops": flops, "links": links})
+        costs = {name: (start, byte, flop) for name, (start, byte, flop) in data.get("costs", {}).items()}
+        return Device(**{**data, "flops": flops, "links": links, "costs": costs})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
         raise fail(f"device: {path} is not the file of a device", f"{type(e).__name__}: {e}",
                    fix="python -m fshard measure --out device.json writes one") from e  # fmt: skip

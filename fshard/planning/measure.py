@@ -6,7 +6,7 @@ import functools
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from fshard.spec import short_dtype
 
 from .chrome import Slice, Timeline
 from .events import Event, Operation, Start, phase_now
-from .flops import flops_fact, flops_of, full_name_of, is_view
+from .flops import bytes_of, dtype_of, flops_fact, flops_of, full_name_of, is_view, kind_of, written_by
 from .roofline import Roofline
 
 _MOST_SHAPES = 4
@@ -30,15 +30,16 @@ _MOST_SHAPES = 4
 
 
 class HostClock:
-    """Times of this process: CPUs compute when they are called. Ranks of one host read the same clock."""
+    """Times of this process: CPUs compute when they are called. Ranks of one host read the same clock.
 
-    now = staticmethod(time.perf_counter)
+    With `time.thread_time` they are of the CPU, and leave out the time in which other programs have it.
+    """
 
-    def __init__(self, zero: float) -> None:
-        self.zero = zero
+    def __init__(self, zero: float, now: Callable[[], float] = time.perf_counter) -> None:
+        self.zero, self.now = zero, now
 
     def seconds(self, stamps: Sequence[Any]) -> list[float]:
-        """Return the seconds of each time since `zero`, on the clock of `time.perf_counter`."""
+        """Return the seconds of each time since `zero`, on the same clock."""
         return [t - self.zero for t in stamps]
 
 
@@ -208,7 +209,12 @@ class Recorder(OperationMode):
 def _facts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> dict[str, Any]:
     inputs, flops = tensors_in(args, kwargs), flops_of(func, args, kwargs, out)
     shapes = ", ".join(f"{short_dtype(x.dtype)}{list(x.shape)}" for x in inputs[:_MOST_SHAPES])
-    return ({"arguments": shapes} if inputs else {}) | flops_fact(flops)
+    before = {storage_id(x) for x in inputs}
+    new = [x for x in tensors_in(out) if storage_id(x) not in before]
+    written = written_by(func, args, kwargs)
+    nbytes = bytes_of(func, inputs, written, new) if new or written else 0
+    work = {"kind": kind_of(func), "bytes": nbytes, "dtype": short_dtype(dtype_of(inputs, new))}
+    return ({"arguments": shapes} if inputs else {}) | flops_fact(flops) | work
 
 
 # --- from records to timelines --------------------------------------------------------------------------------
@@ -318,8 +324,8 @@ def planned_timeline(rank: int, name: str, events: Sequence[Event], estimate: Ro
         if isinstance(e, Operation):
             phase = e.phase
             if end > now:
-                facts = {**flops_fact(e.flops), "bytes": e.bytes, "dtype": short_dtype(e.dtype)}
-                compute.append(Slice(e.name, now, end, _line(e.where), phase, facts))
+                work = {"kind": e.kind, "bytes": e.bytes, "dtype": short_dtype(e.dtype)}
+                compute.append(Slice(e.name, now, end, _line(e.where), phase, flops_fact(e.flops) | work))
         elif isinstance(e, Start):
             starts[e.number] = e.transfer
             of_lane.setdefault("+".join(e.transfer.axes), []).append((e.number, e.transfer))

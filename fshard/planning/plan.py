@@ -188,9 +188,9 @@ def plan(f: ShardMapped, *args: Any, device: Device | None = None) -> Plan:
     may be `Deferred`, `Sharded` or tensors: only shapes and dtypes matter. The plan is that of a step which is not the
     first: buffers that one call keeps for the next are there from the start.
 
-    Without `device` on a mesh of CPUs, transfers over up to 16 ranks are messages over gloo, whose buffers differ. With
-    one, or on accelerators, transfers are collectives of torch, host memory is counted apart, and attention is a fused
-    kernel.
+    Without `device` on a mesh of CPUs, and with one that has no queue, kernels are a CPU's, and transfers over up to 16
+    ranks are messages over gloo, whose buffers differ. On accelerators transfers are collectives of torch, host memory
+    is counted apart, and attention is a fused kernel.
     Counted are the bytes of tensors, and what oneDNN's convolutions and LSTMs allocate on a CPU; not what other kernels
     do, which `warnings` lists, nor what an allocator rounds up.
 
@@ -246,7 +246,7 @@ def _run_rank(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device |
 
 
 def _run_unchecked(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Device | None) -> _RankRun:
-    accelerator = device is not None or f.mesh.device.type != "cpu"
+    accelerator = f.mesh.device.type != "cpu" if device is None else device.queued
     recorder, splits, branches_on = _Recorder(accelerator), list[tuple[tuple[str, ...], Size]](), set[str]()
     mesh = planned_mesh(f.mesh.axes, rank, recorder, accelerator=accelerator)
 

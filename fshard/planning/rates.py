@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fshard import tree
+from fshard._core.region import region
 from fshard._core.transfers import Transfer
 from fshard.collectives import all_gather, all_to_all, ppermute, psum, psum_scatter
 from fshard.errors import checked, must_be
-from fshard.grad import grad
 from fshard.init import zeros
 from fshard.mesh import Mesh, make_mesh
 from fshard.random import key
@@ -26,28 +28,35 @@ from fshard.shard_map import shard_map
 from fshard.sharded import materialize
 from fshard.spec import P
 
+from .chrome import Slice
 from .device import Device, Link
-from .events import Operation, Start, Wait
-from .plan import plan
+from .events import Start, Wait
+from .measure import CudaClock, HostClock, Recorder
+from .reference import SIZES, Program, train_step
 from .roofline import roofline
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_Cost = tuple[float, float, float]  # of `Device.costs`
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 _FEW, _MANY = 2**10, 2**22  # bytes of a transfer on a rank: latency, and bandwidth
 _ROUNDS = 4
+_REPEATS = 3  # of a reference step
+_SHORTEST = 2e-6  # seconds of an operation: the errors of shorter ones count less
 
 
 @checked
 def measure(mesh: Mesh | None = None, *, seconds: float = 6.0) -> Device:
     """Measure the device of this process, and the links of a mesh: in about `seconds`.
 
-    `flops` are the best of square products of several sizes. `bandwidth` and `cache` are of copies. `launch` is what an
-    operation of a small train step takes beyond its work. Each axis of the mesh, the last one nearest, is a `Link`, by
-    the time of an all_reduce of 1 KiB and of 4 MiB. One rank has no link. Each rate is the best of several runs, for
-    the threads of this process: ranks that share its cores share them. All ranks call it together, and return the
-    rates of rank 0.
+    `flops` are the best of square products of several sizes, `bandwidth` is of copies. `costs` are of the operations of
+    small train steps: a transformer, a perceptron, convolutions, recurrent layers, functions of elements; in float32,
+    and on an accelerator in bfloat16. `launch` is for operations that these do not have. Each axis of the mesh, the
+    last one nearest, is a `Link`, by the time of an all_reduce of 1 KiB and of 4 MiB. One rank has no link. Rates are
+    for the threads of this process: ranks that share its cores share them. All ranks call it together, and return the
+    rates of rank 0. On a CPU with one thread its seconds, but for links, are the thread's, without those of other
+    programs.
 
     >>> device = fs.devices.measure(fs.make_mesh(data=2), seconds=0.3)
-    >>> device.links[0].name, device.efficiency, device.launch > 0
+    >>> device.links[0].name, device.efficiency, "aten.mm f32" in device.costs
     ('data', 1.0, True)
 
     Raises ShardingError for an abstract mesh, and for seconds that are not in (0, 600].
@@ -58,23 +67,16 @@ def measure(mesh: Mesh | None = None, *, seconds: float = 6.0) -> Device:
         mesh = make_mesh(kind="simulated", data=1)
     elif mesh.kind == "abstract":
         raise must_be("devices.measure: mesh", "a mesh of devices", mesh, "make_mesh(data=8) under a launcher")
-    device, each = mesh.device, seconds / (len(_DTYPES) + 2 + len(mesh.axes))
+    device, each = mesh.device, seconds / 2 / (len(_DTYPES) + 1 + len(mesh.axes))
     flops = {dtype: rate for dtype in _DTYPES if (rate := _product_rate(dtype, device, each))}
-    copies = {n: _copy_rate(n, device, each / 5) for n in (2**14, 2**16, 2**18, 2**20, 2**24)}  # by bytes
-    bandwidth, fastest = copies[2**24], max(copies.values())
-    cached = [2 * n for n, rate in copies.items() if rate > (bandwidth + fastest) / 2]
-    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    made = Device(name, flops, _memory_of(device), bandwidth, queued=device.type != "cpu",
-                  cache=max(cached, default=0), cache_bandwidth=fastest)  # fmt: skip
-    made = dataclasses.replace(made, launch=_launch(mesh, made, each))
-    made = dataclasses.replace(made, links=_links(mesh, each))
-    return mesh.gather_objects(made, "to measure a device")[0]  # type: ignore[no-any-return]
-
-
-def _copy_rate(nbytes: int, device: torch.device, seconds: float) -> float:
-    source = torch.zeros(nbytes // 4, device=device)
+    source = torch.zeros(2**22, device=device)
     copy = torch.empty_like(source)
-    return 2 * nbytes / min(_times(lambda: copy.copy_(source), device, seconds))
+    bandwidth = 2 * source.nbytes / min(_times(lambda: copy.copy_(source), device, each))
+    costs = _costs(device, seconds / 2)
+    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    made = Device(name, flops, _memory_of(device), bandwidth, _links(mesh, each), launch=costs["elementwise f32"][0],
+                  queued=device.type != "cpu", costs=costs)  # fmt: skip
+    return mesh.gather_objects(made, "to measure a device")[0]  # type: ignore[no-any-return]
 
 
 def _memory_of(device: torch.device) -> int:
@@ -83,26 +85,78 @@ def _memory_of(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _launch(mesh: Mesh, device: Device, seconds: float) -> float:
-    """Return the seconds that each operation of a small step takes beyond its work: a perceptron with SGD, 8 layers."""
-    weights = [zeros((32, 32)) for _ in range(8)]
+def _costs(device: torch.device, seconds: float) -> dict[str, _Cost]:
+    """Return costs of the operations of reference steps, by name and by kind, and what phases add to each operation.
 
-    def loss(weights: list[Tensor], x: Tensor) -> Tensor:
-        for w in weights:
-            x = torch.nn.functional.layer_norm(torch.relu(x @ w), (32,))
-        return x.square().mean()
+    1. Each step runs unchanged, and with a recorder of its operations. 2. A line is fitted to the seconds of each name,
+    and of each kind. 3. What steps take beyond their operations is fitted to the operations of each phase and to their
+    bytes; it is negative if it takes longer to record an operation than to start one.
+    """
+    threads = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    clock = HostClock(0.0, threads) if device.type == "cpu" else CudaClock(device, time.perf_counter())
+    mesh, spent = make_mesh(kind="simulated", device=device, rank=1), 0.0
+    rows: dict[str, list[tuple[float, ...]]] = {}
+    steps: list[tuple[float, ...]] = []
+    for dtype, (make, *size) in itertools.product(_DTYPES[: 1 if device.type == "cpu" else 2], SIZES):
+        if spent > seconds:
+            break
+        took, operations = _run_step(make(*size), mesh, dtype, clock)
+        spent += 2 * _REPEATS * took
+        for e in operations:
+            work = e.facts["bytes"], e.facts.get("flops", 0), e.end
+            for name in (e.name.rstrip("_"), e.facts["kind"]):
+                rows.setdefault(f"{name} {e.facts['dtype']}", []).append(work)
+        backward = sum(e.phase == "backward" for e in operations)
+        counts = len(operations) - backward, backward, sum(e.facts["bytes"] for e in operations)
+        steps.append((*counts, took, sum(e.end for e in operations)))
+    *counted, seconds_of, inside = np.array(steps).T
+    first, later, byte = np.linalg.lstsq((counted / seconds_of).T, 1 - inside / seconds_of)[0].tolist()
+    phases = {"forward": (first, byte, 0.0), "backward": (later, byte, 0.0)}
+    return {name: _line(*np.array(row).T) for name, row in rows.items()} | phases
 
-    def step(weights: list[Tensor], x: Tensor) -> Any:
-        return tree.map(lambda w, g: w - 0.1 * g, weights, grad(loss)(weights, x))
 
-    one = make_mesh(kind="simulated", device=mesh.device, rank=1)
-    f = shard_map(step, mesh=one, in_specs=(P(), P()), out_specs=P())
-    planned = plan(f, weights, zeros((16, 32)), device=dataclasses.replace(device, queued=False))
-    assert planned.time is not None
-    count = len([e for e in planned.events if isinstance(e, Operation) and e.bytes])
-    args = materialize((weights, zeros((16, 32))), P(), one, key=key(0))
-    took = min(_times(lambda: f(*args), mesh.device, seconds))
-    return max(0.0, took - planned.time.seconds) / count
+def _run_step(
+    program: Program, mesh: Mesh, dtype: torch.dtype, clock: HostClock | CudaClock
+) -> tuple[float, list[Slice]]:  # fmt: skip
+    """Return the seconds of a reference step, and its operations as slices that begin at 0: medians."""
+    step, args = train_step(program, mesh.device, dtype)
+    recorders: list[Recorder] = []
+
+    def recorded(*inputs: Any) -> Any:
+        recorders.append(Recorder(clock, region().comm, mesh.device, inputs, buffers=False))
+        with recorders[-1]:
+            return step(*inputs)
+
+    plain, other = (shard_map(f, mesh=mesh, in_specs=(P(),) * len(args), out_specs=P(), check="never")
+                    for f in (step, recorded))  # fmt: skip
+    plain(*args)
+    stamps = []
+    for _ in range(_REPEATS):
+        stamps.append(clock.now())
+        plain(*args)
+        stamps.append(clock.now())
+        other(*args)
+    times = clock.seconds(stamps)
+    took = statistics.median(b - a for a, b in zip(times[::2], times[1::2], strict=True))
+    runs = zip(*(r.record().entries for r in recorders), strict=True)
+    medians = [(run[0], statistics.median(e.end - e.start for e in run)) for run in runs]
+    return took, [e.operation._replace(end=seconds, phase=e.phase) for e, seconds in medians
+                  if e.operation is not None and e.operation.facts["bytes"]]  # fmt: skip
+
+
+def _line(nbytes: Any, flops: Any, seconds: Any) -> _Cost:
+    """Return the line with coefficients of 0 or more that has the least sum of squared errors / seconds.
+
+    A sum of squared relative errors would be least for a line that is too low, and plans add up many operations.
+    """
+    weights = 1 / np.sqrt(np.maximum(seconds, _SHORTEST))
+    columns, best, found = np.stack([np.ones_like(seconds), nbytes, flops], 1) * weights[:, None], math.inf, np.zeros(3)
+    for keep in itertools.product((0, 1), repeat=3):
+        x = np.linalg.lstsq(columns * keep, seconds * weights)[0]
+        error = float(((columns @ x - seconds * weights) ** 2).sum())
+        if (x >= 0).all() and error < best:
+            best, found = error, x
+    return float(found[0]), float(found[1]), float(found[2])
 
 
 def _links(mesh: Mesh, seconds: float) -> tuple[Link, ...]:
@@ -171,8 +225,7 @@ def transfer_seconds(mesh: Mesh, op: str, axes: Sequence[str], nbytes: int, seco
             return x
 
         g = shard_map(f, mesh=mesh, in_specs=P(names), out_specs=P(names))
-        agree = lambda calls: max(mesh.gather_objects(calls, "to measure a transfer"))  # noqa: E731
-        return min(_times(lambda: g(x), mesh.device, seconds / 2, agree))
+        return min(_times(lambda: g(x), mesh.device, seconds / 2, mesh))
 
     return max(best(_ROUNDS + 1) - best(1), 1e-9) / _ROUNDS
 
@@ -214,25 +267,22 @@ def _product_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> f
     return rate
 
 
-def _times(
-    f: Callable[[], object], device: torch.device, seconds: float, agree: Callable[[int], int] = lambda calls: calls
-) -> list[float]:
-    """Return the seconds of each call of `f`, after one that is not counted: five, and as many as fit into `seconds`.
+def _times(f: Callable[[], object], device: torch.device, seconds: float, mesh: Mesh | None = None) -> list[float]:
+    """Return the seconds of each call of `f`, at least five, after two that are not counted.
 
-    If `f` communicates, `agree` returns a number of calls that is the same on all ranks.
+    The ranks of a mesh call it equally often.
     """
 
-    def seconds_of_a_call() -> float:
+    def once() -> float:
         start = time.perf_counter()
         f()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         return time.perf_counter() - start
 
-    seconds_of_a_call()
-    times = [seconds_of_a_call() for _ in range(5)]
-    more = agree(max(0, int((seconds - sum(times)) / min(times))))
-    return times + [seconds_of_a_call() for _ in range(more)]
+    once()
+    count = max(5, int(seconds / max(once(), 1e-7)))
+    return [once() for _ in range(min(mesh.gather_objects(count, "to measure transfers")) if mesh else count)]
 
 
 def _loopback(seconds: float) -> tuple[float, float]:

@@ -2,9 +2,9 @@
 
 Operations run one after the other on one lane, in the order of the plan. With a peak of F FLOP/s for its dtype, of
 which programs reach the share e, `Device.efficiency` or in fused attention `Device.attention`, and a memory of M
-bytes/s (of few bytes its cache),
+bytes/s,
 
-    operation    FLOPs / (e F) + bytes / M
+    operation    FLOPs / (e F) + bytes / M, or its line in `Device.costs`
 
 The sum, where a roofline (Williams et al., 2009) has the maximum: a product of small sides, as one part of a matrix
 over 8 ranks, reads many bytes for its FLOPs and is far from both. A program starts an operation in `Device.launch`
@@ -47,7 +47,7 @@ from fshard._core.display import duration
 from fshard._core.protocol import coords_of
 from fshard._core.transfers import Transfer, groups_of
 from fshard.errors import ShardingError, checked, fail
-from fshard.spec import format_axes
+from fshard.spec import format_axes, short_dtype
 
 from .device import Device, Link
 from .events import Event, Operation, Start, Wait
@@ -238,8 +238,8 @@ class _Lanes:
         for event in events:
             match event:
                 case Operation():
-                    seconds, counted = _operation_seconds(event, self._meetings.device)
-                    begin = self._start(seconds)
+                    launch, seconds, counted = _operation_seconds(event, self._meetings.device)
+                    begin = self._start(launch, seconds)
                     self._compute += begin + seconds - self.now
                     again = 0.2 if event.kind == "attention" and event.phase == "backward" else 0.0
                     counts = event.phase != "recompute" and event.kind in _MODEL
@@ -262,12 +262,11 @@ class _Lanes:
             yield from self._wait(transfer, found)
         self.waits_for = None
 
-    def _start(self, seconds: float) -> float:
+    def _start(self, launch: float, seconds: float) -> float:
         """Return when the next operation starts: a program starts them one by one, ahead of a device with a queue."""
         if not seconds:
             return self.now
-        device = self._meetings.device
-        self._launched = (self._launched if device.queued else self.now) + device.launch
+        self._launched = (self._launched if self._meetings.device.queued else self.now) + launch
         return max(self.now, self._launched)
 
     def _wait(self, transfer: Transfer, found: list[_Meeting]) -> Iterator[float]:
@@ -297,8 +296,8 @@ class _Lanes:
                         self._meetings.device.is_bound)  # fmt: skip
 
 
-def _operation_seconds(operation: Operation, device: Device) -> tuple[float, float]:
-    """Return the seconds of an operation, and the seconds of its FLOPs at the peak."""
+def _operation_seconds(operation: Operation, device: Device) -> tuple[float, float, float]:
+    """Return the seconds to start an operation, the seconds it takes then, and the seconds of its FLOPs at the peak."""
     at_peak = 0.0
     if operation.flops and operation.kind in _AT_PEAK:
         rate = device.flops.get(operation.dtype)
@@ -310,7 +309,15 @@ def _operation_seconds(operation: Operation, device: Device) -> tuple[float, flo
                        f"it has {known}",
                        fix="dataclasses.replace(device, flops={**device.flops, dtype: rate})")  # fmt: skip
         at_peak = operation.flops / rate
-    return at_peak / device.share_of(operation.kind) + operation.bytes / device.rate_of(operation.bytes), at_peak
+    dtype, share = short_dtype(operation.dtype), device.share_of(operation.kind)
+    costs = [device.costs.get(f"{name} {dtype}") for name in (operation.name.rstrip("_"), operation.kind)]
+    cost = costs[0] or costs[1]
+    if cost is None or not operation.bytes:
+        return device.launch, at_peak / share + operation.bytes / device.bandwidth, at_peak
+    beyond = device.costs.get("backward" if operation.phase == "backward" else "forward", (0.0, 0.0, 0.0))
+    start, byte, flop = map(sum, zip(cost, beyond, strict=True))
+    seconds = start + operation.bytes * byte + (operation.flops or 0) * flop / share
+    return 0.0, max(seconds, 0.0), at_peak
 
 
 def _transfer_seconds(transfer: Transfer, mesh: tuple[tuple[str, int], ...], device: Device) -> tuple[float, list[str]]:

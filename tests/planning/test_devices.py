@@ -47,6 +47,7 @@ def test_rates_are_dense_and_links_count_one_direction() -> None:
     ({"efficiency": 60.0}, "efficiency is 60.0\n  it is a share of flops\n  fix: a number from 0 to 1"),
     ({"attention": 0.0}, "attention must be a positive number"),
     ({"attention": 1.5}, "attention is 1.5\n  it is a share of flops"),
+    ({"costs": {"aten.mm f32": (0.0, math.nan, 0.0)}}, "cost of aten.mm f32 must be three finite numbers"),
     ({"flops": {torch.bfloat16: math.inf}}, r"flops\[torch.bfloat16\] must be a positive number, got inf"),
     ({"links": (Link("NVLink", 8, 0.0, 1e-6),)}, "bandwidth of NVLink must be a positive number"),
     ({"links": (Link("NVLink", 8, 1e9, -1.0),)}, "latency of NVLink must be seconds"),
@@ -68,8 +69,10 @@ def test_measure_finds_rates_that_torch_reaches_and_a_link_for_each_axis(tmp_pat
     device = devices.measure(fs.make_mesh(kind="simulated", machine=2, rank=2), seconds=0.05)
     assert (device.name, device.queued, device.is_bound) == ("cpu", False, False)
     assert 1e8 < device.flops[torch.float32] < 1e14
-    assert 1e8 < device.bandwidth <= device.cache_bandwidth < 1e14
-    assert 0 < device.launch < 1e-2
+    assert 1e8 < device.bandwidth < 1e14
+    assert 0 <= device.launch < 1e-2
+    assert device.costs.keys() >= {"aten.mm f32", "aten.gelu_backward f32", "elementwise f32", "forward", "backward"}
+    assert 1e-13 < sum(device.costs["aten.mm f32"]) < 1e-2
     assert [(link.name, link.ranks) for link in device.links] == [("rank", 2), ("machine", None)]
     devices.write(device, tmp_path / "d.json")
     assert devices.of(str(tmp_path / "d.json")) == device
@@ -105,6 +108,28 @@ def test_links_follow_from_the_times_of_sums(monkeypatch: pytest.MonkeyPatch) ->
     rows = rates.compare_transfers(mesh, known)
     assert len(rows) == 20
     assert all(row.measured == pytest.approx(row.planned) for row in rows)
+
+
+def test_lines_of_operations_are_found_again_in_their_seconds() -> None:
+    nbytes, flops = (
+        torch.tensor([[10.0**3, 10.0**4], [10.0**6, 10.0**5], [10.0**7, 10.0**9], [10.0**6, 0.0]]).double().T
+    )
+    for line in ((2e-6, 3e-10, 4e-12), (2e-6, 0.0, 4e-12), (0.0, 3e-10, 0.0)):
+        start, byte, flop = line
+        seconds = start + nbytes * byte + flops * flop
+        assert rates._line(nbytes.numpy(), flops.numpy(), seconds.numpy()) == pytest.approx(line, rel=0.03, abs=1e-15)
+    falling = rates._line(nbytes.numpy(), flops.numpy(), (1e-3 - nbytes * 1e-11).numpy())
+    assert min(falling) == 0  # no operation is faster for more bytes
+
+
+@pytest.mark.parametrize("queued", [True, False])
+def test_a_plan_for_a_cpu_has_its_kernels(queued: bool) -> None:
+    f = torch.nn.functional.scaled_dot_product_attention
+    step = fs.shard_map(lambda x: f(x, x, x).sum(), mesh=fs.make_mesh(kind="abstract", data=1), in_specs=P(),
+                        out_specs=P())  # fmt: skip
+    device = dataclasses.replace(devices.H100, queued=queued)
+    names = [e.name for e in fs.plan(step, fs.init.zeros((1, 2, 8, 16)), device=device).events]
+    assert "aten._scaled_dot_product_flash_attention" + "_for_cpu" * (not queued) in names
 
 
 def test_fitted_numbers_are_of_devices_of_that_name() -> None:

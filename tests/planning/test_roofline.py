@@ -73,6 +73,26 @@ def test_a_program_starts_operations_ahead_of_a_device_with_a_queue() -> None:
             assert not found.is_bound
 
 
+def test_a_measured_cost_takes_the_place_of_the_rates() -> None:
+    costs = {"aten.mm f32": (1.0, 1e-9, 1e-12), "matmul bf16": (2.0, 0.0, 0.0), "forward": (0.5, 1e-9, 0.0),
+             "backward": (-5.0, 0.0, 0.0)}  # fmt: skip
+    device = dataclasses.replace(DEVICE, costs=costs, launch=7.0, queued=False)
+    work = op(10**12, 10**9)
+    for event, seconds in [
+        (work, 3.0 + 1.5),
+        (dataclasses.replace(work, name="aten.mm_", phase="update"), 3.0 + 1.5),
+        (dataclasses.replace(work, phase="backward"), 0.0),
+        (op(10**12, 10**9, torch.bfloat16), 2.0 + 1.5),
+        (op(0, 10**10, torch.int64, kind="copy"), 7.0 + 1.0),  # nothing of it is measured
+        (op(0, 0), 0.0),
+    ]:
+        found = roofline([event], {"data": 1}, device)
+        assert found.seconds == found.compute == pytest.approx(seconds)
+        assert not found.is_bound
+    half = dataclasses.replace(device, efficiency=0.5)
+    assert roofline([work], {"data": 1}, half).seconds == pytest.approx(4.0 + 1.5)
+
+
 def test_mfu_leaves_out_recomputed_flops_and_counts_each_dtype_at_its_peak() -> None:
     events = [
         op(10**12),
