@@ -30,7 +30,7 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
     "cli": 1_692,
-    "core": 17_656,
+    "core": 17_639,
     "data": 1_056,
     "defer": 5_194,
     "interop": 4_455,
@@ -41,7 +41,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "optim": 2_809,
     "planning": 5_261,
     "recipes": 2_113,
-    "schedule": 3_318,
+    "schedule": 3_283,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

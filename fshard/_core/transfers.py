@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -165,8 +164,6 @@ def note(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split =
     if not torch.compiler.is_dynamo_compiling():
         if is_traced():
             refuse_tracing(op)
-        if getattr(_thread, "postponed", None) is not None:
-            _start_postponed()
         apart: Axes = getattr(_thread, "apart", ())
         if apart and op != "send" and set(apart) & set(axes):
             raise fail(f"{op}: called in a stage of a pipeline, over {', '.join(axes)}", *user_line(),
@@ -178,20 +175,6 @@ def note(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split =
         _thread.count = transfer_count() + 1
     if _record is not None:
         _record.append(transfer(place, op, xs, axes, split))
-
-
-def postpone(start: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call `start` just before this rank's next transfer, so that ranks that call it earlier keep the same order."""
-    _thread.postponed = start
-
-
-def _start_postponed() -> None:
-    """Start what was postponed. It is not counted: a recomputation stops after a number of other transfers."""
-    start, count, limit = _thread.postponed(), transfer_count(), getattr(_thread, "limit", None)
-    _thread.postponed = _thread.limit = None
-    if start is not None:
-        start()
-    _thread.count, _thread.limit = count, limit
 
 
 def refuse_tracing(verb: str) -> None:

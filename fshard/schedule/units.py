@@ -1,7 +1,7 @@
 """Units of a program that calls them in any order: their leaves are gathered for each call, and in backward.
 
     forward   gather 1 | run unit 0, gather 2 | run unit 1, gather 3 | ...
-    backward  ... | differentiate unit 3, reduce 4 then gather 2 | differentiate unit 2, reduce 3 then gather 1 | ...
+    backward  ... | differentiate unit 3, gather 2 | reduce 3, differentiate unit 2, gather 1 | ...
 
 `scan` has its loop, and gives each block a separate graph. Here a program that does not know about units runs
 unchanged, in one graph, so that tensors keep their gradients on every way from unit to unit:
@@ -10,12 +10,11 @@ unchanged, in one graph, so that tensors keep their gradients on every way from 
 
 1. If autograd saves a view of a gathered leaf in a unit, it is stored as a `_SavedWeight`: the number of the leaf, and
    the view's offset, size and stride. So the gathered leaves can be freed after the call.
-2. In backward the first `_SavedWeight` of a call that is needed gathers its unit again. When half of them were used,
-   the gather of the unit that was called before starts. The leaves are freed with the last `_SavedWeight` of the call.
+2. In backward the first `_SavedWeight` of a call that is needed gathers its unit again, and starts the gather of the
+   unit that was called before. The leaves are freed with the last `_SavedWeight` of the call.
 3. `_Weights` runs backward when all gradients of a call's leaves are computed, and starts their sum over the ranks. The
-   wait comes halfway in the next unit (with `remat` after its recomputation), before the gather ahead: `_Weights`
-   returns only the gradient of the token. `_Collect` runs after all units, and returns the sums as the gradients of
-   the shards.
+   wait comes later: `_Weights` returns only the gradient of the token. `_Collect` runs after all units, and returns the
+   sums as the gradients of the shards.
 
 A gathered leaf has separate memory, freed when nothing refers to it. So a tensor that outlives its unit is never
 overwritten.
@@ -46,9 +45,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from fshard._core.callsite import Site, site
 from fshard._core.host_memory import wait_for_copies_to_host
 from fshard._core.protocol import PendingTransfer
-from fshard._core.region import Region, checker, in_region, region, storage_key
+from fshard._core.region import Region, checker, storage_key
 from fshard._core.torch import version_of
-from fshard._core.transfers import is_observed, postpone, transfer_count, transposing
+from fshard._core.transfers import is_observed, transfer_count, transposing
 from fshard.errors import ShardingError, fail
 from fshard.grad import fill_tensors, split_tensors
 
@@ -135,7 +134,6 @@ class _Call:
         self.autocast: Callable[[], Any] = contextlib.nullcontext  # for the repetition
         self.transfers = False  # whether its computation starts any, or units inside it may
         self.is_differentiated = False  # whether its backward pass has begun
-        self.used = 0  # in backward: how often a saved tensor was used
 
     @property
     def is_needed(self) -> bool:
@@ -166,13 +164,10 @@ class UnitSchedule:
         self.copies: dict[str, tuple[BucketPlan, PendingTransfer]] = {}  # pending copies of shards from host memory
         self.kept: dict[str, tuple[BucketPlan, list[Tensor]]] = {}  # parts of released leaves, and their plan
         self.ahead: dict[int, _Gathered] = {}  # in backward: gathered for calls that it has not reached, by position
-        self.waiting: int | None = None  # the call in backward that has not started the gathers ahead of it
         self.owners: weakref.WeakValueDictionary[int, _Gathered] = weakref.WeakValueDictionary()  # by storage
         self.calls: list[_Call] = []
         self.latest: dict[str, int] = {}  # latest call of each unit
         self.pending: deque[Callable[[], None]] = deque()  # sums of gradients
-        # Whether a wait for a sum starts a second one, which all ranks must start at one place: hybrid sharding.
-        self.sums_twice = any(b.gather and b.vary for unit in units.values() for b in unit.plan.buckets)
         self.sums: dict[tuple[str, int], Tensor] = {}  # gradient of a leaf of a unit
 
     # --- gathers ---
@@ -246,44 +241,22 @@ class UnitSchedule:
             self.drop(list(self.ready))
 
     def gather_backward(self, at: int) -> _Gathered:
-        """Return the leaves for the backward pass of a call. The gathers ahead start later: see `use`."""
+        """Return the leaves for the backward pass of a call, and start the gathers for the calls before it."""
         call = self.calls[at]
         call.is_differentiated = True
-        self.start_ahead()
         with self._transposing():
             self.drop_ahead([i for i in self.ahead if i >= call.end])
             gathered = self.gather_ahead(at)
             gathered.wait()
-            if not any(before.unit == call.unit and before.is_needed for before in self.calls[:at]):
-                self.kept.pop(call.unit, None)
-        self.waiting = at
-        if checker() is not None or not self.region.comm.is_scheduled:
-            self.start_ahead()
-        else:
-            postpone(weakref.WeakMethod(self.start_ahead))
-        return gathered
-
-    def start_ahead(self) -> None:
-        """Start the gathers for the calls before the one that backward is in."""
-        at, self.waiting = self.waiting, None
-        if at is None or (in_region() and region() is not self.region):  # postponed by a call that has failed
-            return
-        with self._transposing():
             before = (i for i in reversed(range(at)) if self.calls[i].is_needed)
             for i in itertools.islice(before, self.options.ahead):
                 self.gather_ahead(i)
             for i in itertools.islice(before, 1):
                 self.start_copies(self.calls[i].unit)
             del self.ahead[at]
-
-    def use(self, at: int) -> None:
-        """Count a use of a saved tensor; when half are used, end the sum before and start the gathers ahead."""
-        call = self.calls[at]
-        call.used += 1
-        if at == self.waiting and 2 * call.used > len(call.saved):
-            if call.used > 1 and not self.sums_twice:
-                self.end_sums(self.options.pending_sums - 1)
-            self.start_ahead()
+            if not any(before.unit == call.unit and before.is_needed for before in self.calls[:at]):
+                self.kept.pop(call.unit, None)
+        return gathered
 
     def gather_after(self, at: int) -> None:
         """Start the gather for the call before one whose gradients are computed, if `backward_prefetch` is "post"."""
@@ -327,7 +300,6 @@ class UnitSchedule:
                 if (other := ref()) is not None:
                     other.gathered = gathered
             saved.gathered = gathered
-        self.use(saved.call)
         leaf = saved.gathered.wait()[saved.leaf]
         # No offset in the buffer: it differs between ranks if other axes split the leaves before this one unevenly.
         if saved.offset:
@@ -345,7 +317,6 @@ class UnitSchedule:
         """Return a discarded tensor, after a recomputation of its unit if there was none."""
         if saved.x is None:
             self.recompute(at)
-        self.use(at)
         return saved.get()
 
     def recompute(self, at: int) -> None:
@@ -405,7 +376,6 @@ class UnitSchedule:
         """Return the gradients of all differentiated shards, after the wait for their sums."""
         with self._transposing():
             self.end_sums(0)
-            self.waiting = None
             self.drop_ahead(list(self.ahead))
             if any(b.host for unit in self.units.values() for b in unit.plan.buckets):
                 wait_for_copies_to_host(self.region.device)

@@ -11,7 +11,7 @@ import fshard as fs
 from fshard import P
 from fshard._core.region import region
 from fshard.schedule.buckets import plan_buckets
-from fshard.schedule.units import Unit, UnitCalls, UnitOptions, UnitSchedule, _SavedWeight
+from fshard.schedule.units import Unit, UnitCalls, UnitOptions, UnitSchedule
 from fshard.schedule.unshard import routes
 
 D = 6
@@ -115,78 +115,6 @@ def test_gradients_that_share_a_tensor_are_each_summed_once() -> None:
     result = step(fs.materialize({n: fs.init.normal((D,)) for n in "abc"}, specs, mesh, key=fs.key(0)), x)
     for g in result.values():
         assert torch.equal(fs.device_get(g), 2 * (x[:D] + x[D:]))
-
-
-def deep_step(mesh: fs.Mesh, sum_before: Any, by_units: bool = True, **options: Any) -> Any:
-    """Return the gradients of three units of four layers, which sum x over the ranks before one of the layers."""
-    spec = P("data")
-
-    def layers(leaves: Any, args: Any, kwargs: Any = None, calls: Any = None) -> Tensor:
-        (x,) = args
-        for i, w in enumerate(leaves):
-            x = torch.tanh((fs.pvary(fs.psum(x, "data"), "data") if i == sum_before() else x) @ w)
-        return x
-
-    def loss(params: Any, x: Tensor) -> Tensor:
-        units = {}
-        for name, xs in params.items():
-            plan = plan_buckets(region(), xs, routes("test", region(), xs, xs, [spec] * 4, "data", [(D, D)] * 4))
-            assert plan is not None
-            units[name] = Unit.from_shards(xs, plan)
-        schedule = UnitSchedule(region(), units, UnitOptions(**options))
-        calls = UnitCalls(schedule, [w for xs in params.values() for w in xs])
-        for name, xs in params.items():
-            whole = None if by_units else fs.unshard(xs, spec, "data")
-            x = layers(whole, (x,)) if whole else calls.run(name, layers, (x,), {}, lambda: layers)
-        calls.end()
-        return fs.pmean(x.square().mean(), "data")
-
-    tree = {name: [fs.init.normal((D, D)) for _ in range(4)] for name in "abc"}
-    step = fs.shard_map(fs.grad(loss), mesh=mesh, in_specs=(spec, P("data")), out_specs=spec, check="never")
-    return step(fs.materialize(tree, spec, mesh, key=fs.key(0)), torch.linspace(-1, 1, 4 * D).view(4, D))
-
-
-def test_backward_gathers_ahead_and_ends_a_sum_when_half_of_the_leaves_are_used(monkeypatch: Any) -> None:
-    """Compare rank 0's order of uses of saved leaves, of starts of gathers and sums, and of waits for sums."""
-    events: list[str] = []
-
-    def logged(cls: Any, name: str, word: Any) -> None:
-        f = getattr(cls, name)
-
-        def run(self: Any, *args: Any) -> Any:
-            if fs.axis_index("data") == 0:
-                events.append(word(*args))
-            return f(self, *args)
-
-        monkeypatch.setattr(cls, name, run)
-
-    logged(UnitSchedule, "start", lambda name: f"gather {name}")
-    logged(UnitSchedule, "start_sums", lambda name, _: f"sum {name}")
-    logged(UnitSchedule, "_add", lambda name, leaf, _: f"end {name}" if leaf == 0 else "")
-    logged(UnitSchedule, "unpack", lambda saved: "use" if isinstance(saved, _SavedWeight) else "")
-    logged(UnitSchedule, "load", lambda at, saved: "use")
-
-    def backward(**options: Any) -> str:
-        events.clear()
-        deep_step(fs.make_mesh(data=2), lambda: None, **options)
-        return " ".join(event for event in events[events.index("use") :] if event)
-
-    assert backward() == ("use gather c use use gather b use sum c use use use end c gather a use sum b "
-                          "use use end b use sum a end a")  # fmt: skip
-    # With remat the 12 saved tensors of a call are used, not only leaves. A sum ends when the next unit has run again.
-    assert backward(remat=True) == " ".join((
-        "use gather c", *["use"] * 6, "gather b", *["use"] * 5, "sum c", "use end c", *["use"] * 6, "gather a",
-        *["use"] * 5, "sum b", "use end b", *["use"] * 10, "sum a end a",
-    ))  # fmt: skip
-
-
-def test_transfers_have_one_order_where_ranks_use_half_of_the_leaves_at_other_times() -> None:
-    """Let rank 0 use half of a unit's leaves before the sum inside the unit, and rank 1 after it."""
-    mesh, sum_before = fs.make_mesh(data=2), lambda: 1 + 2 * int(fs.axis_index("data"))
-    want = deep_step(mesh, sum_before, False)
-    for got in (deep_step(mesh, sum_before), deep_step(mesh, sum_before, remat=True)):
-        for g, w in zip(fs.tree.leaves(got), fs.tree.leaves(want), strict=True):
-            assert torch.equal(fs.device_get(g), fs.device_get(w))
 
 
 def test_gathered_units_after_each_call() -> None:
