@@ -333,6 +333,8 @@ class UnitSchedule:
         with self._transposing(), torch.enable_grad(), call.autocast():
             refill(call.saved, run, lambda: not repeats_all)
         call.rerun = None  # and with it the arguments
+        with self._transposing():
+            self.end_sums(self.options.pending_sums - 1)  # before the gradients of this call take memory too
 
     # --- gradients ---
 
@@ -363,14 +365,17 @@ class UnitSchedule:
             if (g := filled.pop(leaf)) is not None:
                 self._add(name, leaf, g)
         self.pending.append(finish)
-        while len(self.pending) > self.options.pending_sums:
+        self.end_sums(self.options.pending_sums)
+
+    def end_sums(self, most: int) -> None:
+        """Wait for the sums of gradients that were started first, until at most this number is pending."""
+        while len(self.pending) > max(most, 0):
             self.pending.popleft()()
 
     def take_sums(self) -> list[Tensor | None]:
         """Return the gradients of all differentiated shards, after the wait for their sums."""
         with self._transposing():
-            while self.pending:
-                self.pending.popleft()()
+            self.end_sums(0)
             self.drop_ahead(list(self.ahead))
             if any(b.host for unit in self.units.values() for b in unit.plan.buckets):
                 wait_for_copies_to_host(self.region.device)

@@ -1,8 +1,9 @@
 """Modules of transformers gathered by block, beside FSDP2: `python -m tests.benchmarks.units [--only NAME ...]`.
 
 T5, GPT-2, Llama, BERT, Mixtral, Mamba and Whisper train in two processes over gloo, through `fs.defer(units=)` and
-through `fully_shard` of each block and then of the model; same values, batches, dtypes and fused AdamW. README.md in
-this folder says how to read the report. `lora` is the same for adapters.
+through `fully_shard` of each block and then of the model; same values, batches, dtypes and fused AdamW. In the rows
+"remat" both recompute each block in backward. README.md in this folder says how to read the report. `lora` is the same
+for adapters.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -32,6 +34,7 @@ import fshard as fs
 from fshard import P
 from fshard._core.comm.description import _HEADER_BYTES
 
+from . import below_torch
 from .init import MIB, spread
 from .peers import distance, ratios, run_on_ranks
 from .step_cost import counting, measure_step
@@ -130,6 +133,7 @@ MODELS = {
     "mamba": Model(mamba, "MambaBlock", tokens=32, limits=LIMITS_NEW),
     "whisper": Model(whisper, ("WhisperEncoderLayer", "WhisperDecoderLayer"), limits=LIMITS_NEW, inputs=sounds),
 }
+MODELS |= {f"{name} remat": replace(MODELS[name], remat=True) for name in ("mixtral", "mamba", "whisper")}
 
 
 def batches(model: Model, ranks: int) -> list[Tensor]:
@@ -144,9 +148,13 @@ def fsdp2_step(model: Model) -> Built:
     mesh = init_device_mesh("cpu", (ranks,))
     policy = MixedPrecisionPolicy(param_dtype=MIXED["dtype"], reduce_dtype=MIXED["reduce_dtype"]) if model.mixed else \
         MixedPrecisionPolicy()  # fmt: skip
-    for m in list(module.modules()):
-        if type(m).__name__ in ([model.block] if isinstance(model.block, str) else model.block):
-            fully_shard(m, mesh=mesh, mp_policy=policy)
+    classes = [model.block] if isinstance(model.block, str) else model.block
+    blocks = [m for m in module.modules() if type(m).__name__ in classes]
+    if model.remat:
+        checkpoint_wrapper.apply_activation_checkpointing(module, check_fn=lambda m: m in blocks)
+        blocks = [m for m in module.modules() if isinstance(m, checkpoint_wrapper.CheckpointWrapper)]
+    for m in blocks:
+        fully_shard(m, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)
     trained = [x for x in module.parameters() if x.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, fused=True, weight_decay=0.0)
@@ -216,28 +224,31 @@ def timed(builders: Builders, repeats: int) -> dict[str, Any]:
     return {"seconds": seconds, "losses": losses}
 
 
-def live(build: Callable[[], Built], starts_with_shards: bool) -> dict[str, int]:
-    """The bytes live in tensors at a step's peak, above this rank's shards: parameters and both moments; what it sends.
+def live(build: Callable[[], Built], keeps_buffers: bool) -> dict[str, int]:
+    """The most bytes that are live in a step, above those at its start; what it sends.
 
-    What the step before left is counted, except for a step that `starts_with_shards`. FSDP2's does by a count of
-    malloc and free, but buffers that a thread of gloo frees seem live in the profile: 21 to 87 MiB at the start.
+    A step that `keeps_buffers` from step to step has them in its start: they count, so its peak is above the shards.
+    torch's profiler gives the transfers, and not the bytes: it does not see what a thread of gloo frees.
     """
-
-    shards = 0
+    found = {}
 
     def setup() -> Callable[[], object]:
-        nonlocal shards
+        below_torch.begin()
         step, shards = build()
-        return counting(step)
+        run = counting(step)
+        for _ in range(WARMUP):
+            run()
+        gc.collect()
+        start = below_torch.reset_peak()
+        run()
+        found.update(shards=shards, start=start, above=below_torch.peak() - (shards if keeps_buffers else start))
+        return run
 
-    cost = measure_step(setup, warmup=WARMUP)
-    sent = cost.sent(dist.get_world_size())
+    cost = measure_step(setup, warmup=0)
     # Each transfer of fshard begins with a header, and has a message for each large tensor, in the tensor's memory.
     messages = [nbytes for op, nbytes in cost.transfers if op == "send"]
     transfers = len(cost.transfers) - len(messages) + messages.count(_HEADER_BYTES)
-    return {"shards": shards, "start": cost.start, "above": cost.peak - (cost.start if starts_with_shards else shards),
-            "sent": sent, "transfers": transfers,
-            "messages": len(messages)}  # fmt: skip
+    return {**found, "sent": cost.sent(dist.get_world_size()), "transfers": transfers, "messages": len(messages)}
 
 
 def report(name: str, builders: Builders, limits: Mapping[str, float], repeats: int,
@@ -260,14 +271,14 @@ def report(name: str, builders: Builders, limits: Mapping[str, float], repeats: 
                   f"losses differ by {out[one]['difference']:.1e}")  # fmt: skip
     if "live" in measures:
         for one, build in builders.items():
-            cells = run_on_ranks(2, live, build, one == "fsdp2")
+            cells = run_on_ranks(2, live, build, one == "ours")
             out[one] |= {k: max(r[k] for r in cells) for k in cells[0]}
             sizes = ", ".join(f"{k} {out[one][k] / MIB:.1f} MiB" for k in ("shards", "start", "above", "sent"))
             counts = ", ".join(f"{out[one][k]} {k}" for k in ("transfers", "messages") if out[one][k])
             print(f"  {one:12} {sizes}, {counts}")
         for one in others:
             out[one]["live"] = out[one]["above"] / out[first]["above"]
-            print(f"  {one:12} peak above the shards {out[one]['live']:.3f} of {first}, at most {limits['live']}")
+            print(f"  {one:12} peak {out[one]['live']:.3f} of {first}, at most {limits['live']}")
     sys.stdout.flush()
     return out
 
@@ -281,6 +292,10 @@ def run(argv: list[str] | None, doc: str | None, found: Callable[[str, int, list
     parser.add_argument("--repeats", type=int, default=9, help="counted rounds")
     parser.add_argument("--measure", nargs="+", choices=LIMITS, default=list(LIMITS))
     args = parser.parse_args(argv)
+    if "live" in args.measure:
+        below_torch.preload()
+        if not below_torch.is_counting():
+            parser.error("--measure live counts by a library that gcc compiles, on Linux: --measure time")
     print(f"torch {torch.__version__}, transformers {hf.__version__}, 2 processes, 1 thread each, "
           f"load {os.getloadavg()[0]:.1f}")  # fmt: skip
     gc.freeze()
