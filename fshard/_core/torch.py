@@ -175,6 +175,22 @@ def next_number() -> int:
 FakeTensor = fake_tensor.FakeTensor
 FakeTensorMode = fake_tensor.FakeTensorMode
 
+
+def view_of_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return `func(*args)`, a view of the fake tensor `args[0]`: by torch's kernel for views, a sixth of the time.
+
+    FakeTensorMode first looks for a result that it knows, by facts of all arguments. Other tensors take its way.
+    """
+    x = args[0]
+    if type(x) is not FakeTensor or x.constant is not None or x.layout is not torch.strided:
+        return func(*args, **kwargs)
+    with fake_tensor.in_kernel_invocation_manager(x.fake_mode):
+        out = func(*args, **kwargs)
+    if isinstance(out, Tensor):
+        return FakeTensor(x.fake_mode, out, x.fake_device)
+    return type(out)(FakeTensor(x.fake_mode, y, x.fake_device) for y in out)
+
+
 # A dispatch mode that reads a size of a tensor would call the modes above torch.func, if these were not off.
 without_torch_function = torch._C.DisableTorchFunction
 
@@ -331,6 +347,6 @@ __all__ = [
     "innermost_transform", "is_batched", "is_grad_tracking", "is_legacy_batched", "is_summed_in_place", "is_traced",
     "is_view", "is_wrapped", "level_of", "named_as", "never_traced", "next_number", "replace_dual_levels",
     "replace_reparametrize_module", "replace_trunc_normal", "schema_of", "set_jvp_nesting", "storage_id", "suspended",
-    "timeout_of", "transform_level", "unwrapped", "unwrapped_once", "version_of", "with_legacy_batch", "with_tangents",
-    "without_functorch", "without_legacy_batch", "without_modes", "without_torch_function",
+    "timeout_of", "transform_level", "unwrapped", "unwrapped_once", "version_of", "view_of_fake", "with_legacy_batch",
+    "with_tangents", "without_functorch", "without_legacy_batch", "without_modes", "without_torch_function",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from fshard._core.display import Row, bar, page, table
 from fshard._core.operations import OperationMode, tensors_in
 from fshard._core.protocol import coords_of
 from fshard._core.region import UncheckedError, region
-from fshard._core.torch import in_backward, is_summed_in_place, storage_id, unwrapped
+from fshard._core.torch import in_backward, is_summed_in_place, storage_id, unwrapped, view_of_fake
 from fshard._core.transfers import Transfer, recording, transfer_rows, transfer_table
 from fshard._core.typecheck import leaves_of
 from fshard.errors import checked, number_of
@@ -376,8 +376,10 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
     # --- operations ---
 
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func.namespace == "prim" or is_view(func):  # a question about a tensor, or another view of it
+        if func.namespace == "prim":  # a question about a tensor
             return func(*args, **kwargs)
+        if is_view(func):
+            return view_of_fake(func, args, kwargs)
         if func in _IN_PLACE and in_backward() and self.storages.is_newest(args[0]):
             func = _IN_PLACE[func]
         elif func is _aten.add.Tensor and phase_now() == "backward" and _adds_to_gradient(*args):

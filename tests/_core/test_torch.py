@@ -291,6 +291,18 @@ def test_fake_tensor_and_its_mode():
         assert x.shape == (2,)
 
 
+def test_view_of_fake():
+    aten, host = torch.ops.aten, torch.ones(2, 3, device="meta")
+    with compat.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        x = torch.ones(2, 6)
+        same = compat.view_of_fake(aten.view.default, (x, [3, 4]), {})
+        left, right = compat.view_of_fake(aten.split.Tensor, (x, 3, 1), {})
+        assert [type(y) for y in (same, left, right)] == [compat.FakeTensor] * 3
+        assert [compat.storage_id(y) for y in (same, left, right)] == [compat.storage_id(x)] * 3
+        assert (same.shape, same.device, right.stride(), right.storage_offset()) == ((3, 4), x.device, (6, 1), 3)
+        assert compat.view_of_fake(aten.t.default, (host,), {}).shape == (3, 2)  # not a fake one
+
+
 def test_schema_of():
     schema = compat.schema_of(torch.ops.aten.add_.Tensor)
     assert [a.name for a in schema.arguments] == ["self", "other", "alpha"]
