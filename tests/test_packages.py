@@ -30,18 +30,18 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
     "cli": 1_766,
-    "core": 17_661,
+    "core": 17_693,
     "data": 1_056,
     "defer": 5_194,
     "interop": 4_461,
-    "law": 1_314,
+    "law": 1_279,
     "lora": 1_773,
-    "models": 4_685,
+    "models": 4_684,
     "nn": 3_834,
     "optim": 2_809,
-    "planning": 5_271,
+    "planning": 5_494,
     "recipes": 2_113,
-    "schedule": 3_283,
+    "schedule": 3_223,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

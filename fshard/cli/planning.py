@@ -227,7 +227,7 @@ def _candidates(
         choices: dict[str, list[Any]] = {
             "experts": [False, True] if 1 < ranks <= job.experts else [False],
             "remat": [True, False],
-            "accumulate": [n for n in (1, 4, 2) if rows % n == 0 and (n == 1 or job.model is not models.resnet)],
+            "accumulate": [n for n in (1, 8, 4, 2) if rows % n == 0 and (n == 1 or job.model is not models.resnet)],
             "schedule": [{}],
         }
         if (stage := sizes.get("stage", 1)) > 1:  # more microbatches wait less

@@ -144,7 +144,7 @@ def test_candidates_use_all_devices_and_rule_out_each_other():
     assert {x["data"] * x["model"] for x in found} == {32}
     assert {x["model"] for x in found} == {1, 2, 4, 8}  # of one node
     assert all(32 // x["data"] % x["accumulate"] == 0 for x in found)
-    assert len({str(x) for x in found}) == len(found) == 2 * (1 + 2 + 3 + 3)
+    assert len({str(x) for x in found}) == len(found) == 2 * (1 + 2 + 3 + 4)
     fixed = list(_candidates(job, H100, 32, 32, {"replica": 2, "model": 4, "remat": True}))
     assert {(x["replica"], x["data"], x["model"], x["remat"]) for x in fixed} == {(2, 4, 4, True)}
     long = list(_candidates(job, H100, 16, 4, {}))
