@@ -176,13 +176,19 @@ FakeTensor = fake_tensor.FakeTensor
 FakeTensorMode = fake_tensor.FakeTensorMode
 
 
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
 def view_of_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return `func(*args)`, a view of the fake tensor `args[0]`: by torch's kernel for views, a sixth of the time.
 
-    FakeTensorMode first looks for a result that it knows, by facts of all arguments. Other tensors take its way.
+    FakeTensorMode first looks for a result that it knows, by facts of all arguments. Other tensors take its way, and
+    so do operations made of others, as `Tensor.to` is.
     """
     x = args[0]
-    if type(x) is not FakeTensor or x.constant is not None or x.layout is not torch.strided:
+    if type(x) is not FakeTensor or x.constant is not None or x.layout is not torch.strided or _is_composite(func):
         return func(*args, **kwargs)
     with fake_tensor.in_kernel_invocation_manager(x.fake_mode):
         out = func(*args, **kwargs)

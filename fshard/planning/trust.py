@@ -78,7 +78,7 @@ def warnings_of(
 
 
 def _error_bars(kinds: set[str], on_gpu: bool, has_workspaces: bool) -> str:
-    """Return a line with the largest error bars of the kinds of parallelism; on a CPU those of `plan_accuracy`."""
+    """Return a line with the largest error bars of the kinds of parallelism; on a CPU, of `plan_accuracy`."""
     errors = {kind: bars for kind, bars in _ERRORS.items() if kind in kinds and on_gpu}
     unknown = " and ".join(_NAMES[kind] for kind, (seconds, *_) in errors.items() if seconds is None)
     of_seconds = f"within {max((seconds or 0 for seconds, *_ in errors.values()), default=0):.0%}"
