@@ -44,7 +44,8 @@ class Device:
     `queued`: whether operations wait in a queue, so that starting one overlaps with those before; a CPU has none, and
     plans for it run the kernels of CPUs.
     `costs`: measured seconds of operations, in the place of the rates above: to start, for each byte, for each FLOP. By
-    name and dtype, "aten.mm f32"; by kind, "matmul f32"; and what a phase adds to each, "forward", "backward".
+    name and dtype, "aten.mm f32", "aten.convolution depthwise f32"; by kind, "matmul f32"; and what a phase adds to
+    each, "forward", "backward".
 
     >>> fs.devices.H100.flops[torch.bfloat16] / 1e12, fs.devices.H100.memory // 2**30
     (989.4, 80)
@@ -108,6 +109,11 @@ class Device:
         share = f", efficiency {self.efficiency:.2f}" if self.efficiency != 1 else ""
         return (f"Device({self.name}: {rate}{self.memory / 2**30:,.3g} GiB at {self.bandwidth / 1e12:.3g} TB/s, "
                 f"{links or 'no links'}{share})")  # fmt: skip
+
+
+def cost_names(name: str, kind: str) -> tuple[str, str]:
+    """Return the names in `Device.costs` of an operation and, for one that was not measured, of its kind."""
+    return name.rstrip("_") + (" depthwise" if kind == "depthwise" else ""), kind
 
 
 @checked

@@ -11,7 +11,7 @@ from fshard._core.callsite import Site
 from fshard._core.torch import in_backward
 from fshard._core.transfers import Transfer
 
-Kind = Literal["matmul", "attention", "convolution", "linalg", "fft", "elementwise", "copy"]
+Kind = Literal["matmul", "attention", "convolution", "depthwise", "linalg", "fft", "elementwise", "copy"]
 Phase = Literal["forward", "recompute", "backward", "update"]
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,9 +61,15 @@ def full_name_of(op: Any) -> str:
     return f"{op.namespace}.{name_of(op)}"
 
 
-def kind_of(op: Any) -> Kind:
-    """Return the kind of an operation; a custom one that a program has a formula for counts as a matmul."""
+def kind_of(op: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Kind:
+    """Return the kind of an operation; a custom one that a program has a formula for counts as a matmul.
+
+    With its arguments, a convolution with a filter for each channel is "depthwise": it computes far fewer FLOP/s.
+    """
     kind = _kind_of(op)
+    if kind == "convolution" and op.namespace == "aten":
+        values = {**dict(zip([a.name for a in schema_of(op).arguments], args, strict=False)), **(kwargs or {})}
+        return "depthwise" if values.get("groups", 1) > 1 and values["weight"].shape[1] == 1 else kind
     return "matmul" if kind == "elementwise" and op.namespace != "aten" and _formula(op) else kind
 
 

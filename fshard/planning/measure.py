@@ -213,7 +213,7 @@ def _facts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     new = [x for x in tensors_in(out) if storage_id(x) not in before]
     written = written_by(func, args, kwargs)
     nbytes = bytes_of(func, inputs, written, new) if new or written else 0
-    work = {"kind": kind_of(func), "bytes": nbytes, "dtype": short_dtype(dtype_of(inputs, new))}
+    work = {"kind": kind_of(func, args, kwargs), "bytes": nbytes, "dtype": short_dtype(dtype_of(inputs, new))}
     return ({"arguments": shapes} if inputs else {}) | flops_fact(flops) | work
 
 

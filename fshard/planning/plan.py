@@ -407,7 +407,7 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
             storages.add_workspace(workspace, name_of(func), where, phase)
         name = full_name_of(func).replace("_for_cpu", "") if self._accelerator else full_name_of(func)
         self._append(Operation(
-            name, kind_of(func), dtype_of(inputs, new), flops_of(func, args, kwargs, out),
+            name, kind_of(func, args, kwargs), dtype_of(inputs, new), flops_of(func, args, kwargs, out),
             bytes_of(func, inputs, written, new), storages.live + (workspace or 0), where, phase, workspace,
         ))  # fmt: skip
         return out

@@ -29,7 +29,7 @@ from fshard.sharded import materialize
 from fshard.spec import P
 
 from .chrome import Slice
-from .device import Device, Link
+from .device import Device, Link, cost_names
 from .events import Start, Wait
 from .measure import CudaClock, HostClock, Recorder
 from .reference import SIZES, Program, train_step
@@ -52,7 +52,7 @@ def measure(mesh: Mesh | None = None, *, seconds: float = 6.0) -> Device:
     and on an accelerator in bfloat16. `launch` is for operations that these do not have. Each axis of the mesh, the
     last one nearest, is a `Link`, by the time of an all_reduce of 1 KiB and of 4 MiB. One rank has no link. Rates are
     for the threads of this process: ranks that share its cores share them. All ranks call it together, and return the
-    rates of rank 0. On a CPU with one thread its seconds, but for links, are the thread's, without those of other
+    rates of rank 0. On a CPU with one thread its seconds, but for links, leave out the time of other
     programs.
 
     >>> device = fs.devices.measure(fs.make_mesh(data=2), seconds=0.3)
@@ -104,7 +104,7 @@ def _costs(device: torch.device, seconds: float) -> dict[str, _Cost]:
         spent += 2 * _REPEATS * took
         for e in operations:
             work = e.facts["bytes"], e.facts.get("flops", 0), e.end
-            for name in (e.name.rstrip("_"), e.facts["kind"]):
+            for name in cost_names(e.name, e.facts["kind"]):
                 rows.setdefault(f"{name} {e.facts['dtype']}", []).append(work)
         backward = sum(e.phase == "backward" for e in operations)
         counts = len(operations) - backward, backward, sum(e.facts["bytes"] for e in operations)

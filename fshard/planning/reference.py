@@ -55,16 +55,17 @@ def convolutional(b: int, c: int, n: int) -> Program:
     """Return convolutions of [n, n] pixels: strided, of 1 x 1, by channel, transposed; norms, a pool, a head."""
     d, e = 2 * c, 4 * c
     shapes = [(c, 3, 7, 7), (c, c, 3, 3), (d, c, 3, 3), (d, c, 1, 1), (d, 1, 7, 7), (d, e), (e, d), (d, c, 2, 2),
-              (c, d, 3, 3), (d, d, 3, 3), (c, c), (c,), (d,)]  # fmt: skip
+              (c, d, 3, 3), (d, d, 3, 3), (d, 1, 3, 3), (c, c), (c,), (d,)]  # fmt: skip
 
     def loss(p: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
-        stem, same, wider, skip, channels, up, down, larger, narrow, wide, head, c1, c2 = p
+        stem, same, wider, skip, channels, up, down, larger, narrow, wide, near, head, c1, c2 = p
         h = F.relu(F.batch_norm(F.conv2d(x, stem, stride=2, padding=3), None, None, c1, c1, training=True))
         kept = h = F.max_pool2d(h, 2)
         h = h + F.silu(F.group_norm(F.conv2d(h, same, padding=1), 4, c1, c1))
         r = F.batch_norm(F.conv2d(h, wider, c2, stride=2, padding=1), None, None, c2, c2, training=True)
         h = F.relu(r + F.conv2d(h, skip, stride=2))
         h = h + F.conv2d(h, wide, padding=1)
+        h = h + F.conv2d(h, near, padding=1, groups=d)
         r = F.layer_norm(F.conv2d(h, channels, c2, padding=3, groups=d).permute(0, 2, 3, 1), (d,), c2, c2)
         h = h + (F.gelu(r @ up) @ down).permute(0, 3, 1, 2)
         h = torch.cat([kept, F.pad(F.conv_transpose2d(h, larger, stride=2), (0, 0, 0, 0))], 1)

@@ -49,11 +49,11 @@ from fshard._core.transfers import Transfer, groups_of
 from fshard.errors import ShardingError, checked, fail
 from fshard.spec import format_axes, short_dtype
 
-from .device import Device, Link
+from .device import Device, Link, cost_names
 from .events import Event, Operation, Start, Wait
 
 COMPUTE = "compute"
-_MODEL = ("matmul", "attention", "convolution")  # kinds whose FLOPs count for the MFU
+_MODEL = ("matmul", "attention", "convolution", "depthwise")  # kinds whose FLOPs count for the MFU
 _AT_PEAK = (*_MODEL, "linalg", "fft")  # kinds that take at least their FLOPs at the peak
 
 
@@ -310,8 +310,8 @@ def _operation_seconds(operation: Operation, device: Device) -> tuple[float, flo
                        fix="dataclasses.replace(device, flops={**device.flops, dtype: rate})")  # fmt: skip
         at_peak = operation.flops / rate
     dtype, share = short_dtype(operation.dtype), device.share_of(operation.kind)
-    costs = [device.costs.get(f"{name} {dtype}") for name in (operation.name.rstrip("_"), operation.kind)]
-    cost = costs[0] or costs[1]
+    names = cost_names(operation.name, operation.kind)
+    cost = next((c for name in names if (c := device.costs.get(f"{name} {dtype}"))), None)
     if cost is None or not operation.bytes:
         return device.launch, at_peak / share + operation.bytes / device.bandwidth, at_peak
     beyond = device.costs.get("backward" if operation.phase == "backward" else "forward", (0.0, 0.0, 0.0))

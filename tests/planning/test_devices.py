@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 import fshard as fs
 from fshard import P, devices
 from fshard._core.transfers import Transfer
-from fshard.planning import Start, Wait, rates
+from fshard.planning import Operation, Start, Wait, rates, reference
+from fshard.planning.device import cost_names
 from fshard.planning.devices import Device, Link
+from fshard.planning.measure import HostClock
 from tests.lib.assertions import error_text
 
 NAMES = ["a100", "a100-40gb", "b200", "h100", "h200", "mi300x", "tpu-v5p"]
@@ -178,3 +181,22 @@ def test_ranks_that_are_no_multiples_and_devices_without_a_network_are_refused()
     assert "H100 has no links" in error_text(devices.with_bus_bandwidth, alone, {16: 1e9})
     flat = dataclasses.replace(devices.H100, links=devices.H100.links[1:])
     assert "joins any number of ranks" in error_text(devices.with_bus_bandwidth, flat, {16: 1e9})
+
+
+def test_a_convolution_by_channel_has_the_cost_of_its_kind_in_slices_and_in_plans() -> None:
+    program, mesh = reference.convolutional(2, 4, 16), fs.make_mesh(kind="simulated", data=1)
+    step, args = reference.train_step(program, mesh.device, torch.float32)
+    _, slices = rates._run_step(program, mesh, torch.float32, HostClock(0.0))
+    measured = Counter(cost_names(e.name, e.facts["kind"]) for e in slices if "conv" in e.name)
+    assert measured == {("aten.convolution", "convolution"): 7, ("aten.convolution_backward", "convolution"): 7,
+                        ("aten.convolution depthwise", "depthwise"): 2,
+                        ("aten.convolution_backward depthwise", "depthwise"): 2}  # fmt: skip
+    costs = dict.fromkeys(("convolution f32", "aten.convolution depthwise f32"), (0.0, 0.0, 0.0))
+    slow = {"aten.convolution_backward depthwise f32": (100.0, 0.0, 0.0)}
+    device = dataclasses.replace(devices.H100, queued=False, costs=costs | slow)
+    plan = fs.plan(fs.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P()), *args, device=device)
+    names = [cost_names(e.name, e.kind) for e in plan.events if isinstance(e, Operation)]
+    assert Counter(pair for pair in names if "conv" in pair[0]) == measured
+    assert plan.time is not None
+    assert plan.time.seconds == pytest.approx(200, abs=1)
+    assert plan.time.mfu * 200 == pytest.approx(sum(plan.flops.values()) / device.flops[torch.float32], rel=0.01)
