@@ -31,8 +31,9 @@ def test_random_calls_end_clearly(calls, runs, most):
     outcomes = [random_calls.attempt(7, i, calls)[0] for i in itertools.islice(drawn, runs)]
     unclear = [f"{o.call}\n  {o.text}" for o in outcomes if o.kind == "unclear"]
     assert len(unclear) <= most, "\n".join(unclear)
-    assert sum(o.kind == "returned" for o in outcomes) > 0.3 * runs  # else they prove little
-    assert sum(o.changes <= 1 for o in outcomes) > 0.6 * runs
+    # Of 1,000 calls 39% return, and 75% change one argument at most; by chance up to three deviations fewer.
+    for found, share in ((o.kind == "returned" for o in outcomes), 0.39), ((o.changes <= 1 for o in outcomes), 0.75):
+        assert sum(found) > share * runs - 3 * (share * (1 - share) * runs) ** 0.5  # else they prove little
 
 
 def test_every_public_function_is_called_and_its_correct_call_returns(calls):
