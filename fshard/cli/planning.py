@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -32,6 +33,7 @@ _SCHEDULES = get_args(Kind)
 _SETTINGS = (f"{', '.join(AXES)}: axis sizes; accumulate, chunks, prefetch, batch: numbers; "
              f"{', '.join(_SWITCHES)}: yes or no; schedule: {', '.join(_SCHEDULES)}")  # fmt: skip
 _MOST_DEVICES = 1 << 20
+_MOST_BY_DATA_SHEET = 100  # devices, by tests/benchmarks/published_layouts.csv
 
 
 def add(commands: Any) -> None:
@@ -96,6 +98,10 @@ def _run(options: argparse.Namespace) -> str:
     if count > _MOST_DEVICES:
         raise fail(f"plan: --devices {count}", fix=f"at most {_MOST_DEVICES:,}")
     batch = options.batch or count
+    is_by_data_sheet = device is not None and not options.bus_bandwidth and not options.device.endswith(".json")
+    if is_by_data_sheet and count > _MOST_BY_DATA_SHEET:
+        print(f"warning: on more than {_MOST_BY_DATA_SHEET} devices, plans with a data sheet's network put layouts in "
+              "the wrong order: measure it, and pass --bus-bandwidth", file=sys.stderr)  # fmt: skip
 
     def step_of(*, blocks: int | None = None, **layout: Any) -> Any:
         return train_step(job if blocks is None else job.with_blocks(blocks), **{"batch": batch, **layout})

@@ -52,8 +52,7 @@ def measure(mesh: Mesh | None = None, *, seconds: float = 6.0) -> Device:
     and on an accelerator in bfloat16. `launch` is for operations that these do not have. Each axis of the mesh, the
     last one nearest, is a `Link`, by the time of an all_reduce of 1 KiB and of 4 MiB. One rank has no link. Rates are
     for the threads of this process: ranks that share its cores share them. All ranks call it together, and return the
-    rates of rank 0. On a CPU with one thread its seconds, but for links, leave out the time of other
-    programs.
+    rates of rank 0. On a CPU with one thread its seconds, but for links, leave out the time of other programs.
 
     >>> device = fs.devices.measure(fs.make_mesh(data=2), seconds=0.3)
     >>> device.links[0].name, device.efficiency, "aten.mm f32" in device.costs

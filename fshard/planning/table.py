@@ -273,15 +273,26 @@ class Task:
     def row_of(self, layout: Layout, plans: Sequence[Plan]) -> PlanRow:
         """Return the row of a layout with these plans."""
         found = max(plans, key=lambda p: p.memory.peak)
-        tokens = self.tokens(**layout) if callable(self.tokens) else self.tokens
+        tokens = self.tokens_of(layout)
         times = [p.time for p in found.positions or (found,) if p.time is not None]
         seconds, mfu = (times[0].seconds, sum(t.mfu for t in times) / len(times)) if times else (None, None)
         return PlanRow(dict(layout), math.prod(found.mesh.values()), found, found.memory.peak,
                        sum(t.sent for t in found.transfers), seconds, tokens, mfu, self.limit,
                        warnings=found.warnings)  # fmt: skip
 
+    def tokens_of(self, layout: Layout) -> int | None:
+        """Return the tokens of a step. Raises ShardingError if `tokens` does not take the settings of the layout."""
+        if not callable(self.tokens):
+            return self.tokens
+        try:
+            return self.tokens(**layout)
+        except TypeError as e:
+            raise fail(f"{self.name}: tokens(**layout): {e}", f"layout  {settings(layout)}",
+                       fix="tokens=lambda **layout: a number") from e  # fmt: skip
+
     def step(self, layout: Layout, **more: Any) -> tuple[ShardMapped, tuple[Any, ...]]:
         """Call `step_of`. Raises ShardingError unless it returns a function of shard_map and its arguments."""
+        self.tokens_of(layout)  # before a plan, which may take minutes
         made = self.step_of(**layout, **more)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], ShardMapped)
                 and isinstance(made[1], (tuple, list))):  # fmt: skip

@@ -138,6 +138,12 @@ def test_a_measured_network_makes_its_transfers_slower(capsys: pytest.CaptureFix
     assert slow["peak_bytes"] == fast["peak_bytes"]
 
 
+def test_many_devices_with_the_network_of_a_data_sheet_are_warned_of(capsys: pytest.CaptureFixture[str]):
+    for devices, more, warned in (("128", (), True), ("64", (), False), ("128", ("--bus-bandwidth", "16=180"), False)):
+        assert main(["plan", "config.json", "--devices", devices, "--device", "h100", "--batch", "128", *more]) == 0
+        assert ("warning: on more than 100 devices" in capsys.readouterr().err) is warned
+
+
 def test_candidates_use_all_devices_and_rule_out_each_other():
     job = Job(fs.models.gpt2, fs.models.gpt2.Config(), 8)
     found = list(_candidates(job, H100, 32, 32, {}))

@@ -135,6 +135,8 @@ def test_without_a_device_rows_are_in_the_order_of_their_peaks():
 def test_layouts_of_different_batches_are_compared_by_their_rate():
     layouts = [{"batch": n} for n in (4, 64)]
     by_rate = fs.plan_table(sum_of, layouts, device=H100, tokens=lambda batch: batch)
+    (wrong, *_) = fs.plan_table(sum_of, layouts, device=H100, tokens=lambda layout: 1)
+    assert "plan_table: tokens(**layout): " in str(wrong.error)
     by_time = fs.plan_table(sum_of, layouts, device=H100)
     assert [row.layout["batch"] for row in by_rate] == [64, 4]
     assert [row.layout["batch"] for row in by_time] == [4, 64]
