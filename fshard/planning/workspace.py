@@ -4,11 +4,11 @@ On a CPU, in float32 and with one thread (each further one may sum gradients in 
 3.12; "blocked" is a copy whose channels are rounded up to the lanes of a vector (AVX-512: 16, AVX2: 8).
 
 - Convolutions copy the source S, the weights W and the result D into blocked ones, S', W' and D', and the result back.
-  Images of up to 3 channels are read in place; images of one pixel have one layout. Forward:
-  max(S' + W' + D' - D, D'); transposed: max(S' + W', 2 D). The gradients of S and then of W:
-  max(D' + W' + S' - S - W, D' + S' + W' - W, W'). Channels-last tensors are not copied, and W twice: 2 W', backward
-  3 W', in groups W and W'. Source: what `aten::convolution` allocates, as `tests.benchmarks.below_torch` counts it.
-  torch's convolutions without oneDNN unfold their images.
+  Images of up to 3 channels are read in place; images of one pixel have one layout. Forward: max(S' + W' + D' - D, D');
+  transposed: max(S' + W', 2 D). The gradients of S and then of W: max(D' + W' + S' - S - W, D' + S' + W' - W, W'), or
+  with a stride 2 S - W, in groups S - W. Channels-last tensors are not copied, and W twice: 2 W', backward 3 W', in
+  groups W and W'. Source: what `aten::convolution` allocates, as `tests.benchmarks.below_torch` counts it. torch's
+  convolutions without oneDNN unfold their images.
 - An LSTM saves its gates, states and their gradients for backward, and packs its weights: oneDNN,
   `src/cpu/rnn/rnn_utils.cpp`, `set_offsets` and `get_good_ld`.
 
@@ -177,6 +177,8 @@ def _convolution_backward(args: Sequence[Any], lanes: int) -> int | None:
         is_plain = x.shape[1] <= _READ_IN_PLACE and max(args[4]) > 1  # the gradient of such images
         copies = _blocked_weights(w, groups, lanes) + (x.nbytes if is_plain else _blocked(x, lanes))
         found.append(result + copies - x.nbytes - (w.nbytes if of_w else 0))
+        if max(args[4]) > 1 and not transposed:  # torch copies the gradient of S
+            found.append(x.nbytes * (2 if groups == 1 else 1) - (w.nbytes if of_w else 0))
     if of_w:
         found.append(result + _read(x, lanes) + weights - w.nbytes)
     return max(found)

@@ -178,6 +178,8 @@ steps = [
     *(lambda m=m: m(x).square().sum().backward() for m in (
         nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 40, 3, padding=1), nn.ConvTranspose2d(64, 32, 2, stride=2),
         nn.Conv2d(64, 128, 1), nn.Conv2d(64, 64, 3, groups=64), nn.Conv2d(64, 64, 5, dilation=2),
+        nn.Conv2d(64, 128, 3, stride=2, padding=1), nn.Conv2d(64, 64, 1, stride=2),
+        nn.Conv2d(64, 64, 7, stride=3, groups=64),
     )),
     *(lambda m=m: m(x.detach().to(memory_format=torch.channels_last)).square().sum().backward() for m in (
         nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 64, 7, padding=3, groups=64),
@@ -202,7 +204,7 @@ def test_rules_of_workspaces_are_what_the_kernels_allocate(tmp_path: Path) -> No
     env = {**os.environ, "LD_PRELOAD": str(tmp_path / "counting.so"), "OMP_NUM_THREADS": "1"}
     out = subprocess.run([sys.executable, "-c", _MEASURE], env=env, capture_output=True, text=True, check=True).stdout
     rows = [row for line in out.splitlines() for row in json.loads(line)]
-    assert len(rows) == 22
+    assert len(rows) == 28
     for op, rule, measured in rows:
         assert rule is not None, op
         assert abs(rule - measured) <= 2**17 + 0.02 * measured, (op, rule, measured)
