@@ -41,10 +41,11 @@ class ModuleModel:
         except ShardingError:
             raise
         except Exception as e:  # of any kind: a constructor of another library runs
-            raise fail(f"{where}: there is no model file for {contents.get('model_type')!r}, and no class",
+            what = f"there is no model file for {contents.get('model_type')!r}, and its class cannot be made"
+            raise fail(f"{where}: {what}",
                        f"{type(e).__name__}: {str(e).strip().partition('. ')[0]}",
-                       fix="a class of transformers in architectures; or write its train step, and call "
-                           "fs.plan_table(step_of, layouts, device=...)") from e  # fmt: skip
+                       fix="mend the config, whose architectures name a class of transformers; or write its train "
+                           "step, and call fs.plan_table(step_of, layouts, device=...)") from e  # fmt: skip
         self.__name__, self.cfg = kind.__name__, cfg
         self.params, self.buffers = tree["params"], tree["buffers"]
 

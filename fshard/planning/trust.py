@@ -85,9 +85,9 @@ def _error_bars(kinds: set[str], on_gpu: bool, has_workspaces: bool) -> str:
     of_seconds = of_seconds if on_gpu and not unknown else f"not compared {f'for {unknown}' if on_gpu else 'on CPUs'}"
     of_bytes = max((share for _, share, _ in errors.values()), default=_OF_BYTES)
     counts = ", ".join(f"{n} with {_NAMES[kind]}" for kind, (*_, n) in errors.items() if n)
-    return (f"error bars: speed {of_seconds}, bytes within {of_bytes:.0%} of the measured"
-            f"{', without unknown workspaces' if has_workspaces else ''}"
-            f"{f'; of 9 in 10 published steps of language models on GPUs ({counts})' if counts else ''}")  # fmt: skip
+    steps = f", in 9 of 10 published steps of language models on GPUs ({counts})" if counts else ""
+    missing = ", without unknown workspaces" if has_workspaces else ""
+    return f"error bars: speed {of_seconds}, bytes within {of_bytes:.0%} of the measured{steps}{missing}"
 
 
 def unknown_operations(events: Iterable[Event]) -> Counter[str]:

@@ -183,7 +183,7 @@ def test_candidates_use_all_devices_and_rule_out_each_other():
 
 
 def test_errors_name_the_option(capsys: pytest.CaptureFixture[str]):
-    assert error(capsys, model="nowhere").splitlines()[0] == "plan: nowhere: there is no config.json"
+    assert error(capsys, model="nowhere").splitlines()[0] == "plan: nowhere: there is no such folder or file"
     assert "'remat=3' is not a setting" in error(capsys, "--layout", "data=2,remat=3")
     assert "'schedule=1b' is not a setting" in error(capsys, "--layout", "stage=2,schedule=1b")
     assert "it has a value already" in error(capsys, "--layout", "data=2,data=4")

@@ -152,7 +152,7 @@ def test_sizes_that_ranks_would_exchange_must_be_passed():
         "  dim 0 of x is 3, split over the 2 ranks of 'data': 3 % 2 = 1\n"
         "  so where this rank has 2, another may have another size\n"
         f"  at test_check.py:{inspect.getsourcelines(gather)[1] + 1} in gather\n"
-        "  fix: pass size=, the global size; or make dim 0 of x a multiple of 2: 4"
+        "  fix: pass size=, the global size; or make dim 0 of x a multiple of 2, such as 4"
     )
     f = mapped(lambda x: fs.all_gather(x, "data", size=3, to="invariant"), ins=(P("data"),), out=P())
     assert fs.check(f, torch.ones(3)).result.shape == (3,)
@@ -178,7 +178,7 @@ def test_an_uneven_batch_needs_the_sizes_of_parameters_that_are_split_over_its_a
             f"  {why}\n"
             "  so where this rank has 4, another may have another size\n"
             f"  at test_check.py:{inspect.getsourcelines(loss)[1] + 1} in loss\n"
-            f"  fix: pass shapes=, the described tree, such as init(); or make {dim} a multiple of {n}: {even}"
+            f"  fix: pass shapes=, the described tree, such as init(); or make {dim} a multiple of {n}, such as {even}"
         )
         assert fs.check(program(spec, shapes=described)[1], described, torch.ones(shape)).result.shape == ()
         assert fs.check(f, described, torch.ones([even if s in (9, 5) else s for s in shape])).result.shape == ()

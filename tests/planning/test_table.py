@@ -116,9 +116,8 @@ def uneven(kind: str, data: int = 4) -> Any:
 
 def test_error_of_a_row_has_its_fix_in_all_lines_and_the_first_of_several_problems():
     size, norms, leaves = (repr(fs.plan_table(uneven, [{"kind": kind}])) for kind in ("size", "norms", "leaves"))
-    assert (
-        "; fix: pass shapes=, the described tree, such as init(); or make dim 0 of w['a'] a multiple of 4: 12" in size
-    )
+    fix = "pass shapes=, the described tree, such as init(); or make dim 0 of w['a'] a multiple of 4, such as 12"
+    assert f"; fix: {fix}" in size
     assert "or apply.eval(); or apply.batch_norm_over(None), if each rank has channels or a model of its own" in norms
     assert "error: 2 problems: <lambda>: args[0]['a']: the spec is longer" in leaves
     assert "; fix: " in leaves

@@ -101,7 +101,7 @@ def test_error_bars_are_the_largest_of_the_kinds_of_parallelism() -> None:
     fsdp, tensor, data = (_ERRORS[kind] for kind in ("FSDP", "tensor", "data"))
     both = f"within {max(fsdp[0] or 0, tensor[0] or 0):.0%}, bytes within {max(fsdp[1], tensor[1]):.0%}"
     one = f"not compared for data parallelism, bytes within {max(tensor[1], data[1]):.0%}"
-    of = "of the measured; of 9 in 10 published steps of language models on GPUs"
+    of = "of the measured, in 9 of 10 published steps of language models on GPUs"
     cpu = dataclasses.replace(FITTED, queued=False)
     for spec, device, want in (
         (P(("data", "model")), FITTED, f"{both} {of} ({fsdp[2]} with FSDP, {tensor[2]} with tensor parallelism)"),

@@ -100,7 +100,8 @@ def _exchange_sizes(verb: str, axes: tuple[str, ...], local: Sequence[int], word
         if isinstance(size, tuple):
             why, other = f"in parts of {list(size)}", "leave out lengths= in its spec"
         else:
-            why, other = f"{size} % {n} = {size % n}", f"make {cause.name} a multiple of {n}: {size - size % -n}"
+            why = f"{size} % {n} = {size % n}"
+            other = f"make {cause.name} a multiple of {n}, such as {size - size % -n}"
         raise fail(f"{verb}: sizes that the axis does not divide must be known to {program}",
                    f"{cause.name} is {total(size)}, split over the {n} ranks of {over}: {why}",
                    f"so where this rank has {parts}, another may have another size", *user_line(),
