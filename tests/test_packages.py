@@ -41,7 +41,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "optim": 2_809,
     "planning": 5_519,
     "recipes": 2_113,
-    "schedule": 3_223,
+    "schedule": 3_228,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

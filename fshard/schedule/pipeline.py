@@ -244,6 +244,8 @@ def _layers(layers: Any, each: Any, chunks: int) -> tuple[Sequence[Any], list[tu
         if each is not None and not (isinstance(each, (list, tuple)) and len(each) == len(layers)):
             raise fail(f"pipelined: each is {shown(each)}", fix=f"a list, for the list of {len(layers)} layers")
         return layers, [()] * len(layers) if each is None else [(extra,) for extra in each]
+    if each is not None and not tree.leaves(each):
+        raise fail(f"pipelined: each is {shown(each)}, without leaves", fix="leaves that are stacked like the layers")
     leaves, treedef = tree.flatten((layers, () if each is None else (each,)))
     dims = 2 if chunks > 1 else 1
     shapes = {tuple(x.shape[:dims]) if isinstance(x, Tensor) and x.ndim >= dims else None for x in leaves}
@@ -429,9 +431,8 @@ class _Run:
             for op, place, receives, sends in self.steps:
                 for message, series in receives:
                     self.arriving[message.key] = self._start(message, series, self.empty)
-                for wait in itertools.chain(*self.sent[:-_MOST_SENT]):
-                    wait()
-                del self.sent[:-_MOST_SENT]
+                self._end_sends(_MOST_SENT)
+                h: list[Tensor] = []  # of the operation before, not in memory with this one's
                 with in_microbatch(self.parts[op.microbatch]):
                     if op.kind != "W":
                         h = self._forward(op, place) if op.kind == "F" else self._backward(op, place)
@@ -439,9 +440,13 @@ class _Run:
                         of_weights()
                 for message, series in sends:
                     self.sent.append(self._start(message, series, h))
-            for wait in itertools.chain(*self.sent):
-                wait()
+            self._end_sends(0)
         return self.found or [self.result] * len(self.parts)
+
+    def _end_sends(self, most: int) -> None:
+        while len(self.sent) > most:
+            for wait in self.sent.pop(0):
+                wait()
 
     def _forward(self, op: Operation, place: int) -> list[Tensor]:
         """Compute a chunk for a microbatch; return the leaves of its h."""
