@@ -39,7 +39,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "models": 4_684,
     "nn": 3_834,
     "optim": 2_809,
-    "planning": 5_519,
+    "planning": 5_523,
     "recipes": 2_113,
     "schedule": 3_228,
     "fshard": 97,

@@ -82,7 +82,11 @@ def _error_bars(kinds: set[str], on_gpu: bool, has_workspaces: bool) -> str:
     errors = {kind: bars for kind, bars in _ERRORS.items() if kind in kinds and on_gpu}
     unknown = " and ".join(_NAMES[kind] for kind, (seconds, *_) in errors.items() if seconds is None)
     of_seconds = f"within {max((seconds or 0 for seconds, *_ in errors.values()), default=0):.0%}"
-    of_seconds = of_seconds if on_gpu and not unknown else f"not compared {f'for {unknown}' if on_gpu else 'on CPUs'}"
+    of_seconds = (
+        of_seconds
+        if on_gpu and not unknown
+        else f"not compared {f'for {unknown}' if on_gpu else 'with published steps on CPUs'}"
+    )
     of_bytes = max((share for _, share, _ in errors.values()), default=_OF_BYTES)
     counts = ", ".join(f"{n} with {_NAMES[kind]}" for kind, (*_, n) in errors.items() if n)
     steps = f", in 9 of 10 published steps of language models on GPUs ({counts})" if counts else ""
