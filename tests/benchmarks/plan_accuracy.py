@@ -275,7 +275,8 @@ def main() -> None:
     parser.add_argument("--every", action="store_true", help="every model in every layout")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    below = "" if below_torch.preload() else "; no C compiler: only torch's profiler"
+    below_torch.preload()
+    below = "" if below_torch.is_counting() else "; no C compiler: only torch's profiler"
     cases = args.only or [*(ways if args.every else OTHERS), *kinds]
     cases += [f"pipeline/{schedule}" for schedule in SCHEDULES] if args.every and not args.only else []
     plan_kinds.import_for([case.removeprefix("kinds/") for case in cases])
