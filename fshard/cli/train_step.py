@@ -115,8 +115,8 @@ def read_job(path: str | Path, length: int | None = None) -> Job:
     """
     config = Path(str(config_path(path)))
     if not config.is_file():
-        what = f"there is no {CONFIG}" if Path(path).is_dir() else "its name does not end in .json" if Path(
-            path).is_file() else "there is no such folder or file"  # fmt: skip
+        found = "its name does not end in .json" if Path(path).is_file() else "there is no such folder or file"
+        what = f"there is no {CONFIG}" if Path(path).is_dir() else found
         raise fail(f"plan: {path}: {what}", fix="a Hugging Face folder, or a config under a name that ends in .json")
     contents = read_json(config)
     model = model_of(contents) or ModuleModel(contents, str(config))

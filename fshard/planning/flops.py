@@ -454,6 +454,8 @@ def bytes_of(op: Any, inputs: Sequence[Tensor], written: Sequence[Tensor], new: 
 
 
 def _bytes(x: Tensor) -> int:
+    if x.is_contiguous():  # most are, and a trace asks for each operand of each operation
+        return x.nbytes
     sizes = [n for n, stride in zip(x.shape, x.stride(), strict=True) if stride or not n]
     return math.prod(sizes) * x.element_size()
 

@@ -68,7 +68,7 @@ def convolutional(b: int, c: int, n: int) -> Program:
         h = h + F.conv2d(h, near, padding=1, groups=d)
         r = F.layer_norm(F.conv2d(h, channels, c2, padding=3, groups=d).permute(0, 2, 3, 1), (d,), c2, c2)
         h = h + (F.gelu(r @ up) @ down).permute(0, 3, 1, 2)
-        h = torch.cat([kept, F.pad(F.conv_transpose2d(h, larger, stride=2), (0, 0, 0, 0))], 1)
+        h = torch.cat([kept, F.pad(F.conv_transpose2d(h, larger, stride=2), (0, 0, 0, 0))], 1)  # a copy: its cost
         h = F.silu(F.group_norm(F.conv2d(h, narrow, padding=1), 4, c1, c1))
         return F.cross_entropy(F.linear(h.mean((2, 3)), head, c1).float(), y)
 

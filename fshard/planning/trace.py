@@ -126,7 +126,7 @@ def trace(f: ShardMapped, *args: Any, path: StrPath | None = None, device: Devic
 
     The call is a real one: it uses up donated arguments, and `Trace.result` is its result. It is not checked, nor
     compiled. Call `f` before, so that the trace is not of a first call. To record an operation takes as
-    long as some six additions of two numbers, between the slices; on CUDA a slice is the time between two events of
+    long as some twenty additions of two numbers, between the slices; on CUDA a slice is the time between two events of
     the stream.
 
     - On a process mesh every rank calls `trace`, and rank 0 has the timelines of all ranks and writes the file. Ranks

@@ -80,18 +80,15 @@ def warnings_of(
 def _error_bars(kinds: set[str], on_gpu: bool, has_workspaces: bool) -> str:
     """Return a line with the largest error bars of the kinds of parallelism; on a CPU, of `plan_accuracy`."""
     errors = {kind: bars for kind, bars in _ERRORS.items() if kind in kinds and on_gpu}
-    unknown = " and ".join(_NAMES[kind] for kind, (seconds, *_) in errors.items() if seconds is None)
-    of_seconds = f"within {max((seconds or 0 for seconds, *_ in errors.values()), default=0):.0%}"
-    of_seconds = (
-        of_seconds
-        if on_gpu and not unknown
-        else f"not compared {f'for {unknown}' if on_gpu else 'with published steps on CPUs'}"
-    )
+    unknown = " and ".join(_NAMES[kind] for kind, (share, *_) in errors.items() if share is None)
+    of_speed = f"within {max((share or 0 for share, *_ in errors.values()), default=0):.0%}"
+    of_speed = f"not compared for {unknown}" if unknown else of_speed
+    of_speed = of_speed if on_gpu else "not compared with published steps on CPUs"
     of_bytes = max((share for _, share, _ in errors.values()), default=_OF_BYTES)
     counts = ", ".join(f"{n} with {_NAMES[kind]}" for kind, (*_, n) in errors.items() if n)
     steps = f", in 9 of 10 published steps of language models on GPUs ({counts})" if counts else ""
     missing = ", without unknown workspaces" if has_workspaces else ""
-    return f"error bars: speed {of_seconds}, bytes within {of_bytes:.0%} of the measured{steps}{missing}"
+    return f"error bars: speed {of_speed}, bytes within {of_bytes:.0%} of the measured{steps}{missing}"
 
 
 def unknown_operations(events: Iterable[Event]) -> Counter[str]:
