@@ -81,6 +81,7 @@ def one_compute_thread(*, then: int) -> Iterator[None]:
     if then == 1:
         yield
         return
+    torch.get_num_threads()  # or torch asks later, in this thread's first operation, for what another one has restored
     torch.set_num_threads(1)
     try:
         yield

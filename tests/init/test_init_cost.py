@@ -16,7 +16,7 @@ import fshard as fs
 from fshard import P
 from fshard.models import llama
 from fshard.random import draws as R  # noqa: N812
-from fshard.random.threads import fill_parts
+from fshard.random.threads import fill_parts, one_compute_thread
 from fshard.spec import box_shape, local_box
 from tests.benchmarks import init as benchmark
 from tests.lib.operations import Operations
@@ -170,6 +170,25 @@ def test_no_operation_is_split_between_threads_of_torch(two_threads, fills, infe
     torch.set_num_threads(1)
     assert torch.equal(made["large"], fill(fs.init.normal((513, 400)), part))
     assert torch.equal(made["small"], fill(fs.init.normal((128, 128)), (slice(0, 128),) * 2))
+
+
+def test_thread_that_has_not_computed_yet_keeps_one_when_another_restores_two(two_threads):
+    def restores():
+        with one_compute_thread(then=2):
+            pass
+
+    def computes():
+        with one_compute_thread(then=2):
+            other = threading.Thread(target=restores)
+            other.start()
+            other.join()
+            found.append(torch.get_num_threads())
+
+    found = []
+    thread = threading.Thread(target=computes)
+    thread.start()
+    thread.join()
+    assert found == [1]
 
 
 def test_tiles_are_divided_between_threads(two_threads, fills, monkeypatch):
