@@ -434,6 +434,7 @@ CALLS = [
     *prefixed("devices",
         outside(fs.devices.of, name="h100"),
         outside(fs.devices.fitted, device=fs.devices.H100),
+        outside(fs.devices.calibrated, plan=PLAN, seconds=PLAN.time.seconds),  # type: ignore[union-attr]
         outside(fs.devices.measure, mesh=None, seconds=0.01),
         outside(fs.devices.this_cpu, seconds=0.01),
         outside(fs.devices.with_bus_bandwidth, device=fs.devices.H100, measured={16: 3e11}),

@@ -19,8 +19,9 @@ from typing import Any, get_args
 import torch
 
 from fshard import models, tree
-from fshard.errors import ShardingError, fail, raise_all
-from fshard.planning import PlanTable, devices, divisions, plan_table, search
+from fshard._core.display import duration
+from fshard.errors import ShardingError, fail, number_of, raise_all
+from fshard.planning import Plan, PlanTable, devices, divisions, plan, plan_table, search
 from fshard.schedule.tables import Kind
 
 from .train_step import AXES, Job, read_job, train_step
@@ -54,6 +55,9 @@ def add(commands: Any) -> None:
     )
     option("--efficiency", type=float, metavar="SHARE",
            help="of the peak that products reach (default: the fitted one, or 1: a bound)")  # fmt: skip
+    option("--measured", metavar="TOKENS/S[,GiB]",
+           help="tokens/s and device of your step with the first layout, by which all are then planned: 5762 or "
+                "5762,58.4GiB, to compare its memory too")  # fmt: skip
     option(
         "--bus-bandwidth",
         metavar="RANKS=GB/s",
@@ -87,9 +91,10 @@ def _run(options: argparse.Namespace) -> str:
         raise fail("plan: --bus-bandwidth without --device: there is no time to plan", fix="--device h100")
     if options.efficiency and not options.device:
         raise fail("plan: --efficiency without --device: there is no time to plan", fix="--device h100")
+    measured = _measured(options) if options.measured is not None else None
     device = devices.fitted(devices.of(options.device)) if options.device else None
     if device is not None and options.efficiency:
-        device = dataclasses.replace(device, efficiency=options.efficiency)
+        device = dataclasses.replace(device, efficiency=options.efficiency, calibrated=False)
     if device is not None and options.bus_bandwidth:
         device = devices.with_bus_bandwidth(device, _rates(options.bus_bandwidth))
     job = read_job(options.model, options.seq)
@@ -119,13 +124,20 @@ def _run(options: argparse.Namespace) -> str:
                        headroom=options.headroom, best=options.best, blocks=job.blocks, heavier=_heavier,
                        slower=_slower, neighbours=_neighbours, progress=True)  # fmt: skip
     else:
-        layouts = _complete(given or [{}], count)
+        layouts, note = _complete(given or [{}], count), ""
+        if measured is not None:
+            f, args = step_of(**layouts[0])
+            device, note = _calibrated(plan(f, *args, device=device), tokens(**layouts[0]), *measured)
         table = plan_table(step_of, layouts, device=device, tokens=tokens, headroom=options.headroom, progress=True)
+        table = dataclasses.replace(table, note=note)
     table = dataclasses.replace(table, unit=job.unit)
     if options.html:
         _write(Path(options.html), f"{options.model}: {_facts(job, batch)}", table)
     if options.json:
-        return json.dumps({"model": options.model, "batch": batch, "length": job.length, **table.as_dict()}, indent=2)
+        found = {"efficiency": None if device is None else device.efficiency, **table.as_dict()}
+        return json.dumps(
+            {"model": options.model, "batch": batch, "length": job.length, "note": table.note, **found}, indent=2
+        )
     return f"{options.model}: {_facts(job, batch)}\n{table!r}"
 
 
@@ -140,6 +152,41 @@ def _rates(text: str) -> dict[int, float]:
             raise fail(f"plan: --bus-bandwidth {text}: {part.strip()!r} is not RANKS=GB/s",
                        fix="--bus-bandwidth 16=362,32=160,512=33") from e  # fmt: skip
     return rates
+
+
+def _measured(options: argparse.Namespace) -> tuple[float, float | None]:
+    """Return the rate and the GiB of `--measured`. Raises ShardingError for other texts, and beside some options."""
+    text, (rate, comma, nbytes) = options.measured, options.measured.partition(",")
+    try:
+        found = float(rate), float(nbytes.strip().removesuffix("GiB")) if comma else None
+        if (comma and not nbytes.endswith("GiB")) or not all(0 < x < math.inf for x in found if x is not None):
+            raise ValueError
+    except ValueError as e:
+        raise fail(f"plan: --measured {text}: not a number of tokens/s and device, nor one with GiB",
+                   fix="--measured 5762 or --measured 5762,58.4GiB") from e  # fmt: skip
+    if not options.device or options.efficiency:
+        what = "with --efficiency, which it finds" if options.device else "without --device: there is no time to plan"
+        raise fail(f"plan: --measured {what}", fix="--device h100 --measured 5762")
+    if options.search:
+        raise fail("plan: --search with --measured: a search has no first layout",
+                   fix="plan that layout with --measured: it prints the --efficiency for a search")  # fmt: skip
+    return found
+
+
+def _calibrated(planned: Plan, units: int, rate: float, gib: float | None) -> tuple[devices.Device, str]:
+    """Return the device of a plan with the efficiency of a measured rate, and lines on what was found."""
+    n = math.prod(planned.mesh.values())
+    seconds = units / (rate * n)
+    step = f"{units:,} / ({rate:g} x {number_of(n, 'device')}) = {duration(seconds)}"
+    print(f"measured: {step} a step", file=sys.stderr)  # before an error
+    device = devices.calibrated(planned, seconds)
+    note = (
+        f"efficiency {device.efficiency:.4f}, by the first layout's {step}; again: --efficiency {device.efficiency:.4f}"
+    )
+    if gib is not None:
+        peak = planned.memory.peak / 2**30
+        note += f"\npeak of the first layout: planned {peak:.1f} GiB, measured {gib:g} GiB: {peak / gib - 1:+.1%}"
+    return device, note
 
 
 def _facts(job: Job, batch: int) -> str:

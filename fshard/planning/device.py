@@ -46,6 +46,7 @@ class Device:
     `costs`: measured seconds of operations, in the place of the rates above: to start, for each byte, for each FLOP. By
     name and dtype, "aten.mm f32", "aten.convolution depthwise f32"; by kind, "matmul f32"; and what a phase adds to
     each, "forward", "backward".
+    `calibrated`: whether the efficiency is of a measured step (`devices.calibrated`), whose error bars plans then have.
 
     >>> fs.devices.H100.flops[torch.bfloat16] / 1e12, fs.devices.H100.memory // 2**30
     (989.4, 80)
@@ -63,6 +64,7 @@ class Device:
     queued: bool = True
     attention: float | None = None
     costs: Mapping[str, tuple[float, float, float]] = field(default_factory=dict, hash=False)
+    calibrated: bool = False
 
     def share_of(self, kind: str) -> float:
         """Return the share of `flops` that operations of a kind reach."""

@@ -21,18 +21,22 @@ HGX B200; AMD, "Instinct MI300X Accelerator" data sheet and "CDNA 3" white paper
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
-from fshard.errors import checked, fail
+from fshard._core.display import duration
+from fshard.errors import checked, fail, must_be
 
 from .device import Device, Link, read, write
+from .plan import Plan
 from .rates import measure, this_cpu
+from .roofline import Roofline, joined
 
-__all__ = ["A100", "A100_40GB", "B200", "H100", "H200", "MI300X", "TPU_V5P", "Device", "Link", "fitted", "measure",
-           "of", "this_cpu", "with_bus_bandwidth", "write"]  # fmt: skip
+__all__ = ["A100", "A100_40GB", "B200", "H100", "H200", "MI300X", "TPU_V5P", "Device", "Link", "calibrated", "fitted",
+           "measure", "of", "this_cpu", "with_bus_bandwidth", "write"]  # fmt: skip
 
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -75,6 +79,7 @@ TPU_V5P = Device("TPU-v5p", _rates(((*_FP8, torch.bfloat16), 459), (_INT8, 918))
 # Attention: of FlashAttention-2, 35% on an H100 (arXiv:2407.08608); on an A100 the middle of 50% to 73% (2307.08691).
 _HOPPER_FITTED, _AMPERE_FITTED = (0.744, 26e-6, 0.35), (0.708, 26e-6, 0.61)
 _FITTED = {"H100": _HOPPER_FITTED, "H200": _HOPPER_FITTED, "A100": _AMPERE_FITTED, "A100-40GB": _AMPERE_FITTED}
+_LEAST = 0.05  # a lower efficiency is something else
 _KNOWN = {device.name.lower(): device for device in (A100, A100_40GB, H100, H200, B200, MI300X, TPU_V5P)}
 
 
@@ -108,8 +113,59 @@ def fitted(device: Device) -> Device:
     >>> fs.devices.fitted(fs.devices.H100).efficiency < 1, fs.devices.fitted(fs.devices.B200).is_bound
     (True, True)
     """
-    efficiency, launch, attention = _FITTED.get(device.name, (device.efficiency, device.launch, device.attention))
+    if device.name not in _FITTED or not device.is_bound:  # it has rates of its own
+        return device
+    efficiency, launch, attention = _FITTED[device.name]
     return replace(device, efficiency=efficiency, launch=launch, attention=attention)
+
+
+@checked
+def calibrated(plan: Plan, seconds: float) -> Device:
+    """Return the device of a plan with the efficiency at which the plan takes as long as its step was measured to take.
+
+    Plan other layouts with it: of published steps planned so, half are within 4% (FSDP). Its links, its launch and its
+    share of attention stay.
+
+    >>> step = shard_map(lambda x: x @ x @ x, mesh=make_mesh(data=2), in_specs=P(), out_specs=P())
+    >>> p = plan(step, fs.init.zeros((8192, 8192), dtype=torch.bfloat16), device=fs.devices.H100)
+    >>> round(fs.devices.calibrated(p, seconds=4e-3).efficiency, 3)
+    0.601
+
+    Raises ShardingError for a plan without a device, and for seconds that no efficiency from 0.05 to 1 gives.
+    """
+    device = plan.device
+    if device is None:
+        raise fail(
+            "calibrated: plan: it has no device", fix="fs.plan(step, *args, device=devices.fitted(devices.H100))"
+        )
+    if not 0 < seconds < math.inf:
+        raise must_be("calibrated: seconds", "a positive number", seconds, "seconds=1.5, of a step")
+    events = {p.rank: p.events for p in plan.positions or (plan,)}
+
+    def at(efficiency: float) -> Roofline:
+        return joined(events, plan.mesh, replace(device, efficiency=efficiency))[0]
+
+    fastest, slowest = at(1.0), at(_LEAST)
+    if not fastest.seconds <= seconds <= slowest.seconds:
+        too, e, bound = ("fast", 1.0, fastest) if seconds < fastest.seconds else ("slow", _LEAST, slowest)
+        raise fail(
+            f"calibrated: a step of {duration(seconds)} is too {too} for any efficiency of {device.name}",
+            f"at {e:g} its plan takes {duration(bound.seconds)}: {duration(bound.compute)} of operations, "
+            f"{duration(bound.seconds - bound.compute)} waiting for others", f"measured: {duration(seconds)}, an MFU "
+            f"of {bound.flops_at_peak / seconds:.1%}",
+            fix="the layout, batch and length that were measured; the rate of one device; its network "
+                "(with_bus_bandwidth, --bus-bandwidth)",
+        )  # fmt: skip
+    return replace(device, efficiency=efficiency_at(lambda e: at(e).seconds, seconds), calibrated=True)
+
+
+def efficiency_at(seconds: Callable[[float], float], measured: float) -> float:
+    """Return the efficiency at which predicted seconds, which fall with it, are the measured ones: by bisection."""
+    low, high = _LEAST, 1.0
+    for _ in range(24):
+        middle = (low + high) / 2
+        low, high = (middle, high) if seconds(middle) > measured else (low, middle)
+    return (low + high) / 2
 
 
 @checked

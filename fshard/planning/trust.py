@@ -36,11 +36,20 @@ _BALANCED = "experts are assumed balanced: the one with the most rows needs more
 
 _OF_BYTES = 0.03  # by `tests.benchmarks.plan_accuracy`
 
-# Kind -> the error bars of tokens/s and of bytes, and the number of published steps that these hold for 9 in 10 of, by
-# `python -m tests.benchmarks.trust`; a test compares them.
-_ERRORS: dict[str, tuple[float | None, float, int]] = {
-    "FSDP": (0.36, 0.43, 57), "tensor": (0.21, 0.08, 34), "pipeline": (0.18, 0.23, 15),
-    "data": (None, _OF_BYTES, 0), "context": (None, _OF_BYTES, 0), "experts": (None, _OF_BYTES, 0),
+
+class _Bars(NamedTuple):
+    """Error bars of tokens/s, by published steps: of plans by fitted rates, of calibrated ones; and of bytes."""
+
+    blind: tuple[float, int] | None  # what 9 in 10 are within, or all if fewer than 10; and how many there are
+    calibrated: tuple[float, int] | None
+    of_bytes: float = _OF_BYTES
+
+
+_NONE = _Bars(None, None)
+# By kind, from `python -m tests.benchmarks.trust`; a test compares them.
+_ERRORS = {
+    "FSDP": _Bars((0.36, 57), (0.15, 52), 0.43), "tensor": _Bars((0.21, 34), (0.21, 34), 0.08),
+    "pipeline": _Bars((0.18, 15), (0.23, 15), 0.23), "data": _NONE, "context": _NONE, "experts": _NONE,
 }  # fmt: skip
 _NAMES = {"FSDP": "FSDP", "tensor": "tensor parallelism", "pipeline": "pipelines", "data": "data parallelism",
           "context": "context parallelism", "experts": "experts"}  # fmt: skip
@@ -73,22 +82,26 @@ def warnings_of(
     texts += [_BALANCED] * ("experts" in splits.kinds.values())
     if device is not None and not device.is_bound and splits.kinds:
         has_workspaces = any(text.startswith("workspace") for text in unknown)
-        return (*texts, *splits.warnings, _error_bars({*splits.kinds.values()}, device.queued, has_workspaces))
+        return (*texts, *splits.warnings, _error_bars({*splits.kinds.values()}, device, has_workspaces))
     return (*texts, *splits.warnings)
 
 
-def _error_bars(kinds: set[str], on_gpu: bool, has_workspaces: bool) -> str:
+def _error_bars(kinds: set[str], device: Device, has_workspaces: bool) -> str:
     """Return a line with the largest error bars of the kinds of parallelism; on a CPU, of `plan_accuracy`."""
-    errors = {kind: bars for kind, bars in _ERRORS.items() if kind in kinds and on_gpu}
-    unknown = " and ".join(_NAMES[kind] for kind, (share, *_) in errors.items() if share is None)
-    of_speed = f"within {max((share or 0 for share, *_ in errors.values()), default=0):.0%}"
-    of_speed = f"not compared for {unknown}" if unknown else of_speed
-    of_speed = of_speed if on_gpu else "not compared with published steps on CPUs"
-    of_bytes = max((share for _, share, _ in errors.values()), default=_OF_BYTES)
-    counts = ", ".join(f"{n} with {_NAMES[kind]}" for kind, (*_, n) in errors.items() if n)
-    steps = f", in 9 of 10 published steps of language models on GPUs ({counts})" if counts else ""
+    errors = {kind: bars for kind, bars in _ERRORS.items() if kind in kinds and device.queued}
+    speeds = {_NAMES[kind]: bars.calibrated if device.calibrated else bars.blind for kind, bars in errors.items()}
+    known = {name: bar for name, bar in speeds.items() if bar is not None}
+    of_speed = f"within {max((share for share, _ in known.values()), default=0):.0%}"
+    if unknown := " and ".join(name for name in speeds if name not in known):
+        of_speed = f"not compared for {unknown}"
+    elif not errors:
+        of_speed = "not compared with published steps on CPUs"
+    of_bytes = max((bars.of_bytes for bars in errors.values()), default=_OF_BYTES)
+    steps = ", ".join(f"{n} with {name}" for name, (_, n) in known.items())
+    steps = f", in 9 of 10 published steps of language models on GPUs ({steps})" if steps else ""
+    which = ", calibrated by one step" if device.calibrated else ""
     missing = ", without unknown workspaces" if has_workspaces else ""
-    return f"error bars: speed {of_speed}, bytes within {of_bytes:.0%} of the measured{steps}{missing}"
+    return f"error bars{which}: speed {of_speed}, bytes within {of_bytes:.0%} of the measured{steps}{missing}"
 
 
 def unknown_operations(events: Iterable[Event]) -> Counter[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -177,12 +177,3 @@ def tokens_per_second(row: Any, plan: Planned, device: Device) -> float:
     seconds = [joined({rank: changed(events) for rank, events in run.events.items()}, run.mesh, device)[0].seconds
                for run in plan.runs]  # fmt: skip
     return float(row.batch * row.accumulate * row.time / plan.extended(seconds) / (row.tensor * row.stage))
-
-
-def fitted_efficiency(speed: Callable[[float], float], measured: float) -> float:
-    """Return the efficiency at which a predicted speed, which grows with it, is the measured one, by bisection."""
-    low, high = 0.05, 1.0
-    for _ in range(12):
-        middle = (low + high) / 2
-        low, high = (middle, high) if speed(middle) < measured else (low, middle)
-    return low

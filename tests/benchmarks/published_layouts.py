@@ -35,8 +35,6 @@ from fshard.models import llama
 from fshard.planning import Plan, roofline
 from fshard.planning.devices import Device
 
-from .published import fitted_efficiency
-
 EXAMPLES, TIME, VOCAB = 256, 4096, 131_072
 SIZES = {  # layers, width, hidden units, heads; the smaller two tie their head to the table
     "1.34B": (16, 2048, 8192, 32),
@@ -176,7 +174,7 @@ def main() -> None:
     fit = max((r for r in rows if (r.layout.model, r.layout.ranks) == FIT), key=lambda r: r.measured)
     plans = plans_of(fit.layout)
     at = lambda efficiency: dataclasses.replace(devices.fitted(devices.H100), efficiency=efficiency)  # noqa: E731
-    efficiency = fitted_efficiency(lambda x: predict(fit.layout, plans, at(x)), fit.measured)
+    efficiency = devices.efficiency_at(lambda x: 1 / predict(fit.layout, plans, at(x)), 1 / fit.measured)
     print(f"efficiency {efficiency:.3f}, from {fit.layout.model}, {fit.layout}: {fit.measured:,.0f} tokens/s")
     print("Links of the data sheet, then measured ones: correlation; what the first planned measured; its layout")
     sheet = at(efficiency)

@@ -46,7 +46,7 @@ from fshard.planning.devices import Device
 
 from . import published
 from .predict_classes import CLASSES
-from .published import GIB, Planned, Run, fitted_efficiency, summed_once, tokens_per_second
+from .published import GIB, Planned, Run, summed_once, tokens_per_second
 from .torchshard_step import BATCH, RANKS, Theirs
 from .torchtitan_step import Layout, Sizes, step_of
 
@@ -64,6 +64,7 @@ SIZES = {  # layers, width, heads, and of Llamas hidden units
     "GPT 145.6B": (80, 12288, 96), "GPT 175B": (96, 12288, 96), "GPT 310.1B": (96, 16384, 128),
     "GPT 529.6B": (105, 20480, 128), "GPT 1008B": (128, 25600, 160),
 }  # fmt: skip
+Bar = tuple[float, int] | None  # a share, and the number of rows
 _LAYER = ((2, -1.0), (3, 1.0))  # blocks and weights of a row of one layer
 _IN_A_NODE = devices.H200.links[0]._replace(ranks=4)  # KempnerForge's nodes have 4 H200
 # By its profile of 13B on 24 H200, which is not a row: 350 GB of gathered and summed parameters take 18.8 s, and a
@@ -293,7 +294,7 @@ def planned(row: Row, fits: dict[tuple[str, str], float]) -> Row:
     device = device_of(row)
     speed: Callable[[float], float] = lambda e: tokens_per_second(row, plan, dataclasses.replace(device, efficiency=e))  # noqa: E731
     if row.calibrates:
-        fits[row.cluster] = fitted_efficiency(speed, row.tokens or 0)
+        fits[row.cluster] = devices.efficiency_at(lambda e: 1 / speed(e), 1 / (row.tokens or 1))
     own = fits.get(row.cluster)
     gib = plan.reserved / GIB if row.is_torchtitan and row.gib else None
     return dataclasses.replace(
@@ -310,17 +311,22 @@ def share_within(errors: Iterable[float | None], share: float = 0.9) -> float | 
     return math.ceil(100 * sizes[math.ceil(share * len(sizes)) - 1]) / 100 if sizes else None
 
 
-def bars(found: Sequence[Row]) -> dict[str, tuple[float | None, float | None, int]]:
-    """Return, for each kind, the error bars of seconds and of bytes, and how many rows the first is of.
+def bars(found: Sequence[Row]) -> dict[str, tuple[Bar, Bar, float | None]]:
+    """Return, for each kind, the error bars of seconds, of calibrated seconds, and of bytes.
 
-    Of seconds it is of the blind rows, or with fewer than five of all, if there are two. Of bytes it is of all.
+    Of seconds they are of the blind rows, or with fewer than five of all, if there are two. Of bytes it is of all.
     """
-    out, is_blind = {}, lambda r: r.use == "blind"
+    out = {}
     for kind in KINDS:
         own = [r for r in found if r.kind == kind]
-        errors, blind = ([r.error for r in some if r.error is not None] for some in (own, filter(is_blind, own)))
-        errors = blind if len(blind) >= 5 else errors if len(errors) >= 2 else []
-        out[kind] = share_within(errors), share_within(r.error_of_bytes for r in own), len(errors)
+        of_seconds: list[Bar] = []
+        for name in ("error", "calibrated_error"):
+            known = [(r.use, e) for r in own if (e := getattr(r, name)) is not None]
+            blind = [e for use, e in known if use == "blind"]
+            errors = blind if len(blind) >= 5 else [e for _, e in known] if len(known) >= 2 else []
+            share = share_within(errors)
+            of_seconds.append(None if share is None else (share, len(errors)))
+        out[kind] = of_seconds[0], of_seconds[1], share_within(r.error_of_bytes for r in own)
     return out
 
 
@@ -379,8 +385,8 @@ def report(found: Sequence[Row]) -> Iterator[str]:
     yield f"not planned yet: {len(missing)} rows of {len(found)}"
     for r in found:
         bar = known[r.kind][0]
-        if r.error is not None and bar is not None and abs(r.error) > bar:
-            yield f"outside its bar of {bar:.0%}: {r}: {_percent(r.error)} ({r.use}; {r.source})"
+        if r.error is not None and bar is not None and abs(r.error) > bar[0]:
+            yield f"outside its bar of {bar[0]:.0%}: {r}: {_percent(r.error)} ({r.use}; {r.source})"
 
 
 def main() -> None:

@@ -279,3 +279,27 @@ def test_a_layout_that_does_not_fit_the_model_has_its_error_in_the_table(capsys:
     out = run(capsys, "--layout", "data=2,accumulate=3", "data=2")
     assert "error: accumulate: args[1] cannot be split into 3 equal microbatches" in out
     assert out.count("error") == 1
+
+
+def test_all_layouts_are_planned_with_the_efficiency_of_a_measured_one(capsys: pytest.CaptureFixture[str]):
+    Path("config.json").write_text(json.dumps({**GPT2, "n_embd": 2048, "n_positions": 512, "vocab_size": 4096}))
+    layouts = ("--device", "h100", "--batch", "64", "--layout", "data=2", "data=2,remat=yes")
+    truth = json.loads(run(capsys, *layouts, "--efficiency", "0.4321", "--json"))
+    rate = f"{truth['rows'][0]['tokens_per_second_per_device']:.6f}"
+    found = json.loads(run(capsys, *layouts, "--measured", rate, "--json"))
+    assert found["efficiency"] == pytest.approx(truth["efficiency"], abs=1e-5) == 0.4321
+    assert [row["seconds"] for row in found["rows"]] == pytest.approx([row["seconds"] for row in truth["rows"]])
+    assert "error bars, calibrated by one step: speed within 15%" in found["rows"][0]["warnings"][-1]
+    peak = truth["rows"][0]["peak_bytes"] / 2**30
+    out = run(capsys, *layouts, "--measured", f"{rate},{peak / 1.25}GiB")
+    n = 64 * 512
+    assert f"efficiency 0.4321, by the first layout's {n:,} / ({float(rate):g} x 2 devices) = " in out
+    assert "; again: --efficiency 0.4321\n" in out
+    assert f"peak of the first layout: planned {peak:.1f} GiB, measured {peak / 1.25:g} GiB: +25.0%\n" in out
+    for text in ("5,762", "fast", "-1", "0", "nan", "5762,58"):
+        assert f"--measured {text}: not a number of tokens/s" in error(capsys, *layouts, f"--measured={text}")
+    assert "too fast for any efficiency of H100" in error(capsys, *layouts, "--measured", "1e9")
+    assert "fix: plan that layout with --measured" in error(capsys, "--device", "h100", "--search",
+                                                                    "--measured", "5762")  # fmt: skip
+    assert "with --efficiency, which it finds" in error(capsys, *layouts, "--measured", "9", "--efficiency", "0.5")
+    assert "without --device" in error(capsys, "--measured", "5762")

@@ -143,6 +143,49 @@ def test_fitted_numbers_are_of_devices_of_that_name() -> None:
     assert devices.fitted(devices.TPU_V5P) == devices.TPU_V5P
 
 
+def _products(stages: int) -> tuple[Any, tuple[Any, ...]]:
+    """Return a step of products and transfers on four ranks; of a pipeline, with stages that wait for each other."""
+    mesh = fs.make_mesh(kind="abstract", data=4 // stages, stage=stages)
+    specs: Any = P("data")
+    params: Any = fs.init.zeros((4096, 4096), dtype=torch.bfloat16)
+    loss = lambda p, x: fs.pmean((x @ fs.unshard(p, P("data"), "data")).mean(), "data")  # noqa: E731
+    f = fs.value_and_grad(loss)
+    if stages > 1:
+        first, stage, last = (lambda w, x: x), (lambda w, h, x: h @ w), (lambda w, h, x: h.mean())
+        f = fs.pipelined(first, stage, last, axis="stage", microbatches=4)
+        specs, params = ((), P("stage")), ((), fs.init.zeros((4, 4096, 4096), dtype=torch.bfloat16))
+    step = fs.shard_map(f, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs), check="never")
+    return step, (params, fs.init.zeros((4096, 4096), dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_measured_step_gives_back_the_efficiency_that_it_ran_with(stages: int, tmp_path: Path) -> None:
+    step, args = _products(stages)
+    truth = dataclasses.replace(devices.fitted(devices.H100), efficiency=0.4321)
+    seconds = fs.plan(step, *args, device=truth).time.seconds  # type: ignore[union-attr]
+    plan = fs.plan(step, *args, device=devices.fitted(devices.H100))
+    ours = devices.calibrated(plan, seconds)
+    assert ours.efficiency == pytest.approx(0.4321, abs=1e-6)
+    assert ours == dataclasses.replace(truth, efficiency=ours.efficiency, calibrated=True)
+    assert fs.plan(step, *args, device=ours).time.seconds == pytest.approx(seconds, rel=1e-6)  # type: ignore[union-attr]
+    devices.write(ours, tmp_path / "ours.json")
+    assert devices.fitted(devices.of(str(tmp_path / "ours.json"))) == ours  # under the name of a fitted one
+
+
+def test_seconds_that_no_efficiency_gives_are_refused_with_the_bound() -> None:
+    step, args = _products(1)
+    plan = fs.plan(step, *args, device=devices.fitted(devices.H100))
+    bound = fs.plan(step, *args, device=dataclasses.replace(devices.fitted(devices.H100), efficiency=1.0)).time
+    assert bound is not None
+    for seconds, words in ((bound.seconds / 2, "too fast"), (60.0, "too slow")):
+        text = error_text(devices.calibrated, plan, seconds)
+        assert words in text
+        assert ("at 1 its plan takes " in text) is (words == "too fast")
+        assert f"an MFU of {bound.flops_at_peak / seconds:.1%}" in text
+    assert "calibrated: seconds must be a positive number, got nan" in error_text(devices.calibrated, plan, math.nan)
+    assert "calibrated: plan: it has no device" in error_text(devices.calibrated, fs.plan(step, *args), 1.0)
+
+
 def test_repr_says_rates_memory_and_links() -> None:
     own = Device("mine", {torch.float32: 5e12}, 8 * 2**30, 5e11, efficiency=0.5)
     assert repr(own) == "Device(mine: 5 TFLOP/s float32, 8 GiB at 0.5 TB/s, no links, efficiency 0.50)"
