@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -21,7 +22,7 @@ import torch
 from fshard import models, tree
 from fshard._core.display import duration
 from fshard.errors import ShardingError, fail, number_of, raise_all
-from fshard.planning import Plan, PlanTable, devices, divisions, plan, plan_table, search
+from fshard.planning import PlanTable, devices, divisions, plan, plan_table, search
 from fshard.schedule.tables import Kind
 
 from .train_step import AXES, Job, read_job, train_step
@@ -48,26 +49,18 @@ def add(commands: Any) -> None:
     option = command.add_argument
     option("model", metavar="MODEL", help="a Hugging Face folder, or its config, with the suffix .json")
     option("--devices", type=int, metavar="N", help="of all machines (default: by the first layout, or 8)")
-    option(
-        "--device",
-        metavar="NAME",
-        help="of fs.devices: h100, a100, mi300x, tpu-v5p, cpu ..., or the file of `measure`: for what fits and times",
-    )
+    option("--device", metavar="NAME",
+           help="of fs.devices: h100, a100, mi300x, tpu-v5p, cpu ..., or the file of `measure`")  # fmt: skip
     option("--efficiency", type=float, metavar="SHARE",
            help="of the peak that products reach (default: the fitted one, or 1: a bound)")  # fmt: skip
     option("--measured", metavar="TOKENS/S[,GiB]",
-           help="tokens/s and device of your step with the first layout, by which all are then planned: 5762 or "
-                "5762,58.4GiB, to compare its memory too")  # fmt: skip
-    option(
-        "--bus-bandwidth",
-        metavar="RANKS=GB/s",
-        help="of the network, as nccl-tests prints it for an all_reduce over that many ranks: 16=362,32=160,512=33",
-    )
+           help="of your step with the first layout, for each device: all are planned by it")  # fmt: skip
+    option("--bus-bandwidth", metavar="RANKS=GB/s",
+           help="of an all_reduce over that many ranks, as nccl-tests prints it: 16=362,32=160,512=33")  # fmt: skip
     option("--layout", nargs="+", action="extend", default=[], metavar="AXES",
            help=f"data=64,model=8,remat=yes; {_SETTINGS}; dtype: {', '.join(DTYPES)} (default: data=N)")  # fmt: skip
-    option(
-        "--search", action="store_true", help="find the three fastest layouts that fit; --layout are settings of all"
-    )
+    option("--search", action="store_true",
+           help="find the three fastest layouts that fit; --layout are settings of all")  # fmt: skip
     option("--batch", type=int, metavar="N", help="examples of a step on all devices (default: one for each)")
     option("--seq", type=int, metavar="N", help="tokens of a sequence, or the side of an image (default: the model's "
                                                 "longest sequence, at most 8192; 224)")  # fmt: skip
@@ -85,13 +78,13 @@ def _run(options: argparse.Namespace) -> str:
             raise fail(f"plan: --{name} {n}", fix="1 or more")
     if options.html and not Path(options.html).parent.is_dir():  # known before the plans
         raise fail(f"plan: --html {options.html}: there is no folder {Path(options.html).parent}")
-    if options.search and not options.device:
-        raise fail("plan: --search without --device: there is nothing to compare", fix="--device h100")
-    if options.bus_bandwidth and not options.device:
-        raise fail("plan: --bus-bandwidth without --device: there is no time to plan", fix="--device h100")
-    if options.efficiency and not options.device:
-        raise fail("plan: --efficiency without --device: there is no time to plan", fix="--device h100")
-    measured = _measured(options) if options.measured is not None else None
+    for name in ("search", "bus_bandwidth", "efficiency", "measured"):
+        if getattr(options, name) and not options.device:
+            lacks = "nothing to compare" if name == "search" else "no time to plan"
+            raise fail(f"plan: --{name.replace('_', '-')} without --device: there is {lacks}", fix="--device h100")
+    if options.measured and (options.efficiency or options.search):
+        raise fail("plan: --measured finds an --efficiency by the first of some layouts, and a search has none",
+                   fix="leave out --efficiency and --search; then search with the one that it prints")  # fmt: skip
     device = devices.fitted(devices.of(options.device)) if options.device else None
     if device is not None and options.efficiency:
         device = dataclasses.replace(device, efficiency=options.efficiency, calibrated=False)
@@ -125,19 +118,16 @@ def _run(options: argparse.Namespace) -> str:
                        slower=_slower, neighbours=_neighbours, progress=True)  # fmt: skip
     else:
         layouts, note = _complete(given or [{}], count), ""
-        if measured is not None:
-            f, args = step_of(**layouts[0])
-            device, note = _calibrated(plan(f, *args, device=device), tokens(**layouts[0]), *measured)
+        if device is not None and options.measured:
+            device, note = _calibrated(options.measured, device, step_of, layouts[0], tokens(**layouts[0]))
         table = plan_table(step_of, layouts, device=device, tokens=tokens, headroom=options.headroom, progress=True)
         table = dataclasses.replace(table, note=note)
     table = dataclasses.replace(table, unit=job.unit)
     if options.html:
         _write(Path(options.html), f"{options.model}: {_facts(job, batch)}", table)
     if options.json:
-        found = {"efficiency": None if device is None else device.efficiency, **table.as_dict()}
-        return json.dumps(
-            {"model": options.model, "batch": batch, "length": job.length, "note": table.note, **found}, indent=2
-        )
+        head = {"model": options.model, "batch": batch, "length": job.length, "note": table.note}
+        return json.dumps({**head, "efficiency": device and device.efficiency, **table.as_dict()}, indent=2)
     return f"{options.model}: {_facts(job, batch)}\n{table!r}"
 
 
@@ -154,39 +144,24 @@ def _rates(text: str) -> dict[int, float]:
     return rates
 
 
-def _measured(options: argparse.Namespace) -> tuple[float, float | None]:
-    """Return the rate and the GiB of `--measured`. Raises ShardingError for other texts, and beside some options."""
-    text, (rate, comma, nbytes) = options.measured, options.measured.partition(",")
-    try:
-        found = float(rate), float(nbytes.strip().removesuffix("GiB")) if comma else None
-        if (comma and not nbytes.endswith("GiB")) or not all(0 < x < math.inf for x in found if x is not None):
-            raise ValueError
-    except ValueError as e:
-        raise fail(f"plan: --measured {text}: not a number of tokens/s and device, nor one with GiB",
-                   fix="--measured 5762 or --measured 5762,58.4GiB") from e  # fmt: skip
-    if not options.device or options.efficiency:
-        what = "with --efficiency, which it finds" if options.device else "without --device: there is no time to plan"
-        raise fail(f"plan: --measured {what}", fix="--device h100 --measured 5762")
-    if options.search:
-        raise fail("plan: --search with --measured: a search has no first layout",
-                   fix="plan that layout with --measured: it prints the --efficiency for a search")  # fmt: skip
-    return found
-
-
-def _calibrated(planned: Plan, units: int, rate: float, gib: float | None) -> tuple[devices.Device, str]:
-    """Return the device of a plan with the efficiency of a measured rate, and lines on what was found."""
-    n = math.prod(planned.mesh.values())
-    seconds = units / (rate * n)
-    step = f"{units:,} / ({rate:g} x {number_of(n, 'device')}) = {duration(seconds)}"
+def _calibrated(
+    text: str, device: devices.Device, step_of: Any, layout: dict[str, Any], units: int
+) -> tuple[devices.Device, str]:  # fmt: skip
+    """Return the device on which a layout is as fast as `5762,58.4GiB` says, and lines on what was found."""
+    match = re.fullmatch(r"(\d+\.?\d*)(?:, ?(\d+\.?\d*) ?GiB)?", text)
+    rate, gib = (float(x or 0) for x in match.groups()) if match else (0.0, 0.0)
+    if not rate:
+        raise fail(f"plan: --measured {text}: not a rate of one device, nor one with GiB",
+                   fix="--measured 5762 or --measured 5762,58.4GiB")  # fmt: skip
+    f, args = step_of(**layout)
+    planned = plan(f, *args, device=device)
+    step = f"{units:,} / ({rate:g} x {number_of(f.mesh.size, 'device')}) = {duration(units / rate / f.mesh.size)}"
     print(f"measured: {step} a step", file=sys.stderr)  # before an error
-    device = devices.calibrated(planned, seconds)
-    note = (
-        f"efficiency {device.efficiency:.4f}, by the first layout's {step}; again: --efficiency {device.efficiency:.4f}"
-    )
-    if gib is not None:
-        peak = planned.memory.peak / 2**30
-        note += f"\npeak of the first layout: planned {peak:.1f} GiB, measured {gib:g} GiB: {peak / gib - 1:+.1%}"
-    return device, note
+    device = devices.calibrated(planned, units / rate / f.mesh.size)
+    found, peak = f"efficiency {device.efficiency:.4f}", planned.memory.peak / 2**30
+    note = f"{found}, by the first layout's {step}; again: --{found}"
+    more = f"\npeak of the first layout: planned {peak:.1f} GiB, measured {gib:g} GiB: {peak / (gib or 1) - 1:+.1%}"
+    return device, note + more * (gib > 0)
 
 
 def _facts(job: Job, batch: int) -> str:

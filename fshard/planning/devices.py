@@ -21,14 +21,12 @@ HGX B200; AMD, "Instinct MI300X Accelerator" data sheet and "CDNA 3" white paper
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
-from fshard._core.display import duration
-from fshard.errors import checked, fail, must_be
+from fshard.errors import checked, fail
 
 from .device import Device, Link, read, write
 from .plan import Plan
@@ -121,10 +119,9 @@ def fitted(device: Device) -> Device:
 
 @checked
 def calibrated(plan: Plan, seconds: float) -> Device:
-    """Return the device of a plan with the efficiency at which the plan takes as long as its step was measured to take.
+    """Return the device of a plan with the efficiency at which it takes the seconds that its step was measured to take.
 
-    Plan other layouts with it: of published steps planned so, half are within 4% (FSDP). Its links, its launch and its
-    share of attention stay.
+    Its links, launch and share of attention stay. Plan other layouts with it.
 
     >>> step = shard_map(lambda x: x @ x @ x, mesh=make_mesh(data=2), in_specs=P(), out_specs=P())
     >>> p = plan(step, fs.init.zeros((8192, 8192), dtype=torch.bfloat16), device=fs.devices.H100)
@@ -133,29 +130,16 @@ def calibrated(plan: Plan, seconds: float) -> Device:
 
     Raises ShardingError for a plan without a device, and for seconds that no efficiency from 0.05 to 1 gives.
     """
-    device = plan.device
-    if device is None:
-        raise fail(
-            "calibrated: plan: it has no device", fix="fs.plan(step, *args, device=devices.fitted(devices.H100))"
-        )
-    if not 0 < seconds < math.inf:
-        raise must_be("calibrated: seconds", "a positive number", seconds, "seconds=1.5, of a step")
+    if (device := plan.device) is None:
+        raise fail("calibrated: plan: it has no device", fix="fs.plan(step, *args, device=devices.H100)")
     events = {p.rank: p.events for p in plan.positions or (plan,)}
-
-    def at(efficiency: float) -> Roofline:
-        return joined(events, plan.mesh, replace(device, efficiency=efficiency))[0]
-
-    fastest, slowest = at(1.0), at(_LEAST)
-    if not fastest.seconds <= seconds <= slowest.seconds:
-        too, e, bound = ("fast", 1.0, fastest) if seconds < fastest.seconds else ("slow", _LEAST, slowest)
-        raise fail(
-            f"calibrated: a step of {duration(seconds)} is too {too} for any efficiency of {device.name}",
-            f"at {e:g} its plan takes {duration(bound.seconds)}: {duration(bound.compute)} of operations, "
-            f"{duration(bound.seconds - bound.compute)} waiting for others", f"measured: {duration(seconds)}, an MFU "
-            f"of {bound.flops_at_peak / seconds:.1%}",
-            fix="the layout, batch and length that were measured; the rate of one device; its network "
-                "(with_bus_bandwidth, --bus-bandwidth)",
-        )  # fmt: skip
+    at: Callable[[float], Roofline] = lambda e: joined(events, plan.mesh, replace(device, efficiency=e))[0]  # noqa: E731
+    too, e = ("fast", 1.0) if seconds < at(1.0).seconds else ("slow", _LEAST)
+    if e == 1 or not seconds <= at(e).seconds:
+        raise fail(f"calibrated: seconds: a step of {seconds:.3g} s is too {too} for any efficiency of {device.name}",
+                   f"planned with {e:g}  {at(e)!r}", f"measured  {at(e).flops_at_peak / (seconds or 1e-9):.1%} MFU",
+                   fix="plan the layout, batch and length that were measured; a rate is of one device; measure its "
+                       "network (with_bus_bandwidth, --bus-bandwidth)")  # fmt: skip
     return replace(device, efficiency=efficiency_at(lambda e: at(e).seconds, seconds), calibrated=True)
 
 

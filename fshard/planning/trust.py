@@ -8,6 +8,7 @@ A warning begins with its subject:
     leaf                 an axis that splits other leaves of the argument leaves this one full, or its parts differ
     ring                 a collective over more than 1,024 ranks is timed as a ring, which has a latency for each rank
     experts              rows are sent to experts as if all had equally many
+    attention            it is planned as a fused kernel; without this line, as products and a softmax, if there is any
     error bars           of the published steps with the kinds of parallelism of this one, all of language models
 """
 
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fshard import tree
@@ -34,42 +36,38 @@ _LEAST = 2**20  # bytes of a leaf on a rank that are worth a line
 _BOUND = "seconds are a lower bound: the efficiency is 1 (devices.fitted, --efficiency, or devices.measure)"
 _BALANCED = "experts are assumed balanced: the one with the most rows needs more memory and time"
 
+_LONG = 8192  # tokens of a sequence
 _OF_BYTES = 0.03  # by `tests.benchmarks.plan_accuracy`
 
-
-class _Bars(NamedTuple):
-    """Error bars of tokens/s, by published steps: of plans by fitted rates, of calibrated ones; and of bytes."""
-
-    blind: tuple[float, int] | None  # what 9 in 10 are within, or all if fewer than 10; and how many there are
-    calibrated: tuple[float, int] | None
-    of_bytes: float = _OF_BYTES
-
-
-_NONE = _Bars(None, None)
-# By kind, from `python -m tests.benchmarks.trust`; a test compares them.
-_ERRORS = {
-    "FSDP": _Bars((0.36, 57), (0.15, 52), 0.43), "tensor": _Bars((0.21, 34), (0.21, 34), 0.08),
-    "pipeline": _Bars((0.18, 15), (0.23, 15), 0.23), "data": _NONE, "context": _NONE, "experts": _NONE,
+_Bar = tuple[float, int] | None  # what 9 in 10 published steps are within, or all of fewer than 10; and their number
+# Of tokens/s, of those of calibrated plans, and of bytes, by `python -m tests.benchmarks.trust`; a test compares them.
+_ERRORS: dict[str, tuple[str, _Bar, _Bar, float]] = {
+    "one device": ("on one device", (0.04, 1), None, _OF_BYTES),
+    "data": ("with data parallelism", (0.08, 1), None, _OF_BYTES),
+    "FSDP": ("with FSDP", (0.28, 80), (0.15, 75), 0.43),
+    "long FSDP": (f"with FSDP on more than {_LONG:,} tokens", (0.09, 26), (0.04, 26), _OF_BYTES),
+    "tensor": ("with tensor parallelism", (0.21, 34), (0.21, 34), 0.08),
+    "pipeline": ("with pipelines", (0.18, 15), (0.23, 15), 0.23),
+    "context": ("with context parallelism", None, None, _OF_BYTES), "experts": ("with experts", None, None, _OF_BYTES),
 }  # fmt: skip
-_NAMES = {"FSDP": "FSDP", "tensor": "tensor parallelism", "pipeline": "pipelines", "data": "data parallelism",
-          "context": "context parallelism", "experts": "experts"}  # fmt: skip
 
 
 class Splits(NamedTuple):
     """Kinds of splitting by each mesh axis: FSDP, tensor, data, context, experts, pipeline; and warnings of leaves.
 
-    `kinds` are by axis: {"data": "FSDP", "model": "tensor"}.
+    `kinds` are by axis: {"data": "FSDP", "model": "tensor"}. `longest`: the last dim of the longest batch of tokens.
     """
 
     kinds: Mapping[str, str]
     warnings: tuple[str, ...] = ()
+    longest: int = 0
 
 
 NO_SPLITS = Splits({})
 
 
 def warnings_of(
-    unknown: Mapping[str, int], events: Iterable[Event], device: Device | None, splits: Splits
+    unknown: Mapping[str, int], events: Sequence[Event], device: Device | None, splits: Splits
 ) -> tuple[str, ...]:  # fmt: skip
     """Return the warnings of a plan, by `unknown_operations` of its events and the device of its times."""
     texts = [f"{text}, {number_of(n, 'call')}" for text, n in unknown.items()]
@@ -80,28 +78,32 @@ def warnings_of(
             over = f"{op} over {'+'.join(axes)}"
             texts.append(f"ring of {ranks:,} ranks: {over} waits for a step of each, where libraries use trees")
     texts += [_BALANCED] * ("experts" in splits.kinds.values())
-    if device is not None and not device.is_bound and splits.kinds:
+    texts += splits.warnings
+    if device is not None and not device.is_bound:
         has_workspaces = any(text.startswith("workspace") for text in unknown)
-        return (*texts, *splits.warnings, _error_bars({*splits.kinds.values()}, device, has_workspaces))
-    return (*texts, *splits.warnings)
+        if device.attention is not None and any(isinstance(e, Operation) and e.kind == "attention" for e in events):
+            texts.append(f"attention: a fused kernel, at {device.attention:.0%} of the peak")
+        texts.append(_error_bars(splits, device, has_workspaces))
+    return tuple(texts)
 
 
-def _error_bars(kinds: set[str], device: Device, has_workspaces: bool) -> str:
-    """Return a line with the largest error bars of the kinds of parallelism; on a CPU, of `plan_accuracy`."""
-    errors = {kind: bars for kind, bars in _ERRORS.items() if kind in kinds and device.queued}
-    speeds = {_NAMES[kind]: bars.calibrated if device.calibrated else bars.blind for kind, bars in errors.items()}
-    known = {name: bar for name, bar in speeds.items() if bar is not None}
-    of_speed = f"within {max((share for share, _ in known.values()), default=0):.0%}"
-    if unknown := " and ".join(name for name in speeds if name not in known):
-        of_speed = f"not compared for {unknown}"
-    elif not errors:
-        of_speed = "not compared with published steps on CPUs"
-    of_bytes = max((bars.of_bytes for bars in errors.values()), default=_OF_BYTES)
-    steps = ", ".join(f"{n} with {name}" for name, (_, n) in known.items())
-    steps = f", in 9 of 10 published steps of language models on GPUs ({steps})" if steps else ""
-    which = ", calibrated by one step" if device.calibrated else ""
+def _error_bars(splits: Splits, device: Device, has_workspaces: bool) -> str:
+    """Return a line with the largest error bars of the kinds of parallelism: HSDP is FSDP; on a CPU `plan_accuracy`."""
+    kinds = {*splits.kinds.values()} or {"one device"}
+    kinds -= {"data"} if kinds & {"FSDP", "tensor", "pipeline"} else set()
+    kinds = {"long FSDP" if kind == "FSDP" and splits.longest > _LONG else kind for kind in kinds}
+    errors = [bars for kind, bars in _ERRORS.items() if kind in kinds and device.queued]
+    speeds = [(name, own if device.calibrated else blind) for name, blind, own, _ in errors]
+    unknown = " and ".join(name for name, bar in speeds if bar is None)
+    unknown = unknown if device.queued else "with published steps on CPUs"
+    known = [(f"{bar[1]} {name}", *bar) for name, bar in speeds if bar is not None]
+    of_speed = f"not compared {unknown}" if unknown else f"within {max(share for _, share, _ in known):.0%}"
+    of_bytes = max([share for *_, share in errors], default=_OF_BYTES)
+    which = f"{'9 of 10' if max([n for *_, n in known], default=0) >= 10 else 'all'} published steps of language models"
+    steps = f", in {which} on GPUs ({', '.join(text for text, *_ in known)})" if known else ""
+    head = "error bars, calibrated by one step" if device.calibrated else "error bars"
     missing = ", without unknown workspaces" if has_workspaces else ""
-    return f"error bars{which}: speed {of_speed}, bytes within {of_bytes:.0%} of the measured{steps}{missing}"
+    return f"{head}: speed {of_speed}, bytes within {of_bytes:.0%} of the measured{steps}{missing}"
 
 
 def unknown_operations(events: Iterable[Event]) -> Counter[str]:
@@ -144,7 +146,8 @@ def splits_of(
                        "context" if of_batch and not any(of_batch) else "FSDP" if of_batch and of_weights else
                        "tensor" if of_weights else "data")  # fmt: skip
         found += _worst_leaf(leaves, {path[0] for path, _ in split}, axis, axes)
-    return Splits(kinds, tuple(found))
+    lengths = [x.shape[-1] for _, x, _ in leaves if len(x.shape) > 1 and x.dtype == torch.int64]
+    return Splits(kinds, tuple(found), max(lengths, default=0))
 
 
 def _worst_leaf(

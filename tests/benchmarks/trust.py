@@ -51,7 +51,7 @@ from .torchshard_step import BATCH, RANKS, Theirs
 from .torchtitan_step import Layout, Sizes, step_of
 
 FILE = Path(__file__).with_name("published.csv")
-KINDS = ("one device", "data", "FSDP", "tensor", "pipeline")
+KINDS = ("one device", "data", "FSDP", "long FSDP", "tensor", "pipeline")
 _VOCAB = {"MPT": 50_368, "GPT": 51_200}
 SIZES = {  # layers, width, heads, and of Llamas hidden units
     "KempnerForge 7B": (32, 4096, 32, 14336), "KempnerForge 13B": (40, 5120, 40, 17920),
@@ -65,6 +65,7 @@ SIZES = {  # layers, width, heads, and of Llamas hidden units
     "GPT 529.6B": (105, 20480, 128), "GPT 1008B": (128, 25600, 160),
 }  # fmt: skip
 Bar = tuple[float, int] | None  # a share, and the number of rows
+_TRITON = 1.9  # FlashAttention-2 is 1.3 to 2.5 times as fast as FlashAttention in Triton (arXiv:2307.08691, section 4)
 _LAYER = ((2, -1.0), (3, 1.0))  # blocks and weights of a row of one layer
 _IN_A_NODE = devices.H200.links[0]._replace(ranks=4)  # KempnerForge's nodes have 4 H200
 # By its profile of 13B on 24 H200, which is not a row: 350 GB of gathered and summed parameters take 18.8 s, and a
@@ -104,7 +105,8 @@ class Row:
     @property
     def kind(self) -> str:
         """The kind of parallelism that its error is counted for: the one that is hardest to plan."""
-        return ("pipeline" if self.stage > 1 else "tensor" if self.tensor > 1 else "FSDP" if self.data > 1 else
+        return ("pipeline" if self.stage > 1 else "tensor" if self.tensor > 1 else
+                "long FSDP" if self.data > 1 and self.time > 8192 else "FSDP" if self.data > 1 else
                 "data" if self.replica > 1 else "one device")  # fmt: skip
 
     @property
@@ -141,6 +143,14 @@ class Row:
     @property
     def is_megatron(self) -> bool:
         return self.source.startswith("NVIDIA/Megatron-LM")
+
+    @property
+    def has_triton(self) -> bool:
+        """Whether attention is FlashAttention in Triton, the default of MosaicML's benchmarks.
+
+        Those on 128 H100 and more, of 2024, name FlashAttention-2.
+        """
+        return self.source.startswith("mosaicml/llm-foundry") and not (self.device == "H100" and self.devices >= 128)
 
     @property
     def is_forge(self) -> bool:
@@ -275,7 +285,8 @@ def device_of(row: Row) -> Device:
         return dataclasses.replace(devices.fitted(devices.H100), name=device.name, memory=device.memory,
                                    bandwidth=device.bandwidth, efficiency=published.EFFICIENCY)  # fmt: skip
     fitted = devices.fitted(device)
-    return dataclasses.replace(fitted, attention=0.67) if row.is_forge else fitted
+    share = 0.67 if row.is_forge else (fitted.attention or 1) / _TRITON if row.has_triton else fitted.attention
+    return dataclasses.replace(fitted, attention=share)
 
 
 def planned(row: Row, fits: dict[tuple[str, str], float]) -> Row:
@@ -314,7 +325,7 @@ def share_within(errors: Iterable[float | None], share: float = 0.9) -> float | 
 def bars(found: Sequence[Row]) -> dict[str, tuple[Bar, Bar, float | None]]:
     """Return, for each kind, the error bars of seconds, of calibrated seconds, and of bytes.
 
-    Of seconds they are of the blind rows, or with fewer than five of all, if there are two. Of bytes it is of all.
+    Of seconds they are of the blind rows, or with fewer than five of all. Of bytes it is of all.
     """
     out = {}
     for kind in KINDS:
@@ -323,7 +334,7 @@ def bars(found: Sequence[Row]) -> dict[str, tuple[Bar, Bar, float | None]]:
         for name in ("error", "calibrated_error"):
             known = [(r.use, e) for r in own if (e := getattr(r, name)) is not None]
             blind = [e for use, e in known if use == "blind"]
-            errors = blind if len(blind) >= 5 else [e for _, e in known] if len(known) >= 2 else []
+            errors = blind if len(blind) >= 5 else [e for _, e in known]
             share = share_within(errors)
             of_seconds.append(None if share is None else (share, len(errors)))
         out[kind] = of_seconds[0], of_seconds[1], share_within(r.error_of_bytes for r in own)

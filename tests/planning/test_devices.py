@@ -180,9 +180,10 @@ def test_seconds_that_no_efficiency_gives_are_refused_with_the_bound() -> None:
     for seconds, words in ((bound.seconds / 2, "too fast"), (60.0, "too slow")):
         text = error_text(devices.calibrated, plan, seconds)
         assert words in text
-        assert ("at 1 its plan takes " in text) is (words == "too fast")
-        assert f"an MFU of {bound.flops_at_peak / seconds:.1%}" in text
-    assert "calibrated: seconds must be a positive number, got nan" in error_text(devices.calibrated, plan, math.nan)
+        assert ("planned with 1  Roofline(" in text) is (words == "too fast")
+        assert f"measured  {bound.flops_at_peak / seconds:.1%} MFU" in text
+    assert "a step of nan s is too slow" in error_text(devices.calibrated, plan, math.nan)
+    assert "a step of 0 s is too fast" in error_text(devices.calibrated, plan, 0.0)
     assert "calibrated: plan: it has no device" in error_text(devices.calibrated, fs.plan(step, *args), 1.0)
 
 
