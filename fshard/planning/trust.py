@@ -44,7 +44,7 @@ _Bar = tuple[float, int] | None  # what 9 in 10 published steps are within, or a
 _ERRORS: dict[str, tuple[str, _Bar, _Bar, float]] = {
     "one device": ("on one device", (0.04, 1), None, _OF_BYTES),
     "data": ("with data parallelism", (0.08, 1), None, _OF_BYTES),
-    "FSDP": ("with FSDP", (0.28, 80), (0.15, 75), 0.43),
+    "FSDP": ("with FSDP", (0.28, 80), (0.15, 75), 0.07),
     "long FSDP": (f"with FSDP on more than {_LONG:,} tokens", (0.09, 26), (0.04, 26), _OF_BYTES),
     "tensor": ("with tensor parallelism", (0.21, 34), (0.21, 34), 0.08),
     "pipeline": ("with pipelines", (0.18, 15), (0.23, 15), 0.23),

@@ -36,7 +36,7 @@ def layout_of(row: Any) -> Layout:
     """Return torchtitan's step of a row of `published.csv`."""
     compiled = "compile" in row.options and row.recompute == "selective op"
     return Layout(LLAMA[row.model], row.data, row.tensor, row.batch * row.accumulate, row.time, row.recompute, compiled,
-                  stage=row.stage, microbatches=row.accumulate, schedule=row.schedule,
+                  "loss" in row.options.split(), stage=row.stage, microbatches=row.accumulate, schedule=row.schedule,
                   float8=row.stage > 1 and "float8" in row.options)  # fmt: skip
 
 

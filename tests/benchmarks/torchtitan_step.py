@@ -75,6 +75,7 @@ class Layout:
     time: int
     checkpointing: Checkpointing
     compiled: bool = False  # a compiled block saves no result that backward does not read, such as its last product
+    compiled_loss: bool = False  # keeps no float32 array of its logits
     dtype: torch.dtype = torch.bfloat16
     stage: int = 1
     microbatches: int = 1
@@ -246,6 +247,8 @@ def head(layout: Layout, top: Any, x: Tensor, targets: Tensor) -> Tensor:
         logits = fs.all_gather(logits, m, 2, to="invariant", size=layout.sizes.vocab)
         value = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(0, 1))
         return fs.pmean(value.float(), "data")
+    if layout.compiled_loss:
+        return fs.pmean(nn.cross_entropy(logits.flatten(0, 1), targets.flatten(0, 1)), "data")
     if m is None:
         return fs.pmean(torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1)), "data")
     value = ParallelCrossEntropy.apply(logits.flatten(0, 1).float(), targets.flatten(0, 1), layout)

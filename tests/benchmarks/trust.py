@@ -6,7 +6,8 @@ one entry:
 - `use`: rows of sources that this repository had before (torchtitan's tables of 2024 and 2025) are `fit`: constants
   and rules were chosen with them in view. All rows of other sources are `blind`, and no number is fitted to them.
 - Of long tables these rows: models of a billion parameters or more, computed in bfloat16, at 2,048 tokens; MosaicML's
-  7B on H100 at every length, and its others on the fewest devices and on 64, 128 and 512.
+  7B on H100 at every length, and its others on the fewest devices and on 64, 128 and 512. Those of 4,096 tokens and
+  more on 8 devices were added after the rule for attention in Triton (below), and planned once.
 - `planned`: tokens per second and device, with the constants of `devices.fitted`, as `fshard plan` gives them. The step
   is the one that `fshard plan` plans, of `fs.models`; torchtitan's and KempnerForge's are of `torchtitan_step`.
 - `calibrated`: the same with one efficiency for each source and device, at which its row marked `calibrates` is as fast
@@ -16,7 +17,9 @@ one entry:
   pipelines sum gradients once a step (`kept`), and its attention is products, softmax and dropout (`unfused`), since
   no fused kernel was there; KempnerForge's steps gather for each product and sum gradients once a step, by its code,
   on a network and with an attention as fast as in its profile; fused attention has an efficiency, which papers on the
-  kernels state; pipelines of more than 4 stages extend plans of 2 and 4.
+  kernels state; pipelines of more than 4 stages extend plans of 2 and 4; MosaicML's attention is FlashAttention in
+  Triton, the default of its scripts, but for its table of 128 H100 and more, whose script names FlashAttention-2;
+  torchtitan of June 2025 with `--training.compile` compiles its loss, which keeps no float32 logits (`loss`).
 - `layer`: forward and backward of one block, without the update: what one block more adds to a step.
 - TorchShard's rows are memory, and its first fits what no shape knows.
 - Products of compiled steps, and of steps in float8, follow the rules of `published.py`.
@@ -168,7 +171,7 @@ class Row:
     @property
     def step(self) -> Row:
         """The row with nothing but its step: what plans are kept by."""
-        of_steps = {"kept", "sequence", "layer", *(["compile"] if self.is_torchtitan else [])}
+        of_steps = {"kept", "sequence", "layer", *(["compile", "loss"] if self.is_torchtitan else [])}
         options = " ".join(x for x in self.options.split() if x in of_steps)
         return dataclasses.replace(self, source="", use="", device="", options=options, tokens=0, gib=None,
                                    planned=None, calibrated=None, planned_gib=None)  # fmt: skip
