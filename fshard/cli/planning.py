@@ -147,7 +147,7 @@ def _rates(text: str) -> dict[int, float]:
 def _calibrated(
     text: str, device: devices.Device, step_of: Any, layout: dict[str, Any], units: int
 ) -> tuple[devices.Device, str]:  # fmt: skip
-    """Return the device on which a layout is as fast as `5762,58.4GiB` says, and lines on what was found."""
+    """Return the device on which a layout is as fast as measured, `5762,58.4GiB`, and lines on what was found."""
     match = re.fullmatch(r"(\d+\.?\d*)(?:, ?(\d+\.?\d*) ?GiB)?", text)
     rate, gib = (float(x or 0) for x in match.groups()) if match else (0.0, 0.0)
     if not rate:

@@ -40,7 +40,7 @@ _LONG = 8192  # tokens of a sequence
 _OF_BYTES = 0.03  # by `tests.benchmarks.plan_accuracy`
 
 _Bar = tuple[float, int] | None  # what 9 in 10 published steps are within, or all of fewer than 10; and their number
-# Of tokens/s, of those of calibrated plans, and of bytes, by `python -m tests.benchmarks.trust`; a test compares them.
+# Of tokens/s, of calibrated tokens/s, and of bytes, by `python -m tests.benchmarks.trust`; a test compares them.
 _ERRORS: dict[str, tuple[str, _Bar, _Bar, float]] = {
     "one device": ("on one device", (0.04, 1), None, _OF_BYTES),
     "data": ("with data parallelism", (0.08, 1), None, _OF_BYTES),
@@ -93,7 +93,7 @@ def _error_bars(splits: Splits, device: Device, has_workspaces: bool) -> str:
     kinds -= {"data"} if kinds & {"FSDP", "tensor", "pipeline"} else set()
     kinds = {"long FSDP" if kind == "FSDP" and splits.longest > _LONG else kind for kind in kinds}
     errors = [bars for kind, bars in _ERRORS.items() if kind in kinds and device.queued]
-    speeds = [(name, own if device.calibrated else blind) for name, blind, own, _ in errors]
+    speeds = [(name, measured if device.calibrated else blind) for name, blind, measured, _ in errors]
     unknown = " and ".join(name for name, bar in speeds if bar is None)
     unknown = unknown if device.queued else "with published steps on CPUs"
     known = [(f"{bar[1]} {name}", *bar) for name, bar in speeds if bar is not None]

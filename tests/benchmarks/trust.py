@@ -149,9 +149,9 @@ class Row:
 
     @property
     def has_triton(self) -> bool:
-        """Whether attention is FlashAttention in Triton, the default of MosaicML's benchmarks.
+        """True for attention by FlashAttention in Triton, the default of MosaicML's benchmarks.
 
-        Those on 128 H100 and more, of 2024, name FlashAttention-2.
+        Its benchmarks of 2024, on 128 H100 and more, name FlashAttention-2.
         """
         return self.source.startswith("mosaicml/llm-foundry") and not (self.device == "H100" and self.devices >= 128)
 
