@@ -155,7 +155,7 @@ def _calibrated(
                    fix="--measured 5762 or --measured 5762,58.4GiB")  # fmt: skip
     f, args = step_of(**layout)
     planned = plan(f, *args, device=device)
-    step = f"{units:,} / ({rate:g} x {number_of(f.mesh.size, 'device')}) = {duration(units / rate / f.mesh.size)}"
+    step = f"{units:,} / ({rate:,g} x {number_of(f.mesh.size, 'device')}) = {duration(units / rate / f.mesh.size)}"
     print(f"measured: {step} a step", file=sys.stderr)  # before an error
     device = devices.calibrated(planned, units / rate / f.mesh.size)
     found, peak = f"efficiency {device.efficiency:.4f}", planned.memory.peak / 2**30

@@ -293,7 +293,7 @@ def test_all_layouts_are_planned_with_the_efficiency_of_a_measured_one(capsys: p
     peak = truth["rows"][0]["peak_bytes"] / 2**30
     out = run(capsys, *layouts, "--measured", f"{rate},{peak / 1.25}GiB")
     n = 64 * 512
-    assert f"efficiency 0.4321, by the first layout's {n:,} / ({float(rate):g} x 2 devices) = " in out
+    assert f"efficiency 0.4321, by the first layout's {n:,} / ({float(rate):,g} x 2 devices) = " in out
     assert "; again: --efficiency 0.4321\n" in out
     assert f"peak of the first layout: planned {peak:.1f} GiB, measured {peak / 1.25:g} GiB: +25.0%\n" in out
     for text in ("5,762", "fast", "-1", "0", "nan", "5762,58"):
