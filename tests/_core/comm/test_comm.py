@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import re
@@ -12,6 +13,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections import Counter
 from dataclasses import replace
 
@@ -475,6 +477,28 @@ def test_a_run_ends_once_where_a_rank_ends_its_turn_late(monkeypatch):
     threads[0].jobs.put(done.set)
     assert done.wait(LIMIT)
     assert len(ends) == 1
+
+
+def test_nothing_refers_to_a_program_and_its_results_after_a_run_whose_threads_end_late(monkeypatch):
+    """Neither does a cycle, also where no rank waits for another one."""
+    leave, set_ = threading.Event(), simulated._End.set
+
+    def end(self):
+        set_(self)
+        assert leave.wait(LIMIT)
+
+    monkeypatch.setattr(simulated._End, "set", end)
+    given, enabled = torch.ones(1), gc.isenabled()
+    gc.disable()
+    try:
+        made = fs.make_mesh(a=2).run(lambda comm, rank, given=given: given + rank)
+        kept = [weakref.ref(x) for x in (given, *made)]
+        del given, made
+        assert [x() for x in kept] == [None] * 3
+    finally:
+        leave.set()
+        if enabled:
+            gc.enable()
 
 
 def test_threads_can_share_a_mesh():
