@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
+import operator
 import os
 import re
 import select
@@ -16,6 +18,7 @@ import warnings
 import weakref
 from collections import Counter
 from dataclasses import replace
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ import torch
 import fshard as fs
 from fshard import P, ShardingError
 from fshard._core.comm import AbstractComm, simulated
+from fshard._core.comm.rank_threads import RankThread
 from fshard._core.region import in_region, region
 from fshard._core.torch import set_jvp_nesting
 from fshard._core.transfers import Recording, transfer_rows
@@ -191,6 +195,21 @@ def interrupt():
 may_arrive_in_a_callback = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
+@pytest.fixture
+def looping(monkeypatch):
+    """A list that the loop of a rank fills: while it is empty, the rank may be elsewhere, and is not interrupted."""
+    looping, interrupt_thread = [], RankThread.interrupt
+
+    def when_looping(thread):
+        if looping:
+            interrupt_thread(thread)
+            looping.clear()
+
+    monkeypatch.setattr(RankThread, "interrupt", when_looping)
+    monkeypatch.setattr(simulated, "_ATTEMPTS", int(LIMIT / simulated._PATIENCE))
+    return looping
+
+
 @may_arrive_in_a_callback
 def test_interrupt_of_the_caller_ends_ranks_that_communicate():
     def f(x):
@@ -204,7 +223,7 @@ def test_interrupt_of_the_caller_ends_ranks_that_communicate():
 
 
 @may_arrive_in_a_callback
-def test_interrupt_of_the_caller_ends_a_rank_that_computes_and_names_its_line():
+def test_interrupt_of_the_caller_ends_a_rank_that_computes_and_names_its_line(looping):
     ended, threads = [], []
 
     def f(x):
@@ -216,6 +235,7 @@ def test_interrupt_of_the_caller_ends_a_rank_that_computes_and_names_its_line():
         try:
             interrupt()
             while True:
+                looping[:] = [True]
                 time.sleep(0)
         finally:
             ended.append(rank_of())
@@ -223,7 +243,8 @@ def test_interrupt_of_the_caller_ends_a_rank_that_computes_and_names_its_line():
     e = interrupted(fs.make_mesh(a=4), f, torch.ones(3))
     assert ended == [2]
     line = f.__code__.co_firstlineno + 8
-    notes = re.sub(rf":({line}|{line + 1}) ", ":LINE ", "\n".join(e.__notes__))
+    lines = "|".join(str(line + i) for i in (-1, 0, 1, 2))
+    notes = re.sub(rf":({lines}) in f(?=\n)|:\d+ in interrupt", ":LINE in f", "\n".join(e.__notes__))
     assert notes == (
         "simulated ranks at the interrupt:\n"
         "  rank 0  has returned\n"
@@ -238,15 +259,17 @@ def test_interrupt_of_the_caller_ends_a_rank_that_computes_and_names_its_line():
 
 
 @may_arrive_in_a_callback
-def test_interrupt_of_the_caller_ends_a_rank_that_catches_everything(monkeypatch):
+def test_interrupt_of_the_caller_ends_a_rank_that_catches_everything(monkeypatch, looping):
     monkeypatch.setattr(simulated, "_PATIENCE", 0.01)
     caught = []
 
     def f():
-        interrupt()
         while len(caught) < 2:
             try:
+                if not caught:
+                    interrupt()
                 while True:
+                    looping[:] = [True]
                     time.sleep(0)
             except BaseException as e:
                 caught.append(e)
@@ -262,13 +285,15 @@ def test_rank_that_an_interrupt_cannot_end_holds_up_no_other_run(monkeypatch):
         pytest.skip("under a tracer, such as coverage, the caller waits until the rank's call into C ends")
     monkeypatch.setattr(simulated, "_PATIENCE", 0.002)
     module = torch.nn.Linear(1, 1)
-    before, leave, threads = dict(module.named_parameters()), threading.Lock(), []
+    before, threads = dict(module.named_parameters()), []
+    inside, leave = SimpleQueue(), threading.Lock()
     leave.acquire()
+    calls = [functools.partial(inside.put, None), functools.partial(leave.acquire, timeout=LIMIT)]
 
     class Waits(torch.nn.Module):
         def forward(self, x):
-            threading.Timer(0.5, interrupt).start()  # when the rank is in the next call
-            assert leave.acquire(timeout=LIMIT)  # one call into C, which no exception reaches
+            threading.Thread(target=lambda: (inside.get(), interrupt())).start()  # when the rank is in the next call
+            assert list(map(operator.call, calls))[1]  # one call into C, which no exception reaches
 
     def f(x):
         threads.append(threading.current_thread())

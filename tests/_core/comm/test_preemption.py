@@ -106,6 +106,7 @@ def test_rank_that_has_ended_keeps_no_other_rank_waiting(store: dist.Store) -> N
 
 def test_rank_that_does_not_answer_is_named(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "_ANSWER", datetime.timedelta(seconds=1))
+    store.multi_set(["call/0", "call/2"], ["1", "1"])  # their answers, which may take more than a second
     ranks = [StopAgreement(store, rank, 4) for rank in (0, 2)]
     ranks[0].ask()
     for agreement in ranks:
