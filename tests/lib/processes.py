@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 # Limits that only a job that fails or hangs reaches; a job that passes waits for none of them.
 TIMEOUT = 600.0  # seconds for a job: a checked first call is slow where cores are few, or busy
-GRACE = 20.0  # seconds for the other ranks to fail as well, after one has failed
+GRACE = 120.0  # seconds for the other ranks to fail as well, after one has failed
 
 
 class RanksError(AssertionError):
