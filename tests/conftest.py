@@ -43,6 +43,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _pool in config.stash:
         config.stash[_pool].close()
+        del config.stash[_pool]
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
+    """End all forked processes before the coverage that they save is combined."""
+    try:
+        return (yield)
+    finally:
+        pytest_unconfigure(session.config)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -82,16 +92,9 @@ def pytest_runtest_setup() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="session")
-def _ranks(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    pool = request.config.stash[_pool]
-    yield pool
-    pool.end_teams()  # here, and not at the very end, so that their coverage is there to be combined
-
-
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest, _ranks: Pool) -> Pool:
+def ranks(request: pytest.FixtureRequest) -> Pool:
     """`ranks(4, job, *args)`: `job(*args)` on four real ranks; their results. For tests marked `process`."""
     if request.node.get_closest_marker("process") is None:
         raise pytest.UsageError(f"{request.node.nodeid} uses ranks: mark it pytest.mark.process")
-    return _ranks
+    return request.config.stash[_pool]

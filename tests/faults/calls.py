@@ -27,7 +27,7 @@ or not, and now and then under `torch.func.grad`, `vmap` or `jvp`.
   not fit the memory. An AttributeError, KeyError, AssertionError, TypeError and others are never excused by a note.
 - "system": an OSError that names the path.
 
-Everything else is unclear, and so are a call of more than 10 s and one at which the interpreter ends.
+Everything else is unclear, and so are a call of more than 10 s of CPU time and one at which the interpreter ends.
 """
 
 from __future__ import annotations
@@ -676,16 +676,21 @@ def _same(a: Any, b: Any) -> bool:
 
 @contextlib.contextmanager
 def _limit(seconds: int) -> Iterator[None]:
+    """Limit the CPU time; and the time that passes, which a busy machine makes many times as long."""
+
     def stop(*_: Any) -> None:
         raise _TooLong(f"more than {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)}
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.alarm(60 * seconds)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -20,9 +21,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
+import torch.distributed.run  # noqa: F401  before launchers are forked
+
+from fshard import cli
 from fshard.recipes import pretrain
 from tests.lib.forked import free_port
 
@@ -39,41 +44,53 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def agent(ranks: int, port: int, output: Path, flags: list[str], *, first: bool) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the launcher of one machine. At the end kill it, and its ranks."""
+def agent(ranks: int, port: int, output: Path, flags: list[str], *, first: bool) -> Iterator[ForkProcess]:
+    """Start the launcher of one machine. At the end kill it, and its ranks.
+
+    It is forked: launchers that each load torch may start further apart than the first one waits for a second one.
+    """
     command = [
-        sys.executable, "-m", "fshard", "launch", "--nnodes=1:2", f"--nproc-per-node={ranks}", "--cpu",
+        "launch", "--nnodes=1:2", f"--nproc-per-node={ranks}", "--cpu",
         "--max-restarts=3", f"--rdzv-endpoint=127.0.0.1:{port}",
-        f"--rdzv-conf=is_host={int(first)},last_call_timeout=3", "-m", "fshard.recipes.pretrain", *flags,
+        f"--rdzv-conf=is_host={int(first)},last_call_timeout=10", "-m", "fshard.recipes.pretrain", *flags,
     ]  # fmt: skip
-    with output.open("ab") as out:
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
+
+    def launch() -> None:
+        out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        sys.exit(cli.main(command))
+
+    process = multiprocessing.get_context("fork").Process(target=launch)
+    process.start()
     try:
         yield process
     finally:
         kill_machine(process)
 
 
-def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
+def ranks_of(process: ForkProcess) -> list[int]:
     """Return the process ids of an agent's ranks."""
     command = ["ps", "-o", "pid=", "--ppid", str(process.pid)]
     return [int(pid) for pid in subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()]
 
 
-def kill_machine(process: subprocess.Popen[bytes]) -> None:
+def kill_machine(process: ForkProcess) -> None:
     """End an agent and its ranks by SIGKILL, as a machine that loses its power."""
-    for pid in [process.pid, *ranks_of(process)]:
+    ranks = ranks_of(process) if process.is_alive() else []
+    process.kill()
+    for pid in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    process.wait()
+    process.join()
 
 
-def wait_until(happened: Callable[[], bool], output: Path, first: subprocess.Popen[bytes]) -> None:
+def wait_until(happened: Callable[[], bool], output: Path, first: ForkProcess) -> None:
     """Wait for an event while the first agent runs."""
     end = time.monotonic() + TIMEOUT
     while not happened():
-        assert first.poll() is None, f"the first agent has ended: {output.read_text()}"
+        assert first.is_alive(), f"the first agent has ended: {output.read_text()}"
         assert time.monotonic() < end, f"too late: {output.read_text()}"
         time.sleep(0.02)
 
@@ -111,7 +128,9 @@ def run_elastic(steps: int, root: Path) -> tuple[list[dict[str, Any]], list[dict
             wait_until(lambda: output.read_text().count("closing signal") > told, output, first)
             for pid in ranks:
                 os.kill(pid, signal.SIGCONT)
-            statuses = [process.wait(TIMEOUT) for process in (first, third)]
+            for process in (first, third):
+                process.join(TIMEOUT)
+    statuses = [process.exitcode for process in (first, third)]
     assert statuses == [0, 0], (statuses, output.read_text())
     return metrics(root / "one"), metrics(out), attempts(output)
 

@@ -42,6 +42,7 @@ from tests.lib.forked import free_port, set_rank
 WAYS: dict[str, Callable[[], object]] = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL), "os._exit": lambda: os._exit(7), "raise": lambda: 1 / 0,
 }  # fmt: skip
+TIMEOUT = 600  # seconds that only a job that hangs reaches
 TROUBLE = re.compile(r".*(?:cannot connect|connectFullMesh|has waited|Connection refused|another job).*")
 
 
@@ -87,7 +88,7 @@ def restart(runs: int, ranks: int, agents: int, folder: Path) -> list[str]:
     for i in range(agents):
         with (folder / f"agent{i}").open("w") as stderr:
             jobs.append(subprocess.Popen(command, stderr=stderr))
-    end = time.monotonic() + 60 + 60 * runs
+    end = time.monotonic() + TIMEOUT + 60 * runs
     for job in jobs:
         try:
             job.wait(max(0.0, end - time.monotonic()))
@@ -153,7 +154,7 @@ def meet_stranger(kind: str, rng: random.Random, folder: Path) -> list[str]:
     """Return the problems of a job, while a stranger of a kind comes to its port."""
     port, done = free_port(), folder / "done"
     job = [start(r, 2, port, folder / f"job{r}", compute_until, folder / f"ready{r}", done) for r in range(2)]
-    end = time.monotonic() + 120
+    end = time.monotonic() + TIMEOUT
     while not all((folder / f"ready{r}").exists() for r in range(2)) and time.monotonic() < end:
         time.sleep(0.01)
     world = 8 if kind == "larger" else 2
@@ -168,7 +169,7 @@ def meet_stranger(kind: str, rng: random.Random, folder: Path) -> list[str]:
         if kind in ("killed", "torch"):
             time.sleep(rng.uniform(0, 0.3))
             stranger.kill()
-        stranger.join(60)
+        stranger.join(TIMEOUT)
         text = (folder / f"stranger{rank}").read_text()
         if kind not in ("killed", "torch") and WANTED[rank].format(port=port) not in text:
             problems.append(f"{kind}: stranger {rank}, status {stranger.exitcode}, prints {text!r}")
@@ -176,7 +177,7 @@ def meet_stranger(kind: str, rng: random.Random, folder: Path) -> list[str]:
     time.sleep(0.2)  # in which the job would hear of a failure
     done.touch()
     for rank, process in enumerate(job):
-        process.join(60)
+        process.join(TIMEOUT)
         text = (folder / f"job{rank}").read_text()
         if process.exitcode != 0 or text:
             problems.append(f"{kind}: rank {rank} of the job ended with status {process.exitcode}: {text!r}")

@@ -577,7 +577,7 @@ def test_overlapping_checked_calls_restore_the_compiler_stance():
         assert entered.wait(600)
     for thread, go in zip(threads, leave, strict=True):  # the first to enter leaves first
         go.set()
-        thread.join(20)
+        thread.join(600)
     assert seen == ["force_eager"] * 4
     assert torch._dynamo.eval_frame._stance.stance == "default"
 

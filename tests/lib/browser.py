@@ -81,7 +81,7 @@ class Browser:
         assert "exceptionDetails" not in out, out["exceptionDetails"]
         return out["result"].get("value")
 
-    def wait_for(self, code: str, seconds: float = 30) -> Any:
+    def wait_for(self, code: str, seconds: float = 600) -> Any:
         """Wait until a JavaScript expression is true, and return it."""
         end = time.monotonic() + seconds
         while not (value := self.run(code)):

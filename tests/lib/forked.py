@@ -6,13 +6,21 @@ import gc
 import os
 import socket
 import warnings
+from collections import deque
 from collections.abc import Callable
+
+_reserved: deque[socket.socket] = deque(maxlen=100)
 
 
 def free_port() -> int:
-    """Return a port of this machine that no program listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    """Return a port on which only a program that is told of it will listen.
+
+    It is reserved: the system could give it to another program while the one that will listen loads torch.
+    """
+    _reserved.append(socket.socket())
+    _reserved[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server does, which may then bind it, too
+    _reserved[-1].bind(("127.0.0.1", 0))
+    return int(_reserved[-1].getsockname()[1])
 
 
 def set_rank(rank: int, world: int, port: int) -> None:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 # Limits that only a job that fails or hangs reaches; a job that passes waits for none of them.
 TIMEOUT = 600.0  # seconds for a job: a checked first call is slow where cores are few, or busy
-GRACE = 20.0  # seconds for the other ranks to fail as well, after one has failed
+GRACE = 120.0  # seconds for the other ranks to fail as well, after one has failed
 
 
 class RanksError(AssertionError):
@@ -148,7 +148,7 @@ class _Team:
             c.send_bytes(b"")
         for c in self.connections:
             with contextlib.suppress(EOFError, ConnectionError):
-                if not c.poll(GRACE):
+                if not c.poll(TIMEOUT):
                     break
                 c.recv_bytes()
         self.kill()
@@ -188,12 +188,13 @@ def _serve_forks(requests: Connection, address: Any) -> None:
                 with _exits():
                     requests.close()
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    _serve_jobs(rank, size, Path(folder), address)
+                    main = Client(address)  # the end of the process closes it, after it has saved its coverage
+                    _serve_jobs(rank, size, Path(folder), main)
 
 
-def _serve_jobs(rank: int, size: int, folder: Path, address: Any) -> None:
+def _serve_jobs(rank: int, size: int, folder: Path, main: Connection) -> None:
     """Run one job after another, as a rank of a process group."""
-    with Client(address) as main, open(folder / f"stack{rank}", "w") as stack:
+    with open(folder / f"stack{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, stack)
         out = os.open(folder / f"out{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import itertools
 import math
@@ -12,6 +11,7 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -336,7 +336,7 @@ def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
     modes = _modes_of_this_thread()
     compute_threads = torch.get_num_threads()
     of_rank = max(1, min(compute_threads, _MOST_COMPUTE_THREADS // n))
-    results: list[Any] = [None] * n
+    results: list[Any] = [f] * n  # of each rank: the program, then its result
 
     def rank_main(rank: int, coords: Mapping[str, int]) -> None:
         try:
@@ -346,7 +346,7 @@ def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
             with run.states.on_thread(rank), contextlib.ExitStack() as stack:
                 for mode in modes():
                     stack.enter_context(mode)
-                results[rank] = f(SimulatedComm(sizes, coords, run), rank)
+                results[rank] = results[rank](SimulatedComm(sizes, coords, run), rank)
             run.returned.append(rank)
         except Abandoned:
             pass
@@ -362,13 +362,11 @@ def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
         if is_last:
             run.ended.set()
 
-    grid = itertools.product(*(range(k) for k in sizes.values()))
     with torch_for_ranks:
         threads = take_threads(n)
         try:
-            for rank, at in enumerate(grid):
-                job = functools.partial(rank_main, rank, dict(zip(sizes, at, strict=True)))
-                job = functools.partial(contextvars.copy_context().run, job)
+            for rank, at in enumerate(itertools.product(*map(range, sizes.values()))):
+                job = functools.partial(copy_context().run, rank_main, rank, dict(zip(sizes, at, strict=True)))
                 run.wake.append(functools.partial(threads[rank].jobs.put, job))
             run.start_next()
             while not run.ended.wait(_PATIENCE):
@@ -380,13 +378,14 @@ def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
         run.states.end()
         if of_rank != compute_threads:
             torch.set_num_threads(compute_threads)  # of threads to come: a rank has set that, too
+    out, results, run.wake = results, [], []  # a thread that has not left `rank_main` yet keeps nothing of the program
     if run.failure is not None:
         raise run.failure
     for message, (_, signature, where) in run.mail.items():
         raise fail(f"rank {message.target} has not received what rank {message.source} sent it",
                    f"rank {message.source}  {_describe(signature, where)}",
                    fix="every rank that a pair names starts the transfer, and waits for it")  # fmt: skip
-    return results
+    return out
 
 
 _PATIENCE = 0.1  # seconds: of a wait of the caller, and after each attempt to end the ranks of an interrupted run
@@ -403,8 +402,8 @@ def _interrupt(run: _Run, threads: Sequence[RankThread], e: BaseException) -> No
     run.failure, run.interrupted = run.failure or e, True
     try:
         for _ in range(_ATTEMPTS):  # the user's code may catch one
-            if run.running is not None:  # else the next rank finds the failure at its turn
-                threads[run.running].interrupt()
+            if (rank := run.running) is not None:  # else the next rank finds the failure at its turn
+                threads[rank].interrupt()
             if run.ended.wait(_PATIENCE):
                 return
         e.add_note(f"rank {run.running} has not ended yet; its thread ends after the call that it is in")

@@ -82,7 +82,7 @@ class MemoryBackend:
             self._match(*channel)
 
         def wait() -> None:
-            message = receiver.get(timeout=60)
+            message = receiver.get(timeout=TIMEOUT.total_seconds())
             assert message.numel() == x.numel()
             x.view(-1).copy_(message.view(-1))
 

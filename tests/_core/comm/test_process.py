@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,6 +38,7 @@ from tests.lib.collective_cases import (
 )
 from tests.lib.compile_cases import meshes_made_again
 from tests.lib.examples import example
+from tests.lib.forked import free_port
 from tests.lib.processes import TIMEOUT, Pool, RanksError
 from tests.schedule.test_pipeline import pipelines_on_two_processes
 
@@ -609,10 +609,7 @@ MESH = "{'data': 2, 'model': 2}"
 
 def start_ranks(script: Path, how: str) -> list[tuple[int, str, float]]:
     """Run four processes without an agent; return the exit code, the output and the time of the end of each."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "4"}
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}
     logs = [script.with_name(f"{how}-{r}.log") for r in range(4)]
     started = []
     for r, log in enumerate(logs):
@@ -735,3 +732,15 @@ def test_crash_of_one_rank_ends_the_others(ranks: Pool) -> None:
         assert "rank 0: a collective failed: another rank has failed, or has left the program" in str(e.value)
         assert "rank 1 of 2: the process is gone" in str(e.value)
         assert time.monotonic() - start < TIMEOUT / 2
+
+
+def end_late(mark: str) -> None:
+    exit_ = os._exit
+    os._exit = lambda status: (time.sleep(0.5), Path(mark).touch(), exit_(status))  # type: ignore[assignment,return-value]
+
+
+def test_teams_wait_for_the_end_of_their_processes(ranks: Pool, tmp_path: Path) -> None:
+    """Each saves its coverage at its end: a file that is cut short, or being written, may fail the whole run."""
+    ranks(2, end_late, str(tmp_path / "ended"))
+    ranks.end_teams()
+    assert (tmp_path / "ended").exists()

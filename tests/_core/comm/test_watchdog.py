@@ -24,6 +24,7 @@ from fshard._core.comm.description import describe_transfer
 from fshard._core.comm.gloo import GlooConnections, PendingMessages
 from fshard._core.comm.meeting import ACCEPTED, HELLO, KEY, listen
 from fshard._core.comm.watchdog import _NUMBER, Wait, Watchdog, call_at_exit, launcher_id
+from tests.lib.forked import free_port
 
 GRACE, LONG_WAIT = 10.0, 30.0
 
@@ -320,8 +321,7 @@ def test_connection_that_is_accepted_while_the_watchdog_closes_is_closed_too(job
 
 
 def test_error_text_of_a_rank_that_does_not_reach_rank_0(job: Job) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     job.store.set(KEY, f"{port} {bytes(16).hex()}")
     job.store.set_timeout(datetime.timedelta(seconds=-1))
     with pytest.raises(ShardingError) as caught:
