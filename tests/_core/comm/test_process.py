@@ -711,16 +711,14 @@ def crash(transfers_pending: bool) -> None:
             os._exit(7)
         return fs.psum(x.sum(), "data")
 
-    def start_and_crash(comm: Any, rank: int) -> None:
-        # Small ones: of a message that is half received when its sender ends, gloo reports nothing before the timeout.
-        pending = [comm.reduce([torch.ones(n)], ("data",)) for n in (10, 1_000)]
-        if rank == 1:
+    def start_or_crash(comm: Any, rank: int) -> None:
+        if rank == 1:  # before it sends: of a message that is half received when its sender ends, gloo reports nothing
             os._exit(7)
-        for wait in pending:
+        for wait in [comm.reduce([torch.ones(n)], ("data",)) for n in (10, 1_000)]:
             wait()
 
     if transfers_pending:
-        mesh.run(start_and_crash)
+        mesh.run(start_or_crash)
     step(torch.ones(4))
 
 
