@@ -109,12 +109,17 @@ def _block(
     return x + a + run.dropout(layout.leave(h) + b, cfg.resid_pdrop, key, "down"), cached
 
 
+def head_logits(cfg: Config, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
+    w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
+    return nn.linear(layout.enter(x, t), w, top["head"]["b"])  # [B, T, V@model]
+
+
 pieces = pieces_of(
     _block, lambda run, top, x: run.layout.layer_norm(x, top["ln_f"], run.cfg.layer_norm_epsilon),
     rotary=lambda cfg: ({"rope_theta": 10_000.0}, cfg.rotary_dim, cfg.n_positions), embd="embd_pdrop",
     rates=("embd_pdrop", "attn_pdrop", "resid_pdrop"), longest="n_positions",
 )  # fmt: skip
-apply, states = decoder_of(Config, init, pieces)
+apply, states = decoder_of(Config, init, pieces, head_logits)
 loss, generate = functions_of(apply, Config)
 
 

@@ -560,7 +560,7 @@ def functions_of(
 def head_logits(cfg: Any, layout: Layout, top: dict[str, Any], x: Tensor, t: int) -> Tensor:
     """Return logits [B, T, V@model] of the normalized stream, by the head or by the tied embeddings."""
     w = top["wte"].transpose(0, 1) if cfg.tie_word_embeddings else top["head"]["w"]
-    return nn.linear(layout.enter(x, t), w, top.get("head", {}).get("b"))  # GPT-J's has a bias
+    return nn.linear(layout.enter(x, t), w)
 
 
 def decoder_of(
