@@ -80,6 +80,12 @@ def is_own_file(file: str) -> bool:
     return not (file.startswith((HERE, TORCH, *STANDARD_LIBRARY, *GENERATED)) or INSTALLED.search(file))
 
 
+@functools.lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> frozenset[str]:
+    """Return the global names and attributes in the code of a function and of the functions inside it."""
+    return frozenset(code.co_names).union(*(names_in(c) for c in code.co_consts if isinstance(c, CodeType)))
+
+
 def package_of(site: Site | None) -> str:
     """Return the installed package of a line, which the user does not edit: `transformers`; "" for other lines."""
     found = INSTALLED.search(site.file) if site else None

@@ -106,18 +106,24 @@ class bind:  # noqa: N801 - a context, which a generator would make three times 
 
 
 @contextlib.contextmanager
-def without_others(verb: str) -> Iterator[None]:
-    """Context in which the other ranks do not run the same code, as in the body of `verb`: a transfer would hang."""
-    _thread.without_others = verb
+def set_within(thread: threading.local, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of this thread within; after it the attribute is as before, or None."""
+    before = getattr(thread, name, None)
+    setattr(thread, name, value)
     try:
         yield
     finally:
-        _thread.without_others = ""
+        setattr(thread, name, before)
+
+
+def without_others(verb: str) -> contextlib.AbstractContextManager[None]:
+    """Context in which the other ranks do not run the same code, as in the body of `verb`: a transfer would hang."""
+    return set_within(_thread, "without_others", verb)
 
 
 def refuse_transfer(what: str) -> None:
     """Raise ShardingError in the context `without_others`."""
-    if verb := getattr(_thread, "without_others", ""):
+    if verb := getattr(_thread, "without_others", None):
         raise fail(f"{what}: called in the body of {verb}, which the ranks do not run together", "it would not end",
                    fix=f"call it after {verb}")  # fmt: skip
 

@@ -20,7 +20,7 @@ from . import callsite
 from .display import Html, bar, page, table
 from .packing import part_shape
 from .protocol import Axes, Place, coords_of, index_of, ranks_over
-from .region import checker, user_line
+from .region import checker, set_within, user_line
 from .torch import in_backward, is_traced
 
 Split = Sequence[Any]
@@ -179,7 +179,7 @@ def note(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split =
     if not torch.compiler.is_dynamo_compiling():
         if is_traced():
             refuse_tracing(op)
-        apart: Axes = getattr(_thread, "apart", ())
+        apart: Axes | None = getattr(_thread, "apart", None)
         if apart and op != "send" and set(apart) & set(axes):
             raise fail(f"{op}: called in a stage of a pipeline, over {', '.join(axes)}", *user_line(),
                        "the ranks of other stages run other operations meanwhile: it would not end",
@@ -209,24 +209,13 @@ def transfer_count() -> int:
 @contextlib.contextmanager
 def stop_after_transfers(n: int, stop: type[BaseException]) -> Iterator[None]:
     """Let this rank start `n` transfers within, and raise `stop` before one more; a `stop` ends the block."""
-    before = getattr(_thread, "limit", None)
-    _thread.limit = transfer_count() + n, stop
-    try:
-        with contextlib.suppress(stop):
-            yield
-    finally:
-        _thread.limit = before
-
-
-@contextlib.contextmanager
-def ranks_apart(axes: Axes) -> Iterator[None]:
-    """Refuse collectives over `axes` within, whose ranks run other operations at this time: stages of a pipeline."""
-    before = getattr(_thread, "apart", ())
-    _thread.apart = axes
-    try:
+    with set_within(_thread, "limit", (transfer_count() + n, stop)), contextlib.suppress(stop):
         yield
-    finally:
-        _thread.apart = before
+
+
+def ranks_apart(axes: Axes) -> contextlib.AbstractContextManager[None]:
+    """Refuse collectives over `axes` within, whose ranks run other operations at this time: stages of a pipeline."""
+    return set_within(_thread, "apart", axes)
 
 
 def transfer(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> Transfer:
@@ -271,20 +260,14 @@ def is_observed() -> bool:
     return _record is not None or checker() is not None
 
 
-@contextlib.contextmanager
-def recomputing() -> Iterator[None]:
+def recomputing() -> contextlib.AbstractContextManager[None]:
     """Repeat a computation of the program within, whose results it has already had: it prints nothing again."""
-    before = is_recomputing()
-    _thread.recomputing = True
-    try:
-        yield
-    finally:
-        _thread.recomputing = before
+    return set_within(_thread, "recomputing", True)
 
 
 def is_recomputing() -> bool:
     """Return whether this rank repeats a computation."""
-    return getattr(_thread, "recomputing", False)
+    return bool(getattr(_thread, "recomputing", False))
 
 
 @contextlib.contextmanager

@@ -22,13 +22,13 @@ from fshard.defer import defer
 from fshard.errors import ShardingError, fail, join_limited, raise_all
 from fshard.init import Deferred
 from fshard.interop.hf import CONFIG, INDEX, PICKLES, SINGLE, read_json, tensors
+from fshard.interop.hf.folder import ADAPTER, ADAPTER_CONFIG
 from fshard.models.hf import model_of
 from fshard.planning.show import show
 from fshard.spec import P, column, fully_shard, replicated, row, rules
 
 _MAX_DEVICES = 1 << 20
 PATHS = "a Hugging Face folder, one of an adapter, a config.json, a .safetensors file, or a checkpoint"
-_ADAPTER_CONFIG, _ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 _SPECS: dict[str, Callable[..., P]] = {"P": P, "row": row, "column": column, "replicated": replicated}
 
 
@@ -125,7 +125,7 @@ def read(place: str | Path, *, raw: bool = False, step: int | None = None) -> Co
     if not path.is_dir():
         return Contents("tensors, as the file names them", nested(tensors(path)))
     has_weights = any((path / name).is_file() for name in (SINGLE, INDEX))
-    if (path / _ADAPTER_CONFIG).is_file() and not has_weights:
+    if (path / ADAPTER_CONFIG).is_file() and not has_weights:
         return _read_adapter(path)
     if not (path / CONFIG).is_file() or (not has_weights and any(f.suffix in PICKLES for f in path.iterdir())):
         return Contents("tensors, as the files name them", nested(tensors(path)))
@@ -151,11 +151,11 @@ def read(place: str | Path, *, raw: bool = False, step: int | None = None) -> Co
 
 def _read_adapter(path: AnyPath) -> Contents:
     """Describe the tensors of an adapter that `peft` saved, and its options."""
-    config = read_json(path / _ADAPTER_CONFIG)
-    if not (path / _ADAPTER).is_file():
+    config = read_json(path / ADAPTER_CONFIG)
+    if not (path / ADAPTER).is_file():
         if pickle := next((f for f in path.iterdir() if f.suffix in PICKLES), None):
             tensors(pickle)  # raises
-        raise fail(f"{path}: has {_ADAPTER_CONFIG}, and no {_ADAPTER}", fix="copy the folder again")
+        raise fail(f"{path}: has {ADAPTER_CONFIG}, and no {ADAPTER}", fix="copy the folder again")
     options = [f"{name}={config[name]}" for name in ("r", "lora_alpha") if isinstance(config.get(name), int | float)]
     targets = config.get("target_modules")
     if isinstance(targets, list) and targets:
@@ -167,7 +167,7 @@ def _read_adapter(path: AnyPath) -> Contents:
         config.get("base_model_name_or_path") or "a model that it does not name",
     )
     source = f"{kind} adapter of {base}{' (' * bool(options)}{', '.join(options)}{')' * bool(options)}"
-    return Contents(f"{source}, as its file names the tensors", nested(tensors(path / _ADAPTER)))
+    return Contents(f"{source}, as its file names the tensors", nested(tensors(path / ADAPTER)))
 
 
 def _read_checkpoint(path: AnyPath, step: int | None, source: str) -> Contents:

@@ -14,12 +14,12 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from fshard._core.callsite import Site, is_own_file, place_and_source
+from fshard._core.callsite import Site, is_own_file, names_in, place_and_source
 from fshard.errors import ShardingError, fail
 
 from .graph import tensors_in
@@ -223,14 +223,9 @@ class Outside:
             for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
                 if id(cell) in self.objects or id(contents_of(cell)) in self.objects:
                     yield Seen(name, f, functools.partial(contents_of, cell))
-            for name in _names(f.__code__) & f.__globals__.keys() if is_own_file(f.__code__.co_filename) else ():
+            for name in names_in(f.__code__) & f.__globals__.keys() if is_own_file(f.__code__.co_filename) else ():
                 if isinstance(f.__globals__[name], (dict, list, Tensor, type(None))):
                     yield Seen(name, f, functools.partial(operator.getitem, f.__globals__, name))
-
-
-def _names(code: CodeType) -> set[str]:
-    """Return the names of the global variables of a function, and of those inside it."""
-    return set(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
 class Seen:

@@ -120,7 +120,7 @@ def row_embedding(axis: Axes) -> Replacement:
 
     Raises ShardingError, in `fs.defer`, for a table with `max_norm`, `scale_grad_by_freq` or `sparse`.
     """
-    return _built_in("row_embedding", _TABLE, _row_table_specs, _row_embedding, axis)
+    return _built_in("row_embedding", _TABLE, *_ROWS, axis)
 
 
 @checked
@@ -138,7 +138,7 @@ def column_embedding(axis: Axes, *, out: Form = "whole") -> Replacement:
 
     Raises ShardingError, in `fs.defer`, for a table with `max_norm`, `scale_grad_by_freq` or `sparse`.
     """
-    return _built_in("column_embedding", _TABLE, _column_table_specs, _column_embedding, axis, out=out)
+    return _built_in("column_embedding", _TABLE, *_COLUMNS, axis, out=out)
 
 
 _LINEAR: Any = (torch.nn.Linear, "Conv1D")
@@ -221,14 +221,11 @@ def _table_specs(of: Any, *, dim: int, axis: Axes) -> dict[str, P]:
     return {"weight": P(*[None] * dim, axis)}
 
 
-_row_table_specs, _column_table_specs = (functools.partial(_table_specs, dim=dim) for dim in (0, 1))
+def _embedding(
+    leaves: Mapping[str, Tensor], input: Tensor, *, of: Any, dim: int, axis: Axes, out: Form = "whole"
+) -> Tensor:
+    return embedding(input, leaves["weight"], axis=axis, size=of.weight.shape[dim], padding_idx=of.padding_idx,
+                     split="column" if dim else "row", out=out)  # fmt: skip
 
 
-def _row_embedding(leaves: Mapping[str, Tensor], input: Tensor, *, of: Any, axis: Axes) -> Tensor:
-    return embedding(input, leaves["weight"], axis=axis, size=of.weight.shape[0], padding_idx=of.padding_idx,
-                     out="whole")  # fmt: skip
-
-
-def _column_embedding(leaves: Mapping[str, Tensor], input: Tensor, *, of: Any, axis: Axes, out: Form) -> Tensor:
-    return embedding(input, leaves["weight"], axis=axis, size=of.weight.shape[1], padding_idx=of.padding_idx,
-                     split="column", out=out)  # fmt: skip
+_ROWS, _COLUMNS = ([functools.partial(f, dim=dim) for f in (_table_specs, _embedding)] for dim in (0, 1))

@@ -187,7 +187,7 @@ def make_optimizer(
         for moment in moments:
             shape_of = shapes.get(moment)
             made = map(_zeros, leaves) if shape_of is None else [
-                _zeros_of_shape(f"{name}.init", x, spec, shape_of)
+                _zeros_of_shape(x, spec, shape_of)
                 for x, spec in zip(leaves, _leaf_specs(name, specs, params), strict=True)]  # fmt: skip
             state[moment] = tree.unflatten(treedef, made)
         return state
@@ -298,7 +298,7 @@ def _zeros(x: Any) -> Any:
     return torch.zeros_like(x, memory_format=torch.contiguous_format)
 
 
-def _zeros_of_shape(verb: str, x: Any, spec: P, shape_of: Shape) -> Any:
+def _zeros_of_shape(x: Any, spec: P, shape_of: Shape) -> Any:
     """Return zeros of the shape that a replicated moment of a leaf has."""
     shape = shape_of(global_shape(x, spec) if isinstance(x, Tensor) and in_region() else tuple(x.shape))
     return _full_like(x, shape, 0, torch.promote_types(x.dtype, torch.float32))

@@ -37,13 +37,12 @@ _GROUP_BYTES = 1 << 28  # bytes that are copied to the device of the parameters 
 def has_fused_step(columns: Columns) -> list[bool]:
     """Return, for each leaf, whether a kernel may step it: no gradient and no vmap passes through a kernel."""
     supported = list(map(_is_supported, columns[0]))
-    if torch.compiler.is_dynamo_compiling():  # dynamo does not show that a gradient is taken: `step` refuses that
-        rows = zip(supported, *columns, strict=True)
-        return [is_supported and not any(map(is_batched, row)) for is_supported, *row in rows]
-    if not in_transform() and not any(x.requires_grad for column in columns for x in column):
+    traced = torch.compiler.is_dynamo_compiling()  # dynamo does not show that a gradient is taken: `step` refuses that
+    if not traced and not in_transform() and not any(x.requires_grad for column in columns for x in column):
         return supported
+    passes_through = is_batched if traced else is_differentiated
     rows = zip(supported, *columns, strict=True)
-    return [is_supported and not any(map(is_differentiated, row)) for is_supported, *row in rows]
+    return [is_supported and not any(map(passes_through, row)) for is_supported, *row in rows]
 
 
 def _is_supported(p: Tensor) -> bool:

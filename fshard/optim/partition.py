@@ -139,7 +139,7 @@ def combine(*trees: Any, partial: bool = False) -> Any:
     out = [next((x for x in column if x is not None), None) for column in columns]
     counts = [sum(x is not None for x in column) for column in columns]
     if any(n > 1 or (n == 0 and not partial) for n in counts):
-        raise_all([_not_one(path, column, partial)
+        raise_all([_not_one(path, column)
                    for path, column, n in zip(_paths(trees[0]), columns, counts, strict=True)
                    if n > 1 or (n == 0 and not partial)])  # fmt: skip
     return tree.unflatten(treedefs[0], out)
@@ -149,7 +149,7 @@ def _paths(x: Any) -> list[tree.Path]:
     return [path for path, _ in tree.leaves_with_path(x, _is_none)]
 
 
-def _not_one(path: tree.Path, column: Sequence[Any], partial: bool) -> ShardingError:
+def _not_one(path: tree.Path, column: Sequence[Any]) -> ShardingError:
     places = [f"trees[{i}]" for i, x in enumerate(column) if x is not None]
     at = tree.show("tree", path)
     if places:

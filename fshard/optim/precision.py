@@ -14,6 +14,7 @@ from fshard._core.host_memory import common_device
 from fshard._core.region import checker
 from fshard.collectives import psum, pvary
 from fshard.errors import checked, fail, must_be
+from fshard.random.keys import values_now
 from fshard.spec import P
 
 from .chain import refuse_outside_of_sum
@@ -183,7 +184,7 @@ class LossScale:
                 raise fail(f"guarded {optimizer.name}: the state is not its state", fix="state = opt.init(params)")
             grads, finite = self._unscaled("guard", grads, state["scale"], specs)
             old = (params, state["opt"])
-            take = _value_now(finite)
+            take = values_now(finite)
             if take is None or checker() is not None:  # only the first call is checked: check the step, taken or not
                 new = optimizer.update(grads, *reversed(tree.map(torch.clone, old)))
                 new = tree.map(lambda n, o: torch.where(finite.to(o.device), n, o), new, old)
@@ -221,13 +222,3 @@ def _all_finite(xs: list[Tensor], axes: list[tuple[str, ...]]) -> Tensor:
         results.append(torch.stack(finite).all().to(device))
     good = torch.stack(results).all()
     return psum((~good).to(torch.int32), all_axes) == 0 if all_axes else good
-
-
-def _value_now(x: Tensor) -> bool | None:
-    """Return the value of a 0-d tensor, or None where it has none yet (compiled, fake) or several (under vmap)."""
-    if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor:
-        return None
-    try:
-        return bool(x)
-    except RuntimeError:
-        return None

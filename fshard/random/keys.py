@@ -99,7 +99,7 @@ def check_key(verb: str, key: object) -> None:
 
 
 def values_now(x: Tensor) -> Any:
-    """Return the values of an integer tensor as Python numbers, or None if it has none yet: traced, batched or fake."""
+    """Return the values of a tensor as Python numbers, or None if it has none yet: traced, batched or fake."""
     if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor:
         return None
     try:

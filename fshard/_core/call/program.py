@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fshard._core.callsite import is_own_file
+from fshard._core.callsite import is_own_file, names_in
 
 _MOST_ENTRIES = 64  # of a container that is searched for functions and flags: a larger one is data
 _MOST_FACTS = 1000
@@ -122,7 +122,7 @@ def _parts(x: Any, kind: type, names: frozenset[str]) -> Iterator[tuple[Any, Cal
     It reads types and stored attributes, so that no property and no `__getattr__` of the user runs.
     """
     if kind is FunctionType:
-        names = _names(x.__code__)
+        names = names_in(x.__code__)
         if is_own_file(x.__code__.co_filename):
             yield x.__globals__, x.__globals__.get, names & x.__globals__.keys(), names
         yield x, vars(x).get, vars(x).keys() & {"__wrapped__"}, names
@@ -145,7 +145,7 @@ def _parts(x: Any, kind: type, names: frozenset[str]) -> Iterator[tuple[Any, Cal
         used = {"__wrapped__"} | ({"training", "_modules"} if issubclass(kind, torch.nn.Module) else set())
         if _own_bases(kind):
             members = [item for c in kind.__mro__ for item in vars(c).items()]
-            used |= names.union(*(_names(m.__code__) for _, m in members if type(m) is FunctionType))
+            used |= names.union(*(names_in(m.__code__) for _, m in members if type(m) is FunctionType))
             for name, member in members:
                 if name in used and type(member) is MemberDescriptorType:
                     yield x, member.__get__, [x], frozenset(used)
@@ -156,12 +156,6 @@ def _parts(x: Any, kind: type, names: frozenset[str]) -> Iterator[tuple[Any, Cal
 
 def _container(kind: type) -> Any:
     return next((c for c in (dict, list, tuple) if issubclass(kind, c)), None)
-
-
-@functools.lru_cache(maxsize=4096)
-def _names(code: CodeType) -> frozenset[str]:
-    """Return the global names and attributes in the code of a function and of the functions inside it."""
-    return frozenset(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
 def _own_bases(c: type) -> list[type]:

@@ -6,7 +6,8 @@ transfer, its buffers and their lifetimes need no second description.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from fshard._core.transfers import Split, Transfer, transfer
 
 from .description import Description
 from .functional import FunctionalGroup
-from .gloo import Counts, PendingMessages, Work
+from .gloo import PendingMessages, Work
 from .p2p import PeerGroup
 from .process import GroupComm
 
@@ -80,7 +81,9 @@ class _UnsentMessages(PendingMessages):
         self, ranks: Sequence[int], me: int, outgoing: Mapping[int, Sequence[Tensor]],
         incoming: Mapping[int, Sequence[Tensor]],
     ) -> None:  # fmt: skip
-        super().__init__(_NoConnections(len(ranks), me), ranks, None, outgoing, incoming)  # type: ignore[arg-type]
+        nowhere: Any = SimpleNamespace(send=None, recv=None)
+        connections: Any = SimpleNamespace(backend=nowhere, rank=me, size=len(ranks), abandoned=[])
+        super().__init__(connections, ranks, None, outgoing, incoming)  # type: ignore[arg-type]
 
     def _exchange_headers(self, compared: bool) -> dict[int, int]:
         return dict.fromkeys(self._ranks, 0)
@@ -92,24 +95,12 @@ class _UnsentMessages(PendingMessages):
         self.works.clear()
 
 
-class _NoConnections:
-    """The place of this rank among others that it has no connection to."""
-
-    class backend:  # noqa: N801
-        send = recv = None
-
-    def __init__(self, size: int, rank: int) -> None:
-        self.size, self.rank = size, rank
-        self.abandoned: list[PendingMessages] = []
-
-
 class _UnsentPeers(PeerGroup):
     """Pairs of ranks that exchange no messages."""
 
     def _exchange(
         self, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
-        incoming: Mapping[int, Sequence[Tensor]], second_round_of: PendingMessages | None = None,
-        counts: Counts | None = None, entered: Collection[int] | None = None, compared: bool = True,
+        incoming: Mapping[int, Sequence[Tensor]], *_: Any, **__: Any,
     ) -> PendingMessages:  # fmt: skip
         return _UnsentMessages(self.ranks, self.me, outgoing, incoming)
 

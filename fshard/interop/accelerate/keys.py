@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from fshard.errors import ShardingError, fail, raise_all
+from fshard.schedule.strategy import NAMES
 
 from .config_file import SECTIONS, Entry
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")  # 1 to 5 in torch
 NO_SPLIT_MODULES = "_no_split_modules"
 _MAX_RANKS, _MAX_ERRORS = 1 << 20, 50
 _TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
@@ -95,7 +95,7 @@ def _raw(x: Any) -> Any:
     return x
 
 
-_strategy = _one_of(*STRATEGIES, first=1, also={"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"})
+_strategy = _one_of(*NAMES, first=1, also={"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"})
 _prefetch = _one_of("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", first=1)
 
 # --- the keys ---------------------------------------------------------------------------------------------------
