@@ -33,16 +33,13 @@ from .device import Device
 from .events import Event, Kind, Operation, Phase, Start, Wait, phase_now
 from .flops import (  # fmt: skip
     CONSTANTS,
-    bytes_of,
-    dtype_of,
-    flops_of,
-    full_name_of,
     is_elementwise,
     is_optimizer_step,
     is_view,
     kind_of,
     name_of,
     weight_arguments,
+    work_of,
     written_by,
 )
 from .measure import planned_timeline
@@ -405,11 +402,9 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         workspace = workspace_of(func, args, out, self._accelerator)
         if workspace:
             storages.add_workspace(workspace, name_of(func), where, phase)
-        name = full_name_of(func).replace("_for_cpu", "") if self._accelerator else full_name_of(func)
-        self._append(Operation(
-            name, kind_of(func, args, kwargs), dtype_of(inputs, new), flops_of(func, args, kwargs, out),
-            bytes_of(func, inputs, written, new), storages.live + (workspace or 0), where, phase, workspace,
-        ))  # fmt: skip
+        work = work_of(func, args, kwargs, out, inputs, new, written)
+        done = Operation(*work, storages.live + (workspace or 0), where, phase, workspace)
+        self._append(replace(done, name=done.name.replace("_for_cpu", "")) if self._accelerator else done)
         return out
 
     def _note_origins(
