@@ -22,7 +22,6 @@ from fshard.spec import short_dtype
 from .chrome import Slice, Timeline
 from .events import Event, Operation, Start, Wait, phase_now
 from .flops import flops_fact, is_view, work_of, written_by
-from .roofline import Roofline
 
 _MOST_SHAPES = 4
 
@@ -64,7 +63,7 @@ class CudaClock:
 # --- the recorder ---------------------------------------------------------------------------------------------
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """A part of a rank's run. Times are a clock's. `peak` is the most bytes since the entry before.
 
     A transfer that blocks is a `Start`, and a `Wait` that takes no time. `event` is None for the exchange of texts that
@@ -85,7 +84,7 @@ class Record(NamedTuple):
     begin: float
     end: float
     live: int  # bytes at the begin
-    entries: list[_Entry]
+    entries: list[Entry]
 
 
 class Recorder(OperationMode):
@@ -99,7 +98,7 @@ class Recorder(OperationMode):
 
     def __init__(self, clock: Any, comm: Comm, device: torch.device, arguments: Any, *, buffers: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.entries: list[_Entry] = []
+        self.entries: list[Entry] = []
         self.clock, self.comm, self.device, self.buffers = clock, comm, device, buffers
         self.live = self.peak = 0
         self._storages: dict[int, Any] = {}
@@ -142,7 +141,7 @@ class Recorder(OperationMode):
         return out
 
     def _add(self, begin: Any, end: Any, event: Event | None, **more: Any) -> None:
-        self.entries.append(_Entry(begin, end, self.peak, event, **more))
+        self.entries.append(Entry(begin, end, self.peak, event, **more))
         self.peak = self.live
 
     # --- the reports of the comm ---
@@ -203,8 +202,8 @@ def own_clocks(records: Sequence[Record]) -> list[Record]:
     the shortest that it took a rank, since the rank that starts it last waits for no other.
     """
     clocks = [_OwnClock(0.0, r.begin) for r in records]
-    out: list[list[_Entry]] = [[] for _ in records]
-    started: dict[tuple[int, ...], dict[int, tuple[float, _Entry]]] = {}  # by ranks: those that wait, and since when
+    out: list[list[Entry]] = [[] for _ in records]
+    started: dict[tuple[int, ...], dict[int, tuple[float, Entry]]] = {}  # by ranks: those that wait, and since when
     ready = deque(range(len(records)))
     left = [iter(r.entries) for r in records]
     while ready:
@@ -284,11 +283,3 @@ def timeline(
         transfers[axes][at] = s._replace(facts={**s.facts, "note": "never waited for"})
     shown = tuple(s for s in compute if s.end > s.start)
     return Timeline(rank, name, shown, {k: tuple(v) for k, v in transfers.items()}, tuple(memory))
-
-
-def planned_timeline(rank: int, name: str, events: Sequence[Event], estimate: Roofline, arguments: int) -> Timeline:
-    """Return the events of a planned rank, each at its time by the roofline."""
-    begins = [0.0, *estimate.times]
-    rows = [_Entry(begin, end, e.live, e) for begin, end, e in zip(begins, estimate.times, events, strict=False)]
-    spans = {s.number: (s.start, s.end) for s in estimate.lanes if s.number is not None}
-    return timeline(rank, name, Record(0.0, estimate.seconds, arguments, rows), spans)

@@ -42,7 +42,7 @@ from .flops import (  # fmt: skip
     work_of,
     written_by,
 )
-from .measure import planned_timeline
+from .measure import Entry, Record, timeline
 from .memory import PARTS, Memory, Storage, Storages, arguments_of, assign_parts, parts_and_largest, tensors_at
 from .roofline import Roofline, joined
 from .strip import LEGEND, letters, strip
@@ -109,8 +109,10 @@ class Plan:
         """Return the events of the rank by their estimated times, of a plan with a device."""
         assert self.device is not None
         assert self.time is not None
-        name = f"rank {self.rank} of {format_axes(self.mesh)}, {self.device.name}"
-        return planned_timeline(self.rank, name, self.events, self.time, self.memory.arguments)
+        name, ends = f"rank {self.rank} of {format_axes(self.mesh)}, {self.device.name}", self.time.times
+        rows = [Entry(begin, end, e.live, e) for begin, end, e in zip((0.0, *ends), ends, self.events, strict=False)]
+        spans = {s.number: (s.start, s.end) for s in self.time.lanes if s.number is not None}
+        return timeline(self.rank, name, Record(0.0, self.time.seconds, self.memory.arguments, rows), spans)
 
     def __repr__(self) -> str:
         rows = [f"  {size(n):>10}  {100 * n / max(1, self.memory.peak):3.0f} %  {part}" for part, n in self._parts()]

@@ -225,7 +225,7 @@ def entries(*rows: tuple[Any, ...]) -> list[Any]:
     """Return entries of (begin, end, the ranks of a transfer or None, its axes)."""
     transfer = Transfer("all_reduce", ("data",), torch.float32, 4, ranks=2)
     return [
-        measure._Entry(begin, end, 0, Start(transfer, i, 0) if ranks else operation("op"), ranks or ())
+        measure.Entry(begin, end, 0, Start(transfer, i, 0) if ranks else operation("op"), ranks or ())
         for i, (begin, end, ranks) in enumerate(rows)
     ]  # fmt: skip
 
@@ -265,7 +265,7 @@ def test_transfer_lasts_from_its_start_to_the_end_of_the_wait_for_it() -> None:
     product, total = (operation("aten.mm", 1, "backward"),), (operation("aten.add", 8),)
     rows = [started[0], product, waits[0], started[1], waits[1], started[2], waits[2], started[3], total]
     times = [(0, 0.5), (1, 1.5), (2, 2.5), (3, 3.5), (3.5, 3.5), (4, 4.5), (5, 5.5), (6, 6.5), (7, 7.5)]
-    entries = [measure._Entry(*at, 10 + i, *row) for i, (at, row) in enumerate(zip(times, rows, strict=True))]
+    entries = [measure.Entry(*at, 10 + i, *row) for i, (at, row) in enumerate(zip(times, rows, strict=True))]
     got = measure.timeline(0, "rank 0", Record(-1.0, 9.0, 7, entries))
     start, wait = (f"{verb} all_gather over data+model" for verb in ("start", "wait for"))
     assert [(s.name, s.start, s.end) for s in got.compute] == [
