@@ -323,8 +323,7 @@ def accumulate(
         count: Any = 0
         auxes = []
         split = [x for i, a in enumerate(args) if i not in differentiated for x in tree.leaves(a)]
-        rows = [x for x in split if isinstance(x, Tensor) and x.ndim]
-        for step, of_batch in enumerate(microbatches(rows, steps)):
+        for step, of_batch in enumerate(microbatches(split, steps)):
             part = [
                 a if i in differentiated else split_rows(f"accumulate: args[{i}]", a, step, steps)
                 for i, a in enumerate(full)
