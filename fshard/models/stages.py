@@ -65,7 +65,7 @@ def pipelined(
         specs = {**specs, **{name: _gathered(specs[name], described[name], layout.stage) for name in ends}}
     pipe = partial(pipeline.pipelined, axis=layout.stage, microbatches=microbatches, schedule=schedule, chunks=chunks,
                    counted=True)  # fmt: skip
-    return Stages(model, cfg, layout, specs, pipe, remat)
+    return Stages(model, cfg, described, layout, specs, pipe, remat)
 
 
 def _gathered(specs: Any, described: Any, stage: Axis) -> Any:
@@ -90,6 +90,7 @@ class Stages:
 
     model: ModuleType
     cfg: Any
+    described: Any
     layout: Layout
     specs: Any
     pipe: Callable[..., pipeline.Pipelined]
@@ -120,14 +121,10 @@ class Stages:
         """Return the ends and the blocks, the batch, and the numbers of the blocks."""
         if not isinstance(params, Mapping):
             raise must_be("params", "a dict", params, fix="the tree of init, or of load")
-        check_params(params, self._described)
+        check_params(params, self.described)
         batch = dict(zip(("ids", "targets"), self.layout.to_zigzag(*tokens)[1:], strict=False))
         ends, blocks = {name: x for name, x in params.items() if name != "h"}, params["h"]
         return (ends, blocks), batch, list(range(len(blocks)))
-
-    @property
-    def _described(self) -> Any:
-        return shapes_of(self.model.init, self.cfg)
 
     # --- what the stages run ---
 
@@ -138,7 +135,7 @@ class Stages:
 
         `carried` of the sums of each block's router is summed along the stages.
         """
-        key = key if key is None or not self.layout.stage else pvary(key, self.layout.stage)
+        key = None if key is None else pvary(key, self.layout.stage)
         # Parameters are gathered where a microbatch uses them, or once by `gather`.
         whole = self._whole if self.layout.release else lambda ends, names: ends
         whole_block = self._whole_block if self.layout.release else lambda p, i: p
@@ -180,12 +177,12 @@ class Stages:
         return self.pipe(first, stage, end, gather=None if self.layout.release else gather)
 
     def _whole(self, ends: Any, names: Any) -> Any:
-        return self.layout.unshard([name for name in names if name in ends], ends, self.specs, self._described)
+        return self.layout.unshard([name for name in names if name in ends], ends, self.specs, self.described)
 
     def _whole_block(self, p: Any, i: int) -> Any:
         specs: Any = None if self.specs is None else spec_of(self.specs, "h")
         specs = specs[i] if isinstance(specs, (list, tuple)) else specs
-        layout, described = self.layout, self._described["h"][i]
+        layout, described = self.layout, self.described["h"][i]
         apart = {}
         if mixtral.splits_by_data(layout) and "experts" in p:
             apart = {"experts": mixtral.unshard_experts(p["experts"], specs=specs["experts"], layout=layout,
