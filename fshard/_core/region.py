@@ -106,20 +106,23 @@ class bind:  # noqa: N801 - a context, which a generator would make three times 
 
 
 @contextlib.contextmanager
-def without_others(verb: str) -> Iterator[None]:
-    """Context in which the other ranks do not run the same code, as in the body of `verb`: a transfer would hang."""
-    _thread.without_others = verb
+def without_others(body: str, fix: str, axes: tuple[str, ...] = ()) -> Iterator[None]:
+    """Context in which other ranks do not run the same code, or those over `axes` do not: a collective would hang."""
+    before = getattr(_thread, "without_others", None)
+    _thread.without_others = body, fix, axes
     try:
         yield
     finally:
-        _thread.without_others = ""
+        _thread.without_others = before
 
 
-def refuse_transfer(what: str) -> None:
-    """Raise ShardingError in the context `without_others`."""
-    if verb := getattr(_thread, "without_others", ""):
-        raise fail(f"{what}: called in the body of {verb}, which the ranks do not run together", "it would not end",
-                   fix=f"call it after {verb}")  # fmt: skip
+def refuse_transfer(what: str, axes: tuple[str, ...] | None = None) -> None:
+    """Raise ShardingError in the context `without_others`, for a collective of a region if it is over its axes."""
+    body, fix, apart = getattr(_thread, "without_others", None) or ("", "", ())
+    if body and (axes is None or set(axes) & set(apart)):
+        where = [] if axes is None else [f"over {', '.join(axes)}, {' '.join(user_line())}"]
+        raise fail(f"{what}: called in {body}, which the ranks do not run together", *where, "it would not end",
+                   fix=fix)  # fmt: skip
 
 
 def checker() -> Any:

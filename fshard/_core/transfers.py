@@ -20,7 +20,7 @@ from . import callsite
 from .display import Html, bar, page, table
 from .packing import part_shape
 from .protocol import Axes, Place, coords_of, index_of, ranks_over
-from .region import checker, user_line
+from .region import checker, refuse_transfer
 from .torch import in_backward, is_traced
 
 Split = Sequence[Any]
@@ -179,11 +179,8 @@ def note(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split =
     if not torch.compiler.is_dynamo_compiling():
         if is_traced():
             refuse_tracing(op)
-        apart: Axes = getattr(_thread, "apart", ())
-        if apart and op != "send" and set(apart) & set(axes):
-            raise fail(f"{op}: called in a stage of a pipeline, over {', '.join(axes)}", *user_line(),
-                       "the ranks of other stages run other operations meanwhile: it would not end",
-                       fix="call it in gather=, or after the pipeline; over axes without the stages'")  # fmt: skip
+        if op != "send":
+            refuse_transfer(op, axes)
         limit: tuple[int, type[BaseException]] | None = getattr(_thread, "limit", None)
         if limit is not None and transfer_count() == limit[0]:
             raise limit[1]
@@ -216,17 +213,6 @@ def stop_after_transfers(n: int, stop: type[BaseException]) -> Iterator[None]:
             yield
     finally:
         _thread.limit = before
-
-
-@contextlib.contextmanager
-def ranks_apart(axes: Axes) -> Iterator[None]:
-    """Refuse collectives over `axes` within, whose ranks run other operations at this time: stages of a pipeline."""
-    before = getattr(_thread, "apart", ())
-    _thread.apart = axes
-    try:
-        yield
-    finally:
-        _thread.apart = before
 
 
 def transfer(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> Transfer:

@@ -61,7 +61,7 @@ def main_first(mesh: Mesh, *, local: bool = False) -> Iterator[bool]:
         _exchange("main_first", mesh)
     error: BaseException | None = None
     try:
-        with without_others("main_first"):
+        with without_others("the body of main_first", "call it after main_first"):
             yield first
     except BaseException as e:  # KeyboardInterrupt too: the other ranks must end their wait
         error = e

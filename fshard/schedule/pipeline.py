@@ -26,9 +26,9 @@ from fshard._core.comm import fake_tensors, silent_comm
 from fshard._core.microbatch import in_microbatch, microbatches
 from fshard._core.ops import differentiable_dtype, evenly, keep_placed
 from fshard._core.protocol import PendingTransfer, Series, size_of
-from fshard._core.region import bind, checker, known_axes, live_axes, region, unchecked
+from fshard._core.region import bind, checker, known_axes, live_axes, region, unchecked, without_others
 from fshard._core.torch import without_modes
-from fshard._core.transfers import ranks_apart, transposing
+from fshard._core.transfers import transposing
 from fshard.collectives import axis_position, by_dtype, psum, pvary
 from fshard.errors import api_boundary, checked, fail, shown
 from fshard.grad import (
@@ -423,7 +423,8 @@ class _Run:
 
     def run(self) -> Sequence[Any]:
         """Return the results of the microbatches: of a stage that is not the last, zeros like them."""
-        with ranks_apart(self.axes):
+        fix = "call it in gather=, or after the pipeline; over axes without the stages'"
+        with without_others("a stage of a pipeline", fix, self.axes):
             for op, place, receives, sends in self.steps:
                 for message, series in receives:
                     self.arriving[message.key] = self._start(message, series, self.empty)
