@@ -106,14 +106,21 @@ class bind:  # noqa: N801 - a context, which a generator would make three times 
 
 
 @contextlib.contextmanager
-def without_others(body: str, fix: str, axes: tuple[str, ...] = ()) -> Iterator[None]:
-    """Context in which other ranks do not run the same code, or those over `axes` do not: a collective would hang."""
-    before = getattr(_thread, "without_others", None)
-    _thread.without_others = body, fix, axes
+def set_within(thread: threading.local, **values: Any) -> Iterator[None]:
+    """Context in which these attributes of a thread have these values."""
+    before = {name: getattr(thread, name, None) for name in values}
+    thread.__dict__.update(values)
     try:
         yield
     finally:
-        _thread.without_others = before
+        thread.__dict__.update(before)
+
+
+def without_others(
+    body: str, fix: str, axes: tuple[str, ...] = ()
+) -> contextlib.AbstractContextManager[None]:  # fmt: skip
+    """Context in which other ranks do not run the same code, or those over `axes` do not: a collective would hang."""
+    return set_within(_thread, without_others=(body, fix, axes))
 
 
 def refuse_transfer(what: str, axes: tuple[str, ...] | None = None) -> None:

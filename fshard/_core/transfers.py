@@ -20,7 +20,7 @@ from . import callsite
 from .display import Html, bar, page, table
 from .packing import part_shape
 from .protocol import Axes, Place, coords_of, index_of, ranks_over
-from .region import checker, refuse_transfer
+from .region import checker, refuse_transfer, set_within
 from .torch import in_backward, is_traced
 
 Split = Sequence[Any]
@@ -206,13 +206,8 @@ def transfer_count() -> int:
 @contextlib.contextmanager
 def stop_after_transfers(n: int, stop: type[BaseException]) -> Iterator[None]:
     """Let this rank start `n` transfers within, and raise `stop` before one more; a `stop` ends the block."""
-    before = getattr(_thread, "limit", None)
-    _thread.limit = transfer_count() + n, stop
-    try:
-        with contextlib.suppress(stop):
-            yield
-    finally:
-        _thread.limit = before
+    with set_within(_thread, limit=(transfer_count() + n, stop)), contextlib.suppress(stop):
+        yield
 
 
 def transfer(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> Transfer:
@@ -257,28 +252,16 @@ def is_observed() -> bool:
     return _record is not None or checker() is not None
 
 
-@contextlib.contextmanager
-def recomputing() -> Iterator[None]:
+def recomputing() -> contextlib.AbstractContextManager[None]:
     """Repeat a computation of the program within, whose results it has already had: it prints nothing again."""
-    before = is_recomputing()
-    _thread.recomputing = True
-    try:
-        yield
-    finally:
-        _thread.recomputing = before
+    return set_within(_thread, recomputing=True)
 
 
 def is_recomputing() -> bool:
     """Return whether this rank repeats a computation."""
-    return getattr(_thread, "recomputing", False)
+    return bool(getattr(_thread, "recomputing", False))
 
 
-@contextlib.contextmanager
-def transposing(origin: callsite.Site | None) -> Iterator[None]:
+def transposing(origin: callsite.Site | None) -> contextlib.AbstractContextManager[None]:
     """Record transfers within as backward: the transpose of the collective called at `origin`, if that is known."""
-    before = getattr(_thread, "origin", None), getattr(_thread, "transposing", False)
-    _thread.origin, _thread.transposing = origin, True
-    try:
-        yield
-    finally:
-        _thread.origin, _thread.transposing = before
+    return set_within(_thread, origin=origin, transposing=True)
