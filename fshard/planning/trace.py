@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from fshard._core.comm import SLOW, TimedComm, Wait, call_distributed
+from fshard._core.comm import TimedComm
 from fshard._core.display import duration, page
 from fshard._core.files.io import Ranks, StrPath, write_errors
 from fshard._core.region import region
@@ -196,7 +194,8 @@ def _measured(f: ShardMapped, args: tuple[Any, ...]) -> Trace:
     notes = [] if shown == mesh.size else [f"the first {shown} of {mesh.size:,} ranks are shown"]
     names = [f"rank {rank} ({format_axes(mesh.coords(rank))})" for rank in mesh.ranks[:shown]]
     mine = _fitted([timeline(*row) for row in zip(mesh.ranks, names, records, strict=False)], shown)
-    parts = _gather_on_first(mesh, mine if mesh.ranks[0] < shown else ([], []))
+    parts = mesh.gather_objects(mine if mesh.ranks[0] < shown else ([], []), _PURPOSE)
+    parts = parts if mesh.ranks[0] == 0 else [mine]
     rows, more = ([x for part in both for x in part] for both in zip(*parts, strict=True))
     source = "simulated" if threads and mesh.size > 1 else "measured"
     return Trace(mesh.axes, source, tuple(rows), result, tuple(dict.fromkeys([*notes, *more])))
@@ -214,16 +213,6 @@ def _common_start(mesh: Mesh) -> float:
     host, now = socket.gethostname(), time.perf_counter()
     times: list[tuple[str, float]] = mesh.gather_objects((host, now), _PURPOSE)
     return min(t for other, t in times if other == host)
-
-
-def _gather_on_first(mesh: Mesh, mine: Any) -> list[Any]:
-    """Return the objects of all processes on rank 0, and on each other rank only its object."""
-    if mesh.kind != "process" or mesh.size == 1:
-        return [mine]
-    out: list[Any] | None = [None] * mesh.size if mesh.ranks[0] == 0 else None
-    with Wait(lambda: (f"for other ranks {_PURPOSE}", f"one of them {SLOW}")):
-        call_distributed(dist.gather_object, mine, out)
-    return [mine] if out is None else out
 
 
 _PURPOSE = "to trace a step"
