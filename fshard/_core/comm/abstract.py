@@ -6,7 +6,7 @@ transfer, its buffers and their lifetimes need no second description.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from fshard._core.transfers import Split, Transfer, transfer
 
 from .description import Description
 from .functional import FunctionalGroup
-from .gloo import Counts, PendingMessages, Work
+from .gloo import PendingMessages, Work
 from .p2p import PeerGroup
 from .process import GroupComm
 
@@ -108,8 +108,7 @@ class _UnsentPeers(PeerGroup):
 
     def _exchange(
         self, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
-        incoming: Mapping[int, Sequence[Tensor]], second_round_of: PendingMessages | None = None,
-        counts: Counts | None = None, entered: Collection[int] | None = None, compared: bool = True,
+        incoming: Mapping[int, Sequence[Tensor]], *_: Any, **__: Any,
     ) -> PendingMessages:  # fmt: skip
         return _UnsentMessages(self.ranks, self.me, outgoing, incoming)
 
