@@ -164,7 +164,8 @@ def _convolution(
     if x.ndim > 3 and x.stride(1) == 1 and x.shape[1] > 1:  # channels last
         if is_forward or groups == 1:
             return (2 if is_forward else 3) * weights
-        padded: int = weights * _rounded(w.shape[0] // groups, lanes) * _rounded(w.shape[1], lanes) * groups // w.shape[0]
+        outputs = _rounded(w.shape[0] // groups, lanes) * groups
+        padded: int = weights * outputs * _rounded(w.shape[1], lanes) // w.shape[0]
         return weights + padded // w.shape[1]
     if gradients is None:
         source, blocked = _read(x, lanes), _blocked(result, lanes)
