@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from fshard._core import callsite
 from fshard._core.operations import OperationMode, tensors_in
-from fshard._core.protocol import Comm, ranks_over
+from fshard._core.protocol import Comm, index_of
 from fshard._core.torch import storage_id
-from fshard._core.transfers import Transfer
+from fshard._core.transfers import Transfer, groups_of
 from fshard.spec import short_dtype
 
 from .chrome import Slice, Timeline
@@ -67,7 +68,8 @@ class Entry(NamedTuple):
     """A part of a rank's run. Times are a clock's. `peak` is the most bytes since the entry before.
 
     A transfer that blocks is a `Start`, and a `Wait` that takes no time. `event` is None for the exchange of texts that
-    fs.print makes. `ranks` make the transfer that starts; `arguments` are an operation's, as a text.
+    fs.print makes. `ranks` make the transfer that starts together; messages are (source, target, number): a start
+    `sends` some, and a wait `receives` some. `arguments` are an operation's, as a text.
     """
 
     start: Any
@@ -75,6 +77,8 @@ class Entry(NamedTuple):
     peak: int
     event: Event | None
     ranks: tuple[int, ...] = ()
+    sends: Sequence[tuple[int, ...]] = ()
+    receives: Sequence[tuple[int, ...]] = ()
     arguments: str = ""
 
 
@@ -102,8 +106,10 @@ class Recorder(OperationMode):
         self.clock, self.comm, self.device, self.buffers = clock, comm, device, buffers
         self.live = self.peak = 0
         self._storages: dict[int, Any] = {}
-        self._begun: tuple[Any, Transfer | None, tuple[int, ...]] | None = None  # the transfer that is being started
+        self._begun: tuple[Any, Transfer | None] | None = None  # the transfer that is being started
         self._waits_from: Any = None
+        self._messages: Counter[tuple[int, ...]] = Counter()  # so far, by source and target
+        self._expected: dict[int, list[tuple[int, ...]]] = {}  # messages, by the number of a pending transfer
         self._number = -1
         self._follow(arguments)
         self.first = self.live
@@ -147,18 +153,24 @@ class Recorder(OperationMode):
     # --- the reports of the comm ---
 
     def begin_transfer(self, transfer: Transfer | None, xs: Sequence[Tensor], into: Sequence[Tensor]) -> int:
-        sizes = self.comm.sizes
-        ranks = ranks_over(tuple(sizes) if transfer is None else transfer.axes, sizes, self.comm.coords)
         self._number += 1
-        self._begun = self.clock.now(), transfer, tuple(ranks)
+        self._begun = self.clock.now(), transfer
         return self._number
 
     def end_start(self, number: int) -> None:
         assert self._begun is not None
-        begin, transfer, ranks = self._begun
-        self._begun = None
+        (begin, transfer), self._begun = self._begun, None
+        sizes = self.comm.sizes
+        rank = index_of(tuple(sizes), sizes, self.comm.coords)
+        groups = [tuple(range(math.prod(sizes.values())))] if transfer is None else groups_of(transfer, rank, sizes)
         event = None if transfer is None else Start(transfer, number, self.live)
-        self._add(begin, self.clock.now(), event, ranks=ranks)
+        if transfer is None or transfer.message is None:
+            self._add(begin, self.clock.now(), event, ranks=groups[0])
+            return
+        self._messages.update(groups)
+        messages = [(*group, self._messages[group]) for group in groups]
+        self._expected[number] = [message for message in messages if message[0] != rank]
+        self._add(begin, self.clock.now(), event, sends=[message for message in messages if message[0] == rank])
 
     def begin_wait(self, number: int) -> None:
         self._waits_from = self.clock.now()
@@ -167,7 +179,7 @@ class Recorder(OperationMode):
         self._follow(results)
         if self._waits_from is not None:
             begin, self._waits_from = self._waits_from, None
-            self._add(begin, self.clock.now(), Wait(number, self.live))
+            self._add(begin, self.clock.now(), Wait(number, self.live), receives=self._expected.pop(number, ()))
             return
         self.end_start(number)
         if self.entries[-1].event is not None:  # it blocks
@@ -199,17 +211,30 @@ def own_clocks(records: Sequence[Record]) -> list[Record]:
     Ranks that are threads take turns, and change turns in transfers only. The clock of a rank stops while others have
     their turn: 1. each clock begins at 0; 2. between transfers it goes as fast as the host's; 3. a transfer begins for
     all its ranks when the last of them starts it, by its clock, and takes only the time of the simulation:
-    the shortest that it took a rank, since the rank that starts it last waits for no other.
+    the shortest that it took a rank, since the rank that starts it last waits for no other; 4. a wait for messages ends
+    when their sources have sent them.
     """
     clocks = [_OwnClock(0.0, r.begin) for r in records]
     out: list[list[Entry]] = [[] for _ in records]
     started: dict[tuple[int, ...], dict[int, tuple[float, Entry]]] = {}  # by ranks: those that wait, and since when
+    sent: dict[tuple[int, ...], float] = {}  # messages, and when
+    awaited: dict[tuple[int, ...], int] = {}  # messages, and the ranks that wait
     ready = deque(range(len(records)))
-    left = [iter(r.entries) for r in records]
+    left = [deque(r.entries) for r in records]
     while ready:
         rank = ready.popleft()
-        for e in left[rank]:
+        while left[rank]:
+            e = left[rank][0]
+            if missing := [message for message in e.receives if message not in sent]:
+                awaited[missing[0]] = rank
+                break
+            left[rank].popleft()
             start = clocks[rank].at(e.start)
+            if e.receives:
+                clocks[rank] = _OwnClock(max(start, *[sent[message] for message in e.receives]), e.end)
+            for message in e.sends:
+                sent[message] = clocks[rank].at(e.end)
+                ready.extend([awaited.pop(message)] if message in awaited else [])
             if not e.ranks:
                 out[rank].append(e._replace(start=start, end=clocks[rank].at(e.end)))
                 continue

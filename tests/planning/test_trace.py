@@ -196,7 +196,9 @@ def test_programs_of_every_kind_are_traced(axes: dict[str, int]) -> None:
     def summed(x: Tensor) -> Tensor:
         return torch.func.vmap(torch.func.grad(lambda x: fs.psum(x.sin().sum(), "data")))(torch.ones(2, 3) + x.sum())
 
+    stages = fs.pipelined(lambda e, b: b, lambda p, h, b: h + p, lambda e, h, b: h, axis="data", microbatches=4)
     programs = {
+        "messages": (lambda x: x + stages.forward(({}, x), torch.ones(4, 4)).sum(), X),
         "verbs": (verbs, X[:4]), "summed": (summed, X[:1]), "remat": (fs.remat(torch.sin), X[:0]),
         "scattered": (lambda x: fs.psum_scatter(x.sum(0), "data"), X), "nothing": (lambda x: x, X),
         "printed": (lambda x: fs.print(x.shape) or x.sin(), X),
