@@ -78,7 +78,13 @@ def fitted(timeline: Timeline, most: int) -> tuple[Timeline, str]:
             return folded, note
     times = sorted(s.start for s in folded._slices())
     end = times[max(1, min(len(times) - 1, most // 4))]
-    return _until(folded, end), f"{note}; what starts after {1e3 * (end - timeline.start):.3f} ms is left out"
+    cut = replace(
+        folded,
+        compute=tuple(s for s in folded.compute if s.start <= end),
+        transfers={name: tuple(s for s in row if s.start <= end) for name, row in folded.transfers.items()},
+        memory=tuple(p for p in folded.memory if p[0] <= end),
+    )
+    return cut, f"{note}; what starts after {1e3 * (end - timeline.start):.3f} ms is left out"
 
 
 def _folded(timeline: Timeline, by: str) -> Timeline:
@@ -105,15 +111,6 @@ def _peaks(memory: Sequence[tuple[float, int]], slices: Sequence[Slice]) -> Iter
     for _, row in itertools.groupby(memory, lambda point: bisect.bisect_left(bounds, point[0])):
         points = list(row)
         yield from dict.fromkeys((max(points, key=lambda p: p[1]), points[-1]))
-
-
-def _until(timeline: Timeline, end: float) -> Timeline:
-    return replace(
-        timeline,
-        compute=tuple(s for s in timeline.compute if s.start <= end),
-        transfers={name: tuple(s for s in row if s.start <= end) for name, row in timeline.transfers.items()},
-        memory=tuple(p for p in timeline.memory if p[0] <= end),
-    )
 
 
 # --- events ---------------------------------------------------------------------------------------------------

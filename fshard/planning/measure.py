@@ -214,7 +214,7 @@ def own_clocks(records: Sequence[Record]) -> list[Record]:
     the shortest that it took a rank, since the rank that starts it last waits for no other; 4. a wait for messages ends
     when their sources have sent them.
     """
-    clocks = [_OwnClock(0.0, r.begin) for r in records]
+    ahead = [-r.begin for r in records]  # of the host's clock, each rank's
     out: list[list[Entry]] = [[] for _ in records]
     started: dict[tuple[int, ...], dict[int, tuple[float, Entry]]] = {}  # by ranks: those that wait, and since when
     sent: dict[tuple[int, ...], float] = {}  # messages, and when
@@ -229,14 +229,14 @@ def own_clocks(records: Sequence[Record]) -> list[Record]:
                 awaited[missing[0]] = rank
                 break
             left[rank].popleft()
-            start = clocks[rank].at(e.start)
+            start = e.start + ahead[rank]
             if e.receives:
-                clocks[rank] = _OwnClock(max(start, *[sent[message] for message in e.receives]), e.end)
+                ahead[rank] = max(start, *[sent[message] for message in e.receives]) - e.end
             for message in e.sends:
-                sent[message] = clocks[rank].at(e.end)
+                sent[message] = e.end + ahead[rank]
                 ready.extend([awaited.pop(message)] if message in awaited else [])
             if not e.ranks:
-                out[rank].append(e._replace(start=start, end=clocks[rank].at(e.end)))
+                out[rank].append(e._replace(start=start, end=e.end + ahead[rank]))
                 continue
             meeting = started.setdefault(e.ranks, {})
             meeting[rank] = start, e
@@ -245,20 +245,10 @@ def own_clocks(records: Sequence[Record]) -> list[Record]:
                 end = max(t for t, _ in meeting.values()) + min(e.end - e.start for _, e in meeting.values())
                 for r, (t, e) in meeting.items():
                     out[r].append(e._replace(start=t, end=end))
-                    clocks[r] = _OwnClock(end, e.end)
+                    ahead[r] = end - e.end
                 ready.extend(meeting)
             break
-    return [Record(0.0, clock.at(r.end), r.live, rows) for r, clock, rows in zip(records, clocks, out, strict=True)]
-
-
-class _OwnClock(NamedTuple):
-    """A rank's clock, which shows `mine` when the host's shows `host`."""
-
-    mine: float
-    host: float
-
-    def at(self, host: float) -> float:
-        return self.mine + host - self.host
+    return [Record(0.0, r.end + more, r.live, rows) for r, more, rows in zip(records, ahead, out, strict=True)]
 
 
 def timeline(
