@@ -116,22 +116,6 @@ def set_within(thread: threading.local, **values: Any) -> Iterator[None]:
         thread.__dict__.update(before)
 
 
-def without_others(
-    body: str, fix: str, axes: tuple[str, ...] = ()
-) -> contextlib.AbstractContextManager[None]:  # fmt: skip
-    """Context in which other ranks do not run the same code, or those over `axes` do not: a collective would hang."""
-    return set_within(_thread, without_others=(body, fix, axes))
-
-
-def refuse_transfer(what: str, axes: tuple[str, ...] | None = None) -> None:
-    """Raise ShardingError in the context `without_others`, for a collective of a region if it is over its axes."""
-    body, fix, apart = getattr(_thread, "without_others", None) or ("", "", ())
-    if body and (axes is None or set(axes) & set(apart)):
-        where = [] if axes is None else [f"over {', '.join(axes)}, {' '.join(user_line())}"]
-        raise fail(f"{what}: called in {body}, which the ranks do not run together", *where, "it would not end",
-                   fix=fix)  # fmt: skip
-
-
 def checker() -> Any:
     """Return the checker of this thread's region; `None` outside, and where the call is not checked."""
     current: Region | None = getattr(_thread, "region", None)

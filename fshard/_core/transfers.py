@@ -20,7 +20,7 @@ from . import callsite
 from .display import Html, bar, page, table
 from .packing import part_shape
 from .protocol import Axes, Place, coords_of, index_of, ranks_over
-from .region import checker, refuse_transfer, set_within
+from .region import checker, set_within, user_line
 from .torch import in_backward, is_traced
 
 Split = Sequence[Any]
@@ -179,7 +179,7 @@ def note(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split =
     if not torch.compiler.is_dynamo_compiling():
         if is_traced():
             refuse_tracing(op)
-        if op != "send":
+        if op != "send" and getattr(_thread, "without_others", None):
             refuse_transfer(op, axes)
         limit: tuple[int, type[BaseException]] | None = getattr(_thread, "limit", None)
         if limit is not None and transfer_count() == limit[0]:
@@ -208,6 +208,22 @@ def stop_after_transfers(n: int, stop: type[BaseException]) -> Iterator[None]:
     """Let this rank start `n` transfers within, and raise `stop` before one more; a `stop` ends the block."""
     with set_within(_thread, limit=(transfer_count() + n, stop)), contextlib.suppress(stop):
         yield
+
+
+def without_others(
+    body: str, fix: str, axes: tuple[str, ...] = ()
+) -> contextlib.AbstractContextManager[None]:  # fmt: skip
+    """Context in which other ranks do not run the same code, or those over `axes` do not: a collective would hang."""
+    return set_within(_thread, without_others=(body, fix, axes))
+
+
+def refuse_transfer(what: str, axes: tuple[str, ...] | None = None) -> None:
+    """Raise ShardingError in the context `without_others`, for a collective of a region if it is over its axes."""
+    body, fix, apart = getattr(_thread, "without_others", None) or ("", "", ())
+    if body and (axes is None or set(axes) & set(apart)):
+        where = [] if axes is None else [f"over {', '.join(axes)}, {' '.join(user_line())}"]
+        raise fail(f"{what}: called in {body}, which the ranks do not run together", *where, "it would not end",
+                   fix=fix)  # fmt: skip
 
 
 def transfer(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> Transfer:

@@ -137,8 +137,8 @@ class Stages:
         """
         key = None if key is None else pvary(key, self.layout.stage)
         # Parameters are gathered where a microbatch uses them, or once by `gather`.
-        whole = self._whole if self.layout.release else lambda ends, names: ends
-        whole_block = self._whole_block if self.layout.release else lambda p, i: p
+        ends_of = self._whole if self.layout.release else lambda ends, names: ends
+        block_of = self._whole_block if self.layout.release else lambda p, i: p
 
         def pieces(batch: Any) -> Any:
             layout = replace(self.layout, stage=None, zigzag=bool(self.layout.context))
@@ -146,7 +146,7 @@ class Stages:
             return self.model.pieces(self.cfg, batch["ids"], layout=layout, key=key, mask=tokens)
 
         def first(ends: Any, batch: Any) -> Any:
-            x = pieces(batch).embed(whole(ends, ("wte", "wpe")))
+            x = pieces(batch).embed(ends_of(ends, ("wte", "wpe")))
             # Zeros of the type that the blocks' sums have: they vary where x does.
             return x if carried is None else (x, carried(mixtral.no_sums(self.cfg, x)) + x.detach()[:0].sum())
 
@@ -154,7 +154,7 @@ class Stages:
             def block(p: Any, h: Any) -> Any:
                 x, run = (h if carried is None else h[0]), pieces(batch)
                 each = () if run.each is None else run.each[i]
-                x, more = run.block_for(x)(whole_block(p, i), x, fold_name(key, i), None, *each)
+                x, more = run.block_for(x)(block_of(p, i), x, fold_name(key, i), None, *each)
                 return x if carried is None else (x, h[1] + carried(more[1]))
 
             return rematerialize(block)(p, h) if self.remat else block(p, h)
@@ -165,7 +165,7 @@ class Stages:
 
             def logits() -> Tensor:
                 names = [name for name in ends if name != "wpe" and not (name == "wte" and "head" in ends)]
-                top, by = whole(ends, names), getattr(self.model, "head_logits", head_logits)
+                top, by = ends_of(ends, names), getattr(self.model, "head_logits", head_logits)
                 return by(self.cfg, run.layout, top, run.norm(top, x), batch["ids"].shape[1])
 
             return last(logits, batch, total)

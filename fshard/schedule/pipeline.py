@@ -26,9 +26,9 @@ from fshard._core.comm import fake_tensors, silent_comm
 from fshard._core.microbatch import in_microbatch, microbatches
 from fshard._core.ops import differentiable_dtype, evenly, keep_placed
 from fshard._core.protocol import PendingTransfer, Series, size_of
-from fshard._core.region import bind, checker, known_axes, live_axes, region, unchecked, without_others
+from fshard._core.region import bind, checker, known_axes, live_axes, region, unchecked
 from fshard._core.torch import without_modes
-from fshard._core.transfers import transposing
+from fshard._core.transfers import transposing, without_others
 from fshard.collectives import axis_position, by_dtype, psum, pvary
 from fshard.errors import api_boundary, checked, fail, shown
 from fshard.grad import (

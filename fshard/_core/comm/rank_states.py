@@ -35,15 +35,20 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 )
 
 
+_last: list[list[Any]] = [[]]  # one entry: the settings as a rank of any run has read or set them last
+
+
 def _settings() -> list[Any]:
-    return [get() for get, _ in _SETTINGS]
+    _last[0] = [get() for get, _ in _SETTINGS]
+    return _last[0]
 
 
-def _set_settings(values: list[Any]) -> None:
-    """Set what differs from the settings now."""
-    for (_, set_), value, now in zip(_SETTINGS, values, _settings(), strict=True):
-        if value != now:
+def _set_settings(values: list[Any], now: list[Any]) -> None:
+    """Set what differs from `now`."""
+    for (_, set_), value, before in zip(_SETTINGS, values, now, strict=True):
+        if value != before:
             set_(value)
+    _last[0] = values
 
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # of every module: dicts of parameters, buffers, hooks
@@ -72,7 +77,7 @@ class RankStates:
         """Set the state at the start of a turn; none after the run, when a rank ends late."""
         if self._over:
             return
-        _set_settings(self._settings[rank])
+        _set_settings(self._settings[rank], _last[0])  # the turn before has ended, and has read them
         dicts = self._dicts[rank]
         for key, (module, original, before) in self._modules.items():
             if key not in dicts:
@@ -98,7 +103,7 @@ class RankStates:
 
     def abandon(self) -> None:
         """Set the state before the run: the ranks have not ended normally, and may still write to their state."""
-        _set_settings(self._before)
+        _set_settings(self._before, _settings())
         for module, _, before in self._modules.values():
             object.__setattr__(module, "__dict__", before)
         self._release()
