@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from . import tree
 from ._core.microbatch import in_microbatch, microbatches
 from ._core.ops import differentiable_dtype, keep_placed
+from ._core.region import set_within
 from ._core.torch import any_tangent, in_transform, is_wrapped, named_as
 from .errors import ShardingError, api_boundary, checked, fail, number_of, shown
 
@@ -107,14 +108,9 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bo
 _state = threading.local()  # `differentiating`: whether a gradient is being computed by autograd on this thread
 
 
-@contextlib.contextmanager
-def differentiating() -> Iterator[None]:
+def differentiating() -> contextlib.AbstractContextManager[None]:
     """Context in which autograd records the user's function, for a gradient that no other transform surrounds."""
-    _state.differentiating = True
-    try:
-        yield
-    finally:
-        _state.differentiating = False
+    return set_within(_state, differentiating=True)
 
 
 def is_differentiated(x: Tensor) -> bool:
@@ -323,8 +319,7 @@ def accumulate(
         count: Any = 0
         auxes = []
         split = [x for i, a in enumerate(args) if i not in differentiated for x in tree.leaves(a)]
-        rows = [x for x in split if isinstance(x, Tensor) and x.ndim]
-        for step, of_batch in enumerate(microbatches(rows, steps)):
+        for step, of_batch in enumerate(microbatches(split, steps)):
             part = [
                 a if i in differentiated else split_rows(f"accumulate: args[{i}]", a, step, steps)
                 for i, a in enumerate(full)

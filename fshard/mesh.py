@@ -32,8 +32,8 @@ from ._core.comm import (
 from ._core.display import Cell, View, grid
 from ._core.host_memory import HOST
 from ._core.protocol import Comm, coords_of
-from ._core.region import refuse_nesting, refuse_transfer
-from ._core.transfers import Transfer
+from ._core.region import refuse_nesting
+from ._core.transfers import Transfer, refuse_transfer
 from .errors import checked, fail, no_attribute
 from .spec import format_axes
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import tree
 from ._core.host_memory import copy_to_device, empty_part, to_spec_memory
-from ._core.region import refuse_transfer
+from ._core.transfers import refuse_transfer
 from .errors import checked, fail
 from .mesh import Mesh
 from .sharded import Sharded, abstract_sharded, place_tree

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import EllipsisType
@@ -254,7 +255,8 @@ def part_range(n: Size, sizes: Sequence[int], coords: Sequence[int]) -> tuple[in
     """
     start = 0
     if isinstance(n, tuple):
-        k, at = axes_of_lengths(n, sizes), 0
+        # The first k axes have these lengths of parts; the other axes split each part evenly.
+        k, at = next(k for k in range(1, len(sizes) + 1) if math.prod(sizes[:k]) == len(n)), 0
         for size, coord in zip(sizes[:k], coords[:k], strict=True):
             at = at * size + coord
         start, n, sizes, coords = sum(n[:at]), n[at], sizes[k:], coords[k:]
@@ -271,21 +273,10 @@ def part_lengths(n: Size, sizes: Sequence[int]) -> list[int]:
     >>> part_lengths(10, (4,)), part_lengths((6, 4), (2, 2))
     ([3, 3, 3, 1], [3, 3, 2, 2])
     """
-    if isinstance(n, tuple):
-        k = axes_of_lengths(n, sizes)
-        return list(n) if k == len(sizes) else [m for part in n for m in part_lengths(part, sizes[k:])]
     ranks = math.prod(sizes)
-    if n % ranks == 0:
+    if isinstance(n, int) and n % ranks == 0:
         return [n // ranks] * ranks
-    out = [n]
-    for size in sizes:
-        out = [part_range(m, (size,), (i,))[1] for m in out for i in range(size)]
-    return out
-
-
-def axes_of_lengths(lengths: Sequence[int], sizes: Sequence[int]) -> int:
-    """Return how many of the first axes have these lengths of parts; the other axes split each part evenly."""
-    return next(k for k in range(1, len(sizes) + 1) if math.prod(sizes[:k]) == len(lengths))
+    return [part_range(n, sizes, coords)[1] for coords in itertools.product(*map(range, sizes))]
 
 
 def total(n: Size) -> int:

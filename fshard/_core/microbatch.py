@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,14 +127,14 @@ def flattened_rows() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if part is None else in_microbatch(replace(part, flattened=True))
 
 
-def microbatches(xs: Iterable[Tensor], steps: int) -> Iterator[Microbatch | None]:
-    """Yield the microbatches of a batch, whose rows on this rank are in the tensors `xs`; for one, the outer one.
+def microbatches(xs: Iterable[Any], steps: int) -> Iterator[Microbatch | None]:
+    """Yield the microbatches of a batch, whose rows on this rank are in tensors among `xs`; for one, the outer one.
 
     Where axes split the rows of one of them, a tensor whose rows no axis splits has something for each step.
     """
     outer = microbatch()
     found: dict[int, set[tuple[str, ...] | None]] = {}
-    for x in xs:
+    for x in (x for x in xs if isinstance(x, Tensor) and x.ndim):
         found.setdefault(x.shape[0] // steps, set()).add(_axes_of_rows(x, outer))
     known = {over for overs in found.values() for over in overs if over is not None}
     ignored: set[tuple[str, ...] | None] = {()} if any(known) else set()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fshard._core.protocol import Dims, coords_of
-from fshard.spec import Size, axes_of_lengths, part_lengths, part_range, total
+from fshard.spec import Size, part_lengths, part_range, total
 
 
 def flatten(xs: Sequence[Tensor]) -> Tensor:
@@ -78,13 +78,9 @@ def equal_parts(x: Tensor, dim: int, size: Size, sizes: Sequence[int]) -> list[t
     lengths each has a view.
     """
     if isinstance(size, tuple):
-        k, out = axes_of_lengths(size, sizes), []
-        for i, part in enumerate(x.split_with_sizes(size, dim)):
-            if part.shape[dim] or not x.shape[dim]:
-                at = tuple(slice(c, c + 1) for c in coords_of(i, sizes[:k]))
-                minor_parts = equal_parts(part, dim, part.shape[dim], sizes[k:])
-                out += [((*at, *minor), y[(None,) * k]) for minor, y in minor_parts]
-        return out
+        parts = enumerate(x.split_with_sizes(part_lengths(size, sizes), dim))
+        return [(tuple(slice(c, c + 1) for c in coords_of(i, sizes)), part[(None,) * len(sizes)])
+                for i, part in parts if part.shape[dim] or not x.shape[dim]]  # fmt: skip
     views: list[tuple[Positions, Tensor]] = [((), x)]
     for d, n in enumerate(sizes, dim):
         views = [((*at, positions), part) for at, y in views for positions, part in _cut(y, d, n)]

@@ -106,26 +106,14 @@ class bind:  # noqa: N801 - a context, which a generator would make three times 
 
 
 @contextlib.contextmanager
-def set_within(thread: threading.local, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of this thread within; after it the attribute is as before, or None."""
-    before = getattr(thread, name, None)
-    setattr(thread, name, value)
+def set_within(thread: threading.local, **values: Any) -> Iterator[None]:
+    """Context in which these attributes of a thread have these values."""
+    before = {name: getattr(thread, name, None) for name in values}
+    thread.__dict__.update(values)
     try:
         yield
     finally:
-        setattr(thread, name, before)
-
-
-def without_others(verb: str) -> contextlib.AbstractContextManager[None]:
-    """Context in which the other ranks do not run the same code, as in the body of `verb`: a transfer would hang."""
-    return set_within(_thread, "without_others", verb)
-
-
-def refuse_transfer(what: str) -> None:
-    """Raise ShardingError in the context `without_others`."""
-    if verb := getattr(_thread, "without_others", None):
-        raise fail(f"{what}: called in the body of {verb}, which the ranks do not run together", "it would not end",
-                   fix=f"call it after {verb}")  # fmt: skip
+        thread.__dict__.update(before)
 
 
 def checker() -> Any:

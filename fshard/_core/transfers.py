@@ -179,11 +179,8 @@ def note(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split =
     if not torch.compiler.is_dynamo_compiling():
         if is_traced():
             refuse_tracing(op)
-        apart: Axes | None = getattr(_thread, "apart", None)
-        if apart and op != "send" and set(apart) & set(axes):
-            raise fail(f"{op}: called in a stage of a pipeline, over {', '.join(axes)}", *user_line(),
-                       "the ranks of other stages run other operations meanwhile: it would not end",
-                       fix="call it in gather=, or after the pipeline; over axes without the stages'")  # fmt: skip
+        if op != "send" and getattr(_thread, "without_others", None):
+            refuse_transfer(op, axes)
         limit: tuple[int, type[BaseException]] | None = getattr(_thread, "limit", None)
         if limit is not None and transfer_count() == limit[0]:
             raise limit[1]
@@ -209,13 +206,24 @@ def transfer_count() -> int:
 @contextlib.contextmanager
 def stop_after_transfers(n: int, stop: type[BaseException]) -> Iterator[None]:
     """Let this rank start `n` transfers within, and raise `stop` before one more; a `stop` ends the block."""
-    with set_within(_thread, "limit", (transfer_count() + n, stop)), contextlib.suppress(stop):
+    with set_within(_thread, limit=(transfer_count() + n, stop)), contextlib.suppress(stop):
         yield
 
 
-def ranks_apart(axes: Axes) -> contextlib.AbstractContextManager[None]:
-    """Refuse collectives over `axes` within, whose ranks run other operations at this time: stages of a pipeline."""
-    return set_within(_thread, "apart", axes)
+def without_others(
+    body: str, fix: str, axes: tuple[str, ...] = ()
+) -> contextlib.AbstractContextManager[None]:  # fmt: skip
+    """Context in which other ranks do not run the same code, or those over `axes` do not: a collective would hang."""
+    return set_within(_thread, without_others=(body, fix, axes))
+
+
+def refuse_transfer(what: str, axes: tuple[str, ...] | None = None) -> None:
+    """Raise ShardingError in the context `without_others`, for a collective of a region if it is over its axes."""
+    body, fix, apart = getattr(_thread, "without_others", None) or ("", "", ())
+    if body and (axes is None or set(axes) & set(apart)):
+        where = [] if axes is None else [f"over {', '.join(axes)}, {' '.join(user_line())}"]
+        raise fail(f"{what}: called in {body}, which the ranks do not run together", *where, "it would not end",
+                   fix=fix)  # fmt: skip
 
 
 def transfer(place: Place, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> Transfer:
@@ -262,7 +270,7 @@ def is_observed() -> bool:
 
 def recomputing() -> contextlib.AbstractContextManager[None]:
     """Repeat a computation of the program within, whose results it has already had: it prints nothing again."""
-    return set_within(_thread, "recomputing", True)
+    return set_within(_thread, recomputing=True)
 
 
 def is_recomputing() -> bool:
@@ -270,12 +278,6 @@ def is_recomputing() -> bool:
     return bool(getattr(_thread, "recomputing", False))
 
 
-@contextlib.contextmanager
-def transposing(origin: callsite.Site | None) -> Iterator[None]:
+def transposing(origin: callsite.Site | None) -> contextlib.AbstractContextManager[None]:
     """Record transfers within as backward: the transpose of the collective called at `origin`, if that is known."""
-    before = getattr(_thread, "origin", None), getattr(_thread, "transposing", False)
-    _thread.origin, _thread.transposing = origin, True
-    try:
-        yield
-    finally:
-        _thread.origin, _thread.transposing = before
+    return set_within(_thread, origin=origin, transposing=True)

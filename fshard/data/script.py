@@ -20,7 +20,8 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._core.comm import handle_signals, stop_agreement, take_signal
-from fshard._core.region import in_region, refuse_transfer, without_others
+from fshard._core.region import in_region
+from fshard._core.transfers import refuse_transfer, without_others
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.mesh import Mesh
 from fshard.reshard import device_get
@@ -53,15 +54,13 @@ def main_first(mesh: Mesh, *, local: bool = False) -> Iterator[bool]:
 
     Source: `Accelerator.main_process_first`, in which the other ranks wait forever if the first one fails.
     """
-    _refuse_region("main_first")
-    if mesh.kind == "process":
-        refuse_transfer("main_first")
+    _refuse_region("main_first", mesh)
     first = _is_first(mesh, local)
     if not first:
         _exchange("main_first", mesh)
     error: BaseException | None = None
     try:
-        with without_others("main_first"):
+        with without_others("the body of main_first", "call it after main_first"):
             yield first
     except BaseException as e:  # KeyboardInterrupt too: the other ranks must end their wait
         error = e
@@ -96,9 +95,7 @@ def wait(mesh: Mesh) -> None:
 
     Raises ShardingError inside `shard_map`, and on every rank if another one is in `main_first`.
     """
-    _refuse_region("wait")
-    if mesh.kind == "process":
-        refuse_transfer("wait")
+    _refuse_region("wait", mesh)
     _exchange("wait", mesh)
 
 
@@ -149,23 +146,23 @@ def preempted(mesh: Mesh) -> bool:
     Raises ShardingError inside `shard_map`, for a first call outside of the main thread, where signals are handled,
     and if a rank does not answer within 20 s after a signal.
     """
-    _refuse_region("preempted")
-    several = mesh.kind == "process" and mesh.size > 1
-    if several:
-        refuse_transfer("preempted")
+    _refuse_region("preempted", mesh)
     try:
         handle_signals()
     except ValueError as e:
         raise fail("preempted: the first call is not in the main thread", str(e),
                    fix="call it once in the main thread, before this thread starts") from e  # fmt: skip
-    if not several:
+    if mesh.kind != "process" or mesh.size == 1:
         return take_signal()
     return stop_agreement(mesh.ranks[0], mesh.size, lambda text: _texts("preempted", mesh, text)[0]).reached()
 
 
-def _refuse_region(verb: str) -> None:
+def _refuse_region(verb: str, mesh: Mesh | None = None) -> None:
+    """Raise ShardingError inside `shard_map`, and where other processes of a mesh would not make the same call."""
     if in_region():
         raise fail(f"{verb}: called inside shard_map, where every rank runs the same code", fix="call it outside")
+    if mesh is not None and mesh.kind == "process" and mesh.size > 1:
+        refuse_transfer(verb)
 
 
 @checked

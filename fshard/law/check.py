@@ -82,8 +82,21 @@ class Checked:
         return f"checked on {n} ranks ({format_axes(self.mesh)}){at}: {each} makes {count} and sends {sent}"
 
     def _uneven_rows(self) -> list[str]:
-        unequal = [d for d in self.uneven if not is_settled(d.axes, d.lengths, self.branches_on, self.mesh)]
-        return _uneven_rows(unequal, self.mesh, self.ranks)
+        """Return a row for each arithmetic: first empty parts, then by the share of the ranks' time that is used."""
+        names: dict[tuple[int, tuple[str, ...], tuple[int, ...]], list[str]] = {}
+        for d in self.uneven:
+            if not is_settled(d.axes, d.lengths, self.branches_on, self.mesh):
+                names.setdefault((d.size, d.axes, d.lengths), []).append(f"{d.name} dim {d.dim}")
+        order = sorted(names, key=lambda key: (0 not in key[2], key[0] / (len(key[2]) * max(key[2]))))
+        texts = [_arithmetic(*key, self.mesh) for key in order[:_MOST_ROWS]]
+        width = max(map(len, texts), default=0)
+        rows = [f"  {text:<{width}}    {join_limited(names[key], 1)}" for text, key in zip(texts, order, strict=False)]
+        if len(order) > _MOST_ROWS:
+            rows.append(f"  and {len(order) - _MOST_ROWS} more")
+        ran = f"ranks {', '.join(map(str, self.ranks[:-1]))} and {self.ranks[-1]}"
+        ran = f"{len(self.ranks)} ranks" if len(self.ranks) > _MOST_NAMED else ran
+        head = f"uneven parts (checked as {ran}) are right, but ranks with less to do wait for the others"
+        return [head, *rows] if rows else []
 
 
 @checked
@@ -169,23 +182,6 @@ def _uneven_dims(run: DryRun, args: tuple[Any, ...]) -> tuple[UnevenDim, ...]:
         for dim, n in dict.fromkeys(layout):
             note(f"{verb} at {site}" if site else verb, dim, n, axes)
     return tuple(found)
-
-
-def _uneven_rows(uneven: Sequence[UnevenDim], sizes: Mapping[str, int], ranks: Sequence[int]) -> list[str]:
-    """Return a row for each arithmetic: first empty parts, then by the share of the ranks' time that is used."""
-    names: dict[tuple[int, tuple[str, ...], tuple[int, ...]], list[str]] = {}
-    for d in uneven:
-        names.setdefault((d.size, d.axes, d.lengths), []).append(f"{d.name} dim {d.dim}")
-    order = sorted(names, key=lambda key: (0 not in key[2], key[0] / (len(key[2]) * max(key[2]))))
-    texts = [_arithmetic(*key, sizes) for key in order[:_MOST_ROWS]]
-    width = max(map(len, texts), default=0)
-    rows = [f"  {text:<{width}}    {join_limited(names[key], 1)}" for text, key in zip(texts, order, strict=False)]
-    if len(order) > _MOST_ROWS:
-        rows.append(f"  and {len(order) - _MOST_ROWS} more")
-    ran = f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-    ran = f"{len(ranks)} ranks" if len(ranks) > _MOST_NAMED else ran
-    head = f"uneven parts (checked as {ran}) are right, but ranks with less to do wait for the others"
-    return [head, *rows] if rows else []
 
 
 def _arithmetic(n: int, axes: Sequence[str], lengths: Sequence[int], sizes: Mapping[str, int]) -> str:

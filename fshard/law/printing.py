@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ def print(*values: Any, sep: str = " ") -> None:
         text = ""
         for i, x in enumerate(shown):
             text += sep if i else ""
-            text += x if isinstance(x, str) else _indented(str(x), len(text.rpartition("\n")[2]))
+            text += x if type(x) is str else _indented(str(x), len(text.rpartition("\n")[2]))
         _print_by_rank(text)
 
     with torch.no_grad():
@@ -72,14 +71,10 @@ def print(*values: Any, sep: str = " ") -> None:
             show(*[leaves[i] for i in tensors])
 
 
-class _Text:
+class _Text(str):
     """A text in the place of a leaf, with itself as its repr."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
+    __repr__ = str.__str__
 
 
 class _Show(torch.autograd.Function):
@@ -108,15 +103,8 @@ def _text(x: Tensor) -> str:
     """Format a tensor; a 0-d one as a number, with the digits that its dtype can distinguish."""
     if x.is_meta or (in_region() and not region().comm.has_values):
         return describe(x)
-    with _plain_torch():
+    with without_modes(), without_functorch():  # the checker is a mode, and this is not part of the program
         return str(x.detach()) if x.ndim else format_number(x)
-
-
-@contextlib.contextmanager
-def _plain_torch() -> Iterator[None]:
-    """Turn modes (the checker is one) and transforms off: what is computed here is not part of the program."""
-    with without_modes(), without_functorch():
-        yield
 
 
 def _print_by_rank(text: str) -> None:
@@ -134,7 +122,7 @@ def _print_by_rank(text: str) -> None:
         prefixes = {shown: f"[{'; '.join(_boxes(found, axes))}] " for shown, found in ranks.items()}
         _write([prefix + _indented(shown, len(prefix)) for shown, prefix in prefixes.items()])
 
-    with _plain_torch():
+    with without_modes(), without_functorch():
         here.comm.with_all_texts(text, "print", here.device, write)
 
 

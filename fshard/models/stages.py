@@ -65,7 +65,7 @@ def pipelined(
         specs = {**specs, **{name: _gathered(specs[name], described[name], layout.stage) for name in ends}}
     pipe = partial(pipeline.pipelined, axis=layout.stage, microbatches=microbatches, schedule=schedule, chunks=chunks,
                    counted=True)  # fmt: skip
-    return Stages(model, cfg, layout, specs, pipe, remat)
+    return Stages(model, cfg, described, layout, specs, pipe, remat)
 
 
 def _gathered(specs: Any, described: Any, stage: Axis) -> Any:
@@ -90,6 +90,7 @@ class Stages:
 
     model: ModuleType
     cfg: Any
+    described: Any
     layout: Layout
     specs: Any
     pipe: Callable[..., pipeline.Pipelined]
@@ -120,14 +121,10 @@ class Stages:
         """Return the ends and the blocks, the batch, and the numbers of the blocks."""
         if not isinstance(params, Mapping):
             raise must_be("params", "a dict", params, fix="the tree of init, or of load")
-        check_params(params, self._described)
+        check_params(params, self.described)
         batch = dict(zip(("ids", "targets"), self.layout.to_zigzag(*tokens)[1:], strict=False))
         ends, blocks = {name: x for name, x in params.items() if name != "h"}, params["h"]
         return (ends, blocks), batch, list(range(len(blocks)))
-
-    @property
-    def _described(self) -> Any:
-        return shapes_of(self.model.init, self.cfg)
 
     # --- what the stages run ---
 
@@ -138,7 +135,10 @@ class Stages:
 
         `carried` of the sums of each block's router is summed along the stages.
         """
-        key = key if key is None or not self.layout.stage else pvary(key, self.layout.stage)
+        key = None if key is None else pvary(key, self.layout.stage)
+        # Parameters are gathered where a microbatch uses them, or once by `gather`.
+        ends_of = self._whole if self.layout.release else lambda ends, names: ends
+        block_of = self._whole_block if self.layout.release else lambda p, i: p
 
         def pieces(batch: Any) -> Any:
             layout = replace(self.layout, stage=None, zigzag=bool(self.layout.context))
@@ -146,7 +146,7 @@ class Stages:
             return self.model.pieces(self.cfg, batch["ids"], layout=layout, key=key, mask=tokens)
 
         def first(ends: Any, batch: Any) -> Any:
-            x = pieces(batch).embed(self._whole(ends, ("wte", "wpe")))
+            x = pieces(batch).embed(ends_of(ends, ("wte", "wpe")))
             # Zeros of the type that the blocks' sums have: they vary where x does.
             return x if carried is None else (x, carried(mixtral.no_sums(self.cfg, x)) + x.detach()[:0].sum())
 
@@ -154,7 +154,7 @@ class Stages:
             def block(p: Any, h: Any) -> Any:
                 x, run = (h if carried is None else h[0]), pieces(batch)
                 each = () if run.each is None else run.each[i]
-                x, more = run.block_for(x)(self._whole_block(p, i), x, fold_name(key, i), None, *each)
+                x, more = run.block_for(x)(block_of(p, i), x, fold_name(key, i), None, *each)
                 return x if carried is None else (x, h[1] + carried(more[1]))
 
             return rematerialize(block)(p, h) if self.remat else block(p, h)
@@ -165,29 +165,24 @@ class Stages:
 
             def logits() -> Tensor:
                 names = [name for name in ends if name != "wpe" and not (name == "wte" and "head" in ends)]
-                top, by = self._whole(ends, names), getattr(self.model, "head_logits", head_logits)
+                top, by = ends_of(ends, names), getattr(self.model, "head_logits", head_logits)
                 return by(self.cfg, run.layout, top, run.norm(top, x), batch["ids"].shape[1])
 
             return last(logits, batch, total)
 
         def gather(params: Any) -> Any:
-            once = replace(self, layout=replace(self.layout, release=True))
             ends, blocks = params
-            return dict(once._whole(ends, ends)), [once._whole_block(p, i) for i, p in enumerate(blocks)]
+            return dict(self._whole(ends, ends)), [self._whole_block(p, i) for i, p in enumerate(blocks)]
 
         return self.pipe(first, stage, end, gather=None if self.layout.release else gather)
 
     def _whole(self, ends: Any, names: Any) -> Any:
-        if not self.layout.release:  # gathered before
-            return ends
-        return self.layout.unshard([name for name in names if name in ends], ends, self.specs, self._described)
+        return self.layout.unshard([name for name in names if name in ends], ends, self.specs, self.described)
 
     def _whole_block(self, p: Any, i: int) -> Any:
-        if not self.layout.release:
-            return p
         specs: Any = None if self.specs is None else spec_of(self.specs, "h")
         specs = specs[i] if isinstance(specs, (list, tuple)) else specs
-        layout, described = self.layout, self._described["h"][i]
+        layout, described = self.layout, self.described["h"][i]
         apart = {}
         if mixtral.splits_by_data(layout) and "experts" in p:
             apart = {"experts": mixtral.unshard_experts(p["experts"], specs=specs["experts"], layout=layout,

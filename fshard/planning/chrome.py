@@ -9,6 +9,7 @@ Source: "Trace Event Format", Google, 2016: events of `ph` X (a complete slice),
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -69,16 +70,21 @@ def fitted(timeline: Timeline, most: int) -> tuple[Timeline, str]:
     in a slice that joins several operations, the peak and the last value stay.
     """
     moved = sum(map(len, timeline.transfers.values()))
+    if moved + 2 * len(timeline.compute) + len(timeline.memory) <= most:
+        return timeline, ""
     for name, note in (("where", "operations are folded by line"), ("phase", "operations are folded by phase")):
-        size = moved + 2 * len(timeline.compute) + len(timeline.memory)
-        if size <= most:
-            return timeline, ""
         folded = _folded(timeline, name)
         if moved + 3 * len(folded.compute) + len(folded.memory) <= most:
             return folded, note
-    times = sorted(s.start for s in (*folded._slices(),))
+    times = sorted(s.start for s in folded._slices())
     end = times[max(1, min(len(times) - 1, most // 4))]
-    return _until(folded, end), f"{note}; what starts after {1e3 * (end - timeline.start):.3f} ms is left out"
+    cut = replace(
+        folded,
+        compute=tuple(s for s in folded.compute if s.start <= end),
+        transfers={name: tuple(s for s in row if s.start <= end) for name, row in folded.transfers.items()},
+        memory=tuple(p for p in folded.memory if p[0] <= end),
+    )
+    return cut, f"{note}; what starts after {1e3 * (end - timeline.start):.3f} ms is left out"
 
 
 def _folded(timeline: Timeline, by: str) -> Timeline:
@@ -91,42 +97,20 @@ def _folded(timeline: Timeline, by: str) -> Timeline:
             continue
         seconds = sum(s.end - s.start for s in slices)
         first, last = slices[0], slices[-1]
-        name = (first.where or "operations") if by == "where" else first.phase or "operations"
+        name = getattr(first, by) or "operations"
         facts = {"operations": sum(s.facts.get("operations", 1) for s in slices), "busy_us": round(1e6 * seconds, 3)}
         flops = sum(s.facts.get("flops", 0) for s in slices)
-        where = first.where if by == "where" else ""
-        compute.append(
-            Slice(name, first.start, last.end, where, first.phase, facts | ({"flops": flops} if flops else {}))
-        )
+        facts |= {"flops": flops} if flops else {}
+        compute.append(Slice(name, first.start, last.end, first.where * (by == "where"), first.phase, facts))
     return replace(timeline, compute=tuple(compute), memory=tuple(_peaks(timeline.memory, compute)))
 
 
 def _peaks(memory: Sequence[tuple[float, int]], slices: Sequence[Slice]) -> Iterator[tuple[float, int]]:
     """Return the largest and the last value in each slice, and in each gap between slices."""
     bounds = [s.end for s in slices]
-    at = 0
-
-    def bound(point: tuple[float, int]) -> int:
-        nonlocal at
-        while at < len(bounds) and point[0] > bounds[at]:
-            at += 1
-        return at
-
-    for _, row in itertools.groupby(memory, bound):
+    for _, row in itertools.groupby(memory, lambda point: bisect.bisect_left(bounds, point[0])):
         points = list(row)
-        peak = max(points, key=lambda p: p[1])
-        yield peak
-        if points[-1] != peak:
-            yield points[-1]
-
-
-def _until(timeline: Timeline, end: float) -> Timeline:
-    return replace(
-        timeline,
-        compute=tuple(s for s in timeline.compute if s.start <= end),
-        transfers={name: tuple(s for s in row if s.start <= end) for name, row in timeline.transfers.items()},
-        memory=tuple(p for p in timeline.memory if p[0] <= end),
-    )
+        yield from dict.fromkeys((max(points, key=lambda p: p[1]), points[-1]))
 
 
 # --- events ---------------------------------------------------------------------------------------------------
@@ -139,18 +123,13 @@ def chrome_events(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for t in timelines:
         lanes = [("compute", _nested(t.compute, zero)), *_transfer_lanes(t, zero)]
-        names += [
-            _named("process_name", t.rank, 0, name=t.name),
-            _named("process_sort_index", t.rank, 0, sort_index=t.rank),
-        ]
+        names += _named("process", t.rank, 0, t.name, t.rank)
         for lane, (name, slices) in enumerate(lanes):
-            names += [
-                _named("thread_name", t.rank, lane, name=name),
-                _named("thread_sort_index", t.rank, lane, sort_index=lane),
-            ]
+            names += _named("thread", t.rank, lane, name, lane)
             events += [_slice(s, start, end, t.rank, lane) for s, start, end in slices]
+        changes = [next(row) for _, row in itertools.groupby(t.memory, lambda p: p[1])]
         events += [{"ph": "C", "pid": t.rank, "name": "memory", "ts": _ns(at - zero) / 1000, "args": {"bytes": nbytes}}
-                   for at, nbytes in _changes(t.memory)]  # fmt: skip
+                   for at, nbytes in changes]  # fmt: skip
     events.sort(key=lambda e: (e["ts"], -e.get("dur", 0.0)))  # stable: an outer slice comes before its first inner one
     return names + events
 
@@ -212,14 +191,10 @@ def _slice(s: Slice, start: int, end: int, pid: int, tid: int) -> dict[str, Any]
     return event | ({"args": args} if args else {})
 
 
-def _named(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "ts": 0, "args": args}
-
-
-def _changes(memory: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
-    """Leave out points with the value of the point before."""
-    for _, row in itertools.groupby(memory, lambda p: p[1]):
-        yield next(row)
+def _named(kind: str, pid: int, tid: int, name: str, place: int) -> list[dict[str, Any]]:
+    """Return the events that name a process or a thread, and place it among the others."""
+    return [{"ph": "M", "pid": pid, "tid": tid, "name": f"{kind}_{key}", "ts": 0, "args": {key: value}}
+            for key, value in (("name", name), ("sort_index", place))]  # fmt: skip
 
 
 def _ns(seconds: float) -> int:

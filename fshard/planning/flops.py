@@ -439,6 +439,15 @@ def written_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     return tensors_in([args[i] for i in at if i < len(args)], [kwargs.get(name) for name in names])
 
 
+def work_of(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, inputs: Sequence[Tensor], new: Sequence[Tensor],
+    written: Sequence[Tensor],
+) -> tuple[str, Kind, torch.dtype, int | None, int]:  # fmt: skip
+    """Return the name, kind, dtype, FLOPs and bytes of an operation, the first fields of `Operation`."""
+    nbytes = bytes_of(op, inputs, written, new) if new or written else 0
+    return (full_name_of(op), kind_of(op, args, kwargs), dtype_of(inputs, new), flops_of(op, args, kwargs, out), nbytes)
+
+
 def bytes_of(op: Any, inputs: Sequence[Tensor], written: Sequence[Tensor], new: Sequence[Tensor]) -> int:
     """Return the bytes that an operation reads and writes; an expanded dim is read once."""
     name, out = name_of(op), sum(map(_bytes, new)) + sum(map(_bytes, written))

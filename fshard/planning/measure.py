@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,15 +15,14 @@ from torch import Tensor
 
 from fshard._core import callsite
 from fshard._core.operations import OperationMode, tensors_in
-from fshard._core.protocol import Comm, ranks_over
+from fshard._core.protocol import Comm, index_of
 from fshard._core.torch import storage_id
-from fshard._core.transfers import Transfer
+from fshard._core.transfers import Transfer, groups_of
 from fshard.spec import short_dtype
 
 from .chrome import Slice, Timeline
-from .events import Event, Operation, Start, phase_now
-from .flops import bytes_of, dtype_of, flops_fact, flops_of, full_name_of, is_view, kind_of, written_by
-from .roofline import Roofline
+from .events import Event, Operation, Start, Wait, phase_now
+from .flops import flops_fact, is_view, work_of, written_by
 
 _MOST_SHAPES = 4
 
@@ -64,28 +64,22 @@ class CudaClock:
 # --- the recorder ---------------------------------------------------------------------------------------------
 
 
-class _Started(NamedTuple):
-    number: int
-    transfer: Transfer | None  # None: the exchange of texts that fs.print makes
-    ranks: tuple[int, ...]
-    is_pending: bool  # a wait follows, as another entry
+class Entry(NamedTuple):
+    """A part of a rank's run. Times are a clock's. `peak` is the most bytes since the entry before.
 
-
-class _Entry(NamedTuple):
-    """A part of a rank's run. Times are a clock's. `peak` is the most bytes since the entry before, `live` at its end.
-
-    Exactly one of the last three is not None: an operation, as a slice without times; a transfer that starts; the
-    number of the transfer that is waited for.
+    A transfer that blocks is a `Start`, and a `Wait` that takes no time. `event` is None for the exchange of texts that
+    fs.print makes. `ranks` make the transfer that starts together; messages are (source, target, number): a start
+    `sends` some, and a wait `receives` some. `arguments` are an operation's, as a text.
     """
 
     start: Any
     end: Any
     peak: int
-    live: int
-    phase: str
-    operation: Slice | None = None
-    started: _Started | None = None
-    waited: int | None = None
+    event: Event | None
+    ranks: tuple[int, ...] = ()
+    sends: Sequence[tuple[int, ...]] = ()
+    receives: Sequence[tuple[int, ...]] = ()
+    arguments: str = ""
 
 
 class Record(NamedTuple):
@@ -94,7 +88,7 @@ class Record(NamedTuple):
     begin: float
     end: float
     live: int  # bytes at the begin
-    entries: list[_Entry]
+    entries: list[Entry]
 
 
 class Recorder(OperationMode):
@@ -108,14 +102,15 @@ class Recorder(OperationMode):
 
     def __init__(self, clock: Any, comm: Comm, device: torch.device, arguments: Any, *, buffers: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.entries: list[_Entry] = []
+        self.entries: list[Entry] = []
         self.clock, self.comm, self.device, self.buffers = clock, comm, device, buffers
         self.live = self.peak = 0
         self._storages: dict[int, Any] = {}
-        self._begun: tuple[Any, Transfer | None, tuple[int, ...]] | None = None  # the transfer that is being started
+        self._begun: tuple[Any, Transfer | None] | None = None  # the transfer that is being started
         self._waits_from: Any = None
+        self._messages: Counter[tuple[int, ...]] = Counter()  # so far, by source and target
+        self._expected: dict[int, list[tuple[int, ...]]] = {}  # messages, by the number of a pending transfer
         self._number = -1
-        self._lines: dict[int, tuple[callsite.Site, str]] = {}
         self._follow(arguments)
         self.first = self.live
         self.begin, self.end = clock.now(), None
@@ -143,51 +138,52 @@ class Recorder(OperationMode):
         end = self.clock.now()
         self._follow(out)
         if not is_view(func):
-            operation = Slice(full_name_of(func), 0.0, 0.0, self._line(), "", _facts(func, args, kwargs, out))
-            self._add(begin, end, operation=operation)
+            inputs = tensors_in(args, kwargs)
+            before = {storage_id(x) for x in inputs}
+            new = [x for x in tensors_in(out) if storage_id(x) not in before]
+            work = work_of(func, args, kwargs, out, inputs, new, written_by(func, args, kwargs))
+            shapes = ", ".join(f"{short_dtype(x.dtype)}{list(x.shape)}" for x in inputs[:_MOST_SHAPES])
+            self._add(begin, end, Operation(*work, self.live, callsite.site(), phase_now()), arguments=shapes)
         return out
 
-    def _line(self) -> str:
-        """Return the user's line; its text is made once, since to find the number of a line takes long."""
-        site = callsite.site()
-        if site is None:
-            return ""
-        if id(site) not in self._lines:
-            self._lines[id(site)] = site, repr(site)  # with the site, whose id another could have
-        return self._lines[id(site)][1]
-
-    def _add(self, begin: Any, end: Any, **what: Any) -> None:
-        self.entries.append(_Entry(begin, end, self.peak, self.live, phase_now(), **what))
+    def _add(self, begin: Any, end: Any, event: Event | None, **more: Any) -> None:
+        self.entries.append(Entry(begin, end, self.peak, event, **more))
         self.peak = self.live
 
     # --- the reports of the comm ---
 
     def begin_transfer(self, transfer: Transfer | None, xs: Sequence[Tensor], into: Sequence[Tensor]) -> int:
-        sizes = self.comm.sizes
-        ranks = ranks_over(tuple(sizes) if transfer is None else transfer.axes, sizes, self.comm.coords)
         self._number += 1
-        self._begun = self.clock.now(), transfer, tuple(ranks)
+        self._begun = self.clock.now(), transfer
         return self._number
 
     def end_start(self, number: int) -> None:
-        self._end_start(number, is_pending=True)
-
-    def _end_start(self, number: int, is_pending: bool) -> None:
         assert self._begun is not None
-        begin, transfer, ranks = self._begun
-        self._begun = None
-        self._add(begin, self.clock.now(), started=_Started(number, transfer, ranks, is_pending))
+        (begin, transfer), self._begun = self._begun, None
+        sizes = self.comm.sizes
+        rank = index_of(tuple(sizes), sizes, self.comm.coords)
+        groups = [tuple(range(math.prod(sizes.values())))] if transfer is None else groups_of(transfer, rank, sizes)
+        event = None if transfer is None else Start(transfer, number, self.live)
+        if transfer is None or transfer.message is None:
+            self._add(begin, self.clock.now(), event, ranks=groups[0])
+            return
+        self._messages.update(groups)
+        messages = [(*group, self._messages[group]) for group in groups]
+        self._expected[number] = [message for message in messages if message[0] != rank]
+        self._add(begin, self.clock.now(), event, sends=[message for message in messages if message[0] == rank])
 
     def begin_wait(self, number: int) -> None:
         self._waits_from = self.clock.now()
 
     def end_transfer(self, number: int, results: Sequence[Tensor]) -> None:
         self._follow(results)
-        if self._begun is not None:
-            self._end_start(number, is_pending=False)
-        else:
+        if self._waits_from is not None:
             begin, self._waits_from = self._waits_from, None
-            self._add(begin, self.clock.now(), waited=number)
+            self._add(begin, self.clock.now(), Wait(number, self.live), receives=self._expected.pop(number, ()))
+            return
+        self.end_start(number)
+        if self.entries[-1].event is not None:  # it blocks
+            self._add(self.entries[-1].end, self.entries[-1].end, Wait(number, self.live))
 
     # --- memory ---
 
@@ -206,17 +202,6 @@ class Recorder(OperationMode):
         self.live -= nbytes
 
 
-def _facts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> dict[str, Any]:
-    inputs, flops = tensors_in(args, kwargs), flops_of(func, args, kwargs, out)
-    shapes = ", ".join(f"{short_dtype(x.dtype)}{list(x.shape)}" for x in inputs[:_MOST_SHAPES])
-    before = {storage_id(x) for x in inputs}
-    new = [x for x in tensors_in(out) if storage_id(x) not in before]
-    written = written_by(func, args, kwargs)
-    nbytes = bytes_of(func, inputs, written, new) if new or written else 0
-    work = {"kind": kind_of(func, args, kwargs), "bytes": nbytes, "dtype": short_dtype(dtype_of(inputs, new))}
-    return ({"arguments": shapes} if inputs else {}) | flops_fact(flops) | work
-
-
 # --- from records to timelines --------------------------------------------------------------------------------
 
 
@@ -226,121 +211,90 @@ def own_clocks(records: Sequence[Record]) -> list[Record]:
     Ranks that are threads take turns, and change turns in transfers only. The clock of a rank stops while others have
     their turn: 1. each clock begins at 0; 2. between transfers it goes as fast as the host's; 3. a transfer begins for
     all its ranks when the last of them starts it, by its clock, and takes only the time of the simulation:
-    the shortest that it took a rank, since the rank that starts it last waits for no other.
+    the shortest that it took a rank, since the rank that starts it last waits for no other; 4. a wait for messages ends
+    when their sources have sent them.
     """
-    clocks = [_OwnClock(0.0, r.begin) for r in records]
-    out: list[list[_Entry]] = [[] for _ in records]
-    started: dict[tuple[int, ...], dict[int, tuple[float, _Entry]]] = {}  # by ranks: those that wait, and since when
+    ahead = [-r.begin for r in records]  # of the host's clock, each rank's
+    out: list[list[Entry]] = [[] for _ in records]
+    started: dict[tuple[int, ...], dict[int, tuple[float, Entry]]] = {}  # by ranks: those that wait, and since when
+    sent: dict[tuple[int, ...], float] = {}  # messages, and when
+    awaited: dict[tuple[int, ...], int] = {}  # messages, and the ranks that wait
     ready = deque(range(len(records)))
-    left = [iter(r.entries) for r in records]
+    left = [deque(r.entries) for r in records]
     while ready:
         rank = ready.popleft()
-        for e in left[rank]:
-            start = clocks[rank].at(e.start)
-            if e.started is None:
-                out[rank].append(e._replace(start=start, end=clocks[rank].at(e.end)))
+        while left[rank]:
+            e = left[rank][0]
+            if missing := [message for message in e.receives if message not in sent]:
+                awaited[missing[0]] = rank
+                break
+            left[rank].popleft()
+            start = e.start + ahead[rank]
+            if e.receives:
+                ahead[rank] = max(start, *[sent[message] for message in e.receives]) - e.end
+            for message in e.sends:
+                sent[message] = e.end + ahead[rank]
+                ready.extend([awaited.pop(message)] if message in awaited else [])
+            if not e.ranks:
+                out[rank].append(e._replace(start=start, end=e.end + ahead[rank]))
                 continue
-            meeting = started.setdefault(e.started.ranks, {})
+            meeting = started.setdefault(e.ranks, {})
             meeting[rank] = start, e
-            if len(meeting) == len(e.started.ranks):
-                del started[e.started.ranks]
+            if len(meeting) == len(e.ranks):
+                del started[e.ranks]
                 end = max(t for t, _ in meeting.values()) + min(e.end - e.start for _, e in meeting.values())
                 for r, (t, e) in meeting.items():
                     out[r].append(e._replace(start=t, end=end))
-                    clocks[r] = _OwnClock(end, e.end)
+                    ahead[r] = end - e.end
                 ready.extend(meeting)
             break
-    return [Record(0.0, clock.at(r.end), r.live, rows) for r, clock, rows in zip(records, clocks, out, strict=True)]
+    return [Record(0.0, r.end + more, r.live, rows) for r, more, rows in zip(records, ahead, out, strict=True)]
 
 
-class _OwnClock(NamedTuple):
-    """A rank's clock, which shows `mine` when the host's shows `host`."""
+def timeline(
+    rank: int, name: str, record: Record, spans: Mapping[int, tuple[float, float]] | None = None
+) -> Timeline:  # fmt: skip
+    """Return the timeline of a rank whose record has times in seconds.
 
-    mine: float
-    host: float
-
-    def at(self, host: float) -> float:
-        return self.mine + host - self.host
-
-
-def _line(where: callsite.Site | None) -> str:
-    return repr(where) if where else ""
-
-
-def timeline(rank: int, name: str, record: Record) -> Timeline:
-    """Return the timeline of a rank whose record has times in seconds."""
+    `spans`: the begin and the end of each transfer, by number; if not known, from its start to the end of its wait.
+    """
     compute: list[Slice] = []
     transfers: dict[str, list[Slice]] = {}
     pending: dict[int, tuple[str, int]] = {}  # the place in `transfers` of each that is not waited for yet
     memory = [(record.begin, record.live)]
-    last = max((i for i, e in enumerate(record.entries) if e.phase != "forward"), default=len(record.entries))
+    phases = [e.event.phase if isinstance(e.event, Operation) else "forward" for e in record.entries]
+    last = max((i for i, phase in enumerate(phases) if phase != "forward"), default=len(phases))
+    phase = "forward"
+    line = functools.cache(lambda site: repr(site) if site else "")  # to find the number of a line takes long
     for i, e in enumerate(record.entries):
-        phase = "update" if i > last else e.phase
-        memory += [(e.start, e.peak)] * (e.peak > max(memory[-1][1], e.live)) + [(e.end, e.live)]
-        if e.operation is not None:
-            compute.append(e.operation._replace(start=e.start, end=e.end, phase=phase))
-        elif e.started is not None:
-            t = e.started.transfer
-            if t is None:
-                compute.append(Slice("print", e.start, e.end, "", phase, {"waits_for": "print"}))
-                continue
+        event, live = e.event, memory[-1][1] if e.event is None else e.event.live
+        memory += [(e.start, e.peak)] * (e.peak > max(memory[-1][1], live)) + [(e.end, live)]
+        start, what, where, facts = e.start, "print", "", {"waits_for": "print"}
+        if isinstance(event, Operation):
+            phase = "update" if i > last else event.phase
+            work = {"kind": event.kind, "bytes": event.bytes, "dtype": short_dtype(event.dtype)}
+            arguments = {"arguments": e.arguments} if e.arguments else {}
+            what, where, facts = event.name, line(event.where), arguments | flops_fact(event.flops) | work
+        elif isinstance(event, Start):
+            t, where = event.transfer, line(event.transfer.where)
             axes = "+".join(t.axes)
             row = transfers.setdefault(axes, [])
-            end = record.end if e.started.is_pending else e.end
-            row.append(Slice(t.op, e.start, end, _line(t.where), t.phase, facts_of(t)))
-            verb = "start" if e.started.is_pending else "wait for"
-            compute.append(
-                Slice(f"{verb} {t.op} over {axes}", e.start, e.end, row[-1].where, phase, {"waits_for": t.op})
-            )
-            if e.started.is_pending:
-                pending[e.started.number] = axes, len(row) - 1
-        else:
-            assert e.waited is not None
-            axes, at = pending.pop(e.waited)
-            s = transfers[axes][at] = transfers[axes][at]._replace(end=e.end)
-            start, before = e.start, record.entries[i - 1].started
-            if before is not None and before.number == e.waited:  # a transfer that blocks is one slice
+            pending[event.number] = axes, len(row)
+            begin, end = (e.start, record.end) if spans is None else spans[event.number]
+            moved = {"sent_bytes": t.sent, "argument_bytes": t.bytes, "dtype": short_dtype(t.dtype), "ranks": t.ranks}
+            row.append(Slice(t.op, begin, end, where, t.phase, moved))
+            what, facts = f"start {t.op} over {axes}", {"waits_for": t.op}
+        elif event is not None:
+            axes, at = pending.pop(event.number)
+            s = transfers[axes][at]
+            transfers[axes][at] = s._replace(end=e.end) if spans is None else s
+            before = record.entries[i - 1].event
+            if isinstance(before, Start) and before.number == event.number:  # a transfer that blocks is one slice
                 start = compute.pop().start
-            compute.append(Slice(f"wait for {s.name} over {axes}", start, e.end, s.where, phase, {"waits_for": s.name}))
+            what, where, facts = f"wait for {s.name} over {axes}", s.where, {"waits_for": s.name}
+        compute.append(Slice(what, start, e.end, where, phase, facts))
     for axes, at in pending.values():
         s = transfers[axes][at]
         transfers[axes][at] = s._replace(facts={**s.facts, "note": "never waited for"})
-    return Timeline(rank, name, tuple(compute), {k: tuple(v) for k, v in transfers.items()}, tuple(memory))
-
-
-def facts_of(transfer: Transfer) -> dict[str, Any]:
-    """Return the facts of a transfer's slice."""
-    return {"sent_bytes": transfer.sent, "argument_bytes": transfer.bytes, "dtype": short_dtype(transfer.dtype),
-            "ranks": transfer.ranks}  # fmt: skip
-
-
-def planned_timeline(rank: int, name: str, events: Sequence[Event], estimate: Roofline, arguments: int) -> Timeline:
-    """Return the events of a planned rank, each at its time by the roofline."""
-    compute: list[Slice] = []
-    starts: dict[int, Transfer] = {}
-    of_lane: dict[str, list[tuple[int, Transfer]]] = {}
-    now, phase = 0.0, "forward"
-    for e, end in zip(events, estimate.times, strict=True):
-        if isinstance(e, Operation):
-            phase = e.phase
-            if end > now:
-                work = {"kind": e.kind, "bytes": e.bytes, "dtype": short_dtype(e.dtype)}
-                compute.append(Slice(e.name, now, end, _line(e.where), phase, flops_fact(e.flops) | work))
-        elif isinstance(e, Start):
-            starts[e.number] = e.transfer
-            of_lane.setdefault("+".join(e.transfer.axes), []).append((e.number, e.transfer))
-        elif end > now:
-            t = starts[e.number]
-            what = f"wait for {t.op} over {'+'.join(t.axes)}"
-            compute.append(Slice(what, now, end, _line(t.where), phase, {"waits_for": t.op}))
-        now = end
-    spans = {s.number: s for s in estimate.lanes}
-    transfers = {
-        axes: tuple(
-            Slice(t.op, spans[number].start, spans[number].end, _line(t.where), t.phase, facts_of(t))
-            for number, t in row
-        )
-        for axes, row in of_lane.items()
-    }
-    memory = [(0.0, arguments), *zip(estimate.times, [e.live for e in events], strict=True)]
-    return Timeline(rank, name, tuple(compute), transfers, tuple(memory))
+    shown = tuple(s for s in compute if s.end > s.start)
+    return Timeline(rank, name, shown, {k: tuple(v) for k, v in transfers.items()}, tuple(memory))

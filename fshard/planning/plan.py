@@ -33,19 +33,16 @@ from .device import Device
 from .events import Event, Kind, Operation, Phase, Start, Wait, phase_now
 from .flops import (  # fmt: skip
     CONSTANTS,
-    bytes_of,
-    dtype_of,
-    flops_of,
-    full_name_of,
     is_elementwise,
     is_optimizer_step,
     is_view,
     kind_of,
     name_of,
     weight_arguments,
+    work_of,
     written_by,
 )
-from .measure import planned_timeline
+from .measure import Entry, Record, timeline
 from .memory import PARTS, Memory, Storage, Storages, arguments_of, assign_parts, parts_and_largest, tensors_at
 from .roofline import Roofline, joined
 from .strip import LEGEND, letters, strip
@@ -112,8 +109,10 @@ class Plan:
         """Return the events of the rank by their estimated times, of a plan with a device."""
         assert self.device is not None
         assert self.time is not None
-        name = f"rank {self.rank} of {format_axes(self.mesh)}, {self.device.name}"
-        return planned_timeline(self.rank, name, self.events, self.time, self.memory.arguments)
+        name, ends = f"rank {self.rank} of {format_axes(self.mesh)}, {self.device.name}", self.time.times
+        rows = [Entry(begin, end, e.live, e) for begin, end, e in zip((0.0, *ends), ends, self.events, strict=False)]
+        spans = {s.number: (s.start, s.end) for s in self.time.lanes if s.number is not None}
+        return timeline(self.rank, name, Record(0.0, self.time.seconds, self.memory.arguments, rows), spans)
 
     def __repr__(self) -> str:
         rows = [f"  {size(n):>10}  {100 * n / max(1, self.memory.peak):3.0f} %  {part}" for part, n in self._parts()]
@@ -405,11 +404,9 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         workspace = workspace_of(func, args, out, self._accelerator)
         if workspace:
             storages.add_workspace(workspace, name_of(func), where, phase)
-        name = full_name_of(func).replace("_for_cpu", "") if self._accelerator else full_name_of(func)
-        self._append(Operation(
-            name, kind_of(func, args, kwargs), dtype_of(inputs, new), flops_of(func, args, kwargs, out),
-            bytes_of(func, inputs, written, new), storages.live + (workspace or 0), where, phase, workspace,
-        ))  # fmt: skip
+        work = work_of(func, args, kwargs, out, inputs, new, written)
+        done = Operation(*work, storages.live + (workspace or 0), where, phase, workspace)
+        self._append(replace(done, name=done.name.replace("_for_cpu", "")) if self._accelerator else done)
         return out
 
     def _note_origins(

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -328,7 +328,19 @@ def losses(path: StrPath | Mapping[str, StrPath], *, window: int = 50) -> Figure
     if not paths:
         raise fail("plot.losses: no run is named", fix='fs.plot.losses({"one device": "a", "fsdp": "b"})')
     rows = {name: read_losses(p) for name, p in paths.items()}
-    return _draw_losses(rows, window)
+    figure = _new_figure()
+    axes = figure.subplots()
+    for (name, (steps, values)), color in zip(rows.items(), itertools.cycle(_COLORS)):
+        n = min(window, len(values))
+        mean = np.convolve(values, np.ones(n) / n, "valid")
+        axes.plot(steps, values, color=color, alpha=0.35, linewidth=0.8, label=None if name else "each step")
+        axes.plot(steps[n - 1 :], mean, color=color, label=name or f"mean of {n} steps")
+        if len(values) == 1:
+            axes.plot(steps, values, "o", color=color)
+    axes.set(xlabel="step", ylabel="loss, nats")
+    axes.legend()
+    axes.grid()
+    return figure
 
 
 def read_losses(path: StrPath) -> tuple[list[int], list[float]]:
@@ -353,19 +365,3 @@ def read_losses(path: StrPath) -> tuple[list[int], list[float]]:
     if not steps:
         raise fail(f"plot.losses: {file}: has no step", fix="plot it after the first step of the run")
     return steps, losses
-
-
-def _draw_losses(runs: Mapping[str, tuple[Sequence[int], Sequence[float]]], window: int) -> Figure:
-    figure = _new_figure()
-    axes = figure.subplots()
-    for (name, (steps, values)), color in zip(runs.items(), itertools.cycle(_COLORS)):
-        n = min(window, len(values))
-        mean = np.convolve(values, np.ones(n) / n, "valid")
-        axes.plot(steps, values, color=color, alpha=0.35, linewidth=0.8, label=None if name else "each step")
-        axes.plot(steps[n - 1 :], mean, color=color, label=name or f"mean of {n} steps")
-        if len(values) == 1:
-            axes.plot(steps, values, "o", color=color)
-    axes.set(xlabel="step", ylabel="loss, nats")
-    axes.legend()
-    axes.grid()
-    return figure

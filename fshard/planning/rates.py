@@ -26,11 +26,10 @@ from fshard.mesh import Mesh, make_mesh
 from fshard.random import key
 from fshard.shard_map import shard_map
 from fshard.sharded import materialize
-from fshard.spec import P
+from fshard.spec import P, short_dtype
 
-from .chrome import Slice
 from .device import Device, Link, cost_names
-from .events import Start, Wait
+from .events import Operation, Start, Wait
 from .measure import CudaClock, HostClock, Recorder
 from .reference import SIZES, Program, train_step
 from .roofline import roofline
@@ -101,13 +100,12 @@ def _costs(device: torch.device, seconds: float) -> dict[str, _Cost]:
             break
         took, operations = _run_step(make(*size), mesh, dtype, clock)
         spent += 2 * _REPEATS * took
-        for e in operations:
-            work = e.facts["bytes"], e.facts.get("flops", 0), e.end
-            for name in cost_names(e.name, e.facts["kind"]):
-                rows.setdefault(f"{name} {e.facts['dtype']}", []).append(work)
-        backward = sum(e.phase == "backward" for e in operations)
-        counts = len(operations) - backward, backward, sum(e.facts["bytes"] for e in operations)
-        steps.append((*counts, took, sum(e.end for e in operations)))
+        for e, each in operations:
+            for name in cost_names(e.name, e.kind):
+                rows.setdefault(f"{name} {short_dtype(e.dtype)}", []).append((e.bytes, e.flops or 0, each))
+        backward = sum(e.phase == "backward" for e, _ in operations)
+        counts = len(operations) - backward, backward, sum(e.bytes for e, _ in operations)
+        steps.append((*counts, took, sum(each for _, each in operations)))
     *counted, seconds_of, inside = np.array(steps).T
     first, later, byte = np.linalg.lstsq((counted / seconds_of).T, 1 - inside / seconds_of)[0].tolist()
     phases = {"forward": (first, byte, 0.0), "backward": (later, byte, 0.0)}
@@ -116,8 +114,8 @@ def _costs(device: torch.device, seconds: float) -> dict[str, _Cost]:
 
 def _run_step(
     program: Program, mesh: Mesh, dtype: torch.dtype, clock: HostClock | CudaClock
-) -> tuple[float, list[Slice]]:  # fmt: skip
-    """Return the seconds of a reference step, and its operations as slices that begin at 0: medians."""
+) -> tuple[float, list[tuple[Operation, float]]]:  # fmt: skip
+    """Return the seconds of a reference step, and its operations with theirs: medians."""
     step, args = train_step(program, mesh.device, dtype)
     recorders: list[Recorder] = []
 
@@ -138,9 +136,8 @@ def _run_step(
     times = clock.seconds(stamps)
     took = statistics.median(b - a for a, b in zip(times[::2], times[1::2], strict=True))
     runs = zip(*(r.record().entries for r in recorders), strict=True)
-    medians = [(run[0], statistics.median(e.end - e.start for e in run)) for run in runs]
-    return took, [e.operation._replace(end=seconds, phase=e.phase) for e, seconds in medians
-                  if e.operation is not None and e.operation.facts["bytes"]]  # fmt: skip
+    medians = [(run[0].event, statistics.median(e.end - e.start for e in run)) for run in runs]
+    return took, [(e, seconds) for e, seconds in medians if isinstance(e, Operation) and e.bytes]
 
 
 def _line(nbytes: Any, flops: Any, seconds: Any) -> _Cost:

@@ -448,12 +448,6 @@ def _cells(node: _Node) -> tuple[str, str, str, str, _Node]:
     return name, last.type, last.init, nbytes, last
 
 
-def _top_nodes(root: _Node) -> Sequence[_Node]:
-    """Return the nodes without indentation: the root's children, or the root if it is a leaf or an only-child chain."""
-    _, _, last = _chain(root)
-    return root.children if last is root and root.children else (root,)
-
-
 def _rows(nodes: Sequence[_Node], depth: int = 0) -> Iterator[tuple[str, str, str, str]]:
     for node in nodes:
         name, type_, init, nbytes, last = _cells(node)
@@ -481,7 +475,8 @@ def _table(root: _Node | None, sizes: Sizes, third: str, *, is_move: bool = Fals
     """Return the table of a tree, as text and as HTML; `third` names the column after the types."""
     if root is None:
         return View("(no leaves)", lambda: page("(no leaves)"))
-    nodes = _top_nodes(root)
+    # Without indentation: the root's children, or the root if it is a leaf or a chain of only children.
+    nodes = root.children if _chain(root)[2] is root and root.children else (root,)
     rows = list(_rows(nodes))
     heading, last = "", []
     if root.has_bytes:

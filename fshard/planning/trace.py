@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from fshard._core.comm import SLOW, TimedComm, Wait, call_distributed
+from fshard._core.comm import TimedComm
 from fshard._core.display import duration, page
 from fshard._core.files.io import Ranks, StrPath, write_errors
 from fshard._core.region import region
@@ -194,18 +192,19 @@ def _measured(f: ShardMapped, args: tuple[Any, ...]) -> Trace:
         records = own_clocks(records)
     shown = min(mesh.size, MOST_EVENTS // LEAST_EVENTS)
     notes = [] if shown == mesh.size else [f"the first {shown} of {mesh.size:,} ranks are shown"]
-    rows = []
-    for rank, record in zip(mesh.ranks[:shown], records, strict=False):
-        name = f"rank {rank} ({format_axes(mesh.coords(rank))})"
-        row, note = fitted(timeline(rank, name, record), MOST_EVENTS // shown)
-        rows.append(row)
-        notes += [f"rank {rank}: {note}"] if note else []
-    gathered = _gather_on_first(mesh, (rows, notes) if mesh.ranks[0] < shown else ([], []))
-    rows, notes = (
-        [x for part, _ in gathered for x in part],
-        list(dict.fromkeys(x for _, part in gathered for x in part)),
-    )
-    return Trace(mesh.axes, "simulated" if threads and mesh.size > 1 else "measured", tuple(rows), result, tuple(notes))
+    names = [f"rank {rank} ({format_axes(mesh.coords(rank))})" for rank in mesh.ranks[:shown]]
+    mine = _fitted([timeline(*row) for row in zip(mesh.ranks, names, records, strict=False)], shown)
+    parts = mesh.gather_objects(mine if mesh.ranks[0] < shown else ([], []), _PURPOSE)
+    parts = parts if mesh.ranks[0] == 0 else [mine]
+    rows, more = ([x for part in both for x in part] for both in zip(*parts, strict=True))
+    source = "simulated" if threads and mesh.size > 1 else "measured"
+    return Trace(mesh.axes, source, tuple(rows), result, tuple(dict.fromkeys([*notes, *more])))
+
+
+def _fitted(timelines: Sequence[Timeline], count: int) -> tuple[list[Timeline], list[str]]:
+    """Return timelines, of `count` that share a file, with notes of what they leave out."""
+    pairs = [fitted(t, MOST_EVENTS // count) for t in timelines]
+    return [t for t, _ in pairs], [f"rank {t.rank}: {note}" for t, note in pairs if note]
 
 
 def _common_start(mesh: Mesh) -> float:
@@ -214,16 +213,6 @@ def _common_start(mesh: Mesh) -> float:
     host, now = socket.gethostname(), time.perf_counter()
     times: list[tuple[str, float]] = mesh.gather_objects((host, now), _PURPOSE)
     return min(t for other, t in times if other == host)
-
-
-def _gather_on_first(mesh: Mesh, mine: Any) -> list[Any]:
-    """Return the objects of all processes on rank 0, and on each other rank only its object."""
-    if mesh.kind != "process" or mesh.size == 1:
-        return [mine]
-    out: list[Any] | None = [None] * mesh.size if mesh.ranks[0] == 0 else None
-    with Wait(lambda: (f"for other ranks {_PURPOSE}", f"one of them {SLOW}")):
-        call_distributed(dist.gather_object, mine, out)
-    return [mine] if out is None else out
 
 
 _PURPOSE = "to trace a step"
@@ -236,9 +225,8 @@ def _planned(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> Tr
                    fix="name the device to estimate the times of: device=fs.devices.H100")  # fmt: skip
     planned = plan(f, *args, device=device)
     ranks = planned.positions or (planned,)
-    rows = [fitted(p._timeline(), MOST_EVENTS // len(ranks)) for p in ranks]
-    notes = [f"rank {p.rank}: {note}" for p, (_, note) in zip(ranks, rows, strict=True) if note]
-    return Trace(planned.mesh, "planned", tuple(row for row, _ in rows), None, (*notes, *planned.warnings))
+    rows, notes = _fitted([p._timeline() for p in ranks], len(ranks))
+    return Trace(planned.mesh, "planned", tuple(rows), None, (*notes, *planned.warnings))
 
 
 # --- files ----------------------------------------------------------------------------------------------------

@@ -52,10 +52,11 @@ def workspace_of(op: Any, args: Sequence[Any], out: Any, accelerator: bool) -> i
     if kind != "convolution":
         return 0
     lanes = _LANES.get(torch.backends.cpu.get_cpu_capability())
-    is_backward = name == "convolution_backward"
     if accelerator or lanes is None or name not in ("convolution", "convolution_backward"):
         return None
-    return _convolution_backward(args, lanes) if is_backward else _convolution(args, out, lanes)
+    if name == "convolution":
+        return _convolution(args[0], args[1], out, args[3:9], None, lanes)
+    return _convolution(args[1], args[2], args[0], args[4:10], args[10], lanes)
 
 
 def run_on_shapes(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -146,51 +147,41 @@ def _cudnn_gradients(args: Sequence[Any]) -> tuple[Any, ...]:
 # --- convolutions ---------------------------------------------------------------------------------------------
 
 
-def _convolution(args: Sequence[Any], out: Tensor, lanes: int) -> int | None:
-    x, w, transposed, groups = args[0], args[1], args[6], args[8]
-    backend = convolution_backend(x, w, args[3:9])
+def _convolution(
+    x: Tensor, w: Tensor, result: Tensor, settings: Sequence[Any], gradients: Sequence[bool] | None, lanes: int
+) -> int | None:  # fmt: skip
+    """Return the bytes of a forward pass, or of a backward pass that computes some `gradients`."""
+    backend = convolution_backend(x, w, settings)
     if backend != "mkldnn":
-        return _unfolded(x, w, out) if backend == "slow" else None
-    if _is_unknown(x, w, groups) or (lanes < 16 and (x.ndim != 4 or max(args[5]) > 1)):
+        return _unfolded(x, w, result) if backend == "slow" else None
+    stride, _, dilation, transposed, _, groups = settings
+    by_channel = w.shape[1] == 1 or w.shape[0] == groups
+    if x.dtype != torch.float32 or (groups > 1 and x.ndim == 3 and not by_channel):
         return None
-    weights = _blocked_weights(w, groups, lanes, x.shape[1])
-    if _is_channels_last(x):
-        return 2 * weights
-    source, result = _read(x, lanes), _blocked(out, lanes)
-    return max(source + weights, 2 * out.nbytes) if transposed else max(source + weights + result - out.nbytes, result)
-
-
-def _convolution_backward(args: Sequence[Any], lanes: int) -> int | None:
-    grad, x, w, transposed, groups = *args[:3], args[7], args[9]
-    backend = convolution_backend(x, w, args[4:10])
-    if backend != "mkldnn":
-        return _unfolded(x, w, grad) if backend == "slow" else None
-    if _is_unknown(x, w, groups) or (lanes < 16 and (x.ndim != 4 or max(args[6]) > 1)):
+    if lanes < 16 and (x.ndim != 4 or max(dilation) > 1):
         return None
-    of_x, of_w = args[10][:2]
-    weights = _blocked_weights(w, groups, lanes, x.shape[1])
-    if _is_channels_last(x):
-        padded = weights * _rounded(w.shape[0] // groups, lanes) * _rounded(w.shape[1], lanes) * groups // w.shape[0]
-        return weights + padded // w.shape[1] if groups > 1 else 3 * weights
-    result, found = _read(grad, lanes) if transposed else _blocked(grad, lanes), [weights]
+    weights, is_forward = _blocked_weights(w, groups, lanes, x.shape[1]), gradients is None
+    if x.ndim > 3 and x.stride(1) == 1 and x.shape[1] > 1:  # channels last
+        if is_forward or groups == 1:
+            return (2 if is_forward else 3) * weights
+        outputs = _rounded(w.shape[0] // groups, lanes) * groups
+        padded: int = weights * outputs * _rounded(w.shape[1], lanes) // w.shape[0]
+        return weights + padded // w.shape[1]
+    if gradients is None:
+        source, blocked = _read(x, lanes), _blocked(result, lanes)
+        return (max(source + weights, 2 * result.nbytes) if transposed else
+                max(source + weights + blocked - result.nbytes, blocked))  # fmt: skip
+    of_x, of_w = gradients[:2]
+    read, found = _read(result, lanes) if transposed else _blocked(result, lanes), [weights]
     if of_x:
-        is_plain = x.shape[1] <= _READ_IN_PLACE and max(args[4]) > 1  # the gradient of such images
+        is_plain = x.shape[1] <= _READ_IN_PLACE and max(stride) > 1  # the gradient of such images
         copies = _blocked_weights(w, groups, lanes) + (x.nbytes if is_plain else _blocked(x, lanes))
-        found.append(result + copies - x.nbytes - (w.nbytes if of_w else 0))
-        if max(args[4]) > 1 and not transposed:  # torch copies the gradient of S
+        found.append(read + copies - x.nbytes - (w.nbytes if of_w else 0))
+        if max(stride) > 1 and not transposed:  # torch copies the gradient of S
             found.append(x.nbytes * (2 if groups == 1 else 1) - (w.nbytes if of_w else 0))
     if of_w:
-        found.append(result + _read(x, lanes) + weights - w.nbytes)
+        found.append(read + _read(x, lanes) + weights - w.nbytes)
     return max(found)
-
-
-def _is_unknown(x: Tensor, w: Tensor, groups: int) -> bool:
-    by_channel = w.shape[1] == 1 or w.shape[0] == groups
-    return x.dtype != torch.float32 or (groups > 1 and x.ndim == 3 and not by_channel)
-
-
-def _is_channels_last(x: Tensor) -> bool:
-    return x.ndim > 3 and x.stride(1) == 1 and x.shape[1] > 1
 
 
 def _blocked(x: Tensor, lanes: int) -> int:

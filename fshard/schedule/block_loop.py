@@ -122,7 +122,7 @@ class Executor:
         self.is_differentiated = False
         sizes = [p.nbytes for p in plans]
         if options.release:
-            sizes = [max(sizes)] * min(self.n, options.most_ahead + 1)
+            sizes = [max(sizes)] * min(self.n, max(options.prefetch, options.ahead) + 1)
         self.buffers = buffer_pool(region).take(sizes, region)
         self.buffer_keys = {storage_key(buffer.write) for buffer in self.buffers}
 

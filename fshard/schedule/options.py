@@ -44,11 +44,6 @@ class GatherOptions:
         return self.prefetch if self.backward_prefetch is None else self.backward_prefetch
 
     @property
-    def most_ahead(self) -> int:
-        """Return the largest number of blocks gathered ahead, forward or backward."""
-        return max(self.prefetch, self.ahead)
-
-    @property
     def pending_sums(self) -> int:
         """Return the number of blocks whose gradients may still be in transfer when the next block's are computed."""
         return 1 if self.backward_prefetch == "post" else self.ahead

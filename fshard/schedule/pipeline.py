@@ -28,7 +28,7 @@ from fshard._core.ops import differentiable_dtype, evenly, keep_placed
 from fshard._core.protocol import PendingTransfer, Series, size_of
 from fshard._core.region import bind, checker, known_axes, live_axes, region, unchecked
 from fshard._core.torch import without_modes
-from fshard._core.transfers import ranks_apart, transposing
+from fshard._core.transfers import transposing, without_others
 from fshard.collectives import axis_position, by_dtype, psum, pvary
 from fshard.errors import api_boundary, checked, fail, shown
 from fshard.grad import (
@@ -144,7 +144,8 @@ class Pipelined:
         with torch.no_grad():
             parts = self._gathered(vary, params)
             if n > 1:
-                return _Run(self, "forward", n, axes, parts, batch, batches, each).results()
+                run = _Run(self, "forward", n, axes, parts, batch, batches, each)
+                return run.from_last_stage(stacked("pipelined", run.run()))
             return stacked("pipelined", [self._model(parts, b, each) for b in batches])
 
     def _gathered(self, vary: Callable[[Any], Any], params: Any) -> Any:
@@ -343,8 +344,7 @@ class _Run:
         self.ends, self.is_listed = params[0], isinstance(params[1], (list, tuple))
         self.layers, self.each = _layers(params[1], each, pipe.chunks)
         self.chunks = _chunks(self.layers, pipe.chunks, *((n, self.stage) if self.is_listed else (1, 0)))
-        rows = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.ndim]
-        self.parts = list(microbatches(rows, pipe.microbatches))
+        self.parts = list(microbatches(tree.leaves(batch), pipe.microbatches))
         h, self.result = self._outline()
         self.h, self.h_def = tree.flatten(h)
         self.comm, self.site, self.groups = region().comm, site(), by_dtype(self.h)
@@ -394,8 +394,8 @@ class _Run:
         self.ends, self.layers = _differentiated(self.ends), _differentiated(self.layers)
         self.weights = [tree.leaves([self.ends, *[self.layers[i] for i in chunk]]) for chunk in self.chunks]
         with differentiating(), torch.enable_grad():
-            losses, counts, auxes = zip(*self._run(), strict=True)
-        loss, count, aux = self._from_last_stage((sum(losses), sum(counts), stacked("pipelined", auxes)))
+            losses, counts, auxes = zip(*self.run(), strict=True)
+        loss, count, aux = self.from_last_stage((sum(losses), sum(counts), stacked("pipelined", auxes)))
         rows = self.layers
         layers = tree.map(_take_grad, rows) if self.is_listed else tree.map(_stacked_grad, self.params[1], *rows)
         grads = tree.map(_take_grad, self.ends), layers
@@ -403,11 +403,7 @@ class _Run:
             types.check_gradients([], tree.leaves(self.params), tree.leaves(grads))
         return loss, count, aux, grads
 
-    def results(self) -> Any:
-        """Return the stacked results of `last`."""
-        return self._from_last_stage(stacked("pipelined", self._run()))
-
-    def _from_last_stage(self, xs: Any) -> Any:
+    def from_last_stage(self, xs: Any) -> Any:
         """Return the last stage's tensors on each stage: a sum, in which the others have zeros."""
         tensors, rest = split_tensors(xs)
         numbers = [x.to(torch.uint8) if x.dtype == torch.bool else x for x in tensors]
@@ -425,9 +421,10 @@ class _Run:
 
     # --- operations ---
 
-    def _run(self) -> Sequence[Any]:
+    def run(self) -> Sequence[Any]:
         """Return the results of the microbatches: of a stage that is not the last, zeros like them."""
-        with ranks_apart(self.axes):
+        fix = "call it in gather=, or after the pipeline; over axes without the stages'"
+        with without_others("a stage of a pipeline", fix, self.axes):
             for op, place, receives, sends in self.steps:
                 for message, series in receives:
                     self.arriving[message.key] = self._start(message, series, self.empty)

@@ -100,7 +100,7 @@ class _Body:
 
         def product(*chosen: Tensor) -> Tensor:
             pairs = _differentiable_pairs(self.repeat(*_replace(xs, which, chosen)), grads)
-            return sum(_inner_product(y, g) for y, g in pairs)  # type: ignore[return-value]
+            return sum(torch.real(y * g.conj()).sum() for y, g in pairs)  # type: ignore[return-value]
 
         chosen_grads = torch.func.grad(product, tuple(range(len(which))))(*[xs[i] for i in which])
         return tuple(_replace([None] * len(xs), which, chosen_grads))
@@ -130,10 +130,6 @@ class _Body:
 def _differentiable_pairs(results: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
     """Return (result, gradient) of each result that has one."""
     return [(y, g) for y, g in zip(results, grads, strict=True) if g is not None and differentiable_dtype(y)]
-
-
-def _inner_product(y: Tensor, g: Tensor) -> Tensor:
-    return torch.real(y * g.conj()).sum() if y.is_complex() else (y * g).sum()
 
 
 def _replace(xs: Sequence[Any], which: Sequence[int], new: Sequence[Any]) -> list[Any]:

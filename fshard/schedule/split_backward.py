@@ -26,15 +26,27 @@ def backward_of_inputs(
     Weights that two nodes use, or a user's autograd Function, have their gradients now: a Function computes all of
     them together, and a path from one node to the other would run again.
     """
-    users = _users(roots, inputs, weights)
+    parents: dict[Node, set[Node]] = {root.node: set() for root in roots}
+    stack = list(parents)
+    while stack:
+        node = stack.pop()
+        for child in {child for child, _ in node.next_functions if child is not None}:
+            stack += [child] * (child not in parents)
+            parents.setdefault(child, set()).add(node)
+    on_path: set[Node] = set()  # to an input
+    stack = [get_gradient_edge(x).node for x in inputs]
+    while stack:
+        node = stack.pop()
+        stack += parents.get(node, set()) - on_path
+        on_path.add(node)
     of_node: dict[Node, list[Tensor]] = {}
     now = list(inputs)
-    for w, nodes in users.items():
-        (node,) = nodes if len(nodes) == 1 else (None,)
-        if node is None or isinstance(node, BackwardCFunction):
-            now.append(w)
-        else:
-            of_node.setdefault(node, []).append(w)
+    for w in weights:
+        node = get_gradient_edge(w).node
+        while node not in on_path and len(parents.get(node, ())) == 1:
+            (node,) = parents[node]
+        is_late = node in on_path and not isinstance(node, BackwardCFunction)
+        (of_node.setdefault(node, []) if is_late else now).append(w)
     arrived: dict[Node, Sequence[Tensor | None]] = {}
     hooks = [node.register_prehook(lambda gs, node=node: arrived.update({node: gs})) for node in of_node]
     torch.autograd.backward(roots, grads, inputs=now, retain_graph=bool(of_node))
@@ -49,40 +61,3 @@ def backward_of_inputs(
         of_node.clear()
 
     return later
-
-
-def _users(
-    roots: Sequence[GradientEdge], inputs: Sequence[Tensor], weights: Sequence[Tensor]
-) -> dict[Tensor, set[Node | None]]:
-    """Return the nodes on paths to an input by which a gradient leaves these paths to a weight, for each weight.
-
-    None is among them if a gradient reaches the weight from a root without meeting such a path.
-    """
-    order: list[Node] = []  # each node after those that it passes gradients to
-    stack: list[tuple[Node, bool]] = [(root.node, False) for root in roots]
-    seen: set[Node] = set()
-    while stack:
-        node, is_done = stack.pop()
-        if is_done:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack += [(child, False) for child, _ in node.next_functions if child is not None]
-    leaf_of = {get_gradient_edge(w).node: w for w in weights}
-    on_path = {get_gradient_edge(x).node for x in inputs}
-    reached: dict[Node, set[Tensor]] = {}  # the weights below a node that is not on a path to an input
-    users: dict[Tensor, set[Node | None]] = {}
-    for node in order:
-        children = {child for child, _ in node.next_functions if child is not None}
-        below = {w for child in children - on_path for w in reached[child]}
-        if not on_path.isdisjoint(children | {node}):
-            on_path.add(node)
-            for w in below:
-                users.setdefault(w, set()).add(node)
-        else:
-            reached[node] = below | ({leaf_of[node]} if node in leaf_of else set())
-    for root in roots:
-        for w in reached.get(root.node, ()):
-            users.setdefault(w, set()).add(None)
-    return users

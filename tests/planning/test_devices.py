@@ -227,11 +227,11 @@ def test_ranks_that_are_no_multiples_and_devices_without_a_network_are_refused()
     assert "joins any number of ranks" in error_text(devices.with_bus_bandwidth, flat, {16: 1e9})
 
 
-def test_a_convolution_by_channel_has_the_cost_of_its_kind_in_slices_and_in_plans() -> None:
+def test_a_convolution_by_channel_has_its_kinds_cost_in_measured_steps_and_in_plans() -> None:
     program, mesh = reference.convolutional(2, 4, 16), fs.make_mesh(kind="simulated", data=1)
     step, args = reference.train_step(program, mesh.device, torch.float32)
-    _, slices = rates._run_step(program, mesh, torch.float32, HostClock(0.0))
-    measured = Counter(cost_names(e.name, e.facts["kind"]) for e in slices if "conv" in e.name)
+    _, operations = rates._run_step(program, mesh, torch.float32, HostClock(0.0))
+    measured = Counter(cost_names(e.name, e.kind) for e, _ in operations if "conv" in e.name)
     assert measured == {("aten.convolution", "convolution"): 7, ("aten.convolution_backward", "convolution"): 7,
                         ("aten.convolution depthwise", "depthwise"): 2,
                         ("aten.convolution_backward depthwise", "depthwise"): 2}  # fmt: skip

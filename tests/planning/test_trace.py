@@ -21,7 +21,7 @@ from fshard import P
 from fshard._core.comm import TimedComm
 from fshard._core.transfers import Transfer
 from fshard.models import gpt2
-from fshard.planning import measure
+from fshard.planning import Operation, Start, Wait, measure
 from fshard.planning.chrome import Slice, Timeline, chrome_events, fitted
 from fshard.planning.measure import Record, own_clocks
 from tests.lib.assertions import assert_same, error_text
@@ -196,7 +196,9 @@ def test_programs_of_every_kind_are_traced(axes: dict[str, int]) -> None:
     def summed(x: Tensor) -> Tensor:
         return torch.func.vmap(torch.func.grad(lambda x: fs.psum(x.sin().sum(), "data")))(torch.ones(2, 3) + x.sum())
 
+    stages = fs.pipelined(lambda e, b: b, lambda p, h, b: h + p, lambda e, h, b: h, axis="data", microbatches=4)
     programs = {
+        "messages": (lambda x: x + stages.forward(({}, x), torch.ones(4, 4)).sum(), X),
         "verbs": (verbs, X[:4]), "summed": (summed, X[:1]), "remat": (fs.remat(torch.sin), X[:0]),
         "scattered": (lambda x: fs.psum_scatter(x.sum(0), "data"), X), "nothing": (lambda x: x, X),
         "printed": (lambda x: fs.print(x.shape) or x.sin(), X),
@@ -225,10 +227,13 @@ def entries(*rows: tuple[Any, ...]) -> list[Any]:
     """Return entries of (begin, end, the ranks of a transfer or None, its axes)."""
     transfer = Transfer("all_reduce", ("data",), torch.float32, 4, ranks=2)
     return [
-        measure._Entry(begin, end, 0, 0, "forward", started=measure._Started(i, transfer, ranks, False))
-        if ranks else measure._Entry(begin, end, 0, 0, "forward", operation=Slice("op", 0, 0))
+        measure.Entry(begin, end, 0, Start(transfer, i, 0) if ranks else operation("op"), ranks or ())
         for i, (begin, end, ranks) in enumerate(rows)
     ]  # fmt: skip
+
+
+def operation(name: str, live: int = 0, phase: Any = "forward") -> Operation:
+    return Operation(name, "elementwise", torch.float32, 0, 0, live, None, phase)
 
 
 def test_ranks_that_take_turns_have_clocks_as_if_they_computed_at_once() -> None:
@@ -257,18 +262,19 @@ def test_clocks_of_groups_are_those_of_their_own_ranks() -> None:
 
 def test_transfer_lasts_from_its_start_to_the_end_of_the_wait_for_it() -> None:
     transfer = Transfer("all_gather", ("data", "model"), torch.float32, 8, None, "backward", ranks=4)
-    started = [{"started": measure._Started(i, transfer, (0, 1), i != 1)} for i in range(4)]
-    product, total = ({"operation": Slice(name, 0, 0)} for name in ("aten.mm", "aten.add"))
-    rows: list[Any] = [started[0], product, {"waited": 0}, started[1], started[2], {"waited": 2}, started[3], total]
-    phases = ["forward", "backward", "backward", *["forward"] * 5]
-    entries = [measure._Entry(i, i + 0.5, 10 + i, i, phases[i], **row) for i, row in enumerate(rows)]
+    started = [(Start(transfer, i, at), (0, 1)) for i, at in enumerate((0, 3, 5, 8))]
+    waits = [(Wait(i, at),) for i, at in ((0, 2), (1, 4), (2, 6))]
+    product, total = (operation("aten.mm", 1, "backward"),), (operation("aten.add", 8),)
+    rows = [started[0], product, waits[0], started[1], waits[1], started[2], waits[2], started[3], total]
+    times = [(0, 0.5), (1, 1.5), (2, 2.5), (3, 3.5), (3.5, 3.5), (4, 4.5), (5, 5.5), (6, 6.5), (7, 7.5)]
+    entries = [measure.Entry(*at, 10 + i, *row) for i, (at, row) in enumerate(zip(times, rows, strict=True))]
     got = measure.timeline(0, "rank 0", Record(-1.0, 9.0, 7, entries))
     start, wait = (f"{verb} all_gather over data+model" for verb in ("start", "wait for"))
     assert [(s.name, s.start, s.end) for s in got.compute] == [
         (start, 0, 0.5), ("aten.mm", 1, 1.5), (wait, 2, 2.5), (wait, 3, 3.5), (wait, 4, 5.5), (start, 6, 6.5),
         ("aten.add", 7, 7.5),
     ]  # fmt: skip
-    assert [s.phase for s in got.compute] == ["forward", "backward", "backward", *["update"] * 4]
+    assert [s.phase for s in got.compute] == ["forward", *["backward"] * 5, "update"]
     (moved,) = got.transfers.values()
     assert [(s.start, s.end) for s in moved] == [(0, 2.5), (3, 3.5), (4, 5.5), (6, 9.0)]
     assert [s.facts.get("note") for s in moved] == [None, None, None, "never waited for"]

@@ -429,9 +429,9 @@ def test_a_sum_over_the_stages_inside_one_is_refused(check):
     assert (
         re.sub(r":\d+ ", ":0 ", text)
         == """\
-all_reduce: called in a stage of a pipeline, over stage
-  at test_pipeline.py:0 in <lambda>
-  the ranks of other stages run other operations meanwhile: it would not end
+all_reduce: called in a stage of a pipeline, which the ranks do not run together
+  over stage, at test_pipeline.py:0 in <lambda>
+  it would not end
   fix: call it in gather=, or after the pipeline; over axes without the stages'"""
     )
 

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
-from fshard._core.region import in_region, refuse_transfer
+from fshard._core.region import in_region
+from fshard._core.transfers import refuse_transfer
 from fshard.errors import ShardingError, fail
 from fshard.init import Deferred
 from fshard.sharded import Sharded
