@@ -132,8 +132,9 @@ class _Call:
         self.saved: list[weakref.ref[Any]] = []  # _SavedWeight, or with `remat` SavedTensor
         self.rerun: Callable[[list[Tensor], Any], Any] | None = None  # (leaves, calls of units inside)
         self.autocast: Callable[[], Any] = contextlib.nullcontext  # for the repetition
-        self.transfers = False  # whether its computation starts any, or units inside it may
+        self.transfers = False  # whether its computation or gradient starts any, or units inside it may
         self.is_differentiated = False  # whether its backward pass has begun
+        self.nbytes = self.used = 0  # of views of leaves: saved in forward, and used in backward
 
     @property
     def is_needed(self) -> bool:
@@ -164,6 +165,7 @@ class UnitSchedule:
         self.copies: dict[str, tuple[BucketPlan, PendingTransfer]] = {}  # pending copies of shards from host memory
         self.kept: dict[str, tuple[BucketPlan, list[Tensor]]] = {}  # parts of released leaves, and their plan
         self.ahead: dict[int, _Gathered] = {}  # in backward: gathered for calls that it has not reached, by position
+        self.waiting: int | None = None  # in backward: the call that has not started the gathers ahead of it
         self.owners: weakref.WeakValueDictionary[int, _Gathered] = weakref.WeakValueDictionary()  # by storage
         self.calls: list[_Call] = []
         self.latest: dict[str, int] = {}  # latest call of each unit
@@ -241,22 +243,42 @@ class UnitSchedule:
             self.drop(list(self.ready))
 
     def gather_backward(self, at: int) -> _Gathered:
-        """Return the leaves for the backward pass of a call, and start the gathers for the calls before it."""
+        """Return the leaves for the backward pass of a call. The gathers for the calls before it start halfway."""
         call = self.calls[at]
         call.is_differentiated = True
         with self._transposing():
+            self.start_ahead()  # of a call around this one
             self.drop_ahead([i for i in self.ahead if i >= call.end])
             gathered = self.gather_ahead(at)
             gathered.wait()
+            self.waiting = at
+            at_once = call.transfers or 2 * call.nbytes < self.units[call.unit].plan.nbytes
+            if at_once or checker() is not None or not self.region.comm.is_scheduled:
+                self.start_ahead()
+            if not any(before.unit == call.unit and before.is_needed for before in self.calls[:at]):
+                self.kept.pop(call.unit, None)
+        return gathered
+
+    def start_ahead(self) -> None:
+        """Start the gathers for the calls before the one that backward is in, if they have not started."""
+        if self.waiting is not None:
+            at, self.waiting = self.waiting, None
             before = (i for i in reversed(range(at)) if self.calls[i].is_needed)
             for i in itertools.islice(before, self.options.ahead):
                 self.gather_ahead(i)
             for i in itertools.islice(before, 1):
                 self.start_copies(self.calls[i].unit)
             del self.ahead[at]
-            if not any(before.unit == call.unit and before.is_needed for before in self.calls[:at]):
-                self.kept.pop(call.unit, None)
-        return gathered
+
+    def use(self, at: int, nbytes: int) -> None:
+        """Count a use of a saved view of a leaf; when half are used, end the sum before and start the gathers ahead."""
+        call = self.calls[at]
+        call.used += nbytes
+        if at == self.waiting and 2 * call.used > call.nbytes:
+            with self._transposing():
+                if call.used > nbytes:
+                    self.end_sums(self.options.pending_sums - 1)
+                self.start_ahead()
 
     def gather_after(self, at: int) -> None:
         """Start the gather for the call before one whose gradients are computed, if `backward_prefetch` is "post"."""
@@ -288,6 +310,7 @@ class UnitSchedule:
         at = self.latest[owner.name]
         saved = _SavedWeight(at, leaf, owner.wait()[leaf], x)
         self.calls[at].saved.append(weakref.ref(saved))
+        self.calls[at].nbytes += x.nbytes
         return saved
 
     def unpack(self, saved: _SavedWeight | SavedTensor) -> Tensor:
@@ -304,20 +327,26 @@ class UnitSchedule:
         # No offset in the buffer: it differs between ranks if other axes split the leaves before this one unevenly.
         if saved.offset:
             leaf = leaf.as_strided((saved.offset + 1,), (1,))[saved.offset :]
-        return leaf.as_strided(saved.size, saved.stride)
+        x = leaf.as_strided(saved.size, saved.stride)
+        self.use(saved.call, x.nbytes)
+        return x
 
     def discard(self, call: _Call, x: Tensor) -> SavedTensor:
         """Keep nothing of a tensor that a unit saves, with `remat`."""
         saved = SavedTensor(x)
         saved.x = None
         call.saved.append(weakref.ref(saved))
+        call.nbytes += x.nbytes if storage_key(x) in self.owners else 0
         return saved
 
     def load(self, at: int, saved: SavedTensor) -> Tensor:
         """Return a discarded tensor, after a recomputation of its unit if there was none."""
         if saved.x is None:
             self.recompute(at)
-        return saved.get()
+        x = saved.get()
+        if storage_key(x) in self.owners:
+            self.use(at, x.nbytes)
+        return x
 
     def recompute(self, at: int) -> None:
         """Run a unit again, to fill its discarded tensors that are still needed."""
@@ -330,11 +359,14 @@ class UnitSchedule:
         differentiated = self.units[call.unit].differentiated
         leaves = [x.detach().requires_grad_(d) for x, d in zip(gathered, differentiated, strict=True)]
         run = functools.partial(call.rerun, leaves, _UnitCallsAgain(self))
+        # The sum before ends before the gradients of this call take memory, and if no other transfer may come between
+        # on some ranks, before the recomputed tensors do.
+        end_sums = functools.partial(self.end_sums, self.options.pending_sums - 1)
         with self._transposing(), torch.enable_grad(), call.autocast():
-            refill(call.saved, run, lambda: not repeats_all)
+            refill(call.saved, run, lambda: not repeats_all, None if call.transfers else end_sums)
         call.rerun = None  # and with it the arguments
         with self._transposing():
-            self.end_sums(self.options.pending_sums - 1)  # before the gradients of this call take memory too
+            end_sums()
 
     # --- gradients ---
 
@@ -344,6 +376,7 @@ class UnitSchedule:
         left = {leaf for leaf, d in enumerate(unit.differentiated) if d}
         filled = dict(enumerate(grads))
         with self._transposing():
+            self.start_ahead()
             for bucket in unit.plan.buckets:
                 chosen = [k for k, leaf in enumerate(bucket.which) if leaf in left]
                 leaves = [bucket.which[k] for k in chosen]
@@ -376,6 +409,7 @@ class UnitSchedule:
         """Return the gradients of all differentiated shards, after the wait for their sums."""
         with self._transposing():
             self.end_sums(0)
+            self.waiting = None
             self.drop_ahead(list(self.ahead))
             if any(b.host for unit in self.units.values() for b in unit.plan.buckets):
                 wait_for_copies_to_host(self.region.device)
@@ -442,7 +476,7 @@ class UnitCalls:
                 again(leaves, args, kwargs, calls)
 
             call.autocast = autocast_of(schedule.region.device.type)
-            call.rerun, before, self._discarding = run_again, transfer_count(), call
+            call.rerun, self._discarding = run_again, call
             try:
                 with saved_tensors_hooks(
                     functools.partial(schedule.discard, call), functools.partial(schedule.load, at)
@@ -450,10 +484,10 @@ class UnitCalls:
                     return f(leaves, args, kwargs)
             finally:
                 self._discarding = None
-                call.transfers |= transfer_count() > before
 
     @contextlib.contextmanager
     def _in(self, name: str, call: _Call | None = None) -> Iterator[None]:
+        before = transfer_count(transposes=True)
         self._running.append(name)
         try:
             yield
@@ -461,6 +495,7 @@ class UnitCalls:
             self._running.pop()
         if call is not None:
             call.end = len(self.schedule.calls)
+            call.transfers |= transfer_count(transposes=True) > before
         if name not in self._running:
             self.schedule.release(name)
 
