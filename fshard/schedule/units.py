@@ -1,7 +1,7 @@
 """Units of a program that calls them in any order: their leaves are gathered for each call, and in backward.
 
     forward   gather 1 | run unit 0, gather 2 | run unit 1, gather 3 | ...
-    backward  ... | differentiate unit 3, gather 2 | reduce 3, differentiate unit 2, gather 1 | ...
+    backward  ... | differentiate unit 3, reduce 4 then gather 2 | differentiate unit 2, reduce 3 then gather 1 | ...
 
 `scan` has its loop, and gives each block a separate graph. Here a program that does not know about units runs
 unchanged, in one graph, so that tensors keep their gradients on every way from unit to unit:
@@ -10,11 +10,16 @@ unchanged, in one graph, so that tensors keep their gradients on every way from 
 
 1. If autograd saves a view of a gathered leaf in a unit, it is stored as a `_SavedWeight`: the number of the leaf, and
    the view's offset, size and stride. So the gathered leaves can be freed after the call.
-2. In backward the first `_SavedWeight` of a call that is needed gathers its unit again, and starts the gather of the
-   unit that was called before. The leaves are freed with the last `_SavedWeight` of the call.
+2. In backward the first `_SavedWeight` of a call that is needed gathers its unit again. Each leaf is freed with its
+   last `_SavedWeight`.
 3. `_Weights` runs backward when all gradients of a call's leaves are computed, and starts their sum over the ranks. The
    wait comes later: `_Weights` returns only the gradient of the token. `_Collect` runs after all units, and returns the
    sums as the gradients of the shards.
+4. Halfway in the unit that is differentiated next, when its views of half the bytes are used, this sum ends, and the
+   gather of the unit that was called before starts: about one unit's leaves and one's gradients are in memory at once.
+   Half suffices: the time of products is about proportional to these bytes, and the sum and the gather, of as many
+   bytes, would share the network in all of the unit; so each has it alone in half of it. With `remat` the sum ends
+   halfway in the recomputation.
 
 A gathered leaf has separate memory, freed when nothing refers to it. So a tensor that outlives its unit is never
 overwritten.
@@ -23,16 +28,15 @@ Only memory depends on the lifetimes of objects. They differ between ranks (one 
 collects a reference cycle earlier), and all ranks must start the same transfers. So a schedule shares only gathers that
 it holds itself, in `ready` and `ahead`, and gathers ahead for each call that saved a leaf, even if that part of the
 graph is gone. autograd runs nodes in the reverse order of their operations, so it does not return to a call that it has
-passed: the leaves gathered for that call are freed.
+passed: the leaves gathered for that call are freed. Ranks that save other tensors are halfway at other places. So no
+other transfer may come between: a call that has others in it gathers ahead at once, and each call before its own sum.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import weakref
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,12 +87,10 @@ class _Gathered:
         if plan.nbytes:
             buffer = GatherBuffer(torch.empty(0), torch.empty(0))  # of an abstract mesh
             if region.comm.is_scheduled:
-                buffer = GatherBuffer.allocate(plan.nbytes, region.device)
+                buffer = GatherBuffer.of_leaves(plan, region.device)
         self._leaves, self._pending = start_gather(region, plan, shards, buffer)
-        self.starts: dict[int, list[tuple[int, int]]] = {}  # storage -> (first byte, leaf) of each leaf in it, sorted
-        for leaf, (x, part) in enumerate(zip(self._leaves, plan.slices, strict=True)):
-            if part is not None and x.numel():
-                self.starts.setdefault(storage_key(x), []).append((int(x.storage_offset()) * x.itemsize, leaf))
+        parts = enumerate(zip(self._leaves, plan.slices, strict=True))
+        self.storages = {storage_key(x): leaf for leaf, (x, part) in parts if part is not None and x.numel()}
         self.versions = [version_of(x) for x in self._leaves]
 
     def wait(self) -> list[Tensor]:
@@ -103,24 +105,20 @@ class _Gathered:
 
     def leaf_of(self, x: Tensor) -> int | None:
         """Return the leaf that a tensor in the memory of this unit is a view of; `None` if it has other values."""
-        if x.is_conj() or x.is_neg():
-            return None
-        starts = self.starts[storage_key(x)]
-        leaf = starts[bisect_right(starts, (x.storage_offset() * x.itemsize, len(self._leaves))) - 1][1]
+        leaf = self.storages[storage_key(x)]
         same = x.dtype == self._leaves[leaf].dtype and version_of(x) == self.versions[leaf]
-        return leaf if same else None
+        return leaf if same and not x.is_conj() and not x.is_neg() else None
 
 
 class _SavedWeight:
     """A view of a gathered leaf that autograd saved, as a position in the leaf. It lives as long as its node."""
 
-    gathered: _Gathered | None
+    gathered: Tensor | None
     __slots__ = ("__weakref__", "call", "gathered", "leaf", "offset", "size", "stride")
 
-    def __init__(self, call: int, leaf: int, gathered: Tensor, x: Tensor) -> None:
-        self.call, self.gathered = call, None  # gathered: in backward
-        self.leaf, self.size, self.stride = leaf, x.size(), x.stride()
-        self.offset = x.storage_offset() - gathered.storage_offset()
+    def __init__(self, call: int, leaf: int, x: Tensor) -> None:
+        self.call, self.gathered = call, None  # gathered: the leaf, in backward
+        self.leaf, self.size, self.stride, self.offset = leaf, x.size(), x.stride(), x.storage_offset()
 
 
 class _Call:
@@ -182,7 +180,7 @@ class UnitSchedule:
                 what = f"gather of unit {name!r}; each rank must call the same units in the same order"
                 bucket.gather.comm.agree(what, bucket.gather.axes, self.region.device)
         gathered = _Gathered(self.region, name, plan, copy())
-        self.owners.update(dict.fromkeys(gathered.starts, gathered))
+        self.owners.update(dict.fromkeys(gathered.storages, gathered))
         return gathered
 
     def held(self, name: str) -> _Gathered | None:
@@ -242,33 +240,37 @@ class UnitSchedule:
         if self.options.release:
             self.drop(list(self.ready))
 
-    def gather_backward(self, at: int) -> _Gathered:
+    def gather_backward(self, at: int) -> list[Tensor]:
         """Return the leaves for the backward pass of a call. The gathers for the calls before it start halfway."""
         call = self.calls[at]
         call.is_differentiated = True
         with self._transposing():
             self.start_ahead()  # of a call around this one
             self.drop_ahead([i for i in self.ahead if i >= call.end])
-            gathered = self.gather_ahead(at)
-            gathered.wait()
+            leaves = self.gather_ahead(at).wait()
             self.waiting = at
-            at_once = call.transfers or 2 * call.nbytes < self.units[call.unit].plan.nbytes
-            if at_once or checker() is not None or not self.region.comm.is_scheduled:
+            unit, at_once = self.units[call.unit], checker() is not None or not self.region.comm.is_scheduled
+            if at_once or call.transfers or 2 * call.nbytes < unit.plan.nbytes or not any(unit.differentiated):
                 self.start_ahead()
             if not any(before.unit == call.unit and before.is_needed for before in self.calls[:at]):
                 self.kept.pop(call.unit, None)
-        return gathered
+        return leaves
 
     def start_ahead(self) -> None:
         """Start the gathers for the calls before the one that backward is in, if they have not started."""
         if self.waiting is not None:
             at, self.waiting = self.waiting, None
-            before = (i for i in reversed(range(at)) if self.calls[i].is_needed)
-            for i in itertools.islice(before, self.options.ahead):
+            before = [i for i in reversed(range(at)) if self.calls[i].is_needed]
+            ahead, then = before[: self.options.ahead], before[self.options.ahead :][:1]
+            gathered = self.ahead.pop(at)
+            for i in ahead:
+                if self.calls[i].unit == gathered.name:
+                    self.ahead.setdefault(i, gathered)
+            del gathered  # and with it its leaves that were used
+            for i in ahead:
                 self.gather_ahead(i)
-            for i in itertools.islice(before, 1):
+            for i in then:
                 self.start_copies(self.calls[i].unit)
-            del self.ahead[at]
 
     def use(self, at: int, nbytes: int) -> None:
         """Count a use of a saved view of a leaf; when half are used, end the sum before and start the gathers ahead."""
@@ -308,7 +310,7 @@ class UnitSchedule:
         if owner is None or leaf is None or owner.name not in self.latest:  # not there: gathered under no_grad
             return SavedTensor(x)
         at = self.latest[owner.name]
-        saved = _SavedWeight(at, leaf, owner.wait()[leaf], x)
+        saved = _SavedWeight(at, leaf, x)
         self.calls[at].saved.append(weakref.ref(saved))
         self.calls[at].nbytes += x.nbytes
         return saved
@@ -318,16 +320,12 @@ class UnitSchedule:
         if isinstance(saved, SavedTensor):
             return saved.get()
         if saved.gathered is None:
-            gathered = self.gather_backward(saved.call)
+            leaves = self.gather_backward(saved.call)
             for ref in self.calls[saved.call].saved:
                 if (other := ref()) is not None:
-                    other.gathered = gathered
-            saved.gathered = gathered
-        leaf = saved.gathered.wait()[saved.leaf]
-        # No offset in the buffer: it differs between ranks if other axes split the leaves before this one unevenly.
-        if saved.offset:
-            leaf = leaf.as_strided((saved.offset + 1,), (1,))[saved.offset :]
-        x = leaf.as_strided(saved.size, saved.stride)
+                    other.gathered = leaves[other.leaf]
+        assert saved.gathered is not None
+        x = saved.gathered.as_strided(saved.size, saved.stride, saved.offset)
         self.use(saved.call, x.nbytes)
         return x
 
@@ -351,7 +349,7 @@ class UnitSchedule:
     def recompute(self, at: int) -> None:
         """Run a unit again, to fill its discarded tensors that are still needed."""
         call = self.calls[at]
-        gathered = self.gather_backward(at).wait()
+        gathered = self.gather_backward(at)
         # Ranks must start the same transfers; a checker and a dry run need all operations.
         repeats_all = call.transfers or checker() is not None or not self.region.comm.is_scheduled
         if call.rerun is None:
