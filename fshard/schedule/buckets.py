@@ -139,9 +139,9 @@ class GatherBuffer:
     @staticmethod
     def of_leaves(plan: BucketPlan, device: torch.device) -> GatherBuffer:
         """Return a buffer whose views have separate memory: each is freed when nothing refers to it."""
-        buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device="meta")
         leaves = [s and torch.empty(s.shape, dtype=s.dtype, device=device) for s in plan.slices]
-        return GatherBuffer(buffer, buffer, cut=(plan.slices, leaves, leaves))
+        some = next(x for x in leaves if x is not None and x.numel())
+        return GatherBuffer(some, some, cut=(plan.slices, leaves, leaves))
 
     def views(self, plan: BucketPlan, leaves: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the leaves of a block to write and to read; a leaf without a slice is unchanged.
