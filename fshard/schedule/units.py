@@ -168,6 +168,8 @@ class UnitSchedule:
         self.calls: list[_Call] = []
         self.latest: dict[str, int] = {}  # latest call of each unit
         self.pending: deque[Callable[[], None]] = deque()  # sums of gradients
+        # Whether the wait for a sum starts another: all ranks at one place.
+        self.sums_twice = any(b.gather and b.vary for unit in units.values() for b in unit.plan.buckets)
         self.sums: dict[tuple[str, int], Tensor] = {}  # gradient of a leaf of a unit
 
     # --- gathers ---
@@ -202,7 +204,7 @@ class UnitSchedule:
         at, ahead = self.position[name], self.options.prefetch
         window = self.order[at : at + 1 + ahead]
         if self.options.release:
-            self.drop([other for other in self.ready if other not in window and other not in running])
+            self.drop(self.ready, [other for other in self.ready if other not in window and other not in running])
         for other in window:
             if other not in self.ready:
                 self.ready[other] = self.start(other)
@@ -215,17 +217,17 @@ class UnitSchedule:
         for name in self.order[: self.options.prefetch]:
             self.ready[name] = self.start(name)
 
-    def drop(self, names: Sequence[str]) -> None:
-        """Free the leaves of units. All ranks wait at this line for a pending gather, started by a wrong guess."""
-        for name in names:
-            self.ready.pop(name).wait()
+    def drop(self, held: dict[Any, _Gathered], keys: Sequence[Any]) -> None:
+        """Free leaves. All ranks wait at this line for a pending gather that no call waited for: of a wrong guess."""
+        for key in keys:
+            held.pop(key).wait()
 
     def release(self, name: str) -> None:
         """Free the leaves of a unit after its call; keep them if the call before was of the same unit."""
         repeated, self.before = self.before == name, name
         if self.options.release and not repeated:
             self.keep(name)
-            self.drop([name])
+            self.drop(self.ready, [name])
 
     def keep(self, name: str) -> None:
         """Keep parts of a unit's leaves for backward, by `release`."""
@@ -238,7 +240,7 @@ class UnitSchedule:
     def end_forward(self) -> None:
         """Free all gathered leaves."""
         if self.options.release:
-            self.drop(list(self.ready))
+            self.drop(self.ready, list(self.ready))
 
     def gather_backward(self, at: int) -> list[Tensor]:
         """Return the leaves for the backward pass of a call. The gathers for the calls before it start halfway."""
@@ -246,7 +248,7 @@ class UnitSchedule:
         call.is_differentiated = True
         with self._transposing():
             self.start_ahead()  # of a call around this one
-            self.drop_ahead([i for i in self.ahead if i >= call.end])
+            self.drop(self.ahead, [i for i in self.ahead if i >= call.end])
             leaves = self.gather_ahead(at).wait()
             self.waiting = at
             unit, at_once = self.units[call.unit], checker() is not None or not self.region.comm.is_scheduled
@@ -260,16 +262,15 @@ class UnitSchedule:
         """Start the gathers for the calls before the one that backward is in, if they have not started."""
         if self.waiting is not None:
             at, self.waiting = self.waiting, None
-            before = [i for i in reversed(range(at)) if self.calls[i].is_needed]
-            ahead, then = before[: self.options.ahead], before[self.options.ahead :][:1]
-            gathered = self.ahead.pop(at)
-            for i in ahead:
+            gathered, count = self.ahead.pop(at), self.options.ahead
+            before = [i for i in reversed(range(at)) if self.calls[i].is_needed][: count + 1]
+            for i in before[:count]:
                 if self.calls[i].unit == gathered.name:
                     self.ahead.setdefault(i, gathered)
             del gathered  # and with it its leaves that were used
-            for i in ahead:
+            for i in before[:count]:
                 self.gather_ahead(i)
-            for i in then:
+            for i in before[count:]:
                 self.start_copies(self.calls[i].unit)
 
     def use(self, at: int, nbytes: int) -> None:
@@ -278,7 +279,7 @@ class UnitSchedule:
         call.used += nbytes
         if at == self.waiting and 2 * call.used > call.nbytes:
             with self._transposing():
-                if call.used > nbytes:
+                if call.used > nbytes and not self.sums_twice:
                     self.end_sums(self.options.pending_sums - 1)
                 self.start_ahead()
 
@@ -295,11 +296,6 @@ class UnitSchedule:
         if at not in self.ahead:
             self.ahead[at] = self.held(name) or self.start(name)
         return self.ahead[at]
-
-    def drop_ahead(self, calls: Sequence[int]) -> None:
-        """Free the leaves gathered for calls that the backward pass did not reach."""
-        for at in calls:
-            self.ahead.pop(at).wait()
 
     # --- saved tensors ---
 
@@ -362,9 +358,8 @@ class UnitSchedule:
         end_sums = functools.partial(self.end_sums, self.options.pending_sums - 1)
         with self._transposing(), torch.enable_grad(), call.autocast():
             refill(call.saved, run, lambda: not repeats_all, None if call.transfers else end_sums)
-        call.rerun = None  # and with it the arguments
-        with self._transposing():
             end_sums()
+        call.rerun = None  # and with it the arguments
 
     # --- gradients ---
 
@@ -398,6 +393,7 @@ class UnitSchedule:
         self.pending.append(finish)
         self.end_sums(self.options.pending_sums)
 
+    @torch.no_grad()
     def end_sums(self, most: int) -> None:
         """Wait for the sums of gradients that were started first, until at most this number is pending."""
         while len(self.pending) > max(most, 0):
@@ -408,7 +404,7 @@ class UnitSchedule:
         with self._transposing():
             self.end_sums(0)
             self.waiting = None
-            self.drop_ahead(list(self.ahead))
+            self.drop(self.ahead, list(self.ahead))
             if any(b.host for unit in self.units.values() for b in unit.plan.buckets):
                 wait_for_copies_to_host(self.region.device)
         sums, self.sums = self.sums, {}
