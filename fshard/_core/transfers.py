@@ -201,7 +201,7 @@ def refuse_tracing(verb: str) -> None:
 
 
 def transfer_count(*, transposes: bool = False) -> int:
-    """Return the number of transfers that this rank has started; with `transposes`, that of `note_transpose` too."""
+    """Return the number of transfers that this rank has started; with `transposes` `note_transpose` counts too."""
     count: int = getattr(_thread, "count", 0)
     return count + (getattr(_thread, "transposes", 0) if transposes else 0)
 

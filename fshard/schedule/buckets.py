@@ -137,9 +137,11 @@ class GatherBuffer:
         return GatherBuffer(buffer, buffer.data)
 
     @staticmethod
-    def of_leaves(plan: BucketPlan, device: torch.device) -> GatherBuffer:
+    def of_leaves(plan: BucketPlan, region: Region) -> GatherBuffer:
         """Return a buffer whose views have separate memory: each is freed when nothing refers to it."""
-        leaves = [s and torch.empty(s.shape, dtype=s.dtype, device=device) for s in plan.slices]
+        if not region.comm.is_scheduled:  # on an abstract mesh
+            return GatherBuffer(torch.empty(0), torch.empty(0))
+        leaves = [s and torch.empty(s.shape, dtype=s.dtype, device=region.device) for s in plan.slices]
         some = next(x for x in leaves if x is not None and x.numel())
         return GatherBuffer(some, some, cut=(plan.slices, leaves, leaves))
 

@@ -15,11 +15,10 @@ unchanged, in one graph, so that tensors keep their gradients on every way from 
 3. `_Weights` runs backward when all gradients of a call's leaves are computed, and starts their sum over the ranks. The
    wait comes later: `_Weights` returns only the gradient of the token. `_Collect` runs after all units, and returns the
    sums as the gradients of the shards.
-4. Halfway in the unit that is differentiated next, when its views of half the bytes are used, this sum ends, and the
+4. Halfway in the unit that is differentiated next, when half the bytes of its views are used, this sum ends, and the
    gather of the unit that was called before starts: about one unit's leaves and one's gradients are in memory at once.
-   Half suffices: the time of products is about proportional to these bytes, and the sum and the gather, of as many
-   bytes, would share the network in all of the unit; so each has it alone in half of it. With `remat` the sum ends
-   halfway in the recomputation.
+   Half is enough: products take time by these bytes, and the sum and the gather, which send the same bytes, would
+   share the network in all of the unit. With `remat` the sum ends halfway in the recomputation.
 
 A gathered leaf has separate memory, freed when nothing refers to it. So a tensor that outlives its unit is never
 overwritten.
@@ -52,7 +51,7 @@ from fshard._core.protocol import PendingTransfer
 from fshard._core.region import Region, checker, storage_key
 from fshard._core.torch import version_of
 from fshard._core.transfers import is_observed, transfer_count, transposing
-from fshard.errors import ShardingError, fail
+from fshard.errors import fail
 from fshard.grad import fill_tensors, split_tensors
 
 from .buckets import BucketPlan, GatherBuffer, keep_parts, plan_kept, start_copy, start_gather, start_reduce
@@ -83,11 +82,8 @@ class _Gathered:
     """The gathered leaves of a unit, or their pending gather."""
 
     def __init__(self, region: Region, name: str, plan: BucketPlan, shards: Sequence[Tensor]) -> None:
-        self.name, buffer = name, None
-        if plan.nbytes:
-            buffer = GatherBuffer(torch.empty(0), torch.empty(0))  # of an abstract mesh
-            if region.comm.is_scheduled:
-                buffer = GatherBuffer.of_leaves(plan, region.device)
+        self.name = name
+        buffer = GatherBuffer.of_leaves(plan, region) if plan.nbytes else None
         self._leaves, self._pending = start_gather(region, plan, shards, buffer)
         parts = enumerate(zip(self._leaves, plan.slices, strict=True))
         self.storages = {storage_key(x): leaf for leaf, (x, part) in parts if part is not None and x.numel()}
@@ -349,12 +345,12 @@ class UnitSchedule:
         # Ranks must start the same transfers; a checker and a dry run need all operations.
         repeats_all = call.transfers or checker() is not None or not self.region.comm.is_scheduled
         if call.rerun is None:
-            raise _differentiates(call)
+            raise fail(f"apply.unshard: unit {call.unit!r} differentiates inside its forward, and remat=True runs it "
+                       "again", fix="remat=False; or choose the modules inside it; or units=None")  # fmt: skip
         differentiated = self.units[call.unit].differentiated
         leaves = [x.detach().requires_grad_(d) for x, d in zip(gathered, differentiated, strict=True)]
         run = functools.partial(call.rerun, leaves, _UnitCallsAgain(self))
-        # The sum before ends before the gradients of this call take memory, and if no other transfer may come between
-        # on some ranks, before the recomputed tensors do.
+        # The sum before ends halfway, or where another transfer may come between, before this call's gradients.
         end_sums = functools.partial(self.end_sums, self.options.pending_sums - 1)
         with self._transposing(), torch.enable_grad(), call.autocast():
             refill(call.saved, run, lambda: not repeats_all, None if call.transfers else end_sums)
@@ -496,11 +492,6 @@ class UnitCalls:
     def end(self) -> None:
         """End the forward pass."""
         self.schedule.end_forward()
-
-
-def _differentiates(call: _Call) -> ShardingError:
-    return fail(f"apply.unshard: unit {call.unit!r} differentiates inside its forward, and remat=True runs it again",
-                fix="remat=False; or choose the modules inside it; or units=None")  # fmt: skip
 
 
 class _UnitCallsAgain:
