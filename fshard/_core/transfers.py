@@ -197,10 +197,15 @@ def refuse_tracing(verb: str) -> None:
                    )  # fmt: skip
 
 
-def transfer_count() -> int:
-    """Return the number of transfers that this rank has started."""
+def transfer_count(*, transposes: bool = False) -> int:
+    """Return the number of transfers that this rank has started; with `transposes` `note_transpose` counts too."""
     count: int = getattr(_thread, "count", 0)
-    return count
+    return count + (getattr(_thread, "transposes", 0) if transposes else 0)
+
+
+def note_transpose() -> None:
+    """Count a map that starts no transfer, and whose transpose starts one."""
+    _thread.transposes = getattr(_thread, "transposes", 0) + 1
 
 
 @contextlib.contextmanager

@@ -205,8 +205,8 @@ class Apply(Pure):
             remat: keep only the arguments of each unit (of the outermost, if units are nested), and recompute it in
                 backward. A cache would be changed twice: switch it off (`use_cache=False`).
             prefetch: number of units to gather ahead; 0 gathers when needed.
-            backward_prefetch: the same in backward, by default as many; "post" gathers one unit ahead after the
-                gradients of a unit are computed, while they are summed.
+            backward_prefetch: the same in backward, by default as many, from halfway in a unit; "post" gathers one
+                unit ahead after the gradients of a unit are computed, while they are summed.
             dtype, reduce_dtype: as for `fs.unshard`.
             shapes: as for `fs.unshard`; by default of the module's parameters.
 

@@ -136,6 +136,15 @@ class GatherBuffer:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return GatherBuffer(buffer, buffer.data)
 
+    @staticmethod
+    def of_leaves(plan: BucketPlan, region: Region) -> GatherBuffer:
+        """Return a buffer whose views have separate memory: each is freed when nothing refers to it."""
+        if not region.comm.is_scheduled:  # on an abstract mesh
+            return GatherBuffer(torch.empty(0), torch.empty(0))
+        leaves = [s and torch.empty(s.shape, dtype=s.dtype, device=region.device) for s in plan.slices]
+        some = next(x for x in leaves if x is not None and x.numel())
+        return GatherBuffer(some, some, cut=(plan.slices, leaves, leaves))
+
     def views(self, plan: BucketPlan, leaves: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the leaves of a block to write and to read; a leaf without a slice is unchanged.
 

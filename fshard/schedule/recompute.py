@@ -103,10 +103,13 @@ class DiscardedTensors:
             refill(self._saved, run, lambda: transfer_count() >= last_repeated)
 
 
-def refill(discarded: Sequence[weakref.ref[SavedTensor]], run: Callable[[], Any], may_stop: Callable[[], bool]) -> None:
+def refill(
+    discarded: Sequence[weakref.ref[SavedTensor]], run: Callable[[], Any], may_stop: Callable[[], bool],
+    halfway: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
     """Call `run`, which repeats a computation, to fill its discarded tensors that are still needed.
 
-    Stop it when all are filled and `may_stop()` is true.
+    Call `halfway` when half are filled. Stop when all are filled and `may_stop()` is true.
     """
     needed = [saved() for saved in discarded]
     while needed and needed[-1] is None:
@@ -123,6 +126,8 @@ def refill(discarded: Sequence[weakref.ref[SavedTensor]], run: Callable[[], Any]
                 if (old.shape, old.dtype) != (new.shape, new.dtype):
                     raise _differs(f"{old} in forward, {new} in backward")
                 old.set(x)
+            if halfway is not None and count == (len(needed) + 1) // 2:
+                halfway()
         if count == len(needed) and may_stop():
             raise _StopRecomputation
         return new

@@ -1,7 +1,7 @@
 """Units of a program that calls them in any order: their leaves are gathered for each call, and in backward.
 
     forward   gather 1 | run unit 0, gather 2 | run unit 1, gather 3 | ...
-    backward  ... | differentiate unit 3, gather 2 | reduce 3, differentiate unit 2, gather 1 | ...
+    backward  ... | differentiate unit 3, reduce 4 then gather 2 | differentiate unit 2, reduce 3 then gather 1 | ...
 
 `scan` has its loop, and gives each block a separate graph. Here a program that does not know about units runs
 unchanged, in one graph, so that tensors keep their gradients on every way from unit to unit:
@@ -10,11 +10,15 @@ unchanged, in one graph, so that tensors keep their gradients on every way from 
 
 1. If autograd saves a view of a gathered leaf in a unit, it is stored as a `_SavedWeight`: the number of the leaf, and
    the view's offset, size and stride. So the gathered leaves can be freed after the call.
-2. In backward the first `_SavedWeight` of a call that is needed gathers its unit again, and starts the gather of the
-   unit that was called before. The leaves are freed with the last `_SavedWeight` of the call.
+2. In backward the first `_SavedWeight` of a call that is needed gathers its unit again. Each leaf is freed with its
+   last `_SavedWeight`.
 3. `_Weights` runs backward when all gradients of a call's leaves are computed, and starts their sum over the ranks. The
    wait comes later: `_Weights` returns only the gradient of the token. `_Collect` runs after all units, and returns the
    sums as the gradients of the shards.
+4. Halfway in the unit that is differentiated next, when half the bytes of its views are used, this sum ends, and the
+   gather of the unit that was called before starts: about one unit's leaves and one's gradients are in memory at once.
+   Half is enough: products take time by these bytes, and the sum and the gather, which send the same bytes, would
+   share the network in all of the unit. With `remat` the sum ends halfway in the recomputation.
 
 A gathered leaf has separate memory, freed when nothing refers to it. So a tensor that outlives its unit is never
 overwritten.
@@ -23,16 +27,15 @@ Only memory depends on the lifetimes of objects. They differ between ranks (one 
 collects a reference cycle earlier), and all ranks must start the same transfers. So a schedule shares only gathers that
 it holds itself, in `ready` and `ahead`, and gathers ahead for each call that saved a leaf, even if that part of the
 graph is gone. autograd runs nodes in the reverse order of their operations, so it does not return to a call that it has
-passed: the leaves gathered for that call are freed.
+passed: the leaves gathered for that call are freed. Ranks that save other tensors are halfway at other places. So no
+other transfer may come between: a call that has others in it gathers ahead at once, and each call before its own sum.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import weakref
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +51,7 @@ from fshard._core.protocol import PendingTransfer
 from fshard._core.region import Region, checker, storage_key
 from fshard._core.torch import version_of
 from fshard._core.transfers import is_observed, transfer_count, transposing
-from fshard.errors import ShardingError, fail
+from fshard.errors import fail
 from fshard.grad import fill_tensors, split_tensors
 
 from .buckets import BucketPlan, GatherBuffer, keep_parts, plan_kept, start_copy, start_gather, start_reduce
@@ -79,16 +82,11 @@ class _Gathered:
     """The gathered leaves of a unit, or their pending gather."""
 
     def __init__(self, region: Region, name: str, plan: BucketPlan, shards: Sequence[Tensor]) -> None:
-        self.name, buffer = name, None
-        if plan.nbytes:
-            buffer = GatherBuffer(torch.empty(0), torch.empty(0))  # of an abstract mesh
-            if region.comm.is_scheduled:
-                buffer = GatherBuffer.allocate(plan.nbytes, region.device)
+        self.name = name
+        buffer = GatherBuffer.of_leaves(plan, region) if plan.nbytes else None
         self._leaves, self._pending = start_gather(region, plan, shards, buffer)
-        self.starts: dict[int, list[tuple[int, int]]] = {}  # storage -> (first byte, leaf) of each leaf in it, sorted
-        for leaf, (x, part) in enumerate(zip(self._leaves, plan.slices, strict=True)):
-            if part is not None and x.numel():
-                self.starts.setdefault(storage_key(x), []).append((int(x.storage_offset()) * x.itemsize, leaf))
+        parts = enumerate(zip(self._leaves, plan.slices, strict=True))
+        self.storages = {storage_key(x): leaf for leaf, (x, part) in parts if part is not None and x.numel()}
         self.versions = [version_of(x) for x in self._leaves]
 
     def wait(self) -> list[Tensor]:
@@ -103,24 +101,20 @@ class _Gathered:
 
     def leaf_of(self, x: Tensor) -> int | None:
         """Return the leaf that a tensor in the memory of this unit is a view of; `None` if it has other values."""
-        if x.is_conj() or x.is_neg():
-            return None
-        starts = self.starts[storage_key(x)]
-        leaf = starts[bisect_right(starts, (x.storage_offset() * x.itemsize, len(self._leaves))) - 1][1]
+        leaf = self.storages[storage_key(x)]
         same = x.dtype == self._leaves[leaf].dtype and version_of(x) == self.versions[leaf]
-        return leaf if same else None
+        return leaf if same and not x.is_conj() and not x.is_neg() else None
 
 
 class _SavedWeight:
     """A view of a gathered leaf that autograd saved, as a position in the leaf. It lives as long as its node."""
 
-    gathered: _Gathered | None
+    gathered: Tensor | None
     __slots__ = ("__weakref__", "call", "gathered", "leaf", "offset", "size", "stride")
 
-    def __init__(self, call: int, leaf: int, gathered: Tensor, x: Tensor) -> None:
-        self.call, self.gathered = call, None  # gathered: in backward
-        self.leaf, self.size, self.stride = leaf, x.size(), x.stride()
-        self.offset = x.storage_offset() - gathered.storage_offset()
+    def __init__(self, call: int, leaf: int, x: Tensor) -> None:
+        self.call, self.gathered = call, None  # gathered: the leaf, in backward
+        self.leaf, self.size, self.stride, self.offset = leaf, x.size(), x.stride(), x.storage_offset()
 
 
 class _Call:
@@ -132,8 +126,9 @@ class _Call:
         self.saved: list[weakref.ref[Any]] = []  # _SavedWeight, or with `remat` SavedTensor
         self.rerun: Callable[[list[Tensor], Any], Any] | None = None  # (leaves, calls of units inside)
         self.autocast: Callable[[], Any] = contextlib.nullcontext  # for the repetition
-        self.transfers = False  # whether its computation starts any, or units inside it may
+        self.transfers = False  # whether its computation or gradient starts any, or units inside it may
         self.is_differentiated = False  # whether its backward pass has begun
+        self.nbytes = self.used = 0  # of views of leaves: saved in forward, and used in backward
 
     @property
     def is_needed(self) -> bool:
@@ -164,10 +159,13 @@ class UnitSchedule:
         self.copies: dict[str, tuple[BucketPlan, PendingTransfer]] = {}  # pending copies of shards from host memory
         self.kept: dict[str, tuple[BucketPlan, list[Tensor]]] = {}  # parts of released leaves, and their plan
         self.ahead: dict[int, _Gathered] = {}  # in backward: gathered for calls that it has not reached, by position
+        self.waiting: int | None = None  # in backward: the call that has not started the gathers ahead of it
         self.owners: weakref.WeakValueDictionary[int, _Gathered] = weakref.WeakValueDictionary()  # by storage
         self.calls: list[_Call] = []
         self.latest: dict[str, int] = {}  # latest call of each unit
         self.pending: deque[Callable[[], None]] = deque()  # sums of gradients
+        # Whether the wait for a sum starts another: all ranks at one place.
+        self.sums_twice = any(b.gather and b.vary for unit in units.values() for b in unit.plan.buckets)
         self.sums: dict[tuple[str, int], Tensor] = {}  # gradient of a leaf of a unit
 
     # --- gathers ---
@@ -180,7 +178,7 @@ class UnitSchedule:
                 what = f"gather of unit {name!r}; each rank must call the same units in the same order"
                 bucket.gather.comm.agree(what, bucket.gather.axes, self.region.device)
         gathered = _Gathered(self.region, name, plan, copy())
-        self.owners.update(dict.fromkeys(gathered.starts, gathered))
+        self.owners.update(dict.fromkeys(gathered.storages, gathered))
         return gathered
 
     def held(self, name: str) -> _Gathered | None:
@@ -202,7 +200,7 @@ class UnitSchedule:
         at, ahead = self.position[name], self.options.prefetch
         window = self.order[at : at + 1 + ahead]
         if self.options.release:
-            self.drop([other for other in self.ready if other not in window and other not in running])
+            self.drop(self.ready, [other for other in self.ready if other not in window and other not in running])
         for other in window:
             if other not in self.ready:
                 self.ready[other] = self.start(other)
@@ -215,17 +213,17 @@ class UnitSchedule:
         for name in self.order[: self.options.prefetch]:
             self.ready[name] = self.start(name)
 
-    def drop(self, names: Sequence[str]) -> None:
-        """Free the leaves of units. All ranks wait at this line for a pending gather, started by a wrong guess."""
-        for name in names:
-            self.ready.pop(name).wait()
+    def drop(self, held: dict[Any, _Gathered], keys: Sequence[Any]) -> None:
+        """Free leaves. All ranks wait at this line for a pending gather that no call waited for: of a wrong guess."""
+        for key in keys:
+            held.pop(key).wait()
 
     def release(self, name: str) -> None:
         """Free the leaves of a unit after its call; keep them if the call before was of the same unit."""
         repeated, self.before = self.before == name, name
         if self.options.release and not repeated:
             self.keep(name)
-            self.drop([name])
+            self.drop(self.ready, [name])
 
     def keep(self, name: str) -> None:
         """Keep parts of a unit's leaves for backward, by `release`."""
@@ -238,25 +236,48 @@ class UnitSchedule:
     def end_forward(self) -> None:
         """Free all gathered leaves."""
         if self.options.release:
-            self.drop(list(self.ready))
+            self.drop(self.ready, list(self.ready))
 
-    def gather_backward(self, at: int) -> _Gathered:
-        """Return the leaves for the backward pass of a call, and start the gathers for the calls before it."""
+    def gather_backward(self, at: int) -> list[Tensor]:
+        """Return the leaves for the backward pass of a call. The gathers for the calls before it start halfway."""
         call = self.calls[at]
         call.is_differentiated = True
         with self._transposing():
-            self.drop_ahead([i for i in self.ahead if i >= call.end])
-            gathered = self.gather_ahead(at)
-            gathered.wait()
-            before = (i for i in reversed(range(at)) if self.calls[i].is_needed)
-            for i in itertools.islice(before, self.options.ahead):
-                self.gather_ahead(i)
-            for i in itertools.islice(before, 1):
-                self.start_copies(self.calls[i].unit)
-            del self.ahead[at]
+            self.start_ahead()  # of a call around this one
+            self.drop(self.ahead, [i for i in self.ahead if i >= call.end])
+            leaves = self.gather_ahead(at).wait()
+            self.waiting = at
+            unit, at_once = self.units[call.unit], checker() is not None or not self.region.comm.is_scheduled
+            if at_once or call.transfers or 2 * call.nbytes < unit.plan.nbytes or not any(unit.differentiated):
+                self.start_ahead()
             if not any(before.unit == call.unit and before.is_needed for before in self.calls[:at]):
                 self.kept.pop(call.unit, None)
-        return gathered
+        return leaves
+
+    def start_ahead(self) -> None:
+        """Start the gathers for the calls before the one that backward is in, if they have not started."""
+        if self.waiting is not None:
+            at, self.waiting = self.waiting, None
+            gathered, count = self.ahead.pop(at), self.options.ahead
+            before = [i for i in reversed(range(at)) if self.calls[i].is_needed][: count + 1]
+            for i in before[:count]:
+                if self.calls[i].unit == gathered.name:
+                    self.ahead.setdefault(i, gathered)
+            del gathered  # and with it its leaves that were used
+            for i in before[:count]:
+                self.gather_ahead(i)
+            for i in before[count:]:
+                self.start_copies(self.calls[i].unit)
+
+    def use(self, at: int, nbytes: int) -> None:
+        """Count a use of a saved view of a leaf; when half are used, end the sum before and start the gathers ahead."""
+        call = self.calls[at]
+        call.used += nbytes
+        if at == self.waiting and 2 * call.used > call.nbytes:
+            with self._transposing():
+                if call.used > nbytes and not self.sums_twice:
+                    self.end_sums(self.options.pending_sums - 1)
+                self.start_ahead()
 
     def gather_after(self, at: int) -> None:
         """Start the gather for the call before one whose gradients are computed, if `backward_prefetch` is "post"."""
@@ -272,11 +293,6 @@ class UnitSchedule:
             self.ahead[at] = self.held(name) or self.start(name)
         return self.ahead[at]
 
-    def drop_ahead(self, calls: Sequence[int]) -> None:
-        """Free the leaves gathered for calls that the backward pass did not reach."""
-        for at in calls:
-            self.ahead.pop(at).wait()
-
     # --- saved tensors ---
 
     def pack(self, x: Tensor) -> _SavedWeight | SavedTensor:
@@ -286,8 +302,9 @@ class UnitSchedule:
         if owner is None or leaf is None or owner.name not in self.latest:  # not there: gathered under no_grad
             return SavedTensor(x)
         at = self.latest[owner.name]
-        saved = _SavedWeight(at, leaf, owner.wait()[leaf], x)
+        saved = _SavedWeight(at, leaf, x)
         self.calls[at].saved.append(weakref.ref(saved))
+        self.calls[at].nbytes += x.nbytes
         return saved
 
     def unpack(self, saved: _SavedWeight | SavedTensor) -> Tensor:
@@ -295,46 +312,50 @@ class UnitSchedule:
         if isinstance(saved, SavedTensor):
             return saved.get()
         if saved.gathered is None:
-            gathered = self.gather_backward(saved.call)
+            leaves = self.gather_backward(saved.call)
             for ref in self.calls[saved.call].saved:
                 if (other := ref()) is not None:
-                    other.gathered = gathered
-            saved.gathered = gathered
-        leaf = saved.gathered.wait()[saved.leaf]
-        # No offset in the buffer: it differs between ranks if other axes split the leaves before this one unevenly.
-        if saved.offset:
-            leaf = leaf.as_strided((saved.offset + 1,), (1,))[saved.offset :]
-        return leaf.as_strided(saved.size, saved.stride)
+                    other.gathered = leaves[other.leaf]
+        assert saved.gathered is not None
+        x = saved.gathered.as_strided(saved.size, saved.stride, saved.offset)
+        self.use(saved.call, x.nbytes)
+        return x
 
     def discard(self, call: _Call, x: Tensor) -> SavedTensor:
         """Keep nothing of a tensor that a unit saves, with `remat`."""
         saved = SavedTensor(x)
         saved.x = None
         call.saved.append(weakref.ref(saved))
+        call.nbytes += x.nbytes if storage_key(x) in self.owners else 0
         return saved
 
     def load(self, at: int, saved: SavedTensor) -> Tensor:
         """Return a discarded tensor, after a recomputation of its unit if there was none."""
         if saved.x is None:
             self.recompute(at)
-        return saved.get()
+        x = saved.get()
+        if storage_key(x) in self.owners:
+            self.use(at, x.nbytes)
+        return x
 
     def recompute(self, at: int) -> None:
         """Run a unit again, to fill its discarded tensors that are still needed."""
         call = self.calls[at]
-        gathered = self.gather_backward(at).wait()
+        gathered = self.gather_backward(at)
         # Ranks must start the same transfers; a checker and a dry run need all operations.
         repeats_all = call.transfers or checker() is not None or not self.region.comm.is_scheduled
         if call.rerun is None:
-            raise _differentiates(call)
+            raise fail(f"apply.unshard: unit {call.unit!r} differentiates inside its forward, and remat=True runs it "
+                       "again", fix="remat=False; or choose the modules inside it; or units=None")  # fmt: skip
         differentiated = self.units[call.unit].differentiated
         leaves = [x.detach().requires_grad_(d) for x, d in zip(gathered, differentiated, strict=True)]
         run = functools.partial(call.rerun, leaves, _UnitCallsAgain(self))
+        # The sum before ends halfway, or where another transfer may come between, before this call's gradients.
+        end_sums = functools.partial(self.end_sums, self.options.pending_sums - 1)
         with self._transposing(), torch.enable_grad(), call.autocast():
-            refill(call.saved, run, lambda: not repeats_all)
+            refill(call.saved, run, lambda: not repeats_all, None if call.transfers else end_sums)
+            end_sums()
         call.rerun = None  # and with it the arguments
-        with self._transposing():
-            self.end_sums(self.options.pending_sums - 1)  # before the gradients of this call take memory too
 
     # --- gradients ---
 
@@ -344,6 +365,7 @@ class UnitSchedule:
         left = {leaf for leaf, d in enumerate(unit.differentiated) if d}
         filled = dict(enumerate(grads))
         with self._transposing():
+            self.start_ahead()
             for bucket in unit.plan.buckets:
                 chosen = [k for k, leaf in enumerate(bucket.which) if leaf in left]
                 leaves = [bucket.which[k] for k in chosen]
@@ -367,6 +389,7 @@ class UnitSchedule:
         self.pending.append(finish)
         self.end_sums(self.options.pending_sums)
 
+    @torch.no_grad()
     def end_sums(self, most: int) -> None:
         """Wait for the sums of gradients that were started first, until at most this number is pending."""
         while len(self.pending) > max(most, 0):
@@ -376,7 +399,8 @@ class UnitSchedule:
         """Return the gradients of all differentiated shards, after the wait for their sums."""
         with self._transposing():
             self.end_sums(0)
-            self.drop_ahead(list(self.ahead))
+            self.waiting = None
+            self.drop(self.ahead, list(self.ahead))
             if any(b.host for unit in self.units.values() for b in unit.plan.buckets):
                 wait_for_copies_to_host(self.region.device)
         sums, self.sums = self.sums, {}
@@ -442,7 +466,7 @@ class UnitCalls:
                 again(leaves, args, kwargs, calls)
 
             call.autocast = autocast_of(schedule.region.device.type)
-            call.rerun, before, self._discarding = run_again, transfer_count(), call
+            call.rerun, self._discarding = run_again, call
             try:
                 with saved_tensors_hooks(
                     functools.partial(schedule.discard, call), functools.partial(schedule.load, at)
@@ -450,10 +474,10 @@ class UnitCalls:
                     return f(leaves, args, kwargs)
             finally:
                 self._discarding = None
-                call.transfers |= transfer_count() > before
 
     @contextlib.contextmanager
     def _in(self, name: str, call: _Call | None = None) -> Iterator[None]:
+        before = transfer_count(transposes=True)
         self._running.append(name)
         try:
             yield
@@ -461,17 +485,13 @@ class UnitCalls:
             self._running.pop()
         if call is not None:
             call.end = len(self.schedule.calls)
+            call.transfers |= transfer_count(transposes=True) > before
         if name not in self._running:
             self.schedule.release(name)
 
     def end(self) -> None:
         """End the forward pass."""
         self.schedule.end_forward()
-
-
-def _differentiates(call: _Call) -> ShardingError:
-    return fail(f"apply.unshard: unit {call.unit!r} differentiates inside its forward, and remat=True runs it again",
-                fix="remat=False; or choose the modules inside it; or units=None")  # fmt: skip
 
 
 class _UnitCallsAgain:

@@ -30,9 +30,8 @@ def unshard(
         [D, F]{I}      -> [D, F]{V}     pvary          transpose: psum
 
     Leaves whose spec names the axis are gathered, for the others `pvary` is called; one transfer per dtype in each
-    direction. Dims
-    stay split over other axes of the specs. Leaves in host memory are copied to the device first, and their gradients
-    are copied back.
+    direction. Dims stay split over other axes of the specs. Leaves in host memory are copied to the device first, and
+    their gradients are copied back.
 
     Args:
         specs: of the params, or a prefix.

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import fshard as fs
 from fshard import P
 from fshard._core.region import region
+from fshard.schedule import units
 from fshard.schedule.buckets import plan_buckets
 from fshard.schedule.units import Unit, UnitCalls, UnitOptions, UnitSchedule
 from fshard.schedule.unshard import routes
+from tests.lib.operations import Operations
 
 D = 6
 SPECS = {name: {"w": P("data"), "b": P()} for name in "abc"}
@@ -115,6 +119,121 @@ def test_gradients_that_share_a_tensor_are_each_summed_once() -> None:
     result = step(fs.materialize({n: fs.init.normal((D,)) for n in "abc"}, specs, mesh, key=fs.key(0)), x)
     for g in result.values():
         assert torch.equal(fs.device_get(g), 2 * (x[:D] + x[D:]))
+
+
+AXES = ("data", "replica")
+
+
+def deep_step(mesh: fs.Mesh, layers: Any, depth: int = 3, by_units: bool = True, d: int = D, **options: Any) -> Any:
+    """Return the gradients of units of four products, (leaves, x) -> y, and the peak bytes of their computation."""
+    spec, peaks = P("data"), list[int]()
+
+    def run(leaves: Any, args: Any, kwargs: Any = None, calls: Any = None) -> Any:
+        return layers(leaves, *args)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        units = {}
+        for name, xs in params.items():
+            plan = plan_buckets(region(), xs, routes("test", region(), xs, xs, [spec] * 4, AXES, [(d, d)] * 4))
+            assert plan is not None
+            units[name] = Unit.from_shards(xs, plan)
+        calls = UnitCalls(UnitSchedule(region(), units, UnitOptions(**options)), fs.tree.leaves(params))
+        for name, xs in params.items():
+            x = calls.run(name, run, (x,), {}, lambda: run) if by_units else layers(fs.unshard(xs, spec, AXES), x)
+        calls.end()
+        return fs.pmean(x.square().mean(), AXES)
+
+    @fs.shard_map(mesh=mesh, in_specs=(spec, P(AXES)), out_specs=spec, check="never")
+    def step(params: Any, x: Tensor) -> Any:
+        with Operations() as seen:
+            out = fs.grad(loss)(params, x)
+        peaks.append(seen.peak)
+        return out
+
+    tree = {name: [fs.init.normal((d, d)) for _ in range(4)] for name in "abcdefgh"[:depth]}
+    x = torch.linspace(-1, 1, 4 * d).view(4, d)
+    return fs.device_get(step(fs.materialize(tree, spec, mesh, key=fs.key(0)), x)), max(peaks)
+
+
+def products(leaves: Any, x: Tensor) -> Tensor:
+    for w in leaves:
+        x = torch.tanh(x @ w)
+    return x
+
+
+def test_backward_gathers_ahead_and_ends_a_sum_halfway_in_a_unit(monkeypatch: Any) -> None:
+    """Compare rank 0's order of uses of saved leaves, of starts of gathers and sums, and of waits for sums."""
+    events: list[str] = []
+
+    def logged(cls: Any, name: str, word: Any) -> None:
+        f = getattr(cls, name)
+
+        def run(self: Any, *args: Any) -> Any:
+            if fs.axis_index("data") == 0:
+                events.append(word(*args))
+            return f(self, *args)
+
+        monkeypatch.setattr(cls, name, run)
+
+    logged(UnitSchedule, "start", lambda name: f"gather {name}")
+    logged(UnitSchedule, "start_sums", lambda name, _: f"sum {name}")
+    logged(UnitSchedule, "_add", lambda name, leaf, _: f"end {name}" if leaf == 0 else "")
+    logged(UnitSchedule, "use", lambda at, nbytes: "use")
+
+    def backward(**options: Any) -> str:
+        def layers(leaves: Any, x: Tensor) -> Tensor:
+            for w in leaves:
+                if fs.axis_index("data") == 0:
+                    events.append("run")
+                x = torch.tanh(x @ w)
+            return x
+
+        events.clear()
+        deep_step(fs.make_mesh(data=2, replica=1), layers, **options)
+        return " ".join(filter(None, events[events.index("use") :]))
+
+    assert backward() == ("use use use gather b use sum c use use use end c gather a use sum b use use end b use "
+                          "sum a end a")  # fmt: skip
+    assert backward(remat=True) == ("use use use gather b sum c run run end c run run use use use gather a sum b run "
+                                    "run run end b run use use sum a end a")  # fmt: skip
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
+def test_transfers_have_one_order_where_ranks_are_halfway_at_other_places(sizes: Any, remat: bool) -> None:
+    """Rank 0 saves leaves for results that are not used, or sums x, or its gradient, elsewhere than other ranks."""
+    mesh = fs.make_mesh(data=sizes[0], replica=sizes[1])
+    kept: list[Any] = []
+
+    def unused(leaves: Any, x: Tensor) -> Tensor:
+        if fs.axis_index(AXES) == 0:
+            kept.append([torch.tanh(x) @ w for w in leaves * 2])
+        return products(leaves, x)
+
+    def summed(leaves: Any, x: Tensor, at: int = 3, f: Any = lambda x: fs.pvary(fs.psum(x, AXES), AXES)) -> Tensor:
+        at = at if fs.axis_index(AXES) == 0 else 1
+        return products(leaves[at:], f(products(leaves[:at], x)))
+
+    def summed_in_backward(leaves: Any, x: Tensor) -> Tensor:
+        return summed(leaves, x, f=lambda x: fs.pvary(x, AXES))
+
+    for layers in (unused, summed, summed_in_backward):
+        with fs.recording() as log:
+            got = deep_step(mesh, layers, remat=remat)[0]
+        first, *others = [[(t.op, t.axes, t.bytes) for t in log if t.rank == r] for r in range(math.prod(sizes))]
+        assert all(other == first for other in others)
+        want = deep_step(mesh, layers, by_units=False)[0]
+        assert all(map(torch.equal, fs.tree.leaves(got), fs.tree.leaves(want)))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_memory_is_one_unit_of_leaves_and_one_of_gradients(monkeypatch: Any, remat: bool) -> None:
+    """Stand in for sums that keep the gradients until the wait, as those of processes do."""
+    d, depth = 256, 4
+    monkeypatch.setattr(units, "start_reduce", lambda _, which, grads: lambda: [g[: d // 2].clone() for g in grads])
+    peak = deep_step(fs.make_mesh(data=2, replica=1), products, depth, d=d, remat=remat)[1]
+    unit = 4 * d * d * 4
+    assert peak <= (1 + 1 + 1 / 4) * unit + depth * unit / 2 + 50_000  # a gradient, the shards of all gradients
 
 
 def test_gathered_units_after_each_call() -> None:

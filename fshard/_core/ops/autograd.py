@@ -26,7 +26,7 @@ from fshard._core.torch import (
     without_legacy_batch,
     without_torch_function,
 )
-from fshard._core.transfers import is_observed, transposing
+from fshard._core.transfers import is_observed, note_transpose, transposing
 from fshard.errors import ShardingError, fail
 
 from .linear_maps import Map
@@ -60,6 +60,8 @@ def apply_map(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return traced
     if any(is_legacy_batched(unwrapped(x)) for x in xs):
         return _apply_to_legacy_batch(m, xs)
+    if not m.moves:
+        note_transpose()
     if m.verb == "pvary" and (types := checker()) is not None:
         types.check_pvary(m, xs)  # here, since nothing is differentiated inside a Function
     out: tuple[Tensor, ...] = apply_function(m.verb, _function(len(xs), False), m, *xs)
