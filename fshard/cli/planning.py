@@ -33,7 +33,7 @@ _SCHEDULES = get_args(Kind)
 _SETTINGS = (f"{', '.join(AXES)}: axis sizes; accumulate, chunks, prefetch, batch: numbers; "
              f"{', '.join(_SWITCHES)}: yes or no; schedule: {', '.join(_SCHEDULES)}")  # fmt: skip
 _MOST_DEVICES = 1 << 20
-_PASSES = 32  # of microbatches through the places of pipelines that a search plans, besides those it need not
+_PASSES = 16  # of microbatches through the places of pipelines: as many as a search plans
 _MOST_BY_DATA_SHEET = 100  # devices, by tests/benchmarks/published_layouts.csv
 
 
@@ -258,7 +258,7 @@ def _candidates(
             choices["schedule"] = [{"schedule": kind, "chunks": 1 + (kind == "interleaved")} for kind in kinds]
             if "stage" not in settings:
                 shared = [x for x in choices["schedule"] if not (job.blocks or 1) % (stage * x["chunks"])]
-                kept = [{}, {"release": False}] if sizes["data"] > 1 and "release" not in settings else [{}]
+                kept = [{"release": False}, {}] if sizes["data"] > 1 and "release" not in settings else [{}]
                 choices["schedule"] = [{**x, **more} for x in shared for more in kept]
         choices |= {name: [value] for name, value in settings.items() if name in choices and name != "schedule"}
         for experts, remat, accumulate, schedule in itertools.product(*choices.values()):
@@ -303,33 +303,36 @@ def _heavier(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 
 def _slower(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Return whether `a` is `b` with more microbatches: it has the same operations in parts, and more transfers."""
-    return (
-        a.get("stage", 1) == 1
-        and a["accumulate"] > b["accumulate"]
-        and {**a, "accumulate": 0} == {**b, "accumulate": 0}
-    )
+    """Return whether `a` is `b` with more microbatches: it has the same operations in parts, and more transfers.
+
+    On stages, more microbatches wait less; there `a` is `b` that gathers weights in each of them, and not once.
+    """
+    if a.get("stage", 1) > 1:
+        return "release" not in a and {**a, "release": False} == b
+    return bool(a["accumulate"] > b["accumulate"] and {**a, "accumulate": 0} == {**b, "accumulate": 0})
 
 
 def _least(a: dict[str, Any], row: PlanRow) -> tuple[float, float]:
-    """Return the bytes and seconds that a layout with stages needs at least, by a row without; 0 if nothing is known.
+    """Return the bytes and seconds that a layout needs at least, by a row without stages; 0 if nothing is known.
 
-    On n stages, with m >= n microbatches and v chunks, a device computes as much, in the same operations or smaller
-    ones, and waits for the same transfers over `model`; it copies less, by up to a twentieth of the time. Stages wait
-    for each other for (n - 1) / (m v) of that; with a zero bubble for F + D - W of F + D + W, at least 1/3, or 1/2
-    where D recomputes F. The first stage keeps n microbatches, of an n-th of the blocks.
+    `a` has stages, or more copies of weights. A device then computes as much, in the same operations or smaller ones,
+    and waits for the same transfers over `model`. It copies less: up to a twentieth of the time, without stages a
+    hundredth. Of n stages, with m >= n microbatches and v chunks, each waits for others for (n - 1) / (m v) of that;
+    with a zero bubble for F + D - W of F + D + W, at least 1/3, or 1/2 where D recomputes F. The first stage keeps n
+    microbatches, of an n-th of the blocks.
     """
     b, n = row.layout, a.get("stage", 1)
     same = all(a.get(name, 1) == b.get(name, 1) for name in ("context", "model", "experts"))
-    less = a.get("replica", 1) >= b.get("replica", 1) and a.get("release", True) <= b.get("release", True)
+    copies = [(x.get("replica", 1), not x.get("release", True)) for x in (a, b)]
+    less = all(x >= y for x, y in zip(*copies, strict=True)) and (n > 1 or copies[0] != copies[1])
     rows, of = (x["data"] * x.get("replica", 1) * x["accumulate"] for x in (b, a))  # a microbatch has 1 / rows
-    if not (b.get("stage", 1) == 1 < n and same and less and rows <= of):
+    if b.get("stage", 1) > 1 or not (same and less and rows <= of):
         return 0, 0.0
-    if not row.busy:  # arguments that do not fit, on stages neither
+    if not row.busy:  # arguments that do not fit, here neither
         return row.peak or 0, 0.0
     waits = (n - 1) / (a["accumulate"] * a.get("chunks", 1))
-    waits *= 1 if a["schedule"] != "zero_bubble" else 1 / 2 if a["remat"] else 1 / 3
-    seconds = 0.95 * (row.busy["operations"] + row.busy.get("model", 0.0)) * (1 + waits)
+    waits *= 1 if a.get("schedule") != "zero_bubble" else 1 / 2 if a["remat"] else 1 / 3
+    seconds = (0.99 if n == 1 else 0.95) * (row.busy["operations"] + row.busy.get("model", 0.0)) * (1 + waits)
     return row.grown * rows / of * (a["remat"] <= b["remat"]), seconds * (a["remat"] >= b["remat"])
 
 

@@ -154,9 +154,9 @@ class _Search:
             if not bounds:
                 break
             layout = min(bounds, key=lambda b: b.order).layout
-            left -= self.work(**layout)
             self.waiting.remove(layout)
             self._add(layout)
+            left -= self.work(**layout) if self.rows[-1].seconds else 0
         while missing := [row for row in self._fastest() if row.plan is None]:
             at = next(i for i, row in enumerate(self.rows) if row is missing[0])
             layout = missing[0].layout
