@@ -29,7 +29,7 @@ EXTRAS = ("transformers", "peft", "accelerate", "datasets", "nbformat", "nbclien
 MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_490,
-    "cli": 1_775,
+    "cli": 1_826,
     "core": 17_700,
     "data": 1_056,
     "defer": 5_194,
@@ -39,7 +39,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "models": 4_684,
     "nn": 3_834,
     "optim": 2_809,
-    "planning": 5_523,
+    "planning": 5_643,
     "recipes": 2_113,
     "schedule": 3_228,
     "fshard": 97,

@@ -130,16 +130,13 @@ def _run(options: argparse.Namespace) -> str:
     table = dataclasses.replace(table, unit=job.unit)
     if options.html:
         _write(Path(options.html), f"{options.model}: {_facts(job, batch)}", table)
-    if table.interrupted:
-        print(_text(options, job, batch, table), flush=True)
-        raise KeyboardInterrupt
-    return _text(options, job, batch, table)
-
-
-def _text(options: argparse.Namespace, job: Job, batch: int, table: PlanTable) -> str:
+    text = f"{options.model}: {_facts(job, batch)}\n{table!r}"
     if options.json:
-        return json.dumps({"model": options.model, "batch": batch, "length": job.length, **table.as_dict()}, indent=2)
-    return f"{options.model}: {_facts(job, batch)}\n{table!r}"
+        text = json.dumps({"model": options.model, "batch": batch, "length": job.length, **table.as_dict()}, indent=2)
+    if table.interrupted:
+        print(text, flush=True)
+        raise KeyboardInterrupt  # the exit status is 130
+    return text
 
 
 def _rates(text: str) -> dict[int, float]:

@@ -148,12 +148,10 @@ class _Search:
                     more = list(neighbours(**row.layout))
                     asked += [row.layout, *more]
                     self._screen(more)
-            bounds = [
-                b for b in map(self._bound, self.waiting) if self._may_be_best(b) and self.work(**b.layout) <= left
-            ]
-            if not bounds:
+            able = [b.layout for b in self._bounds() if self._may_be_best(b) and self.work(**b.layout) <= left]
+            if not able:
                 break
-            layout = min(bounds, key=lambda b: b.order).layout
+            layout = able[0]
             self.waiting.remove(layout)
             self._add(layout)
             left -= self.work(**layout) if self.rows[-1].seconds else 0
@@ -164,7 +162,7 @@ class _Search:
                 self.rows[at] = _whole(self.task, layout, self.repeated[at], self.blocks(**layout))
             except Exception as e:  # of any kind: a function of the user runs
                 self.rows[at] = PlanRow(dict(layout), error=e)
-            self.advance(self.rows[at], self._total())
+            self.advance(self.rows[at], len(self.rows) + self.best)
 
     def _screen(self, layouts: Iterable[Layout]) -> None:
         new = [x for x in layouts if x not in self.waiting and all(row.layout != x for row in self.rows)]
@@ -177,33 +175,31 @@ class _Search:
                 self._add(layout)
 
     def _add(self, layout: Layout) -> None:
-        row, repeats = (
-            PlanRow(dict(layout), note=_reason(self.rows, layout, self.heavier, self.slower)),
-            list[Repeats](),
-        )
-        if not row.note:
+        reason = _reason(self.rows, layout, self.heavier, self.slower)
+        row, repeats = PlanRow(dict(layout), note=reason), list[Repeats]()
+        if not reason:
             try:
                 row, repeats = _screened(self.task, layout, self.blocks(**layout))
             except Exception as e:  # of any kind, as above
                 row = PlanRow(dict(layout), error=e)
         self.rows.append(row)
         self.repeated.append(repeats)
-        self.advance(row, self._total())
-
-    def _total(self) -> int:
-        return max(self.known, len(self.rows)) + self.best
+        self.advance(row, max(self.known, len(self.rows)) + self.best)
 
     def _fastest(self) -> list[PlanRow]:
         return sorted((row for row in self.rows if row.fits), key=lambda row: row.order)[: self.best]
 
     # --- layouts that wait ---
 
-    def _bound(self, layout: Layout) -> PlanRow:
-        """Return a row of what a layout needs at least, by the rows of others."""
-        found = [(*self.least(layout, row), row) for row in self.rows]
-        row = max(found, key=lambda x: x[1])[2]
-        return PlanRow(dict(layout), row.devices, peak=int(max(n for n, *_ in found)), limit=self.task.limit,
-                       seconds=max(s for _, s, _ in found), tokens=row.tokens)  # fmt: skip
+    def _bounds(self) -> list[PlanRow]:
+        """Return a row for each layout that waits: what it needs at least, by the rows of others. In order."""
+        bounds = []
+        for layout in self.waiting:
+            peaks, seconds = zip(*[self.least(layout, row) for row in self.rows], strict=True)
+            row = self.rows[seconds.index(max(seconds))]
+            bounds.append(PlanRow(dict(layout), row.devices, peak=int(max(peaks)), seconds=max(seconds),
+                                  tokens=row.tokens, limit=self.task.limit))  # fmt: skip
+        return sorted(bounds, key=lambda b: b.order)
 
     def _may_be_best(self, bound: PlanRow) -> bool:
         return bound.fits is not False and all(bound.cost < row.cost for row in self._fastest()[self.best - 1 :])
@@ -211,17 +207,15 @@ class _Search:
     def left_out(self) -> list[str]:
         """Return lines about layouts that have no rows."""
         lines = [f"interrupted after {number_of(len(self.rows), 'layout')}"] * self.interrupted
-        bounds = sorted(map(self._bound, self.waiting), key=lambda b: b.order)
-        able = [b for b in bounds if self._may_be_best(b)]
-        large, slow = (
-            [b for b in bounds if b not in able and (b.fits is False) is not_fit] for not_fit in (True, False)
-        )
-        if large or slow:
-            texts = [f"{len(slow):,} take at least {duration(slow[0].seconds or 0)}"] if slow else []
-            texts += [f"{len(large):,} need at least {size(large[0].peak or 0)}"] if large else []
+        large, slow, able = list[PlanRow](), list[PlanRow](), list[PlanRow]()
+        for b in self._bounds():
+            (large if b.fits is False else able if self._may_be_best(b) else slow).append(b)
+        texts = [f"{len(slow):,} take at least {duration(b.seconds or 0)}" for b in slow[:1]]
+        texts += [f"{len(large):,} need at least {size(b.peak or 0)}" for b in large[:1]]
+        if texts:
             lines.append(f"{len(large + slow):,} more layouts are not among the best {self.best}: {', '.join(texts)}")
-        if able:
-            first = f"{settings(able[0].layout)}, takes at least {duration(able[0].seconds or 0)}"
+        for b in able[:1]:
+            first = f"{settings(b.layout)}, takes at least {duration(b.seconds or 0)}"
             lines.append(f"{len(able):,} more layouts are not planned, and may be among the best {self.best}: {first}")
         return lines
 
