@@ -339,7 +339,7 @@ def _places(layout: dict[str, Any]) -> int:
 
 
 def _work(**layout: Any) -> float:
-    """Return the share of a search that the plan of a pipeline takes: a search may plan so many passes."""
+    """Return the share of a search that the plan of a pipeline takes, by its passes."""
     return _places(layout) * layout["accumulate"] / _PASSES if layout.get("stage", 1) > 1 else 0.0
 
 

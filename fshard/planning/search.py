@@ -19,7 +19,7 @@ from .repeat import Repeats
 from .table import Layout, PlanRow, PlanTable, Task, progress_bar, settings
 from .trust import placed_leaves, unknown_operations, warnings_of
 
-_FEWEST, _MORE = 4, 4  # blocks that are planned, and at most so many more; of fewer none has others around it
+_FEWEST, _MORE = 4, 4  # blocks that are planned, and the most that are added; of fewer none has others around it
 
 Blocks = tuple[int, int] | None  # of a model, and the fewest that are planned
 
@@ -64,8 +64,8 @@ def search(
        operations and transfers of the first, some of them once more. Time, transfers and the memory after each of them
        grow by the same amount with each block, so those for `blocks` follow. If they do not repeat with up to 8 blocks,
        the layout is planned with all blocks.
-    3. Layouts of which `least` knows something wait for the others. They are planned in the order of their least times,
-       as long as one may still be among the best. The others are counted below the table, and have no rows.
+    3. Layouts that `least` knows something about wait for the others. They are planned in the order of their least
+       times, as long as one may still be among the best. The others are counted below the table, and have no rows.
     4. In the order of these times, until `best` fit, their full plans are made: from the repeated ones, if these give
        the very plan of 6 blocks, or else directly.
 
@@ -81,8 +81,8 @@ def search(
             `b` that fits.
         least: `least(a, row)` is what layout `a` needs at least, (bytes, seconds), by the row of another one, with
             as many devices and tokens; (0, 0) if nothing is known.
-        work: `work(a)` is the share of a search that planning `a` takes. Of the layouts that wait, so many are planned
-            that the sum is at most 1, the fastest by `least` first. Without it all that may be among the best.
+        work: `work(a)` is the share of a search that planning `a` takes. Layouts that wait are planned, the fastest by
+            `least` first, while the sum is at most 1. Without it all that may be among the best.
         neighbours: called with each of the best layouts of step 2; returns more layouts for it.
 
     The rows begin with the full plans, in the order of their times, then the others, each with a note. The note of the
