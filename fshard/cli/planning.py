@@ -33,7 +33,7 @@ _SCHEDULES = get_args(Kind)
 _SETTINGS = (f"{', '.join(AXES)}: axis sizes; accumulate, chunks, prefetch, batch: numbers; "
              f"{', '.join(_SWITCHES)}: yes or no; schedule: {', '.join(_SCHEDULES)}")  # fmt: skip
 _MOST_DEVICES = 1 << 20
-_PASSES = 16  # of microbatches through the places of pipelines: as many as a search plans
+_PASSES = 8  # of microbatches through the places of pipelines: as many as a search plans
 _MOST_BY_DATA_SHEET = 100  # devices, by tests/benchmarks/published_layouts.csv
 
 

@@ -199,7 +199,7 @@ class _Search:
             row = self.rows[seconds.index(max(seconds))]
             bounds.append(PlanRow(dict(layout), row.devices, peak=int(max(peaks)), seconds=max(seconds),
                                   tokens=row.tokens, limit=self.task.limit))  # fmt: skip
-        return sorted(bounds, key=lambda b: b.order)
+        return sorted(bounds, key=lambda b: b.order[:2])
 
     def _may_be_best(self, bound: PlanRow) -> bool:
         return bound.fits is not False and all(bound.cost < row.cost for row in self._fastest()[self.best - 1 :])
