@@ -450,7 +450,8 @@ CALLS = [
             progress=False),
     *prefixed("planning",
         outside(fs.planning.search, step_of=planned_step, layouts=[{"data": 2}], device=fs.devices.H100, tokens=4,
-                headroom=0.5, best=1, blocks=None, heavier=None, slower=None, neighbours=None, progress=False),
+                headroom=0.5, best=1, blocks=None, heavier=None, slower=None, least=None, work=None, neighbours=None,
+                progress=False),
         outside(fs.planning.divisions, n=8, data=8, model=2),
     ),
     # data and checkpoints

@@ -22,7 +22,7 @@ import torch
 from fshard import models, tree
 from fshard._core.display import duration
 from fshard.errors import ShardingError, fail, number_of, raise_all
-from fshard.planning import PlanTable, devices, divisions, plan, plan_table, search
+from fshard.planning import PlanRow, PlanTable, devices, divisions, plan, plan_table, search
 from fshard.schedule.tables import Kind
 
 from .train_step import AXES, Job, read_job, train_step
@@ -35,6 +35,7 @@ _SCHEDULES = get_args(Kind)
 _SETTINGS = (f"{', '.join(AXES)}: axis sizes; accumulate, chunks, prefetch, batch: numbers; "
              f"{', '.join(_SWITCHES)}: yes or no; schedule: {', '.join(_SCHEDULES)}")  # fmt: skip
 _MOST_DEVICES = 1 << 20
+_PASSES = 8  # of microbatches through the places of pipelines: as many as a search plans
 _MOST_BY_DATA_SHEET = 100  # devices, by tests/benchmarks/published_layouts.csv
 
 
@@ -102,7 +103,12 @@ def _run(options: argparse.Namespace) -> str:
               "the wrong order: measure it, and pass --bus-bandwidth", file=sys.stderr)  # fmt: skip
 
     def step_of(*, blocks: int | None = None, **layout: Any) -> Any:
-        return train_step(job if blocks is None else job.with_blocks(blocks), **{"batch": batch, **layout})
+        less = job if blocks is None else job.with_blocks(blocks * _places(layout))
+        return train_step(less, **{"batch": batch, **layout})
+
+    def blocks_of(**layout: Any) -> tuple[int, int] | None:
+        n = _places(layout)
+        return None if job.blocks is None or job.blocks % n else (job.blocks // n, 4 if n == 1 else 2)
 
     def tokens(**layout: Any) -> int:
         return job.units(layout.get("batch", batch))
@@ -114,8 +120,8 @@ def _run(options: argparse.Namespace) -> str:
         if not candidates:
             raise _no_candidate(device, count, batch, settings)
         table = search(step_of, candidates, device=device, tokens=tokens,
-                       headroom=options.headroom, best=options.best, blocks=job.blocks, heavier=_heavier,
-                       slower=_slower, neighbours=_neighbours, progress=True)  # fmt: skip
+                       headroom=options.headroom, best=options.best, blocks=blocks_of, heavier=_heavier,
+                       slower=_slower, least=_least, work=_work, neighbours=_neighbours, progress=True)  # fmt: skip
     else:
         layouts, note = _complete(given or [{}], count), ""
         if device is not None and options.measured:
@@ -125,10 +131,14 @@ def _run(options: argparse.Namespace) -> str:
     table = dataclasses.replace(table, unit=job.unit)
     if options.html:
         _write(Path(options.html), f"{options.model}: {_facts(job, batch)}", table)
+    text = f"{options.model}: {_facts(job, batch)}\n{table!r}"
     if options.json:
         head = {"model": options.model, "batch": batch, "length": job.length, "note": table.note}
-        return json.dumps({**head, "efficiency": device and device.efficiency, **table.as_dict()}, indent=2)
-    return f"{options.model}: {_facts(job, batch)}\n{table!r}"
+        text = json.dumps({**head, "efficiency": device and device.efficiency, **table.as_dict()}, indent=2)
+    if table.interrupted:
+        print(text, flush=True)
+        raise KeyboardInterrupt  # the exit status is 130
+    return text
 
 
 def _rates(text: str) -> dict[int, float]:
@@ -234,16 +244,18 @@ def _candidates(
     """Yield the layouts of a search: axis sizes, experts, remat, microbatches.
 
     The model is split at most over the nearest links of the device, and each data rank has equally many examples.
-    Positions are split only where each data rank has one example: to split examples sends less. `settings` are fixed;
-    only these put blocks on stages, as each such layout is planned with all blocks, in every schedule.
+    Positions are split only where each data rank has one example: to split examples sends less. Stages have equally
+    many blocks, in every schedule; such layouts are last, since others bound them. `settings` are fixed.
     One microbatch is first, which is the fastest if it fits, and shows if many can fit; then the most of them: if they
     do not fit, fewer do not either.
     """
     batch, nearest = settings.get("batch", batch), _nearest(device, count)
     fixed = {axis: settings[axis] for axis in AXES if axis in settings}
     longest, widest = count if job.splits_positions else 1, min(count, nearest) if job.splits_weights else 1
+    deepest = min(count, job.blocks or 1) if job.splits_blocks and "stage" not in settings else 1
     given: dict[str, int] = {axis: settings[axis] for axis in AXES[:2] if axis in settings}
-    for sizes in divisions(count // math.prod(given.values()), data=count, context=longest, model=widest):
+    most = {"data": count, "stage": deepest, "context": longest, "model": widest}
+    for sizes in sorted(divisions(count // math.prod(given.values()), **most), key=lambda sizes: sizes["stage"]):
         sizes = {**sizes, **given}
         if any(sizes[axis] != n for axis, n in fixed.items()):
             continue
@@ -251,7 +263,7 @@ def _candidates(
         ranks = sizes["data"] * sizes["context"]
         if rest or not rows or (sizes["context"] > 1 < rows and "context" not in settings):
             continue
-        sizes = {name: n for name, n in sizes.items() if name != "context" or n > 1}
+        sizes = {name: n for name, n in sizes.items() if name not in ("context", "stage") or n > 1 or name in given}
         choices: dict[str, list[Any]] = {
             "experts": [False, True] if 1 < ranks <= job.experts else [False],
             "remat": [True, False],
@@ -263,6 +275,10 @@ def _candidates(
             kinds = ["interleaved"] if "chunks" in settings else ["1f1b", "zero_bubble", "interleaved"]
             kinds = [settings["schedule"]] if "schedule" in settings else kinds
             choices["schedule"] = [{"schedule": kind, "chunks": 1 + (kind == "interleaved")} for kind in kinds]
+            if "stage" not in settings:
+                shared = [x for x in choices["schedule"] if not (job.blocks or 1) % (stage * x["chunks"])]
+                kept = [{"release": False}, {}] if sizes["data"] > 1 and "release" not in settings else [{}]
+                choices["schedule"] = [{**x, **more} for x in shared for more in kept]
         choices |= {name: [value] for name, value in settings.items() if name in choices and name != "schedule"}
         for experts, remat, accumulate, schedule in itertools.product(*choices.values()):
             more = {**({"experts": experts} if job.experts else {}), **schedule}
@@ -306,12 +322,47 @@ def _heavier(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 
 def _slower(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Return whether `a` is `b` with more microbatches: it has the same operations in parts, and more transfers."""
-    return (
-        a.get("stage", 1) == 1
-        and a["accumulate"] > b["accumulate"]
-        and {**a, "accumulate": 0} == {**b, "accumulate": 0}
-    )
+    """Return whether `a` is `b` with more microbatches: it has the same operations in parts, and more transfers.
+
+    On stages, more microbatches wait less; there `a` is `b` that gathers weights in each of them, and not once.
+    """
+    if a.get("stage", 1) > 1:
+        return "release" not in a and {**a, "release": False} == b
+    return bool(a["accumulate"] > b["accumulate"] and {**a, "accumulate": 0} == {**b, "accumulate": 0})
+
+
+def _least(a: dict[str, Any], row: PlanRow) -> tuple[float, float]:
+    """Return the bytes and seconds that a layout needs at least, by a row without stages; 0 if nothing is known.
+
+    `a` has stages, or more copies of weights. A device then computes as much, in the same operations or smaller ones,
+    and waits for the same transfers over `model`. It copies less: up to a twentieth of the time, without stages a
+    hundredth. Of n stages, with m >= n microbatches and v chunks, each waits for others for (n - 1) / (m v) of that;
+    with a zero bubble for F + D - W of F + D + W, at least 1/3, or 1/2 where D recomputes F. The first stage keeps n
+    microbatches, of an n-th of the blocks.
+    """
+    b, n = row.layout, a.get("stage", 1)
+    same = all(a.get(name, 1) == b.get(name, 1) for name in ("context", "model", "experts"))
+    copies = [(x.get("replica", 1), not x.get("release", True)) for x in (a, b)]
+    less = all(x >= y for x, y in zip(*copies, strict=True)) and (n > 1 or copies[0] != copies[1])
+    rows, of = (x["data"] * x.get("replica", 1) * x["accumulate"] for x in (b, a))  # a microbatch has 1 / rows
+    if b.get("stage", 1) > 1 or not (same and less and rows <= of):
+        return 0, 0.0
+    if not row.busy:  # arguments that do not fit, here neither
+        return row.peak or 0, 0.0
+    waits = (n - 1) / (a["accumulate"] * a.get("chunks", 1))
+    waits *= 1 if a.get("schedule") != "zero_bubble" else 1 / 2 if a["remat"] else 1 / 3
+    seconds = (0.99 if n == 1 else 0.95) * (row.busy["operations"] + row.busy.get("model", 0.0)) * (1 + waits)
+    return row.grown * rows / of * (a["remat"] <= b["remat"]), seconds * (a["remat"] >= b["remat"])
+
+
+def _places(layout: dict[str, Any]) -> int:
+    """Return the number of places with equally many blocks: the chunks of all stages."""
+    return layout.get("stage", 1) * layout.get("chunks", 1)  # type: ignore[no-any-return]
+
+
+def _work(**layout: Any) -> float:
+    """Return the share of a search that the plan of a pipeline takes, by its passes."""
+    return _places(layout) * layout["accumulate"] / _PASSES if layout.get("stage", 1) > 1 else 0.0
 
 
 def _neighbours(**layout: Any) -> list[dict[str, Any]]:

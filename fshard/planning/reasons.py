@@ -48,6 +48,8 @@ def _price(after: PlanRow, a: Roofline, b: Roofline) -> str:
         return ""
     if lane == _COMPUTE or after.plan is None:
         return f": its operations take {duration(more[lane])} more"
+    if lane in after.plan.branches_on:
+        return f": its stages wait for each other, {duration(more[lane])} more"
     spans = [span for span in b.lanes if span.lane == lane]
     op = max(sorted({s.name for s in spans}), key=lambda op: sum(s.end - s.start for s in spans if s.name == op))
     sent = sum(t.sent for t in after.plan.transfers if t.op == op and "+".join(t.axes) == lane)

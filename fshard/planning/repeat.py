@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from .events import Event, Operation, Start, Wait
 from .memory import Memory, Tensors, parts_and_largest, tensors_at
 from .plan import Plan, line_of, plan_of
-from .roofline import roofline
+from .roofline import joined, roofline
 
 _Label = tuple[int, Any]  # of an event, and its work
 
@@ -38,18 +38,26 @@ class Repeats:
     """Plans of one rank for `blocks` and for one block more; the second repeats events of the first.
 
     `added`: (i, n) for each run of events that the second has more: once more the n events before event i of the first.
+    `positions`: of a pipeline, the repeats of each stage; each of its places has `blocks` blocks, and then one more.
     """
 
     blocks: int
     few: Plan
     more: Plan
     added: tuple[tuple[int, int], ...]
+    positions: tuple[Repeats, ...] = ()
 
     @staticmethod
     def of(blocks: int, few: Plan, more: Plan) -> Repeats | None:
         """Find the repeated events; None if the second plan has others, or host memory, which has another peak."""
         if few.memory.host:
             return None
+        if more.positions:
+            found = [Repeats.of(blocks, a, b) for a, b in zip(few.positions, more.positions, strict=True)]
+            each = tuple(r for r in found if r is not None)
+            same = next(p for p in few.positions if p.rank == more.rank)
+            few = replace(same, branches_on=few.branches_on, positions=few.positions)
+            return Repeats(blocks, few, more, (), each) if len(each) == len(found) else None
         numbers: dict[Any, int] = {}
         a, b = ([(numbers.setdefault(label, len(numbers)), work) for label, work in map(_label, p.events)]
                 for p in (few, more))  # fmt: skip
@@ -58,6 +66,8 @@ class Repeats:
 
     def peak(self, blocks: int) -> int:
         """Return the peak with `blocks` blocks."""
+        if self.positions:
+            return max(r.peak(blocks) for r in self.positions)
         extra = blocks - self.blocks
         few, more = ([e.live for e in p.events] for p in (self.few, self.more))
         return max(
@@ -66,6 +76,14 @@ class Repeats:
 
     def plan(self, blocks: int) -> Plan:
         """Return the plan with `blocks` blocks."""
+        if self.positions:
+            plans = [r.plan(blocks) for r in self.positions]
+            if (device := plans[0].device) is not None:
+                times = joined({p.rank: p.events for p in plans}, plans[0].mesh, device)
+                plans = [replace(p, time=time) for p, time in zip(plans, times, strict=True)]
+            highest = max(plans, key=lambda p: p.memory.peak)
+            warnings = tuple(dict.fromkeys(text for p in plans for text in p.warnings))
+            return replace(highest, warnings=warnings, branches_on=self.more.branches_on, positions=tuple(plans))
         few, more, extra = self.few, self.more, blocks - self.blocks
         places = list(self._places(extra))
         events: list[Event] = []

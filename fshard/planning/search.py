@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fshard.errors import checked, fail
+from fshard._core.display import duration
+from fshard.errors import checked, fail, number_of
 from fshard.spec import box_shape, local_box, size
 
 from .device import Device
-from .plan import plan_ranks
+from .plan import Plan, plan_ranks
 from .reasons import reasons
 from .repeat import Repeats
 from .table import Layout, PlanRow, PlanTable, Task, progress_bar, settings
 from .trust import placed_leaves, unknown_operations, warnings_of
 
-_FEWEST, _MOST = 4, 8  # blocks that are planned: of fewer none has others around it whose weights are gathered
+_FEWEST, _MORE = 4, 4  # blocks that are planned, and the most that are added; of fewer none has others around it
+
+Blocks = tuple[int, int] | None  # of a model, and the fewest that are planned
 
 
 @checked
@@ -48,9 +51,10 @@ def divisions(n: int, **largest: int) -> list[dict[str, int]]:
 @checked
 def search(
     step_of: Callable[..., Any], layouts: Sequence[Mapping[str, Any]], *, device: Device,
-    tokens: int | Callable[..., int] | None = None, headroom: float = 0.1, best: int = 3, blocks: int | None = None,
-    heavier: Callable[..., float] | None = None, slower: Callable[..., bool] | None = None,
-    neighbours: Callable[..., Any] | None = None, progress: bool = False,
+    tokens: int | Callable[..., int] | None = None, headroom: float = 0.1, best: int = 3,
+    blocks: int | Callable[..., Blocks] | None = None, heavier: Callable[..., float] | None = None,
+    slower: Callable[..., bool] | None = None, least: Callable[..., tuple[float, float]] | None = None,
+    work: Callable[..., float] | None = None, neighbours: Callable[..., Any] | None = None, progress: bool = False,
 ) -> PlanTable:  # fmt: skip
     """Find the fastest layouts that fit on the device, and plan these with all their blocks.
 
@@ -60,17 +64,25 @@ def search(
        operations and transfers of the first, some of them once more. Time, transfers and the memory after each of them
        grow by the same amount with each block, so those for `blocks` follow. If they do not repeat with up to 8 blocks,
        the layout is planned with all blocks.
-    3. In the order of these times, until `best` fit, their full plans are made: from the repeated ones, if these give
+    3. Layouts that `least` knows something about wait for the others. They are planned in the order of their least
+       times, as long as one may still be among the best. The others are counted below the table, and have no rows.
+    4. In the order of these times, until `best` fit, their full plans are made: from the repeated ones, if these give
        the very plan of 6 blocks, or else directly.
 
     Args:
         layouts, device, tokens, headroom, progress: as for `fs.plan_table`.
         best: how many layouts to plan with all blocks.
-        blocks: the number of equal blocks of the model. Without it all layouts are planned directly.
+        blocks: the number of equal blocks of the model. Without it all layouts are planned directly. A function
+            `blocks(**layout)` returns None for that, or the number and the fewest to plan, (80, 4). In a pipeline,
+            these are blocks of each of its places: (20, 2) on 4 stages.
         heavier: `heavier(a, b)` is the share of the memory of layout `b` that `a` surely needs: True for all of it, 0.5
             for half, False if nothing is known. `a` is left out if it comes after a `b` whose share does not fit.
         slower: `slower(a, b)` is True if `a` surely takes at least as long as `b`. `a` is left out if it comes after a
             `b` that fits.
+        least: `least(a, row)` is what layout `a` needs at least, (bytes, seconds), by the row of another one, with
+            as many devices and tokens; (0, 0) if nothing is known.
+        work: `work(a)` is the share of a search that planning `a` takes. Layouts that wait are planned, the fastest by
+            `least` first, while the sum is at most 1. Without it all that may be among the best.
         neighbours: called with each of the best layouts of step 2; returns more layouts for it.
 
     The rows begin with the full plans, in the order of their times, then the others, each with a note. The note of the
@@ -84,56 +96,128 @@ def search(
     >>> fs.planning.search(step_of, layouts, device=fs.devices.H100)[0].layout
     {'data': 64, 'model': 8}
 
-    If none fits, the note of the table says how far off the smallest is.
+    If none fits, the note of the table says how far off the smallest is. Ctrl-C ends a search with the rows so far: the
+    table is `interrupted`.
 
     Raises ShardingError if there is no layout, for `best` or `blocks` below 1, and for a headroom that is not a share.
     """
     if not layouts:
         raise fail("search: layouts is empty", fix="fs.planning.divisions(512, data=512, model=8)")
     for name, n in (("best", best), ("blocks", blocks)):
-        if n is not None and n < 1:
+        if isinstance(n, int) and n < 1:
             raise fail(f"search: {name}={n}", fix="1 or more")
     task = Task(step_of, device, tokens, headroom, "search")
-    rows: list[PlanRow] = []
-    repeated: list[list[Repeats]] = []  # of each row
-    total = len(layouts) + (best if blocks else 0)
+    counted = blocks if callable(blocks) else lambda **_: None if blocks is None else (blocks, _FEWEST)
     with progress_bar(progress) as advance:
+        found = _Search(task, best, counted, heavier, slower, least or (lambda a, row: (0, 0.0)),
+                        work or (lambda **_: 0.0), advance)  # fmt: skip
+        try:
+            found.run(layouts, neighbours or (lambda **_: ()))
+        except KeyboardInterrupt:
+            found.interrupted = True
+    rows = sorted(found.rows, key=lambda row: (row.plan is None or row.fits is False, row.order))
+    notes = [_fits_nowhere(rows, task) or "\n".join(reasons(rows)), *found.left_out()]
+    return PlanTable(tuple(rows), device, note="\n".join(filter(None, notes)), interrupted=found.interrupted)
 
-        def screen(more: Sequence[Layout]) -> None:
-            for layout in more:
-                if all(row.layout != layout for row in rows):
-                    reason = _reason(rows, layout, heavier, slower)
-                    row, repeats = PlanRow(dict(layout), note=reason), list[Repeats]()
-                    if not reason:
-                        try:
-                            row, repeats = _screened(task, layout, blocks)
-                        except Exception as e:  # of any kind: a function of the user runs
-                            row = PlanRow(dict(layout), error=e)
-                    rows.append(row)
-                    repeated.append(repeats)
-                    advance(rows[-1], total)
 
-        screen(layouts)
-        if neighbours is not None:
-            fitting = [row for row in rows if row.fits]
-            for row in sorted(fitting, key=lambda row: row.order)[:best]:
-                more = list(neighbours(**row.layout))
-                total += len(more)
-                screen(more)
-        while blocks is not None:
-            fitting = [row for row in rows if row.plan is not None and row.fits]
-            waiting = sorted((row for row in rows if row.plan is None and row.fits), key=lambda row: row.order)
-            if len(fitting) >= best or not waiting:
+@dataclass
+class _Search:
+    """The rows of a search so far, and what each repeats; layouts that wait for their turn."""
+
+    task: Task
+    best: int
+    blocks: Callable[..., Blocks]
+    heavier: Callable[..., float] | None
+    slower: Callable[..., bool] | None
+    least: Callable[..., tuple[float, float]]
+    work: Callable[..., float]
+    advance: Callable[[PlanRow, int], None]
+    rows: list[PlanRow] = field(default_factory=list)
+    repeated: list[list[Repeats]] = field(default_factory=list)
+    waiting: list[Layout] = field(default_factory=list)
+    known: int = 0  # layouts that do not wait
+    interrupted: bool = False
+
+    def run(self, layouts: Sequence[Layout], neighbours: Callable[..., Iterable[Layout]]) -> None:
+        """Plan layouts, and the neighbours of the best; then those that wait; then the best with all blocks."""
+        self._screen(layouts)
+        asked, left = list[Layout](), 1.0
+        while True:
+            for row in self._fastest():
+                if row.layout not in asked:
+                    more = list(neighbours(**row.layout))
+                    asked += [row.layout, *more]
+                    self._screen(more)
+            able = [b.layout for b in self._bounds() if self._may_be_best(b) and self.work(**b.layout) <= left]
+            if not able:
                 break
-            at = next(i for i, row in enumerate(rows) if row is waiting[0])
+            layout = able[0]
+            self.waiting.remove(layout)
+            self._add(layout)
+            left -= self.work(**layout) if self.rows[-1].seconds else 0
+        while missing := [row for row in self._fastest() if row.plan is None]:
+            at = next(i for i, row in enumerate(self.rows) if row is missing[0])
+            layout = missing[0].layout
             try:
-                rows[at] = _whole(task, waiting[0].layout, repeated[at], blocks)
+                self.rows[at] = _whole(self.task, layout, self.repeated[at], self.blocks(**layout))
+            except Exception as e:  # of any kind: a function of the user runs
+                self.rows[at] = PlanRow(dict(layout), error=e)
+            self.advance(self.rows[at], len(self.rows) + self.best)
+
+    def _screen(self, layouts: Iterable[Layout]) -> None:
+        new = [x for x in layouts if x not in self.waiting and all(row.layout != x for row in self.rows)]
+        self.known += len(new)
+        for layout in new:
+            if any(any(self.least(layout, row)) for row in self.rows):
+                self.waiting.append(layout)
+                self.known -= 1
+            else:
+                self._add(layout)
+
+    def _add(self, layout: Layout) -> None:
+        reason = _reason(self.rows, layout, self.heavier, self.slower)
+        row, repeats = PlanRow(dict(layout), note=reason), list[Repeats]()
+        if not reason:
+            try:
+                row, repeats = _screened(self.task, layout, self.blocks(**layout))
             except Exception as e:  # of any kind, as above
-                rows[at] = PlanRow(dict(waiting[0].layout), error=e)
-            total = max(total, len(rows) + sum(row.plan is not None for row in rows))
-            advance(rows[at], total)
-    ordered = sorted(rows, key=lambda row: (row.plan is None or row.fits is False, row.order))
-    return PlanTable(tuple(ordered), device, note=_fits_nowhere(rows, task) or "\n".join(reasons(ordered)))
+                row = PlanRow(dict(layout), error=e)
+        self.rows.append(row)
+        self.repeated.append(repeats)
+        self.advance(row, max(self.known, len(self.rows)) + self.best)
+
+    def _fastest(self) -> list[PlanRow]:
+        return sorted((row for row in self.rows if row.fits), key=lambda row: row.order)[: self.best]
+
+    # --- layouts that wait ---
+
+    def _bounds(self) -> list[PlanRow]:
+        """Return a row for each layout that waits: what it needs at least, by the rows of others. In order."""
+        bounds = []
+        for layout in self.waiting:
+            peaks, seconds = zip(*[self.least(layout, row) for row in self.rows], strict=True)
+            row = self.rows[seconds.index(max(seconds))]
+            bounds.append(PlanRow(dict(layout), row.devices, peak=int(max(peaks)), seconds=max(seconds),
+                                  tokens=row.tokens, limit=self.task.limit))  # fmt: skip
+        return sorted(bounds, key=lambda b: b.order[:2])
+
+    def _may_be_best(self, bound: PlanRow) -> bool:
+        return bound.fits is not False and all(bound.cost < row.cost for row in self._fastest()[self.best - 1 :])
+
+    def left_out(self) -> list[str]:
+        """Return lines about layouts that have no rows."""
+        lines = [f"interrupted after {number_of(len(self.rows), 'layout')}"] * self.interrupted
+        large, slow, able = list[PlanRow](), list[PlanRow](), list[PlanRow]()
+        for b in self._bounds():
+            (large if b.fits is False else able if self._may_be_best(b) else slow).append(b)
+        texts = [f"{len(slow):,} take at least {duration(b.seconds or 0)}" for b in slow[:1]]
+        texts += [f"{len(large):,} need at least {size(b.peak or 0)}" for b in large[:1]]
+        if texts:
+            lines.append(f"{len(large + slow):,} more layouts are not among the best {self.best}: {', '.join(texts)}")
+        for b in able[:1]:
+            first = f"{settings(b.layout)}, takes at least {duration(b.seconds or 0)}"
+            lines.append(f"{len(able):,} more layouts are not planned, and may be among the best {self.best}: {first}")
+        return lines
 
 
 def _fits_nowhere(rows: Sequence[PlanRow], task: Task) -> str:
@@ -163,27 +247,25 @@ def _reason(
     return ""
 
 
-def _screened(task: Task, layout: Layout, blocks: int | None) -> tuple[PlanRow, list[Repeats]]:
+def _screened(task: Task, layout: Layout, blocks: Blocks) -> tuple[PlanRow, list[Repeats]]:
     """Return the row of a layout: the reason why it cannot fit, or its numbers, as `_predicted` does."""
     f, args = task.step(layout)
     least = rank_bytes(args, f._in_specs, f.mesh.axes)
     if task.limit is not None and least > task.limit:
         note = "its arguments alone do not fit"
         return PlanRow(dict(layout), f.mesh.size, peak=least, limit=task.limit, note=note), []
-    if blocks is None or blocks <= _FEWEST + 1:
+    if blocks is None or blocks[0] <= blocks[1] + 1:
         return task.row(layout, (f, args)), []
-    return _predicted(task, layout, blocks)
+    return _predicted(task, layout, *blocks)
 
 
-def _predicted(task: Task, layout: Layout, blocks: int) -> tuple[PlanRow, list[Repeats]]:
+def _predicted(task: Task, layout: Layout, blocks: int, fewest: int) -> tuple[PlanRow, list[Repeats]]:
     """Return the row of a layout by plans of few blocks, and what these repeat, for each rank that is planned.
 
     A step whose events do not repeat is planned directly.
     """
-    few = plan_ranks(*task.step(layout, blocks=_FEWEST), task.device)
-    if few[0].positions:  # a block more is not one more on each
-        return task.row(layout), []
-    for n in range(_FEWEST, min(_MOST, blocks - 1)):
+    few = plan_ranks(*task.step(layout, blocks=fewest), task.device)
+    for n in range(fewest, min(fewest + _MORE, blocks - 1)):
         more = plan_ranks(*task.step(layout, blocks=n + 1), task.device)
         found = [Repeats.of(n, a, b) for a, b in zip(few, more, strict=False)]
         repeats = [r for r in found if r is not None]
@@ -206,18 +288,30 @@ def _row_of(task: Task, layout: Layout, repeats: Repeats, blocks: int) -> PlanRo
     counts = [unknown_operations(p.events) for p in (repeats.few, repeats.more)]
     unknown = {key: counts[0][key] + (n - counts[0][key]) * (blocks - repeats.blocks) for key, n in counts[1].items()}
     warnings = warnings_of(unknown, repeats.more.events, task.device, repeats.more.splits)
-    return replace(more, plan=None, peak=repeats.peak(blocks), warnings=warnings, seconds=seconds,
-                   mfu=at_peak / (seconds or 1),
-                   sent=round(extend(lambda row: row.sent)),
-                   note=f"from {repeats.blocks} and {repeats.blocks + 1} of its {blocks} blocks")  # fmt: skip
+    busy = {name: extend(lambda row, name=name: row.busy.get(name, 0.0)) for name in more.busy}  # type: ignore[misc]
+    place = " of each place" if repeats.positions else ""
+    return replace(more, plan=None, peak=(peak := repeats.peak(blocks)), warnings=warnings, seconds=seconds, busy=busy,
+                   mfu=at_peak / (seconds or 1), sent=round(extend(lambda row: row.sent)),
+                   grown=max(0, peak - repeats.few.memory.peak),
+                   note=f"from {repeats.blocks} and {repeats.blocks + 1} of its {blocks} blocks{place}")  # fmt: skip
 
 
-def _whole(task: Task, layout: Layout, repeats: Sequence[Repeats], blocks: int) -> PlanRow:
-    """Plan a layout with all blocks: by its repeats, if these give the same plan for two blocks more than a few."""
+def _whole(task: Task, layout: Layout, repeats: Sequence[Repeats], blocks: Blocks) -> PlanRow:
+    """Plan a layout with all blocks: by its repeats, if these give the same plan for two blocks more than a few.
+
+    Of a pipeline, they give the same memory and times.
+    """
+    assert blocks is not None
     n = repeats[0].blocks + 2
-    if [r.plan(n) for r in repeats] == plan_ranks(*task.step(layout, blocks=n), task.device):
-        return task.row_of(layout, [r.plan(blocks) for r in repeats])
+    if n < blocks[0]:
+        pairs = zip([r.plan(n) for r in repeats], plan_ranks(*task.step(layout, blocks=n), task.device), strict=True)
+        if all(a == b or (b.positions and _numbers(a) == _numbers(b)) for a, b in pairs):
+            return task.row_of(layout, [r.plan(blocks[0]) for r in repeats])
     return task.row(layout)
+
+
+def _numbers(plan: Plan) -> list[Any]:
+    return [(p.rank, p.memory, p.time) for p in plan.positions]
 
 
 def rank_bytes(leaves: Any, specs: Any, axes: Mapping[str, int]) -> int:

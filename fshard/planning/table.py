@@ -38,6 +38,8 @@ class PlanRow:
     `plan` is None after an error, which `error` is, and for a layout that a search has not planned with all blocks:
     `note` says why. `peak` is in bytes; the transfers of a step send `sent` bytes; a step takes `seconds`,
     in which all devices together compute `tokens`. Numbers that are not known are None; `warnings` are the plan's.
+    `busy` has the seconds of "operations", and for each axis those of its transfers that operations wait for. `grown`
+    is what all blocks but a few add to the peak, where the row is predicted from these.
 
     >>> step_of = lambda data: (step.on(make_mesh(kind="abstract", data=data)), args)
     >>> row = plan_table(step_of, [{"data": 2}, {"data": 4}])[0]
@@ -57,6 +59,8 @@ class PlanRow:
     error: Exception | None = None
     note: str = ""
     warnings: tuple[str, ...] = ()
+    busy: Mapping[str, float] = field(default_factory=dict)
+    grown: int = 0
 
     @property
     def fits(self) -> bool | None:
@@ -105,7 +109,7 @@ class PlanTable:
     """Rows in order: layouts that fit, the fastest first, then those that do not fit, then those with an error.
 
     Without a device, by the peak. Prints as a table of text, and in a notebook as HTML. `unit` are the things that a
-    step computes, `note` are lines below the table.
+    step computes, `note` are lines below the table. `interrupted`: by Ctrl-C, and so without some of the rows.
 
     >>> step_of = lambda data: (step.on(make_mesh(kind="abstract", data=data)), args)
     >>> plan_table(step_of, [{"data": 2}, {"data": 4}])
@@ -119,6 +123,7 @@ class PlanTable:
     device: Device | None = None
     unit: str = "tokens"
     note: str = field(default="", kw_only=True)
+    interrupted: bool = field(default=False, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -276,9 +281,11 @@ class Task:
         tokens = self.tokens_of(layout)
         times = [p.time for p in found.positions or (found,) if p.time is not None]
         seconds, mfu = (times[0].seconds, sum(t.mfu for t in times) / len(times)) if times else (None, None)
+        busy = {} if (time := found.time) is None else {
+            "operations": time.compute, **{a: min(s, time.transfers[a]) for a, s in time.exposed.items()}}  # fmt: skip
         return PlanRow(dict(layout), math.prod(found.mesh.values()), found, found.memory.peak,
                        sum(t.sent for t in found.transfers), seconds, tokens, mfu, self.limit,
-                       warnings=found.warnings)  # fmt: skip
+                       warnings=found.warnings, busy=busy)  # fmt: skip
 
     def tokens_of(self, layout: Layout) -> int | None:
         """Return the tokens of a step. Raises ShardingError if `tokens` does not take the settings of the layout."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -14,9 +15,13 @@ import torch
 
 import fshard as fs
 from fshard.cli import main
-from fshard.cli.planning import _candidates, _heavier, _slower
+from fshard.cli.planning import _candidates, _heavier, _least, _neighbours, _slower
 from fshard.cli.train_step import Job, read_job, train_step
+from fshard.planning import search
+from fshard.planning.device import Device, Link
 from fshard.planning.devices import H100
+from fshard.planning.plan import plan_ranks
+from fshard.planning.repeat import Repeats
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 4}
 DIMS = {"vocab_size": 33, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -129,6 +134,91 @@ def test_a_search_prints_the_fastest_first(capsys: pytest.CaptureFixture[str]):
     assert times == sorted(times)
 
 
+def pipelines(far: float) -> tuple[Any, Device, list[dict[str, Any]]]:
+    """A Llama of 4 blocks, 4 devices, a pair with fast links and others with slow ones, and the candidates."""
+    cfg = fs.models.llama.Config(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
+                                 num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    job, links = Job(fs.models.llama, cfg, 32), (Link("near", 2, 1e9, 1e-6), Link("far", None, far, 1e-6))
+    device = Device("small", {torch.float32: 1e10, torch.bfloat16: 1e11}, 2**30, 1e10, links)
+    layouts = list(_candidates(job, device, 4, 4, {"remat": True, "model": 1}))
+    return functools.partial(train_step, job, batch=4), device, layouts
+
+
+@pytest.mark.slow
+def test_a_search_finds_the_pipeline_that_plans_of_all_layouts_find():
+    """And no layout takes less time than its bound by another one."""
+    step_of, device, layouts = pipelines(3e7)
+    layouts += _neighbours(**layouts[0])
+    options: Any = {"slower": _slower, "heavier": _heavier, "least": _least}
+    got, table = (
+        search(step_of, layouts, device=device, best=1, **options),
+        fs.plan_table(step_of, layouts, device=device),
+    )
+    assert (got[0].layout, got[0].seconds) == (table[0].layout, table[0].seconds)
+    assert got[0].layout["stage"] == 2
+    assert re.search(r"first: .*stage=2.*: .* waits for stage of", got.note)
+    bounds = [(*_least(a.layout, b), a) for a in table for b in table]
+    assert sum(seconds > 0 for _, seconds, _ in bounds) >= len(layouts) - 1
+    for peak, seconds, row in bounds:
+        assert (peak <= (row.peak or 0), seconds <= (row.seconds or 0)) == (True, True), row.layout
+
+
+def test_pipelines_that_cannot_be_among_the_best_are_counted_and_not_planned():
+    made = []
+    step_of, device, layouts = pipelines(1e9)
+
+    def counted(**layout: Any) -> Any:
+        made.append(layout)
+        return step_of(**layout)
+
+    table = search(counted, layouts, device=device, best=1, least=_least)
+    assert len(layouts) > len(made) == 1
+    n = len(layouts) - 1
+    assert re.search(rf"{n} more layouts are not among the best 1: {n} take at least [\d.]+ ms$", table.note)
+    none = search(step_of, layouts, device=device, best=2, least=_least, work=lambda **_: 2)
+    assert f"{n} more layouts are not planned, and may be among the best 2: data=2, stage=2" in none.note
+
+
+@pytest.mark.slow
+def test_a_plan_of_a_pipeline_from_few_blocks_is_that_of_a_direct_one():
+    layout = {"stage": 2, "data": 2, "accumulate": 2, "remat": True, "schedule": "zero_bubble"}
+    cfg = fs.models.gpt2.Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=12, n_head=4)
+    job = Job(fs.models.gpt2, cfg, 8)
+
+    def step_of(*, blocks: int = 6, **layout: Any) -> Any:
+        return train_step(job.with_blocks(2 * blocks), batch=8, **layout)
+
+    planned = []
+    for n in (2, 3, 5):
+        planned += plan_ranks(*step_of(blocks=n, **layout), H100)
+    repeats = Repeats.of(2, *planned[:2])
+    assert repeats is not None
+    got, want = repeats.plan(5), planned[2]
+    assert (got.rank, repeats.peak(5), got.bubble) == (want.rank, want.memory.peak, want.bubble)
+    assert [(p.memory, p.time, p.flops) for p in got.positions] == [(p.memory, p.time, p.flops) for p in want.positions]
+    options: Any = {"device": H100, "blocks": lambda **_: (6, 2)}
+    (few,), (row,) = search(step_of, [layout], best=1, **options), fs.plan_table(step_of, [layout], device=H100)
+    assert (few.peak, few.seconds, few.sent) == (row.peak, row.seconds, row.sent)
+
+
+def test_an_interrupted_search_prints_the_rows_so_far(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    made = []
+
+    def interrupted(*args: Any, **layout: Any) -> Any:
+        made.append(layout)
+        if len(made) > 1:
+            raise KeyboardInterrupt
+        return train_step(*args, **layout)
+
+    monkeypatch.setattr("fshard.cli.planning.train_step", interrupted)
+    assert main(["plan", "config.json", "--devices", "2", "--device", "h100", "--search"]) == 130
+    out = capsys.readouterr().out
+    assert "1 layout on 2 H100" in out
+    assert "\ninterrupted after 1 layout\n" in out
+
+
 @pytest.mark.slow
 def test_a_measured_network_makes_its_transfers_slower(capsys: pytest.CaptureFixture[str]):
     options = ("--devices", "32", "--device", "h100", "--layout", "data=32", "--json")
@@ -147,17 +237,21 @@ def test_many_devices_with_the_network_of_a_data_sheet_are_warned_of(capsys: pyt
 def test_candidates_use_all_devices_and_rule_out_each_other():
     job = Job(fs.models.gpt2, fs.models.gpt2.Config(), 8)
     found = list(_candidates(job, H100, 32, 32, {}))
-    assert {x["data"] * x["model"] for x in found} == {32}
+    assert {x["data"] * x["model"] * x.get("stage", 1) for x in found} == {32}
+    assert [x.get("stage", 1) for x in found] == sorted(x.get("stage", 1) for x in found)  # others bound pipelines
+    assert {(x["stage"], x["chunks"]) for x in found if "stage" in x} == {(2, 1), (2, 2), (4, 1)}  # of 12 blocks
+    assert {x["accumulate"] // x["stage"] for x in found if "stage" in x} == {1, 2, 4}
+    found = [x for x in found if "stage" not in x]
     assert {x["model"] for x in found} == {1, 2, 4, 8}  # of one node
     assert all(32 // x["data"] % x["accumulate"] == 0 for x in found)
     assert len({str(x) for x in found}) == len(found) == 2 * (1 + 2 + 3 + 4)
-    fixed = list(_candidates(job, H100, 32, 32, {"replica": 2, "model": 4, "remat": True}))
+    fixed = list(_candidates(job, H100, 32, 32, {"stage": 1, "replica": 2, "model": 4, "remat": True}))
     assert {(x["replica"], x["data"], x["model"], x["remat"]) for x in fixed} == {(2, 4, 4, True)}
-    long = list(_candidates(job, H100, 16, 4, {}))
+    long = list(_candidates(job, H100, 16, 4, {"stage": 1}))
     assert {(x["data"], x.get("context", 1), x["model"]) for x in long} == {
         (4, 4, 1), (4, 2, 2), (4, 1, 4), (2, 1, 8)}  # fmt: skip
     mixture = Job(fs.models.mixtral, fs.models.mixtral.Config(), 8)
-    found = list(_candidates(mixture, H100, 16, 16, {"remat": False, "accumulate": 1}))
+    found = list(_candidates(mixture, H100, 16, 16, {"remat": False, "accumulate": 1, "stage": 1}))
     assert {x["data"] for x in found if not x["experts"]} == {16, 8, 4, 2}
     assert {x["data"] for x in found if x["experts"]} == {8, 4, 2}  # of 8 experts
     assert not _heavier({**found[0], "experts": True}, found[0])
@@ -179,6 +273,7 @@ def test_candidates_use_all_devices_and_rule_out_each_other():
     chunked = _candidates(job, H100, 8, 32, {"stage": 2, "schedule": "interleaved", "chunks": 4, "accumulate": 4})
     assert {(x["schedule"], x["chunks"], x["accumulate"]) for x in chunked} == {("interleaved", 4, 4)}
     assert not _slower(staged[0], {**staged[0], "accumulate": 2})  # more microbatches wait less
+    assert _slower(staged[0], {**staged[0], "release": False})  # which gathers once
     assert not _heavier({**staged[0], "stage": 4}, staged[0])
 
 
