@@ -722,7 +722,13 @@ def crash(transfers_pending: bool) -> None:
     step(torch.ones(4))
 
 
-def test_crash_of_one_rank_ends_the_others(ranks: Pool) -> None:
+def end_late(mark: str) -> None:
+    exit_ = os._exit
+    os._exit = lambda status: (time.sleep(0.5), Path(mark).touch(), exit_(status))  # type: ignore[assignment,return-value]
+
+
+def test_crash_of_one_rank_ends_the_others_and_a_pool_waits_for_other_ends(ranks: Pool, tmp_path: Path) -> None:
+    """Each process saves its coverage at its end: a file that is cut short, or being written, may fail the run."""
     for transfers_pending in (False, True):
         start = time.monotonic()
         with pytest.raises(RanksError) as e:
@@ -730,15 +736,6 @@ def test_crash_of_one_rank_ends_the_others(ranks: Pool) -> None:
         assert "rank 0: a collective failed: another rank has failed, or has left the program" in str(e.value)
         assert "rank 1 of 2: the process is gone" in str(e.value)
         assert time.monotonic() - start < TIMEOUT / 2
-
-
-def end_late(mark: str) -> None:
-    exit_ = os._exit
-    os._exit = lambda status: (time.sleep(0.5), Path(mark).touch(), exit_(status))  # type: ignore[assignment,return-value]
-
-
-def test_teams_wait_for_the_end_of_their_processes(ranks: Pool, tmp_path: Path) -> None:
-    """Each saves its coverage at its end: a file that is cut short, or being written, may fail the whole run."""
     ranks(2, end_late, str(tmp_path / "ended"))
     ranks.end_teams()
     assert (tmp_path / "ended").exists()
