@@ -75,13 +75,13 @@ class Layout:
     time: int
     checkpointing: Checkpointing
     compiled: bool = False  # a compiled block saves no result that backward does not read, such as its last product
-    compiled_loss: bool = False  # keeps no float32 array of its logits
     dtype: torch.dtype = torch.bfloat16
     stage: int = 1
     microbatches: int = 1
     schedule: Literal["1f1b", "interleaved"] = "1f1b"
     float8: bool = False  # weights that a pipeline keeps
     program: Literal["torchtitan", "KempnerForge"] = "torchtitan"
+    compiled_loss: bool = False  # keeps no float32 array of its logits
 
     @property
     def is_forge(self) -> bool:
@@ -248,7 +248,7 @@ def head(layout: Layout, top: Any, x: Tensor, targets: Tensor) -> Tensor:
         value = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(0, 1))
         return fs.pmean(value.float(), "data")
     if layout.compiled_loss:
-        return fs.pmean(nn.cross_entropy(logits.flatten(0, 1), targets.flatten(0, 1)), "data")
+        return fs.pmean(nn.cross_entropy(logits.flatten(0, 1), targets.flatten(0, 1), axis=m), "data")
     if m is None:
         return fs.pmean(torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1)), "data")
     value = ParallelCrossEntropy.apply(logits.flatten(0, 1).float(), targets.flatten(0, 1), layout)

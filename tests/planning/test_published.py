@@ -36,6 +36,7 @@ def train(data: int, model: int, checkpointing: Checkpointing, compiled: bool = 
 def test_the_planned_step_is_one_function_on_every_mesh_and_under_checkpointing() -> None:
     want = train(1, 1, "none")
     torch.testing.assert_close(train(2, 2, "full"), want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(train(2, 2, "full", compiled_loss=True), want, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(train(1, 1, "selective op", compiled=True), want, rtol=1e-5, atol=1e-6)
     on_stages = train(2, 1, "full", stage=2, microbatches=2, schedule="interleaved")
     torch.testing.assert_close(on_stages, want, rtol=1e-5, atol=1e-6)
