@@ -28,7 +28,7 @@ from fshard.errors import fail, number_of
 from fshard.interop.accelerate.settings import read_launched
 from fshard.planning.search import rank_bytes
 from fshard.planning.table import aligned
-from fshard.schedule.strategy import NAMES
+from fshard.schedule.strategy import STRATEGIES
 from fshard.spec import P, fully_shard, size
 
 from .inspecting import PATHS, Contents, cast_leaves, describe, read
@@ -47,8 +47,8 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     option = command.add_argument
     option("model", metavar="MODEL", help=f"{PATHS}; or the name of a class of transformers, with its default config")
-    option("--strategy", nargs="+", metavar="NAME", type=_strategy, choices=NAMES,
-           help=f"of {', '.join(NAMES)} (default: all that differ)")  # fmt: skip
+    option("--strategy", nargs="+", metavar="NAME", type=_strategy, choices=STRATEGIES,
+           help=f"of {', '.join(STRATEGIES)} (default: all that differ)")  # fmt: skip
     option("--ranks", type=int, metavar="N", help="ranks of all machines (default: 8)")
     option("--machines", type=int, metavar="N", help="machines, over which the hybrid strategies replicate")
     option("--dtypes", nargs="+", metavar="DTYPE", choices=DTYPES,
@@ -66,7 +66,7 @@ def add(commands: Any) -> None:
 
 def _strategy(name: str) -> str:
     name = name.upper()
-    return next((s for s in NAMES if s.lstrip("_") == name), name)
+    return next((s for s in STRATEGIES if s.lstrip("_") == name), name)
 
 
 def _run(options: Any) -> str:
@@ -96,7 +96,7 @@ def _run(options: Any) -> str:
                      optimizer=_OPTIMIZERS[options.optimizer](1e-3), offload=options.offload,
                      one_unit=options.one_unit)}
         for dtype in options.dtypes or ("float32", "bfloat16")
-        for strategy in options.strategy or [s for s in NAMES if machines > 1 or s not in _HYBRID]
+        for strategy in options.strategy or [s for s in STRATEGIES if machines > 1 or s not in _HYBRID]
     ]  # fmt: skip
     numbers = {"trained": sum(_units([trained], True)), "frozen": sum(_units([frozen], True)), "ranks": ranks,
                "machines": machines, "optimizer": options.optimizer}  # fmt: skip

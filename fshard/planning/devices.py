@@ -133,7 +133,10 @@ def calibrated(plan: Plan, seconds: float) -> Device:
     if (device := plan.device) is None:
         raise fail("calibrated: plan: it has no device", fix="fs.plan(step, *args, device=devices.H100)")
     events = {p.rank: p.events for p in plan.positions or (plan,)}
-    at: Callable[[float], Roofline] = lambda e: joined(events, plan.mesh, replace(device, efficiency=e))[0]  # noqa: E731
+
+    def at(efficiency: float) -> Roofline:
+        return joined(events, plan.mesh, replace(device, efficiency=efficiency))[0]
+
     too, e = ("fast", 1.0) if seconds < at(1.0).seconds else ("slow", _LEAST)
     if e == 1 or not seconds <= at(e).seconds:
         raise fail(f"calibrated: seconds: a step of {seconds:.3g} s is too {too} for any efficiency of {device.name}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -221,7 +221,9 @@ def plan_ranks(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> 
     )
     parameters = {s.path for s in runs[0].memory.storages if s.argument and s.part == "parameters"}
     splits = splits_of(placed_leaves(args, f._in_specs), mesh.axes, parameters, runs[0].events, over)
-    return [_plan_together(dict(mesh.axes), {r: runs[r] for r in group}, over, device, splits) for group in groups]
+    plans = {rank: plan_of(dict(mesh.axes), rank, run.events, run.memory, device, None, splits)
+             for rank, run in runs.items()}  # fmt: skip
+    return [plan_together([plans[r] for r in group], over) for group in groups]
 
 
 class _RankRun(NamedTuple):
@@ -265,13 +267,11 @@ def _run_unchecked(f: ShardMapped, args: tuple[Any, ...], rank: int, device: Dev
     return _RankRun(*recorder.outcome(), splits, branches_on)
 
 
-def _plan_together(
-    mesh: dict[str, int], runs: Mapping[int, _RankRun], over: tuple[str, ...], device: Device | None, splits: Splits
-) -> Plan:  # fmt: skip
-    """Return the plan of the rank with the highest peak, of ranks at each position of the axes `over`."""
-    times = [None] * len(runs) if device is None else joined({r: run.events for r, run in runs.items()}, mesh, device)
-    plans = [plan_of(mesh, rank, run.events, run.memory, device, time, splits)
-             for (rank, run), time in zip(runs.items(), times, strict=True)]  # fmt: skip
+def plan_together(plans: Sequence[Plan], over: tuple[str, ...]) -> Plan:
+    """Return the plan with the highest peak, of ranks that wait for each other: one at each position of `over`."""
+    if (device := plans[0].device) is not None:
+        times = joined({p.rank: p.events for p in plans}, plans[0].mesh, device)
+        plans = [replace(p, time=time) for p, time in zip(plans, times, strict=True)]
     highest = max(plans, key=lambda p: p.memory.peak)
     if not over:
         return highest

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from .events import Event, Operation, Start, Wait
 from .memory import Memory, Tensors, parts_and_largest, tensors_at
-from .plan import Plan, line_of, plan_of
-from .roofline import joined, roofline
+from .plan import Plan, line_of, plan_of, plan_together
+from .roofline import roofline
 
 _Label = tuple[int, Any]  # of an event, and its work
 
@@ -77,13 +77,7 @@ class Repeats:
     def plan(self, blocks: int) -> Plan:
         """Return the plan with `blocks` blocks."""
         if self.positions:
-            plans = [r.plan(blocks) for r in self.positions]
-            if (device := plans[0].device) is not None:
-                times = joined({p.rank: p.events for p in plans}, plans[0].mesh, device)
-                plans = [replace(p, time=time) for p, time in zip(plans, times, strict=True)]
-            highest = max(plans, key=lambda p: p.memory.peak)
-            warnings = tuple(dict.fromkeys(text for p in plans for text in p.warnings))
-            return replace(highest, warnings=warnings, branches_on=self.more.branches_on, positions=tuple(plans))
+            return plan_together([r.plan(blocks) for r in self.positions], self.more.branches_on)
         few, more, extra = self.few, self.more, blocks - self.blocks
         places = list(self._places(extra))
         events: list[Event] = []

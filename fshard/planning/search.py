@@ -148,10 +148,9 @@ class _Search:
                     more = list(neighbours(**row.layout))
                     asked += [row.layout, *more]
                     self._screen(more)
-            able = [b.layout for b in self._bounds() if self._may_be_best(b) and self.work(**b.layout) <= left]
-            if not able:
+            able = (b.layout for b in self._bounds() if self._may_be_best(b) and self.work(**b.layout) <= left)
+            if (layout := next(able, None)) is None:
                 break
-            layout = able[0]
             self.waiting.remove(layout)
             self._add(layout)
             left -= self.work(**layout) if self.rows[-1].seconds else 0

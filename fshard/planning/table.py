@@ -38,8 +38,8 @@ class PlanRow:
     `plan` is None after an error, which `error` is, and for a layout that a search has not planned with all blocks:
     `note` says why. `peak` is in bytes; the transfers of a step send `sent` bytes; a step takes `seconds`,
     in which all devices together compute `tokens`. Numbers that are not known are None; `warnings` are the plan's.
-    `busy` has the seconds of "operations", and for each axis those of its transfers that operations wait for. `grown`
-    is what all blocks but a few add to the peak, where the row is predicted from these.
+    `busy` has the seconds of "operations", and for each axis how long operations wait for its transfers. `grown` is
+    what the other blocks add to the peak, in a row that is predicted from a few.
 
     >>> step_of = lambda data: (step.on(make_mesh(kind="abstract", data=data)), args)
     >>> row = plan_table(step_of, [{"data": 2}, {"data": 4}])[0]

@@ -12,7 +12,7 @@ from fshard.spec import P, fully_shard, names_of, on_host
 
 from .options import BackwardPrefetch, GatherOptions, Release
 
-NAMES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")  # numbered from 1
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")  # numbered from 1
 
 
 class Optimizer(Protocol):
@@ -111,10 +111,10 @@ def strategy(
     contradicts it.
     Source: Zhao et al., 2023, "PyTorch FSDP"; `torch.distributed.fsdp.ShardingStrategy` for the names.
     """
-    known = NAMES[name - 1] if isinstance(name, int) and 1 <= name <= len(NAMES) else str(name)
-    known = known if known in NAMES else f"_{known}"
-    if known not in NAMES:
-        raise fail(f"strategy: name={name!r}", fix=", ".join(f"{n!r} ({i})" for i, n in enumerate(NAMES, 1)))
+    known = STRATEGIES[name - 1] if isinstance(name, int) and 1 <= name <= len(STRATEGIES) else str(name)
+    known = known if known in STRATEGIES else f"_{known}"
+    if known not in STRATEGIES:
+        raise fail(f"strategy: name={name!r}", fix=", ".join(f"{n!r} ({i})" for i, n in enumerate(STRATEGIES, 1)))
     hybrid, keeps = "HYBRID" in known, known not in ("FULL_SHARD", "HYBRID_SHARD")
     axis = axis if axis is not None else ("replica", "shard") if hybrid else "data"
     names = names_of(axis)

@@ -19,7 +19,7 @@ import yaml
 import fshard as fs
 from fshard import ShardingError
 from fshard.interop.accelerate.keys import KEYS
-from fshard.schedule.strategy import NAMES
+from fshard.schedule.strategy import STRATEGIES
 
 accelerate = pytest.importorskip("accelerate")
 from accelerate.commands.config import config_args  # noqa: E402
@@ -88,7 +88,7 @@ def test_file_of_the_t5_lora_example_is_read_as_it_stands():
 # The keys of `random_file`, with some of their values.
 VALUES: dict[str, tuple[Any, ...]] = {
     "fsdp_version": (1, "1", 2, 2, 2, "2"),
-    "fsdp_sharding_strategy": (*NAMES, "full_shard", "HYBRID_SHARD_ZERO2", 1, 2, "3", 4),
+    "fsdp_sharding_strategy": (*STRATEGIES, "full_shard", "HYBRID_SHARD_ZERO2", 1, 2, "3", 4),
     "fsdp_reshard_after_forward": (True, False, "true", "no", "FULL_SHARD", "SHARD_GRAD_OP", 2, "1"),
     "fsdp_offload_params": (True, False, "true", "no"),
     "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP", "transformer_based_wrap"),
@@ -350,7 +350,7 @@ def test_strategy_by_name_or_number_is_that_of_torch():
     for member in ShardingStrategy:
         for value in (member.value, str(member.value), member.name, member.name.lower(), member.name.lstrip("_")):
             assert read(fsdp(fsdp_sharding_strategy=value)).strategy == member.name
-    assert set(NAMES) == {member.name for member in ShardingStrategy}
+    assert set(STRATEGIES) == {member.name for member in ShardingStrategy}
     for wrong in (0, 6, "ZERO3", True, 1.5):
         assert "is not one of FULL_SHARD, " in error(fsdp(fsdp_sharding_strategy=wrong))
 

@@ -127,15 +127,15 @@ def test_error_bars_are_the_largest_of_the_kinds_of_parallelism() -> None:
 
 
 def test_error_bars_say_what_they_are_of() -> None:
-    """Copies of split weights have those of the split, long sequences those of long ones, one device its own."""
+    """HSDP has the bars of FSDP; long sequences and one device have their own."""
     assert bars_of(P("model")).endswith("(34 with tensor parallelism)")
     hybrid = bars_of(P("data"), batch=P(("replica", "data")), replica=2, data=2)
     assert hybrid == bars_of(P("data"), data=2) == bars_of(P("data"), tokens=8192, data=2)
     assert hybrid.endswith(" with FSDP)")
     assert bars_of(P("data"), tokens=8193, data=2).endswith(" with FSDP on more than 8,192 tokens)")
-    alone = " in all published steps of language models on GPUs "
-    assert bars_of(P(), data=2).endswith(f"{alone}(1 with data parallelism)")
-    assert bars_of(P(), data=1).endswith(f"{alone}(1 on one device)")
+    ending = " in all published steps of language models on GPUs "
+    assert bars_of(P(), data=2).endswith(f"{ending}(1 with data parallelism)")
+    assert bars_of(P(), data=1).endswith(f"{ending}(1 on one device)")
     ours = dataclasses.replace(FITTED, calibrated=True)
     assert "speed not compared on one device" in bars_of(P(), ours, data=1)
 

@@ -228,7 +228,7 @@ def test_transfers_have_one_order_where_ranks_are_halfway_at_other_places(sizes:
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_memory_is_one_unit_of_leaves_and_one_of_gradients(monkeypatch: Any, remat: bool) -> None:
-    """Stand in for sums that keep the gradients until the wait, as those of processes do."""
+    """Stand in for sums that keep the gradients until the wait, as a process mesh does."""
     d, depth = 256, 4
     monkeypatch.setattr(units, "start_reduce", lambda _, which, grads: lambda: [g[: d // 2].clone() for g in grads])
     peak = deep_step(fs.make_mesh(data=2, replica=1), products, depth, d=d, remat=remat)[1]

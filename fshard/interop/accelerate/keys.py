@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fshard.errors import ShardingError, fail, raise_all
-from fshard.schedule.strategy import NAMES
+from fshard.schedule.strategy import STRATEGIES
 
 from .config_file import SECTIONS, Entry
 
@@ -95,7 +95,7 @@ def _raw(x: Any) -> Any:
     return x
 
 
-_strategy = _one_of(*NAMES, first=1, also={"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"})
+_strategy = _one_of(*STRATEGIES, first=1, also={"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"})
 _prefetch = _one_of("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", first=1)
 
 # --- the keys ---------------------------------------------------------------------------------------------------
