@@ -123,15 +123,12 @@ class Pipelined:
             run = accumulate(self._model, self.microbatches, gather=self.gather, counted=self.counted,
                              has_aux=self.has_aux)  # fmt: skip
             return run(params, batch, each=each)
-        transpose: Callable[[Any], Any]
-        if self.gather is None:  # only the ends: to transform the layers, too, would take longer
-            ends, of_ends = gathered_with_transpose("pipelined", vary, params[0])
-            parts, transpose = (ends, params[1]), lambda grads: (of_ends(grads[0]), grads[1])
-        else:
-            parts, transpose = gathered_with_transpose("pipelined", lambda p: self._gathered(vary, p), params)
+        k = 1 if self.gather is None else 2  # without `gather` the ends alone: to transform layers takes longer
+        parts, transpose = gathered_with_transpose("pipelined", lambda p: self._gathered(vary, p), params[:k])
+        parts = (*parts, *params[k:])
         loss, count, aux, grads = _Run(self, self.schedule, n, axes, parts, batch, batches, each).value_and_grad()
         del parts
-        grads = transpose(grads)
+        grads = (*transpose(grads[:k]), *grads[k:])
         if self.counted or self.microbatches > 1:
             in_place = not isinstance(count, Tensor)
             loss, grads = tree.map(lambda x: x.div_(count) if in_place else divided(x, count), (loss, grads))
@@ -146,11 +143,15 @@ class Pipelined:
             if n > 1:
                 run = _Run(self, "forward", n, axes, parts, batch, batches, each)
                 return run.from_last_stage(stacked("pipelined", run.run()))
-            return stacked("pipelined", [self._model(parts, b, each) for b in batches])
+            found = []
+            for part, x in zip(microbatches(tree.leaves(batch), self.microbatches), batches, strict=True):
+                with in_microbatch(part):
+                    found.append(self._model(parts, x, each))
+            return stacked("pipelined", found)
 
     def _gathered(self, vary: Callable[[Any], Any], params: Any) -> Any:
-        """Return the parameters as the stages use them: the ends vary over the axis."""
-        varying = vary(params[0]), params[1]
+        """Return the parameters, or the ends alone, as the stages use them: the ends vary over the axis."""
+        varying = vary(params[0]), *params[1:]
         return varying if self.gather is None else self.gather(varying)
 
     def _model(self, params: Any, batch: Any, each: Any) -> Any:
