@@ -336,6 +336,18 @@ def test_h_may_be_a_tree_of_several_dtypes():
     assert_same(found[1], found[0], rtol=1e-6, atol=1e-6)
 
 
+def test_the_shape_of_h_may_follow_from_a_number_in_the_batch():
+    """Of each call: the shapes of a call before are used again only for the same arguments."""
+    f = fs.pipelined(lambda ends, b: first(ends, b)[:, : b["n"]], layer, lambda ends, h, b: h.square().mean(),
+                     axis="stage", microbatches=2)  # fmt: skip
+    found = {}
+    for stages in (1, 2):
+        specs = (P(), P("stage"))
+        step = fs.shard_map(f, mesh=fs.make_mesh(stage=stages), in_specs=(specs, P()), out_specs=(P(), specs))
+        found[stages] = [fs.device_get(step(parameters(2), batch(4) | {"n": n})) for n in (2, 3)]
+    assert_same(found[2], found[1], **CLOSE)
+
+
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -406,6 +418,9 @@ pipelined: params is a dict
     "keys among the layers": ({"f": lambda run: lambda p, b: run((p[0], {"up": p[1]["up"], "key": b["ids"]}), b)}, """\
 pipelined: params[1]['key'] is int64, which has no gradient
   fix: pass it by each=, or capture it"""),
+    "a layer without leaves": ({"f": lambda run: lambda p, b: run((p[0], [p[1], {}]), b)}, """\
+pipelined: layers[1] has no elements, and a stage has the layers of which it has elements
+  fix: make it a part of the layer before"""),
     "rows of each": ({"f": lambda run: lambda p, b: run(p, b, each=b["ids"] + 0)}, """\
 pipelined: the leaves must be stacked, with the layers of this stage as dim 0, [layers, ...]
   each [4, 3]
@@ -420,6 +435,13 @@ pipelined: the leaves must be stacked, with the layers of this stage as dim 0, [
 def test_mistakes_are_named(name):
     options, text = MISTAKES[name]
     assert wrong(**options) == text
+
+
+def test_a_layer_without_elements_has_no_stage():
+    """It would be left out on all stages, and computed by a model on one device."""
+    for layer in ({}, {"w": torch.ones(0, 4)}):
+        text = error_text(fs.on_stages, [P()] * 2, [{"w": torch.ones(2)}, layer], "stage", 2)
+        assert text.startswith("on_stages: layers[1] has no elements")
 
 
 @pytest.mark.parametrize("check", ["first", "never"])
