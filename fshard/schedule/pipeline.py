@@ -123,7 +123,7 @@ class Pipelined:
             run = accumulate(self._model, self.microbatches, gather=self.gather, counted=self.counted,
                              has_aux=self.has_aux)  # fmt: skip
             return run(params, batch, each=each)
-        k = 1 if self.gather is None else 2  # without `gather` the ends alone: to transform layers takes longer
+        k = 1 if self.gather is None else 2  # without `gather` only the ends: to transform layers takes time
         parts, transpose = gathered_with_transpose("pipelined", lambda p: self._gathered(vary, p), params[:k])
         parts = (*parts, *params[k:])
         loss, count, aux, grads = _Run(self, self.schedule, n, axes, parts, batch, batches, each).value_and_grad()
@@ -150,7 +150,7 @@ class Pipelined:
             return stacked("pipelined", found)
 
     def _gathered(self, vary: Callable[[Any], Any], params: Any) -> Any:
-        """Return the parameters, or the ends alone, as the stages use them: the ends vary over the axis."""
+        """Return the ends, or ends and layers, as the stages use them: the ends vary over the axis."""
         varying = vary(params[0]), *params[1:]
         return varying if self.gather is None else self.gather(varying)
 
@@ -245,7 +245,7 @@ def _places(counts: Sequence[int]) -> list[int]:
 
 def _nowhere(verb: str, i: int) -> ShardingError:
     """Error for a layer of a list that no stage would compute."""
-    return fail(f"{verb}: layers[{i}] has no elements, and a stage has the layers of which it has elements",
+    return fail(f"{verb}: layers[{i}] has no elements, by which a stage knows its layers",
                 fix="make it a part of the layer before")  # fmt: skip
 
 
