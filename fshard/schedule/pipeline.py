@@ -30,7 +30,7 @@ from fshard._core.region import bind, checker, known_axes, live_axes, region, un
 from fshard._core.torch import without_modes
 from fshard._core.transfers import transposing, without_others
 from fshard.collectives import axis_position, by_dtype, psum, pvary
-from fshard.errors import ShardingError, api_boundary, checked, fail, shown
+from fshard.errors import api_boundary, checked, fail, shown
 from fshard.grad import (
     accumulate,
     check_leaf,
@@ -212,8 +212,7 @@ def on_stages(
     >>> on_stages([P(), P()], [{"w": fs.init.zeros((4, 4))}] * 2, "stage", 2)[1]
     {'w': P('stage', lengths=(0, 4))}
 
-    Raises ShardingError for a leaf without dims, for a layer without elements, and for lengths that do not sum to the
-    number of layers.
+    Raises ShardingError for a leaf without dims, and for lengths that do not sum to the number of layers.
     """
     if not axis:
         raise fail("on_stages: axis='' names no axis", fix='axis="stage"')
@@ -223,7 +222,7 @@ def on_stages(
         raise fail(f"on_stages: {len(specs)} specs, {len(layers)} layers, n={n}, chunks={chunks}, lengths={lengths}",
                    fix="specs and a length for each layer and stage")  # fmt: skip
     out = []
-    for i, (layer, of_layer, place) in enumerate(zip(layers, specs, _places(counts), strict=True)):
+    for layer, of_layer, place in zip(layers, specs, _places(counts), strict=True):
         leaves, treedef = tree.flatten(layer)
         placed = []
         for x, spec in zip(leaves, tree.broadcast(of_layer, layer, name="on_stages: specs", leaf=is_spec), strict=True):
@@ -232,8 +231,6 @@ def on_stages(
             here = {axis: tuple(x.shape[0] * (stage == place % n) for stage in range(n))}
             major, *rest = spec.parts(len(x.shape))
             placed.append(P((axis, *major), *rest, memory=spec.memory, lengths={**spec.lengths, **here}))
-        if all(0 in x.shape for x in leaves):
-            raise _nowhere("on_stages", i)
         out.append(tree.unflatten(treedef, placed))
     return out
 
@@ -243,19 +240,11 @@ def _places(counts: Sequence[int]) -> list[int]:
     return [place for place, count in enumerate(counts) for _ in range(count)]
 
 
-def _nowhere(verb: str, i: int) -> ShardingError:
-    """Error for a layer of a list that no stage would compute."""
-    return fail(f"{verb}: layers[{i}] has no elements, by which a stage knows its layers",
-                fix="make it a part of the layer before")  # fmt: skip
-
-
 def _layers(layers: Any, each: Any, chunks: int) -> tuple[Sequence[Any], list[tuple[Any, ...]]]:
     """Return a tree for each layer, and its extra argument, if there is one; stacked leaves are unbound once."""
     if isinstance(layers, (list, tuple)):
         if each is not None and not (isinstance(each, (list, tuple)) and len(each) == len(layers)):
             raise fail(f"pipelined: each is {shown(each)}", fix=f"a list, for the list of {len(layers)} layers")
-        if empty := [i for i, layer in enumerate(layers) if not tree.leaves(layer)]:
-            raise _nowhere("pipelined", empty[0])
         return layers, [()] * len(layers) if each is None else [(extra,) for extra in each]
     if each is not None and not tree.leaves(each):
         raise fail(f"pipelined: each is {shown(each)}, without leaves", fix="leaves that are stacked like the layers")

@@ -420,9 +420,6 @@ pipelined: params is a dict
     "keys among the layers": ({"f": lambda run: lambda p, b: run((p[0], {"up": p[1]["up"], "key": b["ids"]}), b)}, """\
 pipelined: params[1]['key'] is int64, which has no gradient
   fix: pass it by each=, or capture it"""),
-    "a layer without leaves": ({"f": lambda run: lambda p, b: run((p[0], [p[1], {}]), b)}, """\
-pipelined: layers[1] has no elements, by which a stage knows its layers
-  fix: make it a part of the layer before"""),
     "rows of each": ({"f": lambda run: lambda p, b: run(p, b, each=b["ids"] + 0)}, """\
 pipelined: the leaves must be stacked, with the layers of this stage as dim 0, [layers, ...]
   each [4, 3]
@@ -437,13 +434,6 @@ pipelined: the leaves must be stacked, with the layers of this stage as dim 0, [
 def test_mistakes_are_named(name):
     options, text = MISTAKES[name]
     assert wrong(**options) == text
-
-
-def test_a_layer_without_elements_has_no_stage():
-    """It would be left out on all stages, and computed by a model on one device."""
-    for layer in ({}, {"w": torch.ones(0, 4)}):
-        text = error_text(fs.on_stages, [P()] * 2, [{"w": torch.ones(2)}, layer], "stage", 2)
-        assert text.startswith("on_stages: layers[1] has no elements")
 
 
 @pytest.mark.parametrize("check", ["first", "never"])
