@@ -24,7 +24,7 @@ from fshard import tree
 from fshard._core.callsite import site
 from fshard._core.comm import fake_tensors, silent_comm
 from fshard._core.microbatch import in_microbatch, microbatches
-from fshard._core.ops import differentiable_dtype, evenly, keep_placed
+from fshard._core.ops import argument_spec, differentiable_dtype, evenly, keep_placed
 from fshard._core.protocol import PendingTransfer, Series, size_of
 from fshard._core.region import bind, checker, known_axes, live_axes, region, unchecked
 from fshard._core.torch import without_modes
@@ -177,11 +177,10 @@ class Pipelined:
             return (), 1, batches, lambda ends: ends
         current = region("pipelined")
         names, dim = known_axes("pipelined", current, self.axis), int(self.chunks > 1)
-        specs = {id(x): spec for x, spec in zip(*current.arguments, strict=True)}
         for name, part in (("params[1]", params[1]), ("each", each)):
             listed = isinstance(part, (list, tuple))
             for path, x in tree.leaves_with_path(part):
-                spec = specs.get(id(x))
+                spec = argument_spec(x)
                 if spec is None or (set(names) <= set(spec.axes) if listed else
                                     spec.parts(x.ndim)[dim : dim + 1] == (names,)):  # fmt: skip
                     continue
@@ -190,7 +189,7 @@ class Pipelined:
                            shape=list(x.shape), spec=spec, chunks=self.chunks, fix="the specs of fs.on_stages" if listed
                            else f"P({'None, ' * dim}{self.axis!r}, ...), of leaves [{stacked_as}, ...]")  # fmt: skip
         live = live_axes(current.comm, names)
-        of_ends = tree.map(lambda x: specs.get(id(x)) or P(), params[0])
+        of_ends = tree.map(lambda x: argument_spec(x) or P(), params[0])
         return live, size_of(live, current.sizes), batches, lambda ends: unshard(ends, of_ends, live)
 
 

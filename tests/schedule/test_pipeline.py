@@ -118,16 +118,20 @@ SPLIT_ENDS = [(P("stage"), 5, 1), (P("stage", lengths=(0, 5, 7)), 3, 1), (P("sta
 
 @pytest.mark.parametrize(("wte", "n", "model"), SPLIT_ENDS)
 def test_ends_may_be_split_over_the_stages(wte, n, model):
-    """Also unevenly, on one stage, and over an axis whose parts the program gathers."""
-    params, b, specs = parameters(n, tied=False), batch(ROWS * 3), ({"wte": wte, "head": P()}, P("stage"))
+    """Also unevenly, on one stage, over an axis whose parts the program gathers, evenly beside these, and donated."""
+    params, b, specs = parameters(n, tied=False), batch(ROWS * 3), ({"wte": wte, "head": P("stage")}, P("stage"))
 
     def join(p):
         return p[0] | {"wte": fs.all_gather(p[0]["wte"], "model", to="invariant")}, p[1]
 
     f = fs.pipelined(first, layer, mean, axis="stage", microbatches=3, gather=join if model > 1 else None)
     mesh = fs.make_mesh(stage=n, model=model)
-    step = fs.shard_map(f, mesh=mesh, in_specs=(specs, P()), out_specs=(P(), specs), check="always")
-    assert_same(fs.device_get(step(params, b)), dense(params, b, 3), f"{wte} on {n}", **CLOSE)
+    step = fs.shard_map(lambda p, b: f(p, b), mesh=mesh, in_specs=(specs, P()), out_specs=(P(), specs), donate=0)
+    with fs.recording() as log:
+        got = fs.device_get(step(fs.device_put(params, specs, mesh), b))
+    assert_same(got, dense(params, b, 3), f"{wte} on {n}", **CLOSE)
+    for p in fs.plan(step, params, b).positions:  # in which no size is unknown
+        assert p.transfers == tuple(t for t in log if t.rank == p.rank)
 
 
 @pytest.mark.parametrize(("kind", "v", "n", "layers"), [("1f1b", 1, 2, 5), ("zero_bubble", 1, 4, 3),
