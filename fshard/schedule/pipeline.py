@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -129,7 +129,8 @@ class Pipelined:
             parts, transpose = (ends, params[1]), lambda grads: (of_ends(grads[0]), grads[1])
         else:
             parts, transpose = gathered_with_transpose("pipelined", lambda p: self._gathered(vary, p), params)
-        loss, count, aux, grads = _Run(self, self.schedule, n, axes, parts, batch, batches, each).value_and_grad()
+        loss, count, aux, grads = _Run(self, self.schedule, n, axes, parts, params[1], batch, batches,
+                                       each).value_and_grad()  # fmt: skip
         del parts
         grads = transpose(grads)
         if self.counted or self.microbatches > 1:
@@ -144,7 +145,7 @@ class Pipelined:
         with torch.no_grad():
             parts = self._gathered(vary, params)
             if n > 1:
-                run = _Run(self, "forward", n, axes, parts, batch, batches, each)
+                run = _Run(self, "forward", n, axes, parts, params[1], batch, batches, each)
                 return run.from_last_stage(stacked("pipelined", run.run()))
             return stacked("pipelined", [self._model(parts, b, each) for b in batches])
 
@@ -181,8 +182,8 @@ class Pipelined:
             listed = isinstance(part, (list, tuple))
             for path, x in tree.leaves_with_path(part):
                 spec = argument_spec(x)
-                if spec is None or (set(names) <= set(spec.axes) if listed else
-                                    spec.parts(x.ndim)[dim : dim + 1] == (names,)):  # fmt: skip
+                if spec is None or (set(names) <= set(spec.axes) and len(_stages_of(spec, names, current.sizes)) < 2
+                                    if listed else spec.parts(x.ndim)[dim : dim + 1] == (names,)):  # fmt: skip
                     continue
                 stacked_as = f"{self.chunks}, layers of a chunk" if dim else "layers"
                 raise fail(f"pipelined: {tree.show(name, path)}: the layers are not split over the axis",
@@ -261,17 +262,34 @@ def _layers(layers: Any, each: Any, chunks: int) -> tuple[Sequence[Any], list[tu
     return [layer for layer, _ in pairs], [extra for _, extra in pairs]
 
 
-def _chunks(layers: Sequence[Any], chunks: int, n: int, stage: int) -> list[list[int]]:
-    """Return the numbers of the layers of each chunk of a stage: over n stages, of those whose leaves are not empty."""
-    here = [i for i, layer in enumerate(layers) if n == 1 or any(x.numel() for x in tree.leaves(layer))]
-    if chunks == 1:
-        return [here]
-    places = _places(evenly(len(layers), n * chunks))
-    out = [[i for i, place in enumerate(places) if place == c * n + stage] for c in range(chunks)]
-    if here != list(itertools.chain(*out)):
-        raise fail(f"pipelined: stage {stage} has layers {here}", chunks=chunks, stages=n,
-                   fix=f"fs.on_stages(specs, layers, axis, {n}, chunks={chunks})")  # fmt: skip
+def _chunks(layers: Sequence[Any], axes: tuple[str, ...], chunks: int, n: int, stage: int) -> list[list[int]]:
+    """Return the numbers of the layers of each chunk of a stage. A layer without leaves is where the one before is.
+
+    The specs of a listed layer say where it is: a rank of the stage may have no rows of it, where another axis splits
+    them. Of leaves without a spec, computed in the region, the stage has those that are not empty.
+    """
+    out: list[list[int]] = [[] for _ in range(chunks)]
+    at = 0
+    for i, (layer, even) in enumerate(zip(layers, _places(evenly(len(layers), n * chunks)), strict=True)):
+        leaves, at = tree.leaves(layer), even if chunks > 1 else at
+        specs = [spec for x in leaves if (spec := argument_spec(x)) is not None]
+        found = {s for spec in specs for s in _stages_of(spec, axes, region().sizes)}
+        if len(specs) < len(leaves):
+            found = {stage if any(x.numel() for x in leaves) else (at + (at % n == stage)) % n}
+        at = even if chunks > 1 else max([at, *found])
+        if found - {at % n}:
+            here = ", ".join(map(str, sorted(found)))
+            raise fail(f"pipelined: params[1][{i}] is on stage {here}, and stage {at % n} is next", chunks=chunks, stages=n,
+                       fix=f"fs.on_stages(specs, layers, axis, {n}, chunks={chunks})")  # fmt: skip
+        if at % n == stage:
+            out[at // n].append(i)
     return out
+
+
+def _stages_of(spec: P, axes: tuple[str, ...], sizes: Mapping[str, int]) -> list[int]:
+    """Return the stages that have rows of a leaf: all, if no lengths are chosen."""
+    rows = [spec.lengths.get(a, (1,) * sizes[a]) if sizes[a] > 1 else (1,) for a in axes]
+    return [i for i, lengths in enumerate(itertools.product(*rows)) if all(lengths)]
 
 
 # --- messages ---------------------------------------------------------------------------------------------------
@@ -333,7 +351,7 @@ class _Run:
     """One rank's run of a table."""
 
     def __init__(
-        self, pipe: Pipelined, kind: str, n: int, axes: tuple[str, ...], params: Any, batch: Any,
+        self, pipe: Pipelined, kind: str, n: int, axes: tuple[str, ...], params: Any, placed: Any, batch: Any,
         batches: Sequence[Any], each: Any,
     ) -> None:  # fmt: skip
         self.pipe, self.axes, self.params, self.batches = pipe, axes, params, batches
@@ -342,7 +360,8 @@ class _Run:
         self.steps = _steps(kind, n, pipe.microbatches, pipe.chunks, self.stage)
         self.ends, self.is_listed = params[0], isinstance(params[1], (list, tuple))
         self.layers, self.each = _layers(params[1], each, pipe.chunks)
-        self.chunks = _chunks(self.layers, pipe.chunks, *((n, self.stage) if self.is_listed else (1, 0)))
+        self.chunks = _chunks(placed, axes, pipe.chunks, n, self.stage) if self.is_listed else \
+            _chunks(self.layers, (), pipe.chunks, 1, 0)  # fmt: skip
         self.parts = list(microbatches(tree.leaves(batch), pipe.microbatches))
         h, self.result = self._outline()
         self.h, self.h_def = tree.flatten(h)
