@@ -279,8 +279,8 @@ def _chunks(layers: Sequence[Any], axes: tuple[str, ...], chunks: int, n: int, s
         at = even if chunks > 1 else max([at, *found])
         if found - {at % n}:
             here = ", ".join(map(str, sorted(found)))
-            raise fail(f"pipelined: params[1][{i}] is on stage {here}, and stage {at % n} is next", chunks=chunks, stages=n,
-                       fix=f"fs.on_stages(specs, layers, axis, {n}, chunks={chunks})")  # fmt: skip
+            raise fail(f"pipelined: params[1][{i}] is on stage {here}, and stage {at % n} is next",
+                       chunks=chunks, stages=n, fix=f"fs.on_stages(specs, layers, axis, {n}, chunks={chunks})")  # fmt: skip
         if at % n == stage:
             out[at // n].append(i)
     return out
