@@ -280,7 +280,8 @@ def _chunks(layers: Sequence[Any], axes: tuple[str, ...], chunks: int, n: int, s
         if found - {at % n}:
             here = ", ".join(map(str, sorted(found)))
             raise fail(f"pipelined: params[1][{i}] is on stage {here}, and stage {at % n} is next",
-                       chunks=chunks, stages=n, fix=f"fs.on_stages(specs, layers, axis, {n}, chunks={chunks})")  # fmt: skip
+                       chunks=chunks, stages=n,
+                       fix=f"fs.on_stages(specs, layers, axis, {n}, chunks={chunks})")  # fmt: skip
         if at % n == stage:
             out[at // n].append(i)
     return out
