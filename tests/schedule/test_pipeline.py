@@ -482,6 +482,17 @@ all_reduce: called in a stage of a pipeline, which the ranks do not run together
     )
 
 
+def test_a_loss_that_asks_for_the_value_of_a_tensor_is_refused():
+    text = wrong(last=lambda ends, h, b: losses(ends, h, b)[b["targets"].flatten() > 1].mean())
+    assert (
+        re.sub(r":\d+ ", ":0 ", text)
+        == """\
+test_pipeline.py:0 in <lambda>: in a pipeline each stage first computes shapes without data, and this operation \
+needs the value of a tensor: aten.nonzero.default
+  fix: keep it a tensor (torch.where, indexing by tensors)"""
+    )
+
+
 def test_types_of_h_are_checked_at_each_stage():
     """A stage whose result varies over data, where the h of first does not, would have a wrong gradient."""
     f = fs.pipelined(lambda ends, b: ends["x"].expand(2, D), lambda p, h, b: h * fs.pvary(p["w"], "data") * b.sum(),
