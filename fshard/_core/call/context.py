@@ -78,8 +78,10 @@ def explain_missing_values(
             raise
         site = _user_site(e)
         line = f"{site}: " if site is not None else ""
-        raise fail(f"{line}{why}, and this operation needs the value of a tensor: {e}",
-                   fix=f"keep it a tensor (torch.where, indexing by tensors){instead}") from e
+        raise fail(
+            f"{line}{why}, and this operation needs the value of a tensor: {e}",
+            fix=f"keep it a tensor (torch.where, indexing by tensors){instead}",
+        ) from e
     finally:
         _log_of_fake_tensors.removeFilter(_is_no_failure)
 
