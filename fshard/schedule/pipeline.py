@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fshard import tree
+from fshard._core.call import explain_missing_values
 from fshard._core.callsite import site
 from fshard._core.comm import fake_tensors, silent_comm
 from fshard._core.microbatch import in_microbatch, microbatches
-from fshard._core.ops import differentiable_dtype, evenly, keep_placed
+from fshard._core.ops import argument_spec, differentiable_dtype, evenly, keep_placed
 from fshard._core.protocol import PendingTransfer, Series, size_of
 from fshard._core.region import bind, checker, known_axes, live_axes, region, unchecked
 from fshard._core.torch import without_modes
@@ -126,7 +127,8 @@ class Pipelined:
         k = 1 if self.gather is None else 2  # without `gather` only the ends: to transform layers takes time
         parts, transpose = gathered_with_transpose("pipelined", lambda p: self._gathered(vary, p), params[:k])
         parts = (*parts, *params[k:])
-        loss, count, aux, grads = _Run(self, self.schedule, n, axes, parts, batch, batches, each).value_and_grad()
+        loss, count, aux, grads = _Run(self, self.schedule, n, axes, parts, params[1], batch, batches,
+                                       each).value_and_grad()  # fmt: skip
         del parts
         grads = (*transpose(grads[:k]), *grads[k:])
         if self.counted or self.microbatches > 1:
@@ -141,7 +143,7 @@ class Pipelined:
         with torch.no_grad():
             parts = self._gathered(vary, params)
             if n > 1:
-                run = _Run(self, "forward", n, axes, parts, batch, batches, each)
+                run = _Run(self, "forward", n, axes, parts, params[1], batch, batches, each)
                 return run.from_last_stage(stacked("pipelined", run.run()))
             found = []
             for part, x in zip(microbatches(tree.leaves(batch), self.microbatches), batches, strict=True):
@@ -178,20 +180,19 @@ class Pipelined:
             return (), 1, batches, lambda ends: ends
         current = region("pipelined")
         names, dim = known_axes("pipelined", current, self.axis), int(self.chunks > 1)
-        specs = {id(x): spec for x, spec in zip(*current.arguments, strict=True)}
         for name, part in (("params[1]", params[1]), ("each", each)):
             listed = isinstance(part, (list, tuple))
             for path, x in tree.leaves_with_path(part):
-                spec = specs.get(id(x))
-                if spec is None or (set(names) <= set(spec.axes) if listed else
-                                    spec.parts(x.ndim)[dim : dim + 1] == (names,)):  # fmt: skip
+                spec = argument_spec(x)
+                if spec is None or (set(names) <= set(spec.axes) and len(_stages_of(spec, names, current.sizes)) < 2
+                                    if listed else spec.parts(x.ndim)[dim : dim + 1] == (names,)):  # fmt: skip
                     continue
                 stacked_as = f"{self.chunks}, layers of a chunk" if dim else "layers"
                 raise fail(f"pipelined: {tree.show(name, path)}: the layers are not split over the axis",
                            shape=list(x.shape), spec=spec, chunks=self.chunks, fix="the specs of fs.on_stages" if listed
                            else f"P({'None, ' * dim}{self.axis!r}, ...), of leaves [{stacked_as}, ...]")  # fmt: skip
         live = live_axes(current.comm, names)
-        of_ends = tree.map(lambda x: specs.get(id(x)) or P(), params[0])
+        of_ends = tree.map(lambda x: argument_spec(x) or P(), params[0])
         return live, size_of(live, current.sizes), batches, lambda ends: unshard(ends, of_ends, live)
 
 
@@ -263,17 +264,35 @@ def _layers(layers: Any, each: Any, chunks: int) -> tuple[Sequence[Any], list[tu
     return [layer for layer, _ in pairs], [extra for _, extra in pairs]
 
 
-def _chunks(layers: Sequence[Any], chunks: int, n: int, stage: int) -> list[list[int]]:
-    """Return the numbers of the layers of each chunk of a stage: over n stages, of those whose leaves are not empty."""
-    here = [i for i, layer in enumerate(layers) if n == 1 or any(x.numel() for x in tree.leaves(layer))]
-    if chunks == 1:
-        return [here]
-    places = _places(evenly(len(layers), n * chunks))
-    out = [[i for i, place in enumerate(places) if place == c * n + stage] for c in range(chunks)]
-    if here != list(itertools.chain(*out)):
-        raise fail(f"pipelined: stage {stage} has layers {here}", chunks=chunks, stages=n,
-                   fix=f"fs.on_stages(specs, layers, axis, {n}, chunks={chunks})")  # fmt: skip
+def _chunks(layers: Sequence[Any], axes: tuple[str, ...], chunks: int, n: int, stage: int) -> list[list[int]]:
+    """Return the numbers of the layers of each chunk of a stage. A layer without leaves is where the one before is.
+
+    The specs of a listed layer say where it is: a rank of the stage may have no rows of it, where another axis splits
+    them. Of leaves without a spec, computed in the region, the stage has those that are not empty.
+    """
+    out: list[list[int]] = [[] for _ in range(chunks)]
+    at = 0
+    for i, (layer, even) in enumerate(zip(layers, _places(evenly(len(layers), n * chunks)), strict=True)):
+        leaves, at = tree.leaves(layer), even if chunks > 1 else at
+        specs = [spec for x in leaves if (spec := argument_spec(x)) is not None]
+        found = {s for spec in specs for s in _stages_of(spec, axes, region().sizes)}
+        if len(specs) < len(leaves):
+            found = {stage if any(x.numel() for x in leaves) else (at + (at % n == stage)) % n}
+        at = even if chunks > 1 else max([at, *found])
+        if found - {at % n}:
+            here = ", ".join(map(str, sorted(found)))
+            raise fail(f"pipelined: params[1][{i}] is on stage {here}, and stage {at % n} is next",
+                       chunks=chunks, stages=n,
+                       fix=f"fs.on_stages(specs, layers, axis, {n}, chunks={chunks})")  # fmt: skip
+        if at % n == stage:
+            out[at // n].append(i)
     return out
+
+
+def _stages_of(spec: P, axes: tuple[str, ...], sizes: Mapping[str, int]) -> list[int]:
+    """Return the stages that have rows of a leaf: all, if no lengths are chosen."""
+    rows = [spec.lengths.get(a, (1,) * sizes[a]) if sizes[a] > 1 else (1,) for a in axes]
+    return [i for i, lengths in enumerate(itertools.product(*rows)) if all(lengths)]
 
 
 # --- messages ---------------------------------------------------------------------------------------------------
@@ -335,7 +354,7 @@ class _Run:
     """One rank's run of a table."""
 
     def __init__(
-        self, pipe: Pipelined, kind: str, n: int, axes: tuple[str, ...], params: Any, batch: Any,
+        self, pipe: Pipelined, kind: str, n: int, axes: tuple[str, ...], params: Any, placed: Any, batch: Any,
         batches: Sequence[Any], each: Any,
     ) -> None:  # fmt: skip
         self.pipe, self.axes, self.params, self.batches = pipe, axes, params, batches
@@ -344,7 +363,8 @@ class _Run:
         self.steps = _steps(kind, n, pipe.microbatches, pipe.chunks, self.stage)
         self.ends, self.is_listed = params[0], isinstance(params[1], (list, tuple))
         self.layers, self.each = _layers(params[1], each, pipe.chunks)
-        self.chunks = _chunks(self.layers, pipe.chunks, *((n, self.stage) if self.is_listed else (1, 0)))
+        self.chunks = _chunks(placed, axes, pipe.chunks, n, self.stage) if self.is_listed else \
+            _chunks(self.layers, (), pipe.chunks, 1, 0)  # fmt: skip
         self.parts = list(microbatches(tree.leaves(batch), pipe.microbatches))
         h, self.result = self._outline()
         self.h, self.h_def = tree.flatten(h)
@@ -376,7 +396,8 @@ class _Run:
         mode = next((x.fake_mode for x in tensors if hasattr(x, "fake_mode")), None) or fake_tensors()  # of a dry run
         silent = bind(replace(current, comm=silent_comm(current.comm), scratch={}))
         part = in_microbatch(self.parts[0])
-        with without_modes(), mode, types or _NOTHING, silent, torch.no_grad(), part:
+        told = explain_missing_values("in a pipeline each stage first computes shapes without data", "")
+        with told, without_modes(), mode, types or _NOTHING, silent, torch.no_grad(), part:
             h = self.pipe.first(self.ends, self.batches[0])
             self.h, self.h_def = tree.flatten(h)
             for path, x in tree.leaves_with_path(h):

@@ -118,16 +118,20 @@ SPLIT_ENDS = [(P("stage"), 5, 1), (P("stage", lengths=(0, 5, 7)), 3, 1), (P("sta
 
 @pytest.mark.parametrize(("wte", "n", "model"), SPLIT_ENDS)
 def test_ends_may_be_split_over_the_stages(wte, n, model):
-    """Also unevenly, on one stage, and over an axis whose parts the program gathers."""
-    params, b, specs = parameters(n, tied=False), batch(ROWS * 3), ({"wte": wte, "head": P()}, P("stage"))
+    """Also unevenly, on one stage, over an axis whose parts the program gathers, evenly beside these, and donated."""
+    params, b, specs = parameters(n, tied=False), batch(ROWS * 3), ({"wte": wte, "head": P("stage")}, P("stage"))
 
     def join(p):
         return p[0] | {"wte": fs.all_gather(p[0]["wte"], "model", to="invariant")}, p[1]
 
     f = fs.pipelined(first, layer, mean, axis="stage", microbatches=3, gather=join if model > 1 else None)
     mesh = fs.make_mesh(stage=n, model=model)
-    step = fs.shard_map(f, mesh=mesh, in_specs=(specs, P()), out_specs=(P(), specs), check="always")
-    assert_same(fs.device_get(step(params, b)), dense(params, b, 3), f"{wte} on {n}", **CLOSE)
+    step = fs.shard_map(f, mesh=mesh, in_specs=(specs, P()), out_specs=(P(), specs), check="always", donate=0)
+    with fs.recording() as log:
+        got = fs.device_get(step(fs.device_put(params, specs, mesh), b))
+    assert_same(got, dense(params, b, 3), f"{wte} on {n}", **CLOSE)
+    for p in fs.plan(step, params, b).positions:  # in which no size is unknown
+        assert [t.sent for t in p.transfers] == [t.sent for t in log if t.rank == p.rank]
 
 
 @pytest.mark.parametrize(("kind", "v", "n", "layers"), [("1f1b", 1, 2, 5), ("zero_bubble", 1, 4, 3),
@@ -155,6 +159,48 @@ def test_layers_may_be_a_list_each_on_one_stage(kind, v, n, layers):
     want, (want_ends, want_layers) = dense((ends, stacked), b, 3)
     got = {name: torch.stack([d[name] for d in d_layers]) for name in stacked}
     assert_same((loss, d_ends, got), (want, want_ends, want_layers), **CLOSE)
+
+
+def listed(layers, specs, chunks=1, data=1):
+    """Loss and gradients of layers that scale h and may have no leaves, on two stages; and of the dense model."""
+    x, rows = numbers(4 * data, D), P("data")
+
+    def scaled(p, h, b):
+        return torch.sin(h * fs.unshard(p, rows, "data", shapes={"w": x[0]} if p else {}).get("w", 3.0))
+
+    def loss(p, b):
+        for i in range(len(p)):
+            b = torch.sin(b * p[i].get("w", 3.0))
+        return b.square().mean()
+
+    f = fs.pipelined(lambda ends, b: b, scaled, lambda ends, h, b: fs.pmean(h.square().mean(), "data"), axis="stage",
+                     microbatches=2, schedule="interleaved" if chunks > 1 else "1f1b", chunks=chunks)  # fmt: skip
+    step = fs.shard_map(lambda p, b: f(({}, p), b), mesh=fs.make_mesh(data=data, stage=2), in_specs=(specs, P("data")),
+                        out_specs=(P(), ({}, specs)), check="always")  # fmt: skip
+    got, (_, grads) = fs.device_get(step(layers, x))
+    return (got, grads), fs.accumulate(loss, 2)(layers, x)
+
+
+def test_listed_layers_are_where_their_specs_place_them():
+    """Also layers without leaves, and those of which some ranks of their stage have no rows: 6 over 4."""
+    layers = [{}, {"w": numbers(D)}, {}, {"w": numbers(D, salt=1)}, {}]
+    for chunks, data in ((1, 4), (2, 1)):
+        got, want = listed(layers, fs.on_stages([P("data")] * 5, layers, "stage", 2, chunks=chunks), chunks, data)
+        assert_same(got, want, f"{chunks} {data}", **CLOSE)
+
+
+def test_listed_layers_in_another_order_than_the_stages_are_refused():
+    layers = [{"w": numbers(D, salt=i)} for i in range(4)]
+    text = error_text(listed, layers, fs.on_stages([P("data")] * 4, layers, "stage", 2, chunks=2))
+    assert (
+        text
+        == """\
+pipelined: params[1][2] is on stage 0, and stage 1 is next
+  chunks  1    stages  2
+  fix: fs.on_stages(specs, layers, axis, 2, chunks=1)"""
+    )
+    text = error_text(listed, layers, [{"w": P(("stage", "data"))}] * 4)
+    assert text.startswith("pipelined: params[1][0]['w']: the layers are not split over the axis"), text
 
 
 def pipelines_on_two_processes():
@@ -448,6 +494,17 @@ all_reduce: called in a stage of a pipeline, which the ranks do not run together
   over stage, at test_pipeline.py:0 in <lambda>
   it would not end
   fix: call it in gather=, or after the pipeline; over axes without the stages'"""
+    )
+
+
+def test_a_loss_that_asks_for_the_value_of_a_tensor_is_refused():
+    text = wrong(last=lambda ends, h, b: losses(ends, h, b)[b["targets"].flatten() > 1].mean())
+    assert (
+        re.sub(r":\d+ ", ":0 ", text)
+        == """\
+test_pipeline.py:0 in <lambda>: in a pipeline each stage first computes shapes without data, and this operation \
+needs the value of a tensor: aten.nonzero.default
+  fix: keep it a tensor (torch.where, indexing by tensors)"""
     )
 
 

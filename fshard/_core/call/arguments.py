@@ -79,21 +79,19 @@ def make_plan(
     tensors = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, Sharded, Deferred))]
     uneven: dict[str, UnevenSize] = {}
     in_parts: dict[tuple[str, ...], set[Size]] = {}
-    shapes: dict[int, tuple[int, ...]] = {}
     for i in tensors:
         dims = zip(specs[i].sizes(leaves[i].shape, mesh.axes), specs[i].parts(leaves[i].ndim), strict=True)
         for dim, (n, axes) in enumerate(dims):
             if axes:
                 in_parts.setdefault(tuple(a for a in axes if mesh.axes[a] > 1), set()).add(n)
                 for a in axes if is_uneven(n, math.prod(mesh.axes[a] for a in axes)) else ():
-                    shapes[i] = tuple(leaves[i].shape)
                     uneven.setdefault(a, UnevenSize(f"dim {dim} of {names[i]}", n, axes))
     donated = [i for i in _donated_positions(name, donate, args) if isinstance(leaves[i], (Sharded, Deferred))]
     kept = [i for i in tensors if i not in set(donated)]
     ties = {id(leaves[i]) for i in donated}
     placed = {i for i in kept if isinstance(leaves[i], (Sharded, Deferred)) and id(leaves[i]) not in ties}
     return CallPlan(name, mesh, out_specs, treedef, call_signature(passed), specs, names, slices, uneven, in_parts,
-                    list(shapes.items()), donated, kept, placed)  # fmt: skip
+                    [(i, tuple(leaves[i].shape)) for i in tensors], donated, kept, placed)  # fmt: skip
 
 
 def _described(x: Any) -> Any:
@@ -206,7 +204,7 @@ def slice_inputs(plan: CallPlan, local: list[Any], at: int) -> None:
             part = x.detach() if box_shape(box) == x.shape else x.detach()[box]
             local[i] = part.to(device, copy=copy)
     for i, shape in plan.global_shapes:
-        local[i].placed = shape, plan.specs[i]  # for `dim_sizes.argument_shape`
+        local[i].placed = shape, plan.specs[i]  # for `dim_sizes`
 
 
 def note_written(plan: CallPlan, kept: Sequence[Tensor], versions: Sequence[int], *, refuse: bool) -> None:

@@ -61,7 +61,10 @@ _NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 @contextlib.contextmanager
-def explain_missing_values() -> Iterator[None]:
+def explain_missing_values(
+    why: str = "an abstract mesh has no data",
+    instead: str = '; or check with data, by fs.shard_map(..., check="always")',
+) -> Iterator[None]:
     """Replace the error of an operation that needs values, on a fake tensor, by one that names the user's line.
 
     Torch logs the traceback of each failed operation, too, before its error: that log is left out.
@@ -75,9 +78,10 @@ def explain_missing_values() -> Iterator[None]:
             raise
         site = _user_site(e)
         line = f"{site}: " if site is not None else ""
-        raise fail(f"{line}an abstract mesh has no data, and this operation needs the value of a tensor: {e}",
-                   fix="keep it a tensor (torch.where, indexing by tensors); or check with data, by "
-                       'fs.shard_map(..., check="always")') from e  # fmt: skip
+        raise fail(
+            f"{line}{why}, and this operation needs the value of a tensor: {e}",
+            fix=f"keep it a tensor (torch.where, indexing by tensors){instead}",
+        ) from e
     finally:
         _log_of_fake_tensors.removeFilter(_is_no_failure)
 
