@@ -383,14 +383,14 @@ class _Run:
         In a checked call it types h, and a layer must not change that type.
         """
         types, current = checker(), region()
-        leaves = tree.leaves((self.ends, self.batches[0]))
+        leaves, treedef = tree.flatten((self.ends, self.batches[0]))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         # The shapes of h may follow from numbers in the batch, too.
         is_kept = types is None and current.comm.has_values and len(tensors) == len(leaves)
         known: dict[Any, tuple[Any, Any]] = self.pipe._outlines if is_kept else {}
         device = current.device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        key = *current.sizes.items(), *current.coords.items(), cast, *[(x.shape, x.dtype) for x in tensors]
+        key = treedef, cast, *current.sizes.items(), *current.coords.items(), *[(x.shape, x.dtype) for x in tensors]
         if key in known:
             return known[key]
         mode = next((x.fake_mode for x in tensors if hasattr(x, "fake_mode")), None) or fake_tensors()  # of a dry run
