@@ -65,7 +65,8 @@ def pipelined(
         returns f: ((ends {I axis}, layers {V axis}), batch) -> (loss [] {I axis}, gradients like the parameters)
 
     On any number of ranks it equals `accumulate(value_and_grad(model), microbatches)`, where the model is `first`, each
-    layer in order, and `last`. h is a tensor of floating numbers or a tree of them, of one shape throughout.
+    layer in order, and `last`. h is a tensor of floating numbers or a tree of them, of one shape throughout; a layer
+    does not write to it in place.
 
     - `layers` are stacked, [L, ...], in specs P(axis): a rank has L/n neighbouring layers, or any other number. With
       `chunks=v` they are [v, L/v, ...], in specs P(None, axis): `x.reshape(v, L // v, *x.shape[1:])`. Or they are a
@@ -346,6 +347,7 @@ def _steps(kind: str, n: int, m: int, chunks: int, stage: int) -> list[_Step]:
 # --- one run ----------------------------------------------------------------------------------------------------
 
 _MOST_SENT = 2  # messages whose sends may be pending
+_MOST_OUTLINES = 1000
 _NOTHING = contextlib.nullcontext()
 
 
@@ -382,12 +384,14 @@ class _Run:
         In a checked call it types h, and a layer must not change that type.
         """
         types, current = checker(), region()
-        tensors = [x for x in tree.leaves((self.ends, self.batches[0])) if isinstance(x, Tensor)]
+        leaves, treedef = tree.flatten((self.ends, self.batches[0]))
+        tensors, kind = [x for x in leaves if isinstance(x, Tensor)], current.device.type
         known: dict[Any, tuple[Any, Any]] = self.pipe._outlines if types is None and current.comm.has_values else {}
-        place = *current.sizes.items(), *current.coords.items(), torch.is_autocast_enabled(current.device.type)
-        key = place, *[(x.shape, x.dtype) for x in tensors]
-        if key in known:
-            return known[key]
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        place = treedef, cast, *current.sizes.items(), *current.coords.items()
+        key = place, *[(x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves]
+        if (found := known.get(key)) is not None:
+            return found
         mode = next((x.fake_mode for x in tensors if hasattr(x, "fake_mode")), None) or fake_tensors()  # of a dry run
         silent = bind(replace(current, comm=silent_comm(current.comm), scratch={}))
         part = in_microbatch(self.parts[0])
@@ -404,8 +408,10 @@ class _Run:
                 self._check_h(self.pipe.stage(self.layers[i], h, self.batches[0], *self.each[i]), "stage")
             result = self.pipe.last(self.ends, h, self.batches[0])
         zeros = lambda x: _zeros(x) if isinstance(x, Tensor) else x  # noqa: E731
-        known[key] = h if types is not None else tree.map(zeros, h), tree.map(zeros, result)
-        return known[key]
+        if len(known) >= _MOST_OUTLINES:  # of a batch with the number of its step
+            known.clear()
+        known[key] = found = h if types is not None else tree.map(zeros, h), tree.map(zeros, result)
+        return found
 
     # --- results ---
 

@@ -381,6 +381,27 @@ def test_h_may_be_a_tree_of_several_dtypes():
     assert_same(found[1], found[0], rtol=1e-6, atol=1e-6)
 
 
+def test_a_number_of_the_batch_and_the_dtype_of_autocast_may_change_between_calls():
+    """What a stage knows of the others' results is of this call."""
+
+    def end(ends, h, b):
+        return h.float().square().mean(), h[0, : b["n"]]
+
+    f = fs.pipelined(lambda ends, b: b["x"] @ ends, lambda p, h, b: torch.tanh(h @ p), end, axis="stage",
+                     microbatches=2, has_aux=True)  # fmt: skip
+
+    def run(p, b, dtype):
+        with torch.autocast("cpu", dtype):
+            return f(p, b)[0][1]
+
+    step = fs.shard_map(run, mesh=fs.make_mesh(stage=2), in_specs=((P(), P("stage")), P(), P()), out_specs=P())
+    params = torch.eye(D), torch.eye(D).expand(2, D, D)
+    for n, dtype in ((1, torch.bfloat16), (2, torch.bfloat16), (2, torch.float16)):
+        for _ in range(2):
+            aux = step(params, {"x": torch.ones(4, D), "n": n}, dtype)
+            assert (aux.shape, aux.dtype) == ((2, n), dtype)
+
+
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
