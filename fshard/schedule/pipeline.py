@@ -65,7 +65,8 @@ def pipelined(
         returns f: ((ends {I axis}, layers {V axis}), batch) -> (loss [] {I axis}, gradients like the parameters)
 
     On any number of ranks it equals `accumulate(value_and_grad(model), microbatches)`, where the model is `first`, each
-    layer in order, and `last`. h is a tensor of floating numbers or a tree of them, of one shape throughout.
+    layer in order, and `last`. h is a tensor of floating numbers or a tree of them, of one shape throughout; a layer
+    does not write to it in place.
 
     - `layers` are stacked, [L, ...], in specs P(axis): a rank has L/n neighbouring layers, or any other number. With
       `chunks=v` they are [v, L/v, ...], in specs P(None, axis): `x.reshape(v, L // v, *x.shape[1:])`. Or they are a

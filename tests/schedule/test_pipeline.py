@@ -382,18 +382,25 @@ def test_h_may_be_a_tree_of_several_dtypes():
     assert_same(found[1], found[0], rtol=1e-6, atol=1e-6)
 
 
-def test_the_shape_of_h_may_follow_from_a_number_in_the_batch():
-    """Of each call: the shapes of a call before are used again only for the same arguments."""
-    f = fs.pipelined(lambda ends, b: first(ends, b)[:, : b["n"]], layer, lambda ends, h, b: h.square().mean(),
-                     axis="stage", microbatches=2)  # fmt: skip
-    found = {}
-    for stages in (1, 2):
-        specs = (P(), P("stage"))
-        step = fs.shard_map(
-            f, mesh=fs.make_mesh(stage=stages), in_specs=(specs, P()), out_specs=(P(), specs), check="never"
-        )
-        found[stages] = [fs.device_get(step(parameters(2), batch(4) | {"n": n})) for n in (2, 3)]
-    assert_same(found[2], found[1], **CLOSE)
+def test_a_number_of_the_batch_and_the_dtype_of_autocast_may_change_between_calls():
+    """What a stage knows of the others' results is of this call."""
+
+    def end(ends, h, b):
+        return h.float().square().mean(), h[0, : b["n"]]
+
+    f = fs.pipelined(lambda ends, b: b["x"] @ ends, lambda p, h, b: torch.tanh(h @ p), end, axis="stage",
+                     microbatches=2, has_aux=True)  # fmt: skip
+
+    def run(p, b, dtype):
+        with torch.autocast("cpu", dtype):
+            return f(p, b)[0][1]
+
+    step = fs.shard_map(run, mesh=fs.make_mesh(stage=2), in_specs=((P(), P("stage")), P(), P()), out_specs=P())
+    params = torch.eye(D), torch.eye(D).expand(2, D, D)
+    for n, dtype in ((1, torch.bfloat16), (2, torch.bfloat16), (2, torch.float16)):
+        for _ in range(2):
+            aux = step(params, {"x": torch.ones(4, D), "n": n}, dtype)
+            assert (aux.shape, aux.dtype) == ((2, n), dtype)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
