@@ -170,7 +170,7 @@ def _flatten_traced(tree: Any, out: list[Any], is_leaf: Callable[[Any], bool] | 
     if children is None:
         out.append(tree)
         return None
-    kind, static = type(tree), ()
+    kind, static = type(tree), tuple[Any, ...]()
     if isinstance(tree, dict):
         kind, static = OrderedDict if isinstance(tree, OrderedDict) else dict, tuple(tree)
     elif isinstance(tree, (list, tuple)):

@@ -135,7 +135,7 @@ def _make_function(arity: int, compiling: bool) -> Any:
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         which = ctx.differentiated or range(arity)
-        transpose = ctx.map.transpose.only(which)
+        transpose = ctx.map.transpose if len(which) == arity else ctx.map.transpose.only(which)
         if ctx.origin is not None:
             transpose = replace(transpose, origin=ctx.origin)
         by_position = dict(zip(which, apply_map(transpose, [grads[i] for i in which]), strict=True))

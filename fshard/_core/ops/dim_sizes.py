@@ -31,12 +31,11 @@ def split_layout(
     Raises ShardingError for `chosen` lengths that do not sum to the dim.
     """
     current = region(verb)
-    sizes = [(d, x.shape[d]) for x in xs for d in [dim_of(verb, x, dim)]]
-    for d, n in sizes:
-        if chosen is not None and total(chosen) != n:
-            raise fail(f"{verb}: the lengths sum to {total(chosen)}, and dim {d} has {n}", *user_line(),
-                       fix=f"lengths that sum to {n}")  # fmt: skip
-    layout = tuple((d, n if chosen is None else chosen) for d, n in sizes)
+    for x in xs:
+        if chosen is not None and total(chosen) != x.shape[dim]:
+            raise fail(f"{verb}: the lengths sum to {total(chosen)}, and dim {dim % x.ndim} has {x.shape[dim]}",
+                       *user_line(), fix=f"lengths that sum to {x.shape[dim]}")  # fmt: skip
+    layout = tuple([(dim % x.ndim, x.shape[dim] if chosen is None else chosen) for x in xs])
     if not current.comm.has_values:
         current.split_sizes.setdefault(axes, set()).update(size for _, size in layout)
     if uneven := [(d, size) for d, size in layout if is_uneven(size, size_of(axes, current.sizes))]:
