@@ -41,8 +41,8 @@ def _get(x: Sharded, rank: int | None) -> Tensor | None:
         refuse_transfer("device_get")
         return _gather_to_host(x, rank)
     out = torch.empty(x.shape, dtype=x.dtype)
-    for at, part in zip(x.mesh.ranks, x.shards, strict=True):
-        out[x.box(at)] = part.detach().cpu()
+    for owner, box in owners(x):
+        out[box] = x.shards[owner].detach().cpu()
     return out
 
 

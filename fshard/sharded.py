@@ -516,8 +516,8 @@ def place_tree(
     for (path, leaf), spec in zip(leaves, leaf_specs, strict=True):
         label = f"{verb}: {tree.show('tree', path)}"
         twin, twin_spec = first.setdefault(id(leaf), (path, spec))
-        shape = tuple(leaf.shape) if isinstance(leaf, (Tensor, Deferred, Sharded, np.ndarray)) else ()
-        if isinstance(leaf, (Deferred, Sharded, Tensor, np.ndarray)) and not same_placement(twin_spec, spec, leaf.ndim):
+        shape = tuple(leaf.shape) if isinstance(leaf, (Tensor, Deferred, Sharded, np.ndarray)) else None
+        if shape is not None and not same_placement(twin_spec, spec, len(shape)):
             errors.append(fail(f"{label}: is tied to {tree.show('tree', twin)}, which has another spec",
                                fix="give both one spec, or untie them", spec=spec, other=twin_spec))  # fmt: skip
         if not isinstance(leaf, kinds) or not _has_dtype(leaf):
@@ -526,21 +526,17 @@ def place_tree(
                 call_of(leaf) or _as_leaves(leaf)  # fmt: skip
             what = shown(leaf) if callable(leaf) else a_type(type(leaf))
             errors.append(fail(f"{label}: cannot place {what}", fix=fix))
+        elif isinstance(leaf, Tensor) and ((leaf.is_meta and mesh is not None and mesh.kind != "abstract")
+                                           or leaf.layout is not torch.strided):  # fmt: skip
+            errors.append(fail(f"{label}: has no values to place" if leaf.is_meta else f"{label}: is not strided",
+                               fix="a tensor on a device; x.to_dense() of a sparse one"))  # fmt: skip
         else:
-            if isinstance(leaf, Tensor) and ((leaf.is_meta and mesh is not None and mesh.kind != "abstract")
-                                             or leaf.layout is not torch.strided):  # fmt: skip
-                errors.append(fail(f"{label}: has no values to place" if leaf.is_meta else f"{label}: is not strided",
-                                   fix="a tensor on a device; x.to_dense() of a sparse one"))  # fmt: skip
-                continue
-            errors += spec_errors(label, shape, spec, (mesh or leaf.mesh).axes)  # type: ignore[attr-defined]
+            errors += spec_errors(label, shape or (), spec, (mesh or leaf.mesh).axes)  # type: ignore[attr-defined]
     raise_all(errors)
     placed: dict[int, Any] = {}
     out = []
     for (path, leaf), spec in zip(leaves, leaf_specs, strict=True):
-        if isinstance(leaf, _NUMBERS):  # equal numbers may be one object without being tied
-            out.append(place(path, leaf, spec))
-            continue
-        if id(leaf) not in placed:
+        if id(leaf) not in placed or isinstance(leaf, _NUMBERS):  # equal numbers may be one object without being tied
             placed[id(leaf)] = place(path, leaf, spec)
         out.append(placed[id(leaf)])
     return tree.unflatten(tree.structure(tree_), out)

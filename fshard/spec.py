@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from . import tree as _tree
 from ._core.display import View, page, picture, table
+from ._core.protocol import index_of
 from .errors import ShardingError, checked, fail, must_be, raise_all, shown
 
 Axis = str | tuple[str, ...] | None
@@ -321,14 +321,13 @@ def part_ranks(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> dict[
     parts = spec.parts(len(shape))
     lines = []  # of each dim, the bounds of the part at every position over its axes
     for n, axes in zip(spec.sizes(shape, sizes), parts, strict=True):
-        cut = [sizes[a] for a in axes]
-        ranges = (part_range(n, cut, coords) for coords in np.ndindex(*cut))
-        lines.append([(start, start + length) for start, length in ranges])
+        ends = itertools.accumulate(part_lengths(n, [sizes[a] for a in axes]), initial=0)
+        lines.append(list(itertools.pairwise(ends)))
     ranks: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for rank, coords in enumerate(np.ndindex(*sizes.values())):
+    for rank, coords in enumerate(itertools.product(*map(range, sizes.values()))):
         at = dict(zip(sizes, coords, strict=True))
-        indices = [functools.reduce(lambda i, a: i * sizes[a] + at[a], axes, 0) for axes in parts]
-        ranks.setdefault(tuple(line[i] for line, i in zip(lines, indices, strict=True)), []).append(rank)
+        bounds = tuple(line[index_of(axes, sizes, at)] for line, axes in zip(lines, parts, strict=True))
+        ranks.setdefault(bounds, []).append(rank)
     return ranks
 
 
@@ -452,22 +451,21 @@ def fully_shard(
 
     Raises ShardingError listing every leaf without a shape, and for a glob that matches no leaf.
     """
-    leaves, treedef = _tree.flatten(tree)
+    named = _tree.leaves_with_path(tree)
     leaf_specs = _tree.broadcast(specs, tree, name="specs", leaf=is_spec)
     raise_all([must_be(f"fully_shard: {_tree.show('tree', path)}", "a leaf with a shape", x)
-               for path, x in _tree.leaves_with_path(tree) if not hasattr(x, "shape")])  # fmt: skip
-    paths = [_tree.dotted(path).split(".") if path else [] for path, _ in _tree.leaves_with_path(tree)]
-    first = dict.fromkeys(range(len(leaves)), 0)  # dim that may be split
+               for path, x in named if not hasattr(x, "shape")])  # fmt: skip
+    paths = [_tree.dotted(path).split(".") if path else [] for path, _ in named]
+    in_stacks: set[int] = set()  # the leaves whose dim 0 may not be split
     for glob in [stacked] if isinstance(stacked, str) else stacked:
-        found = {i: 1 for i, path in enumerate(paths) if matches(path, glob.split("."))}
+        found = {i for i, path in enumerate(paths) if matches(path, glob.split("."))}
         if not found:
-            raise fail(
-                f"fully_shard: stacked={glob!r} matches no leaf", fix=f'a glob of paths: "{glob}.**", "*.{glob}"'
-            )
-        first.update(found)
-    added = [_add_axes(s, tuple(x.shape), names_of(axis), min_size, first[i])
-             for i, (s, x) in enumerate(zip(leaf_specs, leaves, strict=True))]  # fmt: skip
-    return _tree.unflatten(treedef, added)
+            raise fail(f"fully_shard: stacked={glob!r} matches no leaf",
+                       fix=f'a glob of paths: "{glob}.**", "*.{glob}"')  # fmt: skip
+        in_stacks |= found
+    added = [_add_axes(s, tuple(x.shape), names_of(axis), min_size, int(i in in_stacks))
+             for i, (s, (_, x)) in enumerate(zip(leaf_specs, named, strict=True))]  # fmt: skip
+    return _tree.unflatten(_tree.structure(tree), added)
 
 
 def _add_axes(spec: P, shape: tuple[int, ...], axes: tuple[str, ...], min_size: int, first: int) -> P:

@@ -65,8 +65,7 @@ def make_plan(
     for (path, _), leaf, spec in zip(tree.leaves_with_path(args), leaves, leaf_specs, strict=True):
         spec = spec if spec is not None else leaf.spec if isinstance(leaf, Sharded) else P()
         specs.append(spec)
-        if _argument_errors("", leaf, spec, mesh):
-            errors += _argument_errors(f"{name}: {tree.show('args', path)}", leaf, spec, mesh)
+        errors += _argument_errors(f"{name}: {tree.show('args', path)}", leaf, spec, mesh)
     raise_all(errors)
     to_slice = (Tensor, Deferred, Sharded) if mesh.kind == "abstract" else (Tensor, Deferred)
     slices: list[list[tuple[int, Box | None]]] = []

@@ -177,9 +177,9 @@ def _plan_outputs(plan: CallPlan, results: Sequence[RankResult]) -> OutputPlan:
         if kind in known:
             placements.append(known[kind])
             continue
-        placement, wrong = _place_result("", parts, shapes, dtypes, spec, mesh)
-        if wrong:
-            errors += _place_result(f"{name}: {tree.show('result', path)}", parts, shapes, dtypes, spec, mesh)[1]
+        label = f"{name}: {tree.show('result', path)}"
+        placement, wrong = _place_result(label, parts, shapes, dtypes, spec, mesh)
+        errors += wrong
         placements.append(placement)
         if placement is not None:
             known[kind] = placement
