@@ -18,6 +18,7 @@ import optree
 import torch
 from optree import PyTreeSpec
 from optree import tree_structure as structure
+from optree.utils import total_order_sorted
 
 from .errors import ShardingError, a_type, call_of, checked, fail, join_limited, must_be, raise_all, shown
 
@@ -170,7 +171,8 @@ def _flatten_traced(tree: Any, out: list[Any], is_leaf: Callable[[Any], bool] | 
     if children is None:
         out.append(tree)
         return None
-    kind, static = type(tree), tuple[Any, ...]()
+    kind: Any = type(tree)
+    static: tuple[Any, ...] = ()
     if isinstance(tree, dict):
         kind, static = OrderedDict if isinstance(tree, OrderedDict) else dict, tuple(tree)
     elif isinstance(tree, (list, tuple)):
@@ -419,22 +421,14 @@ def check_leaves(verb: str, name: str, tree: Any, kind: type | tuple[type, ...])
     return found, treedef
 
 
-def _keys(tree: dict[Any, Any]) -> list[Any]:
-    """Return the keys in the order of optree: as inserted in an OrderedDict, else sorted, by type if not comparable."""
-    if isinstance(tree, OrderedDict):
-        return list(tree)
-    try:
-        return sorted(tree)
-    except TypeError:
-        return sorted(tree, key=lambda k: (f"{type(k).__module__}.{type(k).__qualname__}", k))
-
-
 def _children(tree: Any) -> dict[Any, Any] | None:
     """Return the children of a container by key, in the order of its leaves; `None` for a leaf."""
     if tree is None:
         return {}
+    if isinstance(tree, OrderedDict):
+        return dict(tree)
     if isinstance(tree, dict):
-        return {key: tree[key] for key in _keys(tree)}
+        return {key: tree[key] for key in total_order_sorted(tree)}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return dict(zip(tree._fields, tree, strict=True))
     if isinstance(tree, (list, tuple)):

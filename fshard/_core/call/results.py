@@ -241,7 +241,7 @@ def _global_shape(
                              f"the ranks hold {sizes[dim]}", f"a dim of {total(n)} splits into {expected}",
                              fix=fix)]  # fmt: skip
     for rank, returned in enumerate(shapes):
-        part = tuple(s.stop - s.start for s in local_box(shape, spec, mesh.axes, mesh.coords(rank)))
+        part = box_shape(local_box(shape, spec, mesh.axes, mesh.coords(rank)))
         if returned != part:
             return (), [fail(f"{label}: rank {rank} returned {list(returned)}, its part of {shape} is {list(part)}",
                              spec=spec)]  # fmt: skip

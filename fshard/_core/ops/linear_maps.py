@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -269,17 +269,25 @@ class AllToAll(_DimMap):
         return AllToAll(self.comm, self.axes, self.concat, self.layout)
 
 
+class Counts(NamedTuple):
+    """Numbers of rows to and from each rank over some axes; `exchanged` if the ranks know that they fit."""
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    exchanged: bool
+
+    @property
+    def transpose(self) -> Counts:
+        """The counts of the rows on their way back."""
+        return self._replace(send=self.receive, receive=self.send)
+
+
 @dataclass(frozen=True)
 class AllToAllRows(Map):
-    """all_to_all_rows: send[i] rows of each tensor to rank i, and receive[i] rows from it; `dims` has the dim of rows.
+    """all_to_all_rows: `counts.send[i]` rows of each tensor to rank i; `dims` has the dim of each tensor's rows."""
 
-    `exchanged`: the counts of the ranks are known to fit.
-    """
-
-    send: tuple[int, ...] = ()
-    receive: tuple[int, ...] = ()
-    dims: tuple[int, ...] = ()
-    exchanged: bool = False
+    counts: Counts
+    dims: tuple[int, ...]
     verb = "all_to_all_rows"
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -288,7 +296,8 @@ class AllToAllRows(Map):
             x = rows[0].contiguous()
         else:
             x = torch.cat([r.reshape(len(r), math.prod(r.shape[1:])) for r in rows], 1)
-        out = self.comm.all_to_all_rows(x, self.send, self.receive, self.axes, exchanged=self.exchanged)
+        send, receive, exchanged = self.counts
+        out = self.comm.all_to_all_rows(x, send, receive, self.axes, exchanged=exchanged)
         parts = [out] if len(rows) == 1 else out.split_with_sizes([math.prod(r.shape[1:]) for r in rows], 1)
         return [part.reshape(len(out), *r.shape[1:]).movedim(0, dim)
                 for part, r, dim in zip(parts, rows, self.dims, strict=True)]  # fmt: skip
@@ -298,7 +307,7 @@ class AllToAllRows(Map):
 
     @property
     def transpose(self) -> Map:
-        return replace(self, origin=None, send=self.receive, receive=self.send)
+        return replace(self, origin=None, counts=self.counts.transpose)
 
     def only(self, which: Sequence[int]) -> Map:
         return replace(self, dims=tuple(self.dims[i] for i in which))
