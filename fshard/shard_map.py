@@ -140,9 +140,8 @@ class ShardMapped:
     @api_boundary
     def __call__(self, *args: Any, **by_name: Any) -> Any:
         if by_name:
-            raise fail(
-                f"{self._name}: {', '.join(by_name)} passed by name", fix="pass arguments by position, as in_specs"
-            )
+            raise fail(f"{self._name}: {', '.join(by_name)} passed by name",
+                       fix="pass arguments by position, as in_specs")  # fmt: skip
         return self._run(args)[0]
 
     def _run(self, args: tuple[Any, ...]) -> tuple[Any, CallPlan, list[_RankRun]]:
@@ -204,8 +203,8 @@ class ShardMapped:
     def _compare_arguments(self, args: tuple[Any, ...]) -> None:
         """Raise for arguments that processes have passed different values of."""
         if self.mesh.kind == "process":
-            check_same_arguments(self._name, self.mesh, call.argument_names(self._name, self._f, args),
-                                 tree.leaves(args))  # fmt: skip
+            names = call.argument_names(self._name, self._f, args)
+            check_same_arguments(self._name, self.mesh, names, tree.leaves(args))
 
     def _find_plan(self, leaves: list[Any], treedef: Any) -> CallPlan | None:
         """Return the plan of this signature; None before the first call that has it."""

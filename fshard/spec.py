@@ -345,9 +345,26 @@ def box_bounds(box: Box) -> tuple[tuple[int, int], ...]:
     return tuple((s.start, s.stop) for s in box)
 
 
-def box_of(bounds: Sequence[tuple[int, int]]) -> Box:
-    """Return the box of these `box_bounds`."""
-    return tuple(slice(start, stop) for start, stop in bounds)
+def different_parts(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> list[tuple[Box, list[int]]]:
+    """Return the box of each different part of a leaf, and the ranks that have it, as `part_ranks`; no empty parts."""
+    return [(tuple(slice(start, stop) for start, stop in bounds), ranks)
+            for bounds, ranks in part_ranks(shape, spec, sizes).items()
+            if all(start < stop for start, stop in bounds)]  # fmt: skip
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """Return the intersection of two boxes; None if it is empty."""
+    box = tuple(slice(max(s.start, t.start), min(s.stop, t.stop)) for s, t in zip(a, b, strict=True))
+    return box if all(s.start < s.stop for s in box) else None
+
+
+def relative_box(inner: Box, outer: Box) -> Box:
+    """Return the slices of a box relative to a box that contains it.
+
+    >>> relative_box((slice(5, 7),), (slice(4, 9),))
+    (slice(1, 3, None),)
+    """
+    return tuple(slice(i.start - o.start, i.stop - o.start) for i, o in zip(inner, outer, strict=True))
 
 
 def spec_errors(
@@ -512,21 +529,6 @@ def format_number(x: torch.Tensor) -> str:
     x = x.detach().cpu()
     narrow = x.is_floating_point() and x.element_size() < 4 and x.dtype != torch.float16  # of these numpy has only one
     return str((x.float() if narrow else x).numpy()[()])
-
-
-def overlap(a: Box, b: Box) -> Box | None:
-    """Return the intersection of two boxes; None if it is empty."""
-    box = tuple(slice(max(s.start, t.start), min(s.stop, t.stop)) for s, t in zip(a, b, strict=True))
-    return box if all(s.start < s.stop for s in box) else None
-
-
-def relative_box(inner: Box, outer: Box) -> Box:
-    """Return the slices of a box relative to a box that contains it.
-
-    >>> relative_box((slice(5, 7),), (slice(4, 9),))
-    (slice(1, 3, None),)
-    """
-    return tuple(slice(i.start - o.start, i.stop - o.start) for i, o in zip(inner, outer, strict=True))
 
 
 def format_axes(sizes: Mapping[str, int]) -> str:
