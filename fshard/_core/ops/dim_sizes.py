@@ -156,17 +156,17 @@ def _length_here(size: Size, axes: Sequence[str]) -> int:
 
 def global_shape(verb: str, x: Tensor, spec: P, *, word: str) -> tuple[int, ...]:
     """Return the shape whose part by `spec` is `x` on this rank; sizes are found as by `global_size`."""
-    raise_all(spec_errors(verb, tuple(x.shape), spec, region(verb).sizes, local=True))
-    described = x.shape if region().comm.has_values else getattr(unwrapped(x), "global_sizes", x.shape)
+    current = region(verb)
+    raise_all(spec_errors(verb, tuple(x.shape), spec, current.sizes, local=True))
+    described = x.shape if current.comm.has_values else getattr(unwrapped(x), "global_sizes", x.shape)
     if len(described) != x.ndim:  # the examples of a vmap
         described = x.shape
     shape = []
-    described = spec.sizes(described, region().sizes)
-    for n, known, axes in zip(x.shape, described, spec.parts(x.ndim), strict=True):
+    for n, known, axes in zip(x.shape, spec.sizes(described, current.sizes), spec.parts(x.ndim), strict=True):
         fits = known != n and _length_here(known, axes) == n
         size = known if fits or isinstance(known, tuple) else total(known_sizes(verb, [n], axes, word=word)[0])
         if (length := _length_here(size, axes)) != n:
-            lengths = part_lengths(size, [region().sizes[a] for a in axes])
+            lengths = part_lengths(size, [current.sizes[a] for a in axes])
             raise fail(f"{verb}: x is not this rank's part of an array with spec {spec}",
                        f"{total(size)} over {axes} splits into {lengths}; this rank has {n}, and its part is {length}",
                        *user_line(),
