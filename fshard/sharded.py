@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -24,6 +23,7 @@ from .random import check_key, fold_in
 from .spec import (
     Box,
     P,
+    Sized,
     box_bounds,
     box_shape,
     describe,
@@ -46,7 +46,7 @@ class Placement(NamedTuple):
 
 
 @checked
-class Sharded:
+class Sharded(Sized):
     """A placed leaf: a global shape, a spec, a mesh, and the local parts of this process.
 
     `shards` has one local tensor for each of `mesh.ranks`: all of them on a simulated mesh, one on a process mesh.
@@ -90,18 +90,6 @@ class Sharded:
     dtype: torch.dtype = property(attrgetter("placement.dtype"), doc="As of a tensor.")  # type: ignore[assignment]
     spec: P = property(attrgetter("placement.spec"), doc="How the mesh's axes split it.")  # type: ignore[assignment]
     mesh: Mesh = property(attrgetter("placement.mesh"), doc="The mesh with its parts.")  # type: ignore[assignment]
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the global leaf, replicas not counted."""
-        return self.numel() * self.dtype.itemsize
 
     def box(self, rank: int) -> Box:
         """Return the global slices of the part of `rank`."""

@@ -552,6 +552,26 @@ def size(n: int) -> str:
     return f"{n} B"
 
 
+class Sized:
+    """Base of leaves that are not tensors and have a global shape and a dtype: numbers that follow from these."""
+
+    __slots__ = ()
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global leaf, replicas not counted."""
+        return self.numel() * self.dtype.itemsize
+
+
 class _Typed(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
