@@ -40,8 +40,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 # --- transforms of torch.func -----------------------------------------------------------------------------------------
 
-# torch.func does not show publicly if a tensor is wrapped by a transform (`is_wrapped`, `is_batched`), by which, what is
-# inside (`unwrapped_once`), nor the innermost transform on this thread, if one runs (`innermost_transform`).
+# torch.func does not show publicly if a tensor is wrapped by a transform (`is_wrapped`, `is_batched`), by which, or what
+# is inside (`unwrapped_once`), nor the innermost transform on this thread, if one runs (`innermost_transform`).
 
 # Tensors made inside a transform are wrapped, and a collective cannot send those.
 without_functorch = torch._C._DisableFuncTorch
