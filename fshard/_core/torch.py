@@ -40,7 +40,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 # --- transforms of torch.func -----------------------------------------------------------------------------------------
 
-# torch.func does not show publicly if a tensor is wrapped by a transform (`is_wrapped`, `is_batched`), by which, or what
+# torch.func does not show publicly if a tensor is wrapped by a transform (`is_wrapped`, `is_batched`), which one, what
 # is inside (`unwrapped_once`), nor the innermost transform on this thread, if one runs (`innermost_transform`).
 
 # Tensors made inside a transform are wrapped, and a collective cannot send those.
