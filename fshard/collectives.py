@@ -24,6 +24,7 @@ from ._core.ops import (
     AllToAll,
     Gather,
     GatherInvariant,
+    Map,
     Permute,
     Scatter,
     Slice,
@@ -33,7 +34,6 @@ from ._core.ops import (
     check_counts,
     check_types,
     checked_size,
-    dim_of,
     exchange_padded,
     exchange_rows,
     gather_layout,
@@ -68,8 +68,7 @@ def psum(x: T, axis: Axis) -> T:
     Raises ShardingError for bools, whose sum would be a logical or: `psum(x.int(), axis)` counts them, `pmin(x, axis)`
     is true where all ranks are, `pmax(x, axis)` where any is.
     """
-    return _on_leaves("psum", x, axis, lambda comm, axes, xs: apply_map(Sum(comm, axes), xs),
-                      of_number=lambda number, n: number * n)  # fmt: skip
+    return _on_leaves("psum", x, axis, lambda comm, axes, xs: Sum(comm, axes), of_number=lambda number, n: number * n)
 
 
 @checked
@@ -85,11 +84,8 @@ def pmean(x: T, axis: Axis) -> T:
 
     Raises ShardingError for integers and bools, whose mean is not of their dtype.
     """
-
-    def mean(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return apply_map(Sum(comm, axes, size_of(axes, comm.sizes)), xs)
-
-    return _on_leaves("pmean", x, axis, mean, of_number=lambda number, n: number / 1)
+    return _on_leaves("pmean", x, axis, lambda comm, axes, xs: Sum(comm, axes, size_of(axes, comm.sizes)),
+                      of_number=lambda number, n: number / 1)  # fmt: skip
 
 
 @checked
@@ -102,8 +98,7 @@ def pvary(x: T, axis: Axis) -> T:
     >>> grad(loss)(torch.tensor(3.0))
     tensor(0.5000)
     """
-    return _on_leaves("pvary", x, axis, lambda comm, axes, xs: apply_map(Vary(comm, axes), xs),
-                      of_number=lambda number, n: number)  # fmt: skip
+    return _on_leaves("pvary", x, axis, lambda comm, axes, xs: Vary(comm, axes), of_number=lambda number, n: number)
 
 
 @checked
@@ -149,10 +144,9 @@ def all_gather(
     """
     known = checked_size("all_gather", size, axis)
 
-    def gather(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        dims = [dim_of("all_gather", t, dim) for t in xs]
-        layout = gather_layout("all_gather", axes, xs, dims, [known] * len(xs))
-        return apply_map((GatherInvariant if to == "invariant" else Gather)(comm, axes, layout), xs)
+    def gather(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Map:
+        layout = gather_layout("all_gather", axes, xs, [dim % t.ndim for t in xs], [known] * len(xs))
+        return (GatherInvariant if to == "invariant" else Gather)(comm, axes, layout)
 
     return _on_leaves("all_gather", x, axis, gather, dim=dim)
 
@@ -170,8 +164,8 @@ def psum_scatter(x: T, axis: Axis, dim: int = 0, *, lengths: Sequence[int] | Non
     """
     chosen = checked_size("psum_scatter", lengths, axis, word="lengths=")
 
-    def scatter(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return apply_map(Scatter(comm, axes, split_layout("psum_scatter", axes, xs, dim, chosen)), xs)
+    def scatter(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Map:
+        return Scatter(comm, axes, split_layout("psum_scatter", axes, xs, dim, chosen))
 
     return _on_leaves("psum_scatter", x, axis, scatter, dim=dim)
 
@@ -187,8 +181,8 @@ def pslice(x: T, axis: Axis, dim: int = 0, *, lengths: Sequence[int] | None = No
     """
     chosen = checked_size("pslice", lengths, axis, word="lengths=")
 
-    def keep(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return apply_map(Slice(comm, axes, split_layout("pslice", axes, xs, dim, chosen)), xs)
+    def keep(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Map:
+        return Slice(comm, axes, split_layout("pslice", axes, xs, dim, chosen))
 
     return _on_leaves("pslice", x, axis, keep, dim=dim)
 
@@ -211,12 +205,11 @@ def all_to_all(
     """
     known = checked_size("all_to_all", size, axis)
 
-    def exchange(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        gathered = [dim_of("all_to_all", t, concat) for t in xs]
-        if any(d == dim_of("all_to_all", t, split) for t, d in zip(xs, gathered, strict=True)):
+    def exchange(comm: Comm, axes: tuple[str, ...], xs: Sequence[Tensor]) -> Map:
+        if any(split % t.ndim == concat % t.ndim for t in xs):
             raise fail(f"all_to_all: split and concat are both dim {split}", fix="name two different dims")
-        layout = gather_layout("all_to_all", axes, xs, gathered, [known] * len(xs))
-        return apply_map(AllToAll(comm, axes, split_layout("all_to_all", axes, xs, split), layout), xs)
+        gathered = gather_layout("all_to_all", axes, xs, [concat % t.ndim for t in xs], [known] * len(xs))
+        return AllToAll(comm, axes, split_layout("all_to_all", axes, xs, split), gathered)
 
     return _on_leaves("all_to_all", x, axis, exchange, split=split, concat=concat)
 
@@ -241,7 +234,7 @@ def ppermute(x: T, axis: Axis, perm: Sequence[tuple[int, int]]) -> T:
     pairs = tuple((int(source), int(target)) for source, target in perm)
     if names and n == 1 and not pairs:
         x = tree.map(lambda t: torch.zeros_like(t) if isinstance(t, Tensor) else t, x)
-    return _on_leaves("ppermute", x, axis, lambda comm, axes, xs: apply_map(Permute(comm, axes, pairs), xs))
+    return _on_leaves("ppermute", x, axis, lambda comm, axes, xs: Permute(comm, axes, pairs))
 
 
 @checked
@@ -268,8 +261,8 @@ def all_to_all_rows(
     if axis is None or axis == ():
         return x
     current = region("all_to_all_rows")
-    names = known_axes("all_to_all_rows", current, axis)
-    axes, tensors = live_axes(current.comm, names), [t for t in tree.leaves(x) if isinstance(t, Tensor) and t.ndim]
+    axes = live_axes(current.comm, known_axes("all_to_all_rows", current, axis))
+    tensors = [t for t in tree.leaves(x) if isinstance(t, Tensor) and t.ndim]
     if not tensors or len(tensors) < len(tree.leaves(x)):
         raise_all(_leaf_errors("all_to_all_rows", x, False, {"dim": 0}))
         return x
@@ -303,8 +296,7 @@ def take_rows(x: T, axis: Axis, rows: Tensor) -> T:
                    fix="take rows of tensors of one length together", rows=list(rows.shape))  # fmt: skip
     (length,) = sizes
     current = region("take_rows")
-    names = known_axes("take_rows", current, axis)
-    axes = live_axes(current.comm, names)
+    axes = live_axes(current.comm, known_axes("take_rows", current, axis))
     (known,) = known_sizes("take_rows", [length], axis, word="x in equal parts")
     size = total(known)
     if has_values() and len(rows) and not 0 <= (low := int(rows.min())) <= (high := int(rows.max())) < size:
@@ -416,12 +408,13 @@ def local_range(n: int, axis: Axis, *, size: Size | None = None) -> tuple[int, i
 
 
 def _on_leaves(
-    verb: str, x: T, axis: Axis, f: Callable[[Comm, tuple[str, ...], Sequence[Tensor]], Sequence[Tensor]], *,
+    verb: str, x: T, axis: Axis, f: Callable[[Comm, tuple[str, ...], Sequence[Tensor]], Map | Sequence[Tensor]], *,
     of_number: Callable[[Any, int], Any] | None = None, **dims: int,
 ) -> T:  # fmt: skip
-    """Apply `f` to the tensors of each dtype together, over the axes of more than one rank; without any, return `x`.
+    """Apply the map that `f` returns to the tensors of each dtype together; `f` may return the results instead.
 
-    `of_number(number, ranks)` is applied to the leaves that are Python numbers. Every tensor must have all of `dims`.
+    The map is over the axes of more than one rank; without any, `x` is returned. `of_number(number, ranks)` is applied
+    to the leaves that are Python numbers. Every tensor must have all of `dims`.
     """
     if axis is None or axis == ():
         return x
@@ -447,7 +440,9 @@ def _on_leaves(
         refuse_tracing(verb)
         for group in by_dtype([out[i] for i in tensors]):
             which = [tensors[g] for g in group]
-            for i, y in zip(which, f(current.comm, axes, [out[i] for i in which]), strict=True):
+            xs = [out[i] for i in which]
+            made = f(current.comm, axes, xs)
+            for i, y in zip(which, apply_map(made, xs) if isinstance(made, Map) else made, strict=True):
                 out[i] = y
     return tree.unflatten(treedef, out) if axes or numbers else x
 

@@ -42,15 +42,16 @@ def value_and_grad(
     Raises ShardingError for a loss that is not one floating number, and for leaves that cannot be differentiated.
     """
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    name = getattr(f, "__name__", type(f).__name__)
+    label = f"value_and_grad({getattr(f, '__name__', type(f).__name__)})"
 
     @named_as(f)
     @api_boundary
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        _check_argnums(f"value_and_grad({name})", numbers, args)
+        _check_argnums(label, numbers, args)
         leaves, treedef = tree.flatten(tuple(args[i] for i in numbers))
-        _check_differentiable(name, numbers, args, leaves)
-
+        if not leaves:
+            raise fail(f"{label}: argument {argnums} has no leaves", fix="pass the parameters, or other argnums")
+        _check_differentiable(label, numbers, args, leaves)
         compiling = torch.compiler.is_dynamo_compiling()
         aux_rest: list[Any] = []  # aux without its tensors: torch.func returns only tensors
 
@@ -60,16 +61,12 @@ def value_and_grad(
                 full[i] = arg
             out = f(*full, **kwargs)
             if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-                raise fail(f"value_and_grad({name}): has_aux=True, and the result is {shown(out)}",
-                           fix="return (loss, aux)")  # fmt: skip
+                raise fail(f"{label}: has_aux=True, and the result is {shown(out)}", fix="return (loss, aux)")
             loss, aux = out if has_aux else (out, None)
-            check_loss(f"value_and_grad({name})", loss)
+            check_loss(label, loss)
             tensors, aux_rest[:] = split_tensors(aux)
             return loss, tensors
 
-        if not leaves:
-            raise fail(f"value_and_grad({name}): argument {argnums} has no leaves",
-                       fix="pass the parameters, or other argnums")  # fmt: skip
         inputs = [] if compiling else [x for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
         if compiling or needs_torch_func(inputs):
             transform = torch.func.grad_and_value(of_leaves, argnums=tuple(range(len(leaves))), has_aux=True)
@@ -78,7 +75,7 @@ def value_and_grad(
             constant = [x for x in inputs if not x.requires_grad]
             flat_grads, (loss, tensors) = _grad_by_autograd(of_leaves, leaves)
             if any(x.requires_grad for x in constant):
-                raise _modified(name, args, {id(x) for x in constant})
+                raise _modified(label, args, {id(x) for x in constant})
         grads = tree.unflatten(treedef, flat_grads)
         aux = fill_tensors(aux_rest, tensors)
         return (loss, aux) if has_aux else loss, grads[0] if isinstance(argnums, int) else grads
@@ -222,12 +219,12 @@ def _leaves_by_path(args: Sequence[Any], numbers: Sequence[int]) -> list[tuple[s
     return [(tree.show(f"args[{i}]", path), leaf) for i in numbers for path, leaf in tree.leaves_with_path(args[i])]
 
 
-def _check_differentiable(name: str, numbers: Sequence[int], args: Sequence[Any], leaves: Sequence[Any]) -> None:
+def _check_differentiable(label: str, numbers: Sequence[int], args: Sequence[Any], leaves: Sequence[Any]) -> None:
     dtypes = {x.dtype if isinstance(x, Tensor) else None for x in leaves}
     if all(dtype is not None and (dtype.is_floating_point or dtype.is_complex) for dtype in dtypes):
         return  # without the paths, which take longer
     for path, leaf in _leaves_by_path(args, numbers):
-        check_leaf(f"value_and_grad({name}): {path}", leaf, "pass leaves that are not trained in another argument")
+        check_leaf(f"{label}: {path}", leaf, "pass leaves that are not trained in another argument")
 
 
 def check_leaf(label: str, leaf: Any, fix: str) -> None:
@@ -239,12 +236,12 @@ def check_leaf(label: str, leaf: Any, fix: str) -> None:
         raise fail(f"{label} is {kind}, which has no gradient", fix=fix)
 
 
-def _modified(name: str, args: Sequence[Any], constant: set[int]) -> ShardingError:
+def _modified(label: str, args: Sequence[Any], constant: set[int]) -> ShardingError:
     """Error for arguments that were constant, and into which `f` has written a differentiated value."""
     leaves = _leaves_by_path(args, range(len(args)))
     paths = [path for path, x in leaves if id(x) in constant and x.requires_grad]
-    return fail(f"value_and_grad({name}): {', '.join(paths) or 'an argument'} was modified in place by a value that "
-                "is being differentiated", fix="return the new value, with has_aux=True")  # fmt: skip
+    return fail(f"{label}: {', '.join(paths) or 'an argument'} was modified in place by a value that is being "
+                "differentiated", fix="return the new value, with has_aux=True")  # fmt: skip
 
 
 # --- microbatches ---
@@ -313,7 +310,8 @@ def accumulate(
         differentiated = {i % len(args) for i in numbers}
         full, reduce = list(args), None
         if gather is not None:
-            _check_differentiable(name, numbers, args, tree.leaves([args[i] for i in numbers]))
+            differentiable = tree.leaves([args[i] for i in numbers])
+            _check_differentiable(f"value_and_grad({name})", numbers, args, differentiable)
             full[numbers[0]], reduce = gathered_with_transpose(label, gather, args[numbers[0]])
         sums: list[Any] = []
         count: Any = 0

@@ -77,6 +77,7 @@ class Mesh:
         one = dist.get_rank() if kind == "process" else rank
         self.ranks = tuple(range(self.size)) if kind == "simulated" else (one,)
         self.is_first = kind != "process" or one == 0
+        self._identity = tuple(self.axes.items()), kind, device, self.ranks[0]  # equal for equal meshes
         self.transfers: list[Transfer] = []
         self.host = HOST  # the device of host memory; in a plan another one than the device, which is fake
         self._fakes: Any = None  # of an abstract mesh: buffers that calls share are of one mode
@@ -119,10 +120,10 @@ class Mesh:
         return objects
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and _identity(self) == _identity(other)
+        return isinstance(other, Mesh) and self._identity == other._identity
 
     def __hash__(self) -> int:
-        return hash(_identity(self))
+        return hash(self._identity)
 
     def __getattr__(self, name: str) -> Any:
         raise no_attribute("a Mesh", name, self, _NAMES_ELSEWHERE)
@@ -165,10 +166,6 @@ def mesh_grid(mesh: Mesh) -> View:
     down = [format_axes({a: mesh.coords(r)[a] for a in rest}) for r in range(0, mesh.size, n)]
     cells = [[cell(r + i) for i in range(n)] for r in range(0, mesh.size, n)]
     return grid(repr(mesh), down, [f"{last}={i}" for i in range(n)], cells)
-
-
-def _identity(mesh: Mesh) -> tuple[Any, ...]:
-    return tuple(mesh.axes.items()), mesh.kind, mesh.device, mesh.ranks[0]
 
 
 @checked

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ._core.transfers import refuse_transfer
 from .errors import checked, fail
 from .mesh import Mesh
 from .sharded import Sharded, abstract_sharded, place_tree
-from .spec import Box, P, box_of, box_shape, local_box, overlap, part_ranks, relative_box, same_placement
+from .spec import Box, P, box_shape, different_parts, local_box, overlap, relative_box, same_placement
 
 
 @checked
@@ -51,7 +50,7 @@ def _gather_to_host(x: Sharded, rank: int | None) -> Tensor | None:
     me = x.mesh.ranks[0]
     part = copy_to_device(x.shards[0].detach().contiguous(), x.mesh.device)
     out = torch.empty(x.shape, dtype=x.dtype) if rank in (None, me) else None
-    for owner, box in owners(x):
+    for box, (owner, *_) in different_parts(x.shape, x.spec, x.mesh.axes):
         if not x.spec.axes or me == owner == rank:
             piece = part
         elif rank is None:
@@ -65,13 +64,6 @@ def _gather_to_host(x: Sharded, rank: int | None) -> Tensor | None:
         if out is not None:
             out[box] = piece.cpu()
     return out
-
-
-def owners(x: Sharded) -> Iterator[tuple[int, Box]]:
-    """Yield each different part of a leaf once, with the first rank that has it."""
-    for bounds, ranks in part_ranks(x.shape, x.spec, x.mesh.axes).items():
-        if all(start < stop for start, stop in bounds):
-            yield ranks[0], box_of(bounds)
 
 
 @checked
@@ -150,8 +142,6 @@ def _sources(x: Sharded, box: Box, rank: int) -> list[tuple[int, Box]]:
 
     The source is the rank itself if it has the part, else one of its replicas, a different one for each rank in turn.
     """
-    out = []
-    for bounds, ranks in part_ranks(x.shape, x.spec, x.mesh.axes).items():
-        if (common := overlap(box, box_of(bounds))) is not None:
-            out.append((rank if rank in ranks else ranks[rank % len(ranks)], common))
-    return out
+    return [(rank if rank in ranks else ranks[rank % len(ranks)], common)
+            for part, ranks in different_parts(x.shape, x.spec, x.mesh.axes)
+            if (common := overlap(box, part)) is not None]  # fmt: skip

@@ -140,9 +140,8 @@ class ShardMapped:
     @api_boundary
     def __call__(self, *args: Any, **by_name: Any) -> Any:
         if by_name:
-            raise fail(
-                f"{self._name}: {', '.join(by_name)} passed by name", fix="pass arguments by position, as in_specs"
-            )
+            raise fail(f"{self._name}: {', '.join(by_name)} passed by name",
+                       fix="pass arguments by position, as in_specs")  # fmt: skip
         return self._run(args)[0]
 
     def _run(self, args: tuple[Any, ...]) -> tuple[Any, CallPlan, list[_RankRun]]:
@@ -204,8 +203,8 @@ class ShardMapped:
     def _compare_arguments(self, args: tuple[Any, ...]) -> None:
         """Raise for arguments that processes have passed different values of."""
         if self.mesh.kind == "process":
-            check_same_arguments(self._name, self.mesh, call.argument_names(self._name, self._f, args),
-                                 tree.leaves(args))  # fmt: skip
+            names = call.argument_names(self._name, self._f, args)
+            check_same_arguments(self._name, self.mesh, names, tree.leaves(args))
 
     def _find_plan(self, leaves: list[Any], treedef: Any) -> CallPlan | None:
         """Return the plan of this signature; None before the first call that has it."""
@@ -253,23 +252,22 @@ class ShardMapped:
         region = Region(comm, rank, self.mesh.device, dict(plan.uneven), plan.split_sizes, donated, checker, scratch,
                         self.mesh.host, arguments)  # fmt: skip
         # Backward runs on this thread, to which the region is bound, and not on a thread of autograd.
-        with bind(region), torch.autograd.set_multithreading_enabled(False), checker or _NOTHING:
-            if checker is not None:
-                for i, (x, spec, name) in enumerate(zip(local, plan.specs, plan.names, strict=True)):
-                    if isinstance(x, Tensor):
-                        checker.set_argument_type(x, spec, name, placed=i in plan.placed)
-            inputs = tree.unflatten(plan.treedef, local)
-            marks = mark_arguments(local[:], plan.specs, plan.donated) if self._compiled else _NOTHING
-            local.clear()
-            with marks:
-                out = self._body(*inputs)
-            result = call.flatten_result(out)  # seen by the checker: tensors made of numpy arrays are not captured
+        with bind(region), torch.autograd.set_multithreading_enabled(False):
+            with checker or _NOTHING:
+                if checker is not None:
+                    for i, (x, spec, name) in enumerate(zip(local, plan.specs, plan.names, strict=True)):
+                        if isinstance(x, Tensor):
+                            checker.set_argument_type(x, spec, name, placed=i in plan.placed)
+                inputs = tree.unflatten(plan.treedef, local)
+                marks = mark_arguments(local[:], plan.specs, plan.donated) if self._compiled else _NOTHING
+                local.clear()
+                with marks:
+                    out = self._body(*inputs)
+                result = call.flatten_result(out)  # seen by the checker: tensors made of numpy arrays are not captured
             if versions:
-                with _NOTHING if checker is None else checker.paused():
-                    call.note_written(plan, arguments[0], versions, refuse=self._check != "never")
+                call.note_written(plan, arguments[0], versions, refuse=self._check != "never")
             if checker is not None:
-                with checker.paused():
-                    self._check_results(checker, plan, result.out)
+                self._check_results(checker, plan, result.out)
             digest = checker.digest() if checker is not None and self.mesh.kind == "process" else ""
             call.exchange_result_types(plan, result, digest)
             if checker is not None and len({types.digest for types in plan.rank_types or ()}) > 1:
@@ -277,9 +275,8 @@ class ShardMapped:
             # The checked results of ranks that are threads are compared when they are joined, by value and not by bit.
             compared = self._check == "values" or (checker is not None and self.mesh.kind == "process")
             if compared and self._live and comm.has_values:
-                with _NOTHING if checker is None else checker.paused():
-                    call.refuse_valueless(plan, result)
-                    check_replicas(self._name, result.out, self._out_specs)
+                call.refuse_valueless(plan, result)
+                check_replicas(self._name, result.out, self._out_specs)
             return _RankRun(result, kept, checker, region.branches_on)
 
     def _check_results(self, checker: Checker, plan: CallPlan, out: Any) -> None:

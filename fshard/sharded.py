@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from .random import check_key, fold_in
 from .spec import (
     Box,
     P,
+    Sized,
     box_bounds,
     box_shape,
     describe,
@@ -45,7 +46,7 @@ class Placement(NamedTuple):
 
 
 @checked
-class Sharded:
+class Sharded(Sized):
     """A placed leaf: a global shape, a spec, a mesh, and the local parts of this process.
 
     `shards` has one local tensor for each of `mesh.ranks`: all of them on a simulated mesh, one on a process mesh.
@@ -84,33 +85,11 @@ class Sharded:
         """Drop the shards; any later use of the leaf is an error that names `function`."""
         self._donated_to, self._shards = function, None
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.placement.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.placement.dtype
-
-    @property
-    def spec(self) -> P:
-        return self.placement.spec
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.placement.mesh
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the global leaf, replicas not counted."""
-        return self.numel() * self.dtype.itemsize
+    # By attrgetter, so that reading one runs no Python function: a step reads them for each leaf.
+    shape: tuple[int, ...] = property(attrgetter("placement.shape"), doc="The global shape.")  # type: ignore[assignment]
+    dtype: torch.dtype = property(attrgetter("placement.dtype"), doc="As of a tensor.")  # type: ignore[assignment]
+    spec: P = property(attrgetter("placement.spec"), doc="How the mesh's axes split it.")  # type: ignore[assignment]
+    mesh: Mesh = property(attrgetter("placement.mesh"), doc="The mesh with its parts.")  # type: ignore[assignment]
 
     def box(self, rank: int) -> Box:
         """Return the global slices of the part of `rank`."""
@@ -516,8 +495,8 @@ def place_tree(
     for (path, leaf), spec in zip(leaves, leaf_specs, strict=True):
         label = f"{verb}: {tree.show('tree', path)}"
         twin, twin_spec = first.setdefault(id(leaf), (path, spec))
-        shape = tuple(leaf.shape) if isinstance(leaf, (Tensor, Deferred, Sharded, np.ndarray)) else ()
-        if isinstance(leaf, (Deferred, Sharded, Tensor, np.ndarray)) and not same_placement(twin_spec, spec, leaf.ndim):
+        shape = tuple(leaf.shape) if isinstance(leaf, (Tensor, Deferred, Sharded, np.ndarray)) else None
+        if shape is not None and not same_placement(twin_spec, spec, len(shape)):
             errors.append(fail(f"{label}: is tied to {tree.show('tree', twin)}, which has another spec",
                                fix="give both one spec, or untie them", spec=spec, other=twin_spec))  # fmt: skip
         if not isinstance(leaf, kinds) or not _has_dtype(leaf):
@@ -526,21 +505,17 @@ def place_tree(
                 call_of(leaf) or _as_leaves(leaf)  # fmt: skip
             what = shown(leaf) if callable(leaf) else a_type(type(leaf))
             errors.append(fail(f"{label}: cannot place {what}", fix=fix))
+        elif isinstance(leaf, Tensor) and ((leaf.is_meta and mesh is not None and mesh.kind != "abstract")
+                                           or leaf.layout is not torch.strided):  # fmt: skip
+            errors.append(fail(f"{label}: has no values to place" if leaf.is_meta else f"{label}: is not strided",
+                               fix="a tensor on a device; x.to_dense() of a sparse one"))  # fmt: skip
         else:
-            if isinstance(leaf, Tensor) and ((leaf.is_meta and mesh is not None and mesh.kind != "abstract")
-                                             or leaf.layout is not torch.strided):  # fmt: skip
-                errors.append(fail(f"{label}: has no values to place" if leaf.is_meta else f"{label}: is not strided",
-                                   fix="a tensor on a device; x.to_dense() of a sparse one"))  # fmt: skip
-                continue
-            errors += spec_errors(label, shape, spec, (mesh or leaf.mesh).axes)  # type: ignore[attr-defined]
+            errors += spec_errors(label, shape or (), spec, (mesh or leaf.mesh).axes)  # type: ignore[attr-defined]
     raise_all(errors)
     placed: dict[int, Any] = {}
     out = []
     for (path, leaf), spec in zip(leaves, leaf_specs, strict=True):
-        if isinstance(leaf, _NUMBERS):  # equal numbers may be one object without being tied
-            out.append(place(path, leaf, spec))
-            continue
-        if id(leaf) not in placed:
+        if id(leaf) not in placed or isinstance(leaf, _NUMBERS):  # equal numbers may be one object without being tied
             placed[id(leaf)] = place(path, leaf, spec)
         out.append(placed[id(leaf)])
     return tree.unflatten(tree.structure(tree_), out)

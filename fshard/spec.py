@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from . import tree as _tree
 from ._core.display import View, page, picture, table
+from ._core.protocol import index_of
 from .errors import ShardingError, checked, fail, must_be, raise_all, shown
 
 Axis = str | tuple[str, ...] | None
@@ -321,14 +321,13 @@ def part_ranks(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> dict[
     parts = spec.parts(len(shape))
     lines = []  # of each dim, the bounds of the part at every position over its axes
     for n, axes in zip(spec.sizes(shape, sizes), parts, strict=True):
-        cut = [sizes[a] for a in axes]
-        ranges = (part_range(n, cut, coords) for coords in np.ndindex(*cut))
-        lines.append([(start, start + length) for start, length in ranges])
+        ends = itertools.accumulate(part_lengths(n, [sizes[a] for a in axes]), initial=0)
+        lines.append(list(itertools.pairwise(ends)))
     ranks: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for rank, coords in enumerate(np.ndindex(*sizes.values())):
+    for rank, coords in enumerate(itertools.product(*map(range, sizes.values()))):
         at = dict(zip(sizes, coords, strict=True))
-        indices = [functools.reduce(lambda i, a: i * sizes[a] + at[a], axes, 0) for axes in parts]
-        ranks.setdefault(tuple(line[i] for line, i in zip(lines, indices, strict=True)), []).append(rank)
+        bounds = tuple(line[index_of(axes, sizes, at)] for line, axes in zip(lines, parts, strict=True))
+        ranks.setdefault(bounds, []).append(rank)
     return ranks
 
 
@@ -346,9 +345,26 @@ def box_bounds(box: Box) -> tuple[tuple[int, int], ...]:
     return tuple((s.start, s.stop) for s in box)
 
 
-def box_of(bounds: Sequence[tuple[int, int]]) -> Box:
-    """Return the box of these `box_bounds`."""
-    return tuple(slice(start, stop) for start, stop in bounds)
+def different_parts(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> list[tuple[Box, list[int]]]:
+    """Return the box of each different part of a leaf, and the ranks that have it, as `part_ranks`; no empty parts."""
+    return [(tuple(slice(start, stop) for start, stop in bounds), ranks)
+            for bounds, ranks in part_ranks(shape, spec, sizes).items()
+            if all(start < stop for start, stop in bounds)]  # fmt: skip
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """Return the intersection of two boxes; None if it is empty."""
+    box = tuple(slice(max(s.start, t.start), min(s.stop, t.stop)) for s, t in zip(a, b, strict=True))
+    return box if all(s.start < s.stop for s in box) else None
+
+
+def relative_box(inner: Box, outer: Box) -> Box:
+    """Return the slices of a box relative to a box that contains it.
+
+    >>> relative_box((slice(5, 7),), (slice(4, 9),))
+    (slice(1, 3, None),)
+    """
+    return tuple(slice(i.start - o.start, i.stop - o.start) for i, o in zip(inner, outer, strict=True))
 
 
 def spec_errors(
@@ -452,22 +468,21 @@ def fully_shard(
 
     Raises ShardingError listing every leaf without a shape, and for a glob that matches no leaf.
     """
-    leaves, treedef = _tree.flatten(tree)
+    named = _tree.leaves_with_path(tree)
     leaf_specs = _tree.broadcast(specs, tree, name="specs", leaf=is_spec)
     raise_all([must_be(f"fully_shard: {_tree.show('tree', path)}", "a leaf with a shape", x)
-               for path, x in _tree.leaves_with_path(tree) if not hasattr(x, "shape")])  # fmt: skip
-    paths = [_tree.dotted(path).split(".") if path else [] for path, _ in _tree.leaves_with_path(tree)]
-    first = dict.fromkeys(range(len(leaves)), 0)  # dim that may be split
+               for path, x in named if not hasattr(x, "shape")])  # fmt: skip
+    paths = [_tree.dotted(path).split(".") if path else [] for path, _ in named]
+    in_stacks: set[int] = set()  # the leaves whose dim 0 may not be split
     for glob in [stacked] if isinstance(stacked, str) else stacked:
-        found = {i: 1 for i, path in enumerate(paths) if matches(path, glob.split("."))}
+        found = {i for i, path in enumerate(paths) if matches(path, glob.split("."))}
         if not found:
-            raise fail(
-                f"fully_shard: stacked={glob!r} matches no leaf", fix=f'a glob of paths: "{glob}.**", "*.{glob}"'
-            )
-        first.update(found)
-    added = [_add_axes(s, tuple(x.shape), names_of(axis), min_size, first[i])
-             for i, (s, x) in enumerate(zip(leaf_specs, leaves, strict=True))]  # fmt: skip
-    return _tree.unflatten(treedef, added)
+            raise fail(f"fully_shard: stacked={glob!r} matches no leaf",
+                       fix=f'a glob of paths: "{glob}.**", "*.{glob}"')  # fmt: skip
+        in_stacks |= found
+    added = [_add_axes(s, tuple(x.shape), names_of(axis), min_size, int(i in in_stacks))
+             for i, (s, (_, x)) in enumerate(zip(leaf_specs, named, strict=True))]  # fmt: skip
+    return _tree.unflatten(_tree.structure(tree), added)
 
 
 def _add_axes(spec: P, shape: tuple[int, ...], axes: tuple[str, ...], min_size: int, first: int) -> P:
@@ -516,21 +531,6 @@ def format_number(x: torch.Tensor) -> str:
     return str((x.float() if narrow else x).numpy()[()])
 
 
-def overlap(a: Box, b: Box) -> Box | None:
-    """Return the intersection of two boxes; None if it is empty."""
-    box = tuple(slice(max(s.start, t.start), min(s.stop, t.stop)) for s, t in zip(a, b, strict=True))
-    return box if all(s.start < s.stop for s in box) else None
-
-
-def relative_box(inner: Box, outer: Box) -> Box:
-    """Return the slices of a box relative to a box that contains it.
-
-    >>> relative_box((slice(5, 7),), (slice(4, 9),))
-    (slice(1, 3, None),)
-    """
-    return tuple(slice(i.start - o.start, i.stop - o.start) for i, o in zip(inner, outer, strict=True))
-
-
 def format_axes(sizes: Mapping[str, int]) -> str:
     """Format mesh axes and their sizes, as messages show them.
 
@@ -550,6 +550,26 @@ def size(n: int) -> str:
         if n >= 1 << power:
             return f"{n / (1 << power):.1f} {unit}"
     return f"{n} B"
+
+
+class Sized:
+    """Base of leaves that are not tensors and have a global shape and a dtype: numbers that follow from these."""
+
+    __slots__ = ()
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global leaf, replicas not counted."""
+        return self.numel() * self.dtype.itemsize
 
 
 class _Typed(Protocol):

@@ -18,6 +18,7 @@ import optree
 import torch
 from optree import PyTreeSpec
 from optree import tree_structure as structure
+from optree.utils import total_order_sorted
 
 from .errors import ShardingError, a_type, call_of, checked, fail, join_limited, must_be, raise_all, shown
 
@@ -26,6 +27,8 @@ __all__ = ["all", "broadcast", "dotted", "flatten", "leaves", "leaves_with_path"
 
 Path = tuple[Any, ...]
 C = TypeVar("C", bound=type)
+
+_subtrees: dict[type, tuple[str, ...]] = {}  # of each node and registered class, the fields that are subtrees
 
 
 class Node:
@@ -38,14 +41,13 @@ class Node:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        kind: Any = cls
-        optree.register_pytree_node(kind, _flatten_node, functools.partial(_make_node, cls), namespace=_EVERYWHERE)
+        _add_container(cls, cls.children)
 
 
-_EVERYWHERE: Any = optree.registry.__GLOBAL_NAMESPACE
-
-
-_registered: dict[type, tuple[str, ...]] = {}  # the children of classes other than nodes
+def _add_container(cls: Any, children: tuple[str, ...]) -> None:
+    everywhere: Any = optree.registry.__GLOBAL_NAMESPACE
+    optree.register_pytree_node(cls, _flatten_node, functools.partial(_make_node, cls), namespace=everywhere)
+    _subtrees[cls] = children
 
 
 def register(cls: C) -> C:
@@ -68,39 +70,32 @@ def register(cls: C) -> C:
     Raises ShardingError for a class that is not a dataclass, or that optree knows already.
     """
     kind: Any = cls
-    if cls in _registered:
+    if cls in _subtrees and not issubclass(cls, Node):
         return cls
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise must_be("register: cls", "a dataclass", cls, "@fs.tree.register above @dataclass")
     try:
-        optree.register_pytree_node(kind, _flatten_node, functools.partial(_make_node, kind), namespace=_EVERYWHERE)
+        _add_container(kind, tuple(f.name for f in dataclasses.fields(kind) if f.init and not f.metadata.get("static")))
     except ValueError as e:
         raise fail(f"register: {cls.__name__} is a container already, by optree or as a Node") from e
     if not hasattr(cls, "replace"):
         kind.replace = dataclasses.replace
-    _registered[cls] = tuple([f.name for f in dataclasses.fields(kind) if f.init and not f.metadata.get("static")])
     return cls
 
 
-def _children_of(cls: Any) -> tuple[str, ...]:
-    """Return the fields of a node or a registered class that are subtrees; none for any other class."""
-    return cls.children if issubclass(cls, Node) else _registered.get(cls, ())
-
-
 def _flatten_node(node: Any) -> tuple[list[Any], tuple[Any, ...], tuple[str, ...]]:
-    children = _children_of(type(node))
+    children = _subtrees[type(node)]
     return [getattr(node, name) for name in children], _static(node), children
 
 
-def _static(node: Any) -> tuple[Any, ...]:
-    children = _children_of(type(node))
-    return tuple([getattr(node, f.name) for f in dataclasses.fields(node) if f.init and f.name not in children])
+def _static(node: Any) -> tuple[tuple[str, Any], ...]:
+    """Return (name, value) of each field that is passed to the class and is not a subtree."""
+    names = [f.name for f in dataclasses.fields(node) if f.init and f.name not in _subtrees[type(node)]]
+    return tuple([(name, getattr(node, name)) for name in names])
 
 
-def _make_node(cls: Any, static: tuple[Any, ...], children: Iterable[Any]) -> Any:
-    names = _children_of(cls)
-    others = [f.name for f in dataclasses.fields(cls) if f.init and f.name not in names]
-    return cls(**dict(zip(names, children, strict=True)), **dict(zip(others, static, strict=True)))
+def _make_node(cls: Any, static: tuple[tuple[str, Any], ...], children: Iterable[Any]) -> Any:
+    return cls(**dict(zip(_subtrees[cls], children, strict=True)), **dict(static))
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
@@ -176,7 +171,8 @@ def _flatten_traced(tree: Any, out: list[Any], is_leaf: Callable[[Any], bool] | 
     if children is None:
         out.append(tree)
         return None
-    kind, static = type(tree), ()
+    kind: Any = type(tree)
+    static: tuple[Any, ...] = ()
     if isinstance(tree, dict):
         kind, static = OrderedDict if isinstance(tree, OrderedDict) else dict, tuple(tree)
     elif isinstance(tree, (list, tuple)):
@@ -208,20 +204,17 @@ def leaves_with_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) ->
     [(('h', 0), 1), (('h', 1), 2)]
     """
     if torch.compiler.is_dynamo_compiling():
-        out: list[tuple[Path, Any]] = []
-        _paths_traced(tree, (), is_leaf, out)
-        return out
+        values, treedef = flatten(tree, is_leaf)
+        return list(zip(_paths_traced(treedef), values, strict=True))
     paths, values, _ = optree.tree_flatten_with_path(tree, is_leaf)
     return list(zip(paths, values, strict=True))
 
 
-def _paths_traced(tree: Any, path: Path, is_leaf: Callable[[Any], bool] | None, out: list[tuple[Path, Any]]) -> None:
-    children = None if is_leaf is not None and is_leaf(tree) else _children(tree)
-    if children is None:
-        out.append((path, tree))
-        return
-    for key, child in children.items():
-        _paths_traced(child, (*path, key), is_leaf, out)
+def _paths_traced(treedef: Any, path: Path = ()) -> list[Path]:
+    if treedef is None:
+        return [path]
+    _, _, keys, parts = treedef
+    return [found for key, part in zip(keys, parts, strict=True) for found in _paths_traced(part, (*path, key))]
 
 
 def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
@@ -428,28 +421,20 @@ def check_leaves(verb: str, name: str, tree: Any, kind: type | tuple[type, ...])
     return found, treedef
 
 
-def _keys(tree: dict[Any, Any]) -> list[Any]:
-    """Return the keys in the order of optree: as inserted in an OrderedDict, else sorted, by type if not comparable."""
-    if isinstance(tree, OrderedDict):
-        return list(tree)
-    try:
-        return sorted(tree)
-    except TypeError:
-        return sorted(tree, key=lambda k: (f"{type(k).__module__}.{type(k).__qualname__}", k))
-
-
 def _children(tree: Any) -> dict[Any, Any] | None:
     """Return the children of a container by key, in the order of its leaves; `None` for a leaf."""
     if tree is None:
         return {}
+    if isinstance(tree, OrderedDict):
+        return dict(tree)
     if isinstance(tree, dict):
-        return {key: tree[key] for key in _keys(tree)}
+        return {key: tree[key] for key in total_order_sorted(tree)}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return dict(zip(tree._fields, tree, strict=True))
     if isinstance(tree, (list, tuple)):
         return dict(enumerate(tree))
-    if isinstance(tree, Node) or type(tree) in _registered:
-        return {name: getattr(tree, name) for name in _children_of(type(tree))}
+    if type(tree) in _subtrees:
+        return {name: getattr(tree, name) for name in _subtrees[type(tree)]}
     if torch.compiler.is_dynamo_compiling() or optree.tree_is_leaf(tree):
         return None
     children, _, entries, _ = optree.tree_flatten_one_level(tree)

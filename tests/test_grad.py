@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import re
@@ -558,14 +559,21 @@ def test_writing_a_differentiated_value_into_an_argument_is_an_error():
 # --- compiled, on a mesh of one rank ---
 
 
+@fs.tree.register
+@dataclasses.dataclass
+class Doubled:
+    x: torch.Tensor
+    name: str = dataclasses.field(metadata={"static": True})
+
+
 @pytest.mark.slow
-def test_compiled_with_aux_and_with_dropout_in_microbatches():
+def test_compiled_with_a_dataclass_as_aux_and_with_dropout_in_microbatches():
     p, x = data()
     mesh = fs.make_mesh(data=1)
 
     def step(p, x):
         dropped = fs.accumulate(drop, 2)(p, x, key=fs.key(7))
-        return fs.value_and_grad(lambda p: (loss(p, x), {"x": x * 2}), has_aux=True)(p), dropped
+        return fs.value_and_grad(lambda p: (loss(p, x), Doubled(x * 2, "aux")), has_aux=True)(p), dropped
 
     def drop(p, x, *, key):
         return loss(p, fs.nn.dropout(x, 0.5, key=key))
@@ -575,7 +583,7 @@ def test_compiled_with_aux_and_with_dropout_in_microbatches():
     ((value, aux), grads), dropped = fs.device_get(got)
     close((value, grads), by_autograd(p, x))
     close(dropped, fs.value_and_grad(drop)(p, x, key=fs.key(7)))
-    close(aux["x"], x * 2)
+    close(aux, Doubled(x * 2, "aux"))
 
 
 # --- frozen leaves ---

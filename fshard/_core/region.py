@@ -133,8 +133,8 @@ def axes_of_own_values(x: Tensor) -> frozenset[str]:
     types = checker()
     if types is None:
         return frozenset()
-    type_, history = types.info(x).type, types.info(x).history
-    return frozenset(type_.varying - history.copies - {g.axis for g in history.gathers})
+    info = types.info(x)
+    return frozenset(info.type.varying - info.history.copies - {g.axis for g in info.history.gathers})
 
 
 def known_axes(verb: str, region: Region, axis: Axis) -> tuple[str, ...]:

@@ -18,14 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._dynamo import eval_frame
-from torch._C._functorch import (
-    get_unwrapped,
-    is_batchedtensor,
-    is_functorch_wrapped_tensor,
-    is_legacy_batchedtensor,
-    maybe_get_level,
-    peek_interpreter_stack,
-)
+from torch._C._functorch import get_unwrapped as unwrapped_once
+from torch._C._functorch import is_batchedtensor as is_batched
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+from torch._C._functorch import is_legacy_batchedtensor as is_legacy_batched
+from torch._C._functorch import maybe_get_level
+from torch._C._functorch import peek_interpreter_stack as innermost_transform
 from torch._functorch import eager_transforms
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
@@ -42,9 +40,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 # --- transforms of torch.func -----------------------------------------------------------------------------------------
 
-# torch.func does not show publicly if a tensor is wrapped by a transform, by which, or what is inside.
-is_wrapped = is_functorch_wrapped_tensor
-is_batched = is_batchedtensor
+# torch.func does not show publicly if a tensor is wrapped by a transform (`is_wrapped`, `is_batched`), which one, what
+# is inside (`unwrapped_once`), nor the innermost transform on this thread, if one runs (`innermost_transform`).
 
 # Tensors made inside a transform are wrapped, and a collective cannot send those.
 without_functorch = torch._C._DisableFuncTorch
@@ -52,32 +49,25 @@ without_functorch = torch._C._DisableFuncTorch
 
 def unwrapped(x: Tensor) -> Tensor:
     """Return the plain tensor inside the wrappers of torch.func."""
-    while is_functorch_wrapped_tensor(x):
-        x = get_unwrapped(x)
+    while is_wrapped(x):
+        x = unwrapped_once(x)
     return x
-
-
-unwrapped_once = get_unwrapped
 
 
 def is_grad_tracking(x: Tensor) -> bool:
     """Return whether a transform that differentiates wrapped a tensor: grad, vjp, jvp."""
-    return is_functorch_wrapped_tensor(x) and not is_batchedtensor(x)
+    return is_wrapped(x) and not is_batched(x)
 
 
 def level_of(x: Tensor) -> int:
     """Return the level of the transform of torch.func that wrapped a tensor; 0 for a plain one, -2 after its end."""
-    return maybe_get_level(x) if is_functorch_wrapped_tensor(x) else 0
+    return maybe_get_level(x) if is_wrapped(x) else 0
 
 
 def transform_level() -> int:
     """Return the number of transforms of torch.func that are running on this thread, one inside the other."""
-    innermost = peek_interpreter_stack()
+    innermost = innermost_transform()
     return 0 if innermost is None else innermost.level()
-
-
-# The innermost transform of torch.func that runs on this thread, or None.
-innermost_transform: Callable[[], Any] = peek_interpreter_stack
 
 
 def in_transform() -> bool:
@@ -121,9 +111,8 @@ def replace_dual_levels(enter: Callable[..., Any], leave: Callable[..., Any]) ->
     return former
 
 
-# The vmap of `is_grads_batched=True` and `vectorize=True` is older than torch.func's. It has other batched tensors,
-# which an autograd.Function takes for tensors without a gradient.
-is_legacy_batched = is_legacy_batchedtensor
+# The vmap of `is_grads_batched=True` and `vectorize=True` is older than torch.func's. It has other batched tensors
+# (`is_legacy_batched`), which an autograd.Function takes for tensors without a gradient.
 
 
 def without_legacy_batch(x: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ def transfer_rows(transfers: Sequence[Transfer]) -> list[str]:
         texts += [(f"{count:5d}", op, axes, phase, f"{size(sent):>10}", line), *(("",) * 5 + (text,) for text in below)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     rows = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in texts]
-    return [*rows, *[f"  {count:5d}  {text}, {size(sent)}" for count, text, sent in rest]]
+    return [*rows, *[f"  {count:5d}  {text}, {size(sent)}" for count, text, _, _, _, sent in rest]]
 
 
 def transfer_table(transfers: Sequence[Transfer]) -> Html:
@@ -125,23 +125,22 @@ def transfer_table(transfers: Sequence[Transfer]) -> Html:
     listed, rest = _grouped(transfers)
     total = max(1, sum(t.sent for t in transfers))
     rows = [(f"{count}", op, axes, phase, size(sent), bar(sent / total, f"{100 * sent / total:.3g} %"), lines)
-            for count, op, axes, phase, lines, sent in listed]  # fmt: skip
-    rows += [(f"{count}", text, "", "", size(sent), bar(sent / total, f"{100 * sent / total:.3g} %"), "")
-             for count, text, sent in rest]  # fmt: skip
+            for count, op, axes, phase, lines, sent in [*listed, *rest]]  # fmt: skip
     return table(rows, head=("transfers", "operation", "axes", "", "bytes sent", "", "line"), align="rlllrll")
 
 
-def _grouped(
-    transfers: Sequence[Transfer],
-) -> tuple[list[tuple[int, str, str, str, str, int]], list[tuple[int, str, int]]]:
-    """Return (count, operation, axes, phase, lines, bytes sent) of each row, and (count, text, bytes) of the others."""
+_Grouped = list[tuple[int, str, str, str, str, int]]  # count, operation, axes, phase, lines, bytes sent
+
+
+def _grouped(transfers: Sequence[Transfer]) -> tuple[_Grouped, _Grouped]:
+    """Return the rows to list, and at most one for all others, whose operation is a text about them."""
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     for t in transfers:
         groups.setdefault((t.op, "+".join(t.axes), t.phase, t.where.lines if t.where else ""), []).append(t.sent)
     listed = set(sorted(groups, key=lambda key: -sum(groups[key]))[:_MOST_ROWS])
     rows = [(len(sent), *key, sum(sent)) for key, sent in groups.items() if key in listed]
     rest = [sent for key, sent in groups.items() if key not in listed]
-    others = (sum(map(len, rest)), f"of {len(rest)} other rows", sum(map(sum, rest)))
+    others = (sum(map(len, rest)), f"of {len(rest)} other rows", "", "", "", sum(map(sum, rest)))
     return rows, [others][: len(rest)]
 
 

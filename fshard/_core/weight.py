@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fshard.errors import ShardingError, fail
 from fshard.spec import Axis, P
-from fshard.tree import Node
+from fshard.tree import Node, leaves
 
 Part = tuple[P | None, tuple[int, ...] | None]  # the spec and the global shape of a tensor, if known
 
@@ -100,7 +100,7 @@ class Weight(Node):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        used = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Weight))
+        used = next(x for x in leaves((args, kwargs), is_weight) if isinstance(x, Weight))
         raise used._refused(getattr(func, "__name__", "a function of torch"))
 
     def _refused(self, operation: str) -> ShardingError:

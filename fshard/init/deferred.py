@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from fshard._core.display import page, table
 from fshard.errors import checked, fail
-from fshard.spec import Box, describe, size
+from fshard.spec import Box, Sized, describe, size
 
 
 @runtime_checkable
@@ -61,7 +60,7 @@ class Scope:
 
 @checked
 @dataclass(frozen=True)
-class Deferred:
+class Deferred(Sized):
     """A described leaf, without storage or values: made by `fs.init.*` or `like`, filled by `materialize`.
 
     >>> fs.init.normal((64, 256), std=0.02)
@@ -78,17 +77,6 @@ class Deferred:
         if any(not isinstance(n, int) or n < 0 for n in shape):
             raise fail(f"Deferred: {list(shape)} is not a shape", fix="sizes are integers of 0 or more")
         object.__setattr__(self, "shape", shape)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel() * self.dtype.itemsize
 
     def to(self, dtype: torch.dtype) -> Deferred:
         """Describe the same leaf, rounded to another dtype when it is filled."""

@@ -359,10 +359,6 @@ def fans(shape: Sequence[int], in_dim: int = -2, out_dim: int = -1) -> tuple[int
     return shape[in_dim] * field, shape[out_dim] * field
 
 
-def _gain(nonlinearity: Nonlinearity, a: float) -> float:
-    return torch.nn.init.calculate_gain(nonlinearity, a)
-
-
 def _xavier_gain(gain: float) -> float:
     if not gain > 0:
         raise fail(f"xavier: gain={gain}", fix="more than 0")
@@ -383,7 +379,7 @@ def kaiming_uniform(
     >>> kaiming_uniform((64, 256))
     f32[64, 256] = uniform(low=-0.3062, high=0.3062)
     """
-    bound = _gain(nonlinearity, a) * math.sqrt(3 / _fan(mode, shape, in_dim, out_dim))
+    bound = torch.nn.init.calculate_gain(nonlinearity, a) * math.sqrt(3 / _fan(mode, shape, in_dim, out_dim))
     return uniform(shape, low=-bound, high=bound, dtype=dtype)
 
 
@@ -397,7 +393,8 @@ def kaiming_normal(
     >>> kaiming_normal((64, 256), nonlinearity="relu")
     f32[64, 256] = normal(std=0.1768)
     """
-    return normal(shape, std=_gain(nonlinearity, a) / math.sqrt(_fan(mode, shape, in_dim, out_dim)), dtype=dtype)
+    gain = torch.nn.init.calculate_gain(nonlinearity, a)
+    return normal(shape, std=gain / math.sqrt(_fan(mode, shape, in_dim, out_dim)), dtype=dtype)
 
 
 @checked

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TypeVar
 
 import torch
@@ -34,24 +34,20 @@ def threads_to_fill(n: int, device: torch.device) -> int:
 def fill_parts(parts: Iterable[T], filler: Callable[[], Callable[[T], object]], threads: int) -> None:
     """Fill parts in several threads, which each take the next part; 1 is the caller's thread, 0 leaves them to torch.
 
-    Each thread calls `filler` to get the function that fills its parts. After an error or an interrupt no other part is
-    begun.
+    Each thread calls `filler` to get the function that fills its parts. After an error or an interrupt the threads only
+    end the parts that they have begun.
     """
     rest = deque(parts)
     compute_threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
 
     def run() -> None:
-        try:
-            fill = filler()
-            while rest:
-                try:
-                    part = rest.popleft()
-                except IndexError:  # another thread has taken the last one
-                    return
-                fill(part)
-        except BaseException:
-            rest.clear()
-            raise
+        fill = filler()
+        while rest:
+            try:
+                part = rest.popleft()
+            except IndexError:  # another thread has taken the last one
+                return
+            fill(part)
 
     def run_here() -> None:
         with one_compute_thread(then=compute_threads), torch.inference_mode(inference):
@@ -64,7 +60,7 @@ def fill_parts(parts: Iterable[T], filler: Callable[[], Callable[[T], object]], 
     else:
         with ThreadPoolExecutor(threads, "fshard-fill") as pool:
             try:
-                for done in [pool.submit(run_here) for _ in range(threads)]:
+                for done in as_completed([pool.submit(run_here) for _ in range(threads)]):
                     done.result()
             except BaseException:
                 rest.clear()

@@ -247,6 +247,7 @@ def test_uses_of_an_adapted_leaf_as_a_tensor_are_refused():
         "matmul": lambda: x @ w,
         "linear": lambda: torch.nn.functional.linear(x, w),
         "[]": lambda: w[0],
+        "cat": lambda: torch.cat([w, w]),
         "transpose": lambda: w.transpose(0, 1),
         "embedding": lambda: fs.nn.embedding(torch.tensor([0]), w.flatten(1)),
     }

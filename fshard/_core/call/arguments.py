@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from types import FunctionType, MethodType
@@ -65,17 +66,14 @@ def make_plan(
     for (path, _), leaf, spec in zip(tree.leaves_with_path(args), leaves, leaf_specs, strict=True):
         spec = spec if spec is not None else leaf.spec if isinstance(leaf, Sharded) else P()
         specs.append(spec)
-        if _argument_errors("", leaf, spec, mesh):
-            errors += _argument_errors(f"{name}: {tree.show('args', path)}", leaf, spec, mesh)
+        errors += _argument_errors(f"{name}: {tree.show('args', path)}", leaf, spec, mesh)
     raise_all(errors)
     to_slice = (Tensor, Deferred, Sharded) if mesh.kind == "abstract" else (Tensor, Deferred)
-    slices: list[list[tuple[int, Box | None]]] = []
-    for rank in mesh.ranks:
-        coords = mesh.coords(rank)
-        slices.append([
-            (i, None if isinstance(x, Sharded) else local_box(tuple(x.shape), s, mesh.axes, coords))
-            for i, (x, s) in enumerate(zip(leaves, specs, strict=True)) if isinstance(x, to_slice)
-        ])  # fmt: skip
+    slices: list[list[tuple[int, Box | None]]] = [
+        [(i, None if isinstance(x, Sharded) else local_box(tuple(x.shape), s, mesh.axes, coords))
+         for i, (x, s) in enumerate(zip(leaves, specs, strict=True)) if isinstance(x, to_slice)]
+        for coords in map(mesh.coords, mesh.ranks)
+    ]  # fmt: skip
     tensors = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, Sharded, Deferred))]
     uneven: dict[str, UnevenSize] = {}
     in_parts: dict[tuple[str, ...], set[Size]] = {}
@@ -135,9 +133,7 @@ def _placement_errors(label: str, leaf: Sharded | Tensor | Deferred, spec: P, me
 
 def _donated_positions(name: str, donate: Sequence[int], args: tuple[Any, ...]) -> list[int]:
     """Return the positions of the leaves of donated arguments, among the leaves of all arguments."""
-    starts = [0]
-    for arg in args:
-        starts.append(starts[-1] + len(tree.leaves(arg)))
+    starts = list(itertools.accumulate([len(tree.leaves(arg)) for arg in args], initial=0))
     positions: list[int] = []
     for i in donate:
         if i >= len(args):

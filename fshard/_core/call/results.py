@@ -177,9 +177,9 @@ def _plan_outputs(plan: CallPlan, results: Sequence[RankResult]) -> OutputPlan:
         if kind in known:
             placements.append(known[kind])
             continue
-        placement, wrong = _place_result("", parts, shapes, dtypes, spec, mesh)
-        if wrong:
-            errors += _place_result(f"{name}: {tree.show('result', path)}", parts, shapes, dtypes, spec, mesh)[1]
+        label = f"{name}: {tree.show('result', path)}"
+        placement, wrong = _place_result(label, parts, shapes, dtypes, spec, mesh)
+        errors += wrong
         placements.append(placement)
         if placement is not None:
             known[kind] = placement
@@ -241,7 +241,7 @@ def _global_shape(
                              f"the ranks hold {sizes[dim]}", f"a dim of {total(n)} splits into {expected}",
                              fix=fix)]  # fmt: skip
     for rank, returned in enumerate(shapes):
-        part = tuple(s.stop - s.start for s in local_box(shape, spec, mesh.axes, mesh.coords(rank)))
+        part = box_shape(local_box(shape, spec, mesh.axes, mesh.coords(rank)))
         if returned != part:
             return (), [fail(f"{label}: rank {rank} returned {list(returned)}, its part of {shape} is {list(part)}",
                              spec=spec)]  # fmt: skip

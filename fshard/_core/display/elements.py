@@ -84,22 +84,22 @@ def rgba(number: int, alpha: float = 0.35) -> str:
     return f"rgba({round(255 * r)}, {round(255 * g)}, {round(255 * b)}, {alpha})"
 
 
-def bar(share: float, hover: str = "", *, device: int = 4) -> Html:
+def bar(share: float, hover: str = "") -> Html:
     """Return a bar that takes a share, from 0 to 1, of the width of its cell.
 
     >>> table([("weights", bar(0.75, "12 of 16 GiB"))])
     '<div style="min-width: ...<table ...weights...12 of 16 GiB...
     """
-    return bars({hover: share}, first=device)
+    return bars({hover: share})
 
 
-def bars(shares: Mapping[str, float], *, first: int = 4) -> Html:
+def bars(shares: Mapping[str, float]) -> Html:
     """Return one bar of several parts, each with a name that is shown under the mouse, and a separate colour."""
     total = max(1.0, sum(shares.values()))
     parts = [
         f'<div title="{escape(name)}" style="float: left; width: {100 * share / total:.2f}%; height: 0.8em; '
-        f'min-width: 1px; background: {rgba(first + i, 0.6)}"></div>'
-        for i, (name, share) in enumerate(shares.items())
+        f'min-width: 1px; background: {rgba(colour, 0.6)}"></div>'
+        for colour, (name, share) in enumerate(shares.items(), 4)
         if share > 0
     ]
     return Html(f'<div style="overflow: hidden; line-height: 0">{"".join(parts)}</div>')

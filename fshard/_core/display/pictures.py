@@ -61,9 +61,6 @@ def picture(
     filled = {bounds: ranks for bounds, ranks in parts.items() if all(a < b for a, b in bounds)}
     empty = sorted(r for bounds, ranks in parts.items() if bounds not in filled for r in ranks)
 
-    def side(dims: Sequence[int]) -> list[Bounds]:
-        return sorted({tuple(bounds[d] for d in dims) for bounds in filled})
-
     def cell(position: int, ranks: Sequence[int], bounds: Bounds) -> Cell:
         text = f"[{', '.join(f'{a}:{b}' for a, b in bounds)}]"
         if itemsize:
@@ -83,7 +80,7 @@ def picture(
     has_room = len(shape) <= 2 and max(shape, default=0) <= _MOST_LINES
     of_place = {tuple(tuple(bounds[d] for d in dims) for dims in (rows, columns)): (ranks, bounds)
                 for bounds, ranks in filled.items()}  # fmt: skip
-    down, across = side(rows), side(columns)
+    down, across = (sorted(set(side)) for side in zip(*of_place, strict=True)) if of_place else ([], [])
     cells = [[cell(i * len(across) + j, *of_place[a, b]) for j, b in enumerate(across)] for i, a in enumerate(down)]
     dims = [f"down: dim {', '.join(map(str, rows))}    across: dim {', '.join(map(str, columns))}"]
     notes = [*dims[: len(shape) > 2], *[f"empty on {format_runs(empty, most=8)}"][: bool(empty)], *notes]

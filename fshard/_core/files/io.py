@@ -28,7 +28,7 @@ from fshard._core.transfers import refuse_transfer
 from fshard.errors import ShardingError, fail
 from fshard.init import Deferred
 from fshard.sharded import Sharded
-from fshard.spec import Box, box_of, box_shape, describe, full_box, part_ranks
+from fshard.spec import Box, box_shape, describe, different_parts, full_box
 
 from .url import AnyPath, UrlFile, UrlPath
 
@@ -322,8 +322,7 @@ def _holders(leaf: Sharded | Tensor) -> list[tuple[Box, list[int]]]:
     """Return each different box of a leaf, with the ranks that hold it."""
     if isinstance(leaf, Tensor) or not leaf.numel():
         return [(full_box(leaf.shape), [0])]
-    parts = part_ranks(leaf.shape, leaf.spec, leaf.mesh.axes)
-    return [(box_of(bounds), ranks) for bounds, ranks in parts.items() if all(a < b for a, b in bounds)]
+    return different_parts(leaf.shape, leaf.spec, leaf.mesh.axes)
 
 
 def local_part(leaf: Sharded | Tensor, rank: int) -> Tensor:

@@ -223,11 +223,10 @@ def _named(tree: Any, size: int) -> Iterator[tuple[str, _Tensor]]:
             yield prefix.removesuffix("."), value
             return
         for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-            is_tree = isinstance(child, _TREES)
             left -= 1
             if left < 0:
                 raise ValueError("it has more tensors and numbers than a file of its size")
-            if is_tree:
+            if isinstance(child, _TREES):
                 yield from walk(child, f"{prefix}{key}.")
 
     return walk(tree if isinstance(tree, _TREES) else (), "")

@@ -20,6 +20,7 @@ from .linear_maps import (
     AllToAll,
     AllToAllRows,
     CastMap,
+    Counts,
     Gather,
     GatherInvariant,
     Map,
@@ -31,17 +32,7 @@ from .linear_maps import (
     Vary,
 )
 from .minmax import minmax
-from .rows import (
-    Counts,
-    check_counts,
-    check_types,
-    evenly,
-    exchange_padded,
-    exchange_rows,
-    host_numbers,
-    row_counts,
-    tally,
-)
+from .rows import check_counts, check_types, evenly, exchange_padded, exchange_rows, host_numbers, row_counts, tally
 
 __all__ = [
     "AllToAll", "AllToAllRows", "CastMap", "Counts", "Gather", "GatherInvariant", "Map", "Permute", "Precision",

@@ -56,7 +56,7 @@ def apply_map(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     if torch.compiler.is_dynamo_compiling():
         # Dynamo takes the arguments of torch.func.grad for constants, and would silently drop the backward of a
         # Function that is applied to one of them, but not of a Function that is applied to a view of one.
-        traced: tuple[Tensor, ...] = _function(len(xs), True).apply(m, *[x.view_as(x) for x in xs])
+        traced: tuple[Tensor, ...] = _compiled_function(len(xs)).apply(m, *[x.view_as(x) for x in xs])
         return traced
     if any(is_legacy_batched(unwrapped(x)) for x in xs):
         return _apply_to_legacy_batch(m, xs)
@@ -64,7 +64,7 @@ def apply_map(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         note_transpose()
     if m.verb == "pvary" and (types := checker()) is not None:
         types.check_pvary(m, xs)  # here, since nothing is differentiated inside a Function
-    out: tuple[Tensor, ...] = apply_function(m.verb, _function(len(xs), False), m, *xs)
+    out: tuple[Tensor, ...] = apply_function(m.verb, Linear, m, *xs)
     return out
 
 
@@ -83,27 +83,71 @@ def _no_rule_for_legacy_batch(verb: str) -> ShardingError:
                 fix="use torch.func.jacrev, jacfwd, hessian, or vmap")  # fmt: skip
 
 
+class Linear(torch.autograd.Function):
+    """Application of a map; its backward pass applies the transpose."""
+
+    @staticmethod
+    def forward(m: Map, *xs: Tensor) -> tuple[Tensor, ...]:
+        return run_map(m, xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.map, *xs = inputs
+        ctx.origin = (ctx.map.origin or site()) if is_observed() else None
+        with without_torch_function():
+            ctx.like = [(x.shape, x.dtype, x.device) for x in xs]
+            # Frozen tensors share the transfer of the others; their gradients are neither computed nor transferred.
+            ctx.differentiated = [i for i, x in enumerate(xs) if x.requires_grad]
+        if 0 < len(ctx.differentiated) < len(xs):
+            with with_tangents():  # which torch hides here
+                forward_mode = any_tangent(xs)
+            if not forward_mode:
+                ctx.mark_non_differentiable(*(y for i, y in enumerate(output) if i not in ctx.differentiated))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        which = ctx.differentiated or range(len(grads))
+        transpose = ctx.map.transpose if len(which) == len(grads) else ctx.map.transpose.only(which)
+        if ctx.origin is not None:
+            transpose = replace(transpose, origin=ctx.origin)
+        by_position = dict(zip(which, apply_map(transpose, [grads[i] for i in which]), strict=True))
+        return (None, *map(by_position.get, range(len(grads))))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        if any(t is not None and is_legacy_batched(t) for t in tangents):
+            raise _no_rule_for_legacy_batch(ctx.map.verb)
+        filled = [torch.zeros(shape, dtype=dtype, device=device) if t is None else t
+                  for t, (shape, dtype, device) in zip(tangents, ctx.like, strict=True)]  # fmt: skip
+        return apply_map(ctx.map, filled)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], m: Map, *xs: Tensor) -> tuple[Any, Any]:
+        dims = in_dims[1:]
+        front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, dims, strict=True)]
+        out = apply_map(m.batched([d is not None for d in dims]), front)
+        return out, tuple(None if d is None else 0 for d in dims)
+
+
+_compiled_functions: dict[int, Any] = {}
+
+
 def make_functions(arity: int) -> None:
     """Make the compiled Functions of up to `arity` tensors in advance: dynamo can use classes, but not make them."""
     for n in range(1, arity + 1):
-        _function(n, True)
+        _compiled_function(n)
 
 
-_functions: dict[tuple[int, bool], Any] = {}
+def _compiled_function(arity: int) -> Any:
+    """Return the Function of `arity` tensors, made once; dynamo does not keep the results of functools.cache.
 
-
-def _function(arity: int, compiling: bool) -> Any:
-    """Return the Function of `arity` tensors, made once; dynamo does not keep the results of functools.cache."""
-    if (arity, compiling) not in _functions:
-        _functions[arity, compiling] = _make_function(arity, compiling)
-    return _functions[arity, compiling]
-
-
-def _make_function(arity: int, compiling: bool) -> Any:
-    """Return a Function of `arity` tensors: dynamo needs the exact signature, and refuses a jvp or vmap."""
+    Dynamo needs the exact signature, and refuses a jvp or vmap.
+    """
+    if arity in _compiled_functions:
+        return _compiled_functions[arity]
 
     def forward(m: Map, *xs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(m.run(xs)) if compiling else run_map(m, xs)
+        return tuple(m.run(xs))
 
     names = ["m", *(f"x{i}" for i in range(arity))]
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
@@ -112,51 +156,11 @@ def _make_function(arity: int, compiling: bool) -> Any:
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.map = inputs[0]
 
-    def backward_compiled(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return (None, *ctx.map.transpose.run(grads))
 
-    members = {"forward": staticmethod(forward), "setup_context": staticmethod(setup_context)}
-    if compiling:
-        members["backward"] = staticmethod(backward_compiled)
-        return type("Linear", (torch.autograd.Function,), members)
-
-    def setup_context_with_shapes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.map = inputs[0]
-        ctx.origin = (ctx.map.origin or site()) if is_observed() else None
-        with without_torch_function():
-            ctx.like = [(x.shape, x.dtype, x.device) for x in inputs[1:]]
-            # Frozen tensors share the transfer of the others; their gradients are neither computed nor transferred.
-            ctx.differentiated = [i for i, x in enumerate(inputs[1:]) if x.requires_grad]
-        if 0 < len(ctx.differentiated) < arity:
-            with with_tangents():  # which torch hides here
-                forward_mode = any_tangent(inputs[1:])
-            if not forward_mode:
-                ctx.mark_non_differentiable(*(y for i, y in enumerate(output) if i not in ctx.differentiated))
-
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        which = ctx.differentiated or range(arity)
-        transpose = ctx.map.transpose.only(which)
-        if ctx.origin is not None:
-            transpose = replace(transpose, origin=ctx.origin)
-        by_position = dict(zip(which, apply_map(transpose, [grads[i] for i in which]), strict=True))
-        return (None, *(by_position.get(i) for i in range(arity)))
-
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        if any(t is not None and is_legacy_batched(t) for t in tangents):
-            raise _no_rule_for_legacy_batch(ctx.map.verb)
-        filled = [torch.zeros(shape, dtype=dtype, device=device) if t is None else t
-                  for t, (shape, dtype, device) in zip(tangents, ctx.like, strict=True)]  # fmt: skip
-        return apply_map(ctx.map, filled)
-
-    def vmap(info: Any, in_dims: Sequence[int | None], m: Map, *xs: Tensor) -> tuple[Any, Any]:
-        dims = in_dims[1:]
-        front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, dims, strict=True)]
-        out = apply_map(m.batched([d is not None for d in dims]), front)
-        return out, tuple(None if d is None else 0 for d in dims)
-
-    members |= {"setup_context": staticmethod(setup_context_with_shapes), "backward": staticmethod(backward),
-                "jvp": staticmethod(jvp), "vmap": staticmethod(vmap)}  # fmt: skip
-    return type("Linear", (torch.autograd.Function,), members)
+    members = {f.__name__: staticmethod(f) for f in (forward, setup_context, backward)}
+    return _compiled_functions.setdefault(arity, type("Linear", (torch.autograd.Function,), members))
 
 
 def run_map(m: Map, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -31,12 +31,11 @@ def split_layout(
     Raises ShardingError for `chosen` lengths that do not sum to the dim.
     """
     current = region(verb)
-    sizes = [(d, x.shape[d]) for x in xs for d in [dim_of(verb, x, dim)]]
-    for d, n in sizes:
-        if chosen is not None and total(chosen) != n:
-            raise fail(f"{verb}: the lengths sum to {total(chosen)}, and dim {d} has {n}", *user_line(),
-                       fix=f"lengths that sum to {n}")  # fmt: skip
-    layout = tuple((d, n if chosen is None else chosen) for d, n in sizes)
+    for x in xs:
+        if chosen is not None and total(chosen) != x.shape[dim]:
+            raise fail(f"{verb}: the lengths sum to {total(chosen)}, and dim {dim % x.ndim} has {x.shape[dim]}",
+                       *user_line(), fix=f"lengths that sum to {x.shape[dim]}")  # fmt: skip
+    layout = tuple([(dim % x.ndim, x.shape[dim] if chosen is None else chosen) for x in xs])
     if not current.comm.has_values:
         current.split_sizes.setdefault(axes, set()).update(size for _, size in layout)
     if uneven := [(d, size) for d, size in layout if is_uneven(size, size_of(axes, current.sizes))]:
@@ -157,17 +156,17 @@ def _length_here(size: Size, axes: Sequence[str]) -> int:
 
 def global_shape(verb: str, x: Tensor, spec: P, *, word: str) -> tuple[int, ...]:
     """Return the shape whose part by `spec` is `x` on this rank; sizes are found as by `global_size`."""
-    raise_all(spec_errors(verb, tuple(x.shape), spec, region(verb).sizes, local=True))
-    described = x.shape if region().comm.has_values else getattr(unwrapped(x), "global_sizes", x.shape)
+    current = region(verb)
+    raise_all(spec_errors(verb, tuple(x.shape), spec, current.sizes, local=True))
+    described = x.shape if current.comm.has_values else getattr(unwrapped(x), "global_sizes", x.shape)
     if len(described) != x.ndim:  # the examples of a vmap
         described = x.shape
     shape = []
-    described = spec.sizes(described, region().sizes)
-    for n, known, axes in zip(x.shape, described, spec.parts(x.ndim), strict=True):
+    for n, known, axes in zip(x.shape, spec.sizes(described, current.sizes), spec.parts(x.ndim), strict=True):
         fits = known != n and _length_here(known, axes) == n
         size = known if fits or isinstance(known, tuple) else total(known_sizes(verb, [n], axes, word=word)[0])
         if (length := _length_here(size, axes)) != n:
-            lengths = part_lengths(size, [region().sizes[a] for a in axes])
+            lengths = part_lengths(size, [current.sizes[a] for a in axes])
             raise fail(f"{verb}: x is not this rank's part of an array with spec {spec}",
                        f"{total(size)} over {axes} splits into {lengths}; this rank has {n}, and its part is {length}",
                        *user_line(),

@@ -9,9 +9,10 @@ tensor. The argument (`takes`) and the result (`gives`) of a map vary over its a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,21 +126,22 @@ class Vary(Map):
         return Sum(self.comm, self.axes, self.divisor)
 
 
-def _shifted(layout: Layout, which: Sequence[bool]) -> Layout:
-    return tuple((dim + batched, size) for (dim, size), batched in zip(layout, which, strict=True))
-
-
 @dataclass(frozen=True)
 class _DimMap(Map):
-    """A map that joins or splits one dim of each tensor, listed in `layout`."""
+    """A map that joins or splits a dim of each tensor, in `layout`; of two, the fields are named in `layouts`."""
 
     layout: Layout = ()
+    layouts: ClassVar[tuple[str, ...]] = ("layout",)
 
     def batched(self, which: Sequence[bool]) -> Map:
-        return replace(self, layout=_shifted(self.layout, which))
+        return self._change(lambda layout: [(dim + b, size) for (dim, size), b in zip(layout, which, strict=True)])
 
     def only(self, which: Sequence[int]) -> Map:
-        return replace(self, layout=tuple(self.layout[i] for i in which))
+        return self._change(lambda layout: [layout[i] for i in which])
+
+    def _change(self, f: Callable[[Layout], list[tuple[int, Size]]]) -> Map:
+        changes: dict[str, Any] = {name: tuple(f(getattr(self, name))) for name in self.layouts}
+        return replace(self, **changes)
 
     def extent(self, xs: Sequence[Tensor]) -> Any:
         return self.layout
@@ -239,51 +241,53 @@ class Slice(_DimMap):
 
 
 @dataclass(frozen=True)
-class AllToAll(Map):
-    """all_to_all: split one dim of each tensor over the ranks and concatenate along another."""
+class AllToAll(_DimMap):
+    """all_to_all: split one dim of each tensor over the ranks, in `layout`, and concatenate along another."""
 
-    split: Layout = ()
     concat: Layout = ()
+    layouts = ("layout", "concat")
     verb = "all_to_all"
 
     def extent(self, xs: Sequence[Tensor]) -> Any:
-        return self.split, self.concat
+        return self.layout, self.concat
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         sizes, coords, stacks = self.sizes, self.coords, []
-        for x, (s_dim, s_size), (c_dim, c_size) in zip(xs, self.split, self.concat, strict=True):
+        for x, (s_dim, s_size), (c_dim, c_size) in zip(xs, self.layout, self.concat, strict=True):
             stacks.append(split_padded(pad(x, c_dim, longest_part(c_size, sizes)), s_dim, s_size, sizes))
         rows = [s.reshape(self.n, -1) for s in stacks]
         received = self.comm.all_to_all(rows[0] if len(rows) == 1 else torch.cat(rows, 1), self.axes)
         parts = torch.split(received, [r.shape[1] for r in rows], dim=1)
         out = []
-        for part, s, (s_dim, s_size), (c_dim, c_size) in zip(parts, stacks, self.split, self.concat, strict=True):
+        for part, s, (s_dim, s_size), (c_dim, c_size) in zip(parts, stacks, self.layout, self.concat, strict=True):
             joined = join_padded(part.reshape(s.shape), c_dim, c_size, sizes)
             out.append(joined.narrow(s_dim, 0, part_range(s_size, sizes, coords)[1]))
         return out
 
     @property
     def transpose(self) -> Map:
-        return AllToAll(self.comm, self.axes, self.concat, self.split)
+        return AllToAll(self.comm, self.axes, self.concat, self.layout)
 
-    def only(self, which: Sequence[int]) -> Map:
-        return replace(self, split=tuple(self.split[i] for i in which), concat=tuple(self.concat[i] for i in which))
 
-    def batched(self, which: Sequence[bool]) -> Map:
-        return replace(self, split=_shifted(self.split, which), concat=_shifted(self.concat, which))
+class Counts(NamedTuple):
+    """Numbers of rows to and from each rank over some axes; `exchanged` if the ranks know that they fit."""
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    exchanged: bool
+
+    @property
+    def transpose(self) -> Counts:
+        """The counts of the rows on their way back."""
+        return self._replace(send=self.receive, receive=self.send)
 
 
 @dataclass(frozen=True)
 class AllToAllRows(Map):
-    """all_to_all_rows: send[i] rows of each tensor to rank i, and receive[i] rows from it; `dims` has the dim of rows.
+    """all_to_all_rows: `counts.send[i]` rows of each tensor to rank i; `dims` has the dim of each tensor's rows."""
 
-    `exchanged`: the counts of the ranks are known to fit.
-    """
-
-    send: tuple[int, ...] = ()
-    receive: tuple[int, ...] = ()
-    dims: tuple[int, ...] = ()
-    exchanged: bool = False
+    counts: Counts
+    dims: tuple[int, ...]
     verb = "all_to_all_rows"
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -292,7 +296,8 @@ class AllToAllRows(Map):
             x = rows[0].contiguous()
         else:
             x = torch.cat([r.reshape(len(r), math.prod(r.shape[1:])) for r in rows], 1)
-        out = self.comm.all_to_all_rows(x, self.send, self.receive, self.axes, exchanged=self.exchanged)
+        send, receive, exchanged = self.counts
+        out = self.comm.all_to_all_rows(x, send, receive, self.axes, exchanged=exchanged)
         parts = [out] if len(rows) == 1 else out.split_with_sizes([math.prod(r.shape[1:]) for r in rows], 1)
         return [part.reshape(len(out), *r.shape[1:]).movedim(0, dim)
                 for part, r, dim in zip(parts, rows, self.dims, strict=True)]  # fmt: skip
@@ -302,7 +307,7 @@ class AllToAllRows(Map):
 
     @property
     def transpose(self) -> Map:
-        return replace(self, origin=None, send=self.receive, receive=self.send)
+        return replace(self, origin=None, counts=self.counts.transpose)
 
     def only(self, which: Sequence[int]) -> Map:
         return replace(self, dims=tuple(self.dims[i] for i in which))
@@ -374,21 +379,11 @@ class CastMap(Map):
         return CastMap(inner.comm, inner.axes, inner=inner, before=precision.computed, after=precision.computed,
                       back=(precision.summed, precision.stored))  # fmt: skip
 
-    @property
-    def takes(self) -> str:  # type: ignore[override]
-        return self.inner.takes
-
-    @property
-    def gives(self) -> str:  # type: ignore[override]
-        return self.inner.gives
-
-    @property
-    def moves(self) -> bool:  # type: ignore[override]
-        return self.inner.moves
-
-    @property
-    def verb(self) -> str:  # type: ignore[override]
-        return self.inner.verb
+    # of the inner map
+    takes = property(operator.attrgetter("inner.takes"))
+    gives = property(operator.attrgetter("inner.gives"))
+    moves = property(operator.attrgetter("inner.moves"))
+    verb = property(operator.attrgetter("inner.verb"))
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         return [y.to(self.after) for y in self.inner.run([x.to(self.before) for x in xs])]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,22 +14,9 @@ from fshard._core.torch import is_batched, unwrapped, without_functorch
 from fshard.errors import fail, number_of
 
 from .autograd import apply_map
-from .linear_maps import AllToAll, AllToAllRows
+from .linear_maps import AllToAll, AllToAllRows, Counts
 
 Numbers = Tensor | Sequence[int]
-
-
-class Counts(NamedTuple):
-    """Numbers of rows to and from each rank over some axes; `exchanged` if the ranks know that they fit."""
-
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
-    exchanged: bool
-
-    @property
-    def transpose(self) -> Counts:
-        """The counts of the rows on their way back."""
-        return self._replace(send=self.receive, receive=self.send)
 
 
 def row_counts(verb: str, axes: tuple[str, ...], send: Numbers, receive: Numbers | None, rows: int) -> Counts:
@@ -56,8 +42,8 @@ def row_counts(verb: str, axes: tuple[str, ...], send: Numbers, receive: Numbers
         if receive is not None:
             to, of = (tuple(unwrapped(c).tolist() if isinstance(c, Tensor) else c) for c in (send, receive))
             return Counts(to, of, False)
-        mine = torch.as_tensor(unwrapped(send) if isinstance(send, Tensor) else list(send), device=current.device)
-        mine = mine.to(torch.int64)
+        counts = unwrapped(send) if isinstance(send, Tensor) else list(send)
+        mine = torch.as_tensor(counts, dtype=torch.int64, device=current.device)
         others = current.comm.all_to_all(mine.view(n, 1), axes).view(n) if axes else mine
         to, of = map(tuple, host_numbers([mine, others]))
     return Counts(to, of, True)
@@ -102,8 +88,7 @@ def check_types(verb: str, send: Numbers, xs: Sequence[Tensor]) -> None:
 
 def exchange_rows(axes: tuple[str, ...], counts: Counts, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Send rows of tensors of one dtype, in one transfer."""
-    return apply_map(AllToAllRows(region().comm, axes, send=counts.send, receive=counts.receive,
-                                  dims=(0,) * len(xs), exchanged=counts.exchanged), xs)  # fmt: skip
+    return apply_map(AllToAllRows(region().comm, axes, counts, (0,) * len(xs)), xs)
 
 
 def exchange_padded(axes: tuple[str, ...], x: Tensor, send: Numbers, receive: Numbers | None, most: int) -> Tensor:
