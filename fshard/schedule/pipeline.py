@@ -25,7 +25,7 @@ from fshard._core.call import explain_missing_values
 from fshard._core.callsite import site
 from fshard._core.comm import fake_tensors, silent_comm
 from fshard._core.microbatch import in_microbatch, microbatches
-from fshard._core.ops import argument_spec, differentiable_dtype, evenly, keep_placed
+from fshard._core.ops import argument_specs, differentiable_dtype, evenly, keep_placed
 from fshard._core.protocol import PendingTransfer, Series, size_of
 from fshard._core.region import bind, checker, known_axes, live_axes, region, unchecked
 from fshard._core.torch import without_modes
@@ -180,10 +180,11 @@ class Pipelined:
             return (), 1, batches, lambda ends: ends
         current = region("pipelined")
         names, dim = known_axes("pipelined", current, self.axis), int(self.chunks > 1)
+        spec_of = argument_specs()
         for name, part in (("params[1]", params[1]), ("each", each)):
             listed = isinstance(part, (list, tuple))
             for path, x in tree.leaves_with_path(part):
-                spec = argument_spec(x)
+                spec = spec_of(x)
                 if spec is None or (set(names) <= set(spec.axes) and len(_stages_of(spec, names, current.sizes)) < 2
                                     if listed else spec.parts(x.ndim)[dim : dim + 1] == (names,)):  # fmt: skip
                     continue
@@ -192,7 +193,7 @@ class Pipelined:
                            shape=list(x.shape), spec=spec, chunks=self.chunks, fix="the specs of fs.on_stages" if listed
                            else f"P({'None, ' * dim}{self.axis!r}, ...), of leaves [{stacked_as}, ...]")  # fmt: skip
         live = live_axes(current.comm, names)
-        of_ends = tree.map(lambda x: argument_spec(x) or P(), params[0])
+        of_ends = tree.map(lambda x: spec_of(x) or P(), params[0])
         return live, size_of(live, current.sizes), batches, lambda ends: unshard(ends, of_ends, live)
 
 
@@ -271,10 +272,10 @@ def _chunks(layers: Sequence[Any], axes: tuple[str, ...], chunks: int, n: int, s
     them. Of leaves without a spec, computed in the region, the stage has those that are not empty.
     """
     out: list[list[int]] = [[] for _ in range(chunks)]
-    at = 0
+    at, spec_of = 0, argument_specs() if axes else lambda x: None
     for i, (layer, even) in enumerate(zip(layers, _places(evenly(len(layers), n * chunks)), strict=True)):
         leaves, at = tree.leaves(layer), even if chunks > 1 else at
-        specs = [spec for x in leaves if (spec := argument_spec(x)) is not None]
+        specs = [spec for x in leaves if (spec := spec_of(x)) is not None]
         found = {s for spec in specs for s in _stages_of(spec, axes, region().sizes)}
         if len(specs) < len(leaves):
             found = {stage if any(x.numel() for x in leaves) else (at + (at % n == stage)) % n}
