@@ -349,6 +349,7 @@ def _steps(kind: str, n: int, m: int, chunks: int, stage: int) -> list[_Step]:
 
 _MOST_SENT = 2  # messages whose sends may be pending
 _MOST_OUTLINES = 1000
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NOTHING = contextlib.nullcontext()
 
 
@@ -434,12 +435,14 @@ class _Run:
     def from_last_stage(self, xs: Any) -> Any:
         """Return the last stage's tensors on each stage: a sum, in which the others have zeros."""
         tensors, rest = split_tensors(xs)
-        numbers = [x.to(torch.uint8) if x.dtype == torch.bool else x for x in tensors]
+        # What is not floating is summed as integers of its bits: there are no sums of bools and of uint32.
+        numbers = [x if x.dtype.is_complex or (x.dtype.is_floating_point and x.itemsize > 1) else
+                   x.view(_BITS[x.itemsize]) for x in tensors]  # fmt: skip
         if not self.is_last:
             numbers = list(map(torch.zeros_like, numbers))
         varying = numbers if checker() is None else pvary(numbers, self.axes)
         totals = psum(varying, self.axes)
-        return fill_tensors(rest, [y.to(x.dtype) for x, y in zip(tensors, totals, strict=True)])
+        return fill_tensors(rest, [y.view(x.dtype) for x, y in zip(tensors, totals, strict=True)])
 
     def _of_last(self, x: Any) -> tuple[Tensor, Any, Any]:
         """Return (loss, count, aux) of a result of `last`."""

@@ -343,7 +343,7 @@ def test_forward_returns_the_results_of_the_last_stage_on_each():
     params, b = parameters(4), batch(6)
 
     def logits(ends, h, b):
-        return h @ ends["wte"].mT, b["ids"] > 3
+        return h @ ends["wte"].mT, b["ids"] > 3, b["ids"].to(torch.uint32)
 
     mesh, want = fs.make_mesh(stage=2), None
     for mesh in (fs.make_mesh(stage=1), fs.make_mesh(stage=2), fs.make_mesh(stage=4)):
@@ -351,7 +351,7 @@ def test_forward_returns_the_results_of_the_last_stage_on_each():
         step = fs.shard_map(f.forward, mesh=mesh, in_specs=((P(), P("stage")), P()), out_specs=P(), check="always")
         got = fs.device_get(step(params, b))
         want = want or got
-        assert (got[0].shape, got[1].dtype) == ((3, 2, 3, VOCAB), torch.bool)
+        assert (got[0].shape, got[1].dtype, got[2].dtype) == ((3, 2, 3, VOCAB), torch.bool, torch.uint32)
         assert_same(got, want, **CLOSE)
     h = first(params[0], b)
     for i in range(4):
