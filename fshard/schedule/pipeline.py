@@ -268,8 +268,8 @@ def _layers(layers: Any, each: Any, chunks: int) -> tuple[Sequence[Any], list[tu
 def _chunks(layers: Sequence[Any], axes: tuple[str, ...], chunks: int, n: int, stage: int) -> list[list[int]]:
     """Return the numbers of the layers of each chunk of a stage. A layer without leaves is where the one before is.
 
-    The specs of a listed layer say where it is: a rank of the stage may have no rows of it, where another axis splits
-    them. Of leaves without a spec, computed in the region, the stage has those that are not empty.
+    The specs of a listed layer place it: a rank of the stage may have no rows of it, where another axis splits them.
+    Without a spec, as for results of the region, leaves that are not empty are on this stage.
     """
     out: list[list[int]] = [[] for _ in range(chunks)]
     at, spec_of = 0, argument_specs() if axes else lambda x: None
@@ -397,8 +397,8 @@ class _Run:
         mode = next((x.fake_mode for x in tensors if hasattr(x, "fake_mode")), None) or fake_tensors()  # of a dry run
         silent = bind(replace(current, comm=silent_comm(current.comm), scratch={}))
         part = in_microbatch(self.parts[0])
-        told = explain_missing_values("in a pipeline each stage first computes shapes without data", "")
-        with told, without_modes(), mode, types or _NOTHING, silent, torch.no_grad(), part:
+        explained = explain_missing_values("in a pipeline each stage first computes shapes without data", "")
+        with explained, without_modes(), mode, types or _NOTHING, silent, torch.no_grad(), part:
             h = self.pipe.first(self.ends, self.batches[0])
             self.h, self.h_def = tree.flatten(h)
             for path, x in tree.leaves_with_path(h):

@@ -382,8 +382,6 @@ def test_h_may_be_a_tree_of_several_dtypes():
 
 
 def test_a_number_of_the_batch_and_the_dtype_of_autocast_may_change_between_calls():
-    """What a stage knows of the others' results is of this call."""
-
     def end(ends, h, b):
         return h.float().square().mean(), h[0, : b["n"]]
 
