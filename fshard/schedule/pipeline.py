@@ -25,7 +25,7 @@ from fshard._core.call import explain_missing_values
 from fshard._core.callsite import site
 from fshard._core.comm import fake_tensors, silent_comm
 from fshard._core.microbatch import in_microbatch, microbatches
-from fshard._core.ops import argument_spec, differentiable_dtype, evenly, keep_placed
+from fshard._core.ops import argument_specs, differentiable_dtype, evenly, keep_placed
 from fshard._core.protocol import PendingTransfer, Series, size_of
 from fshard._core.region import bind, checker, known_axes, live_axes, region, unchecked
 from fshard._core.torch import without_modes
@@ -181,10 +181,11 @@ class Pipelined:
             return (), 1, batches, lambda ends: ends
         current = region("pipelined")
         names, dim = known_axes("pipelined", current, self.axis), int(self.chunks > 1)
+        spec_of = argument_specs()
         for name, part in (("params[1]", params[1]), ("each", each)):
             listed = isinstance(part, (list, tuple))
             for path, x in tree.leaves_with_path(part):
-                spec = argument_spec(x)
+                spec = spec_of(x)
                 if spec is None or (set(names) <= set(spec.axes) and len(_stages_of(spec, names, current.sizes)) < 2
                                     if listed else spec.parts(x.ndim)[dim : dim + 1] == (names,)):  # fmt: skip
                     continue
@@ -193,7 +194,7 @@ class Pipelined:
                            shape=list(x.shape), spec=spec, chunks=self.chunks, fix="the specs of fs.on_stages" if listed
                            else f"P({'None, ' * dim}{self.axis!r}, ...), of leaves [{stacked_as}, ...]")  # fmt: skip
         live = live_axes(current.comm, names)
-        of_ends = tree.map(lambda x: argument_spec(x) or P(), params[0])
+        of_ends = tree.map(lambda x: spec_of(x) or P(), params[0])
         return live, size_of(live, current.sizes), batches, lambda ends: unshard(ends, of_ends, live)
 
 
@@ -265,29 +266,28 @@ def _layers(layers: Any, each: Any, chunks: int) -> tuple[Sequence[Any], list[tu
     return [layer for layer, _ in pairs], [extra for _, extra in pairs]
 
 
-def _chunks(layers: Sequence[Any], axes: tuple[str, ...], chunks: int, n: int, stage: int) -> list[list[int]]:
-    """Return the numbers of the layers of each chunk of a stage. A layer without leaves is where the one before is.
+def _listed_places(layers: Sequence[Any], axes: tuple[str, ...], chunks: int, n: int, stage: int) -> list[int]:
+    """Return the place of each layer of a list. A layer without leaves is where the one before is.
 
-    The specs of a listed layer say where it is: a rank of the stage may have no rows of it, where another axis splits
-    them. Of leaves without a spec, computed in the region, the stage has those that are not empty.
+    The specs of a layer place it: a rank of the stage may have no rows of it, where another axis splits them. Without
+    specs, as for results of the region, it is on this stage if this rank has elements of it, and else on another.
     """
-    out: list[list[int]] = [[] for _ in range(chunks)]
-    at = 0
-    for i, (layer, even) in enumerate(zip(layers, _places(evenly(len(layers), n * chunks)), strict=True)):
-        leaves, at = tree.leaves(layer), even if chunks > 1 else at
-        specs = [spec for x in leaves if (spec := argument_spec(x)) is not None]
-        found = {s for spec in specs for s in _stages_of(spec, axes, region().sizes)}
-        if len(specs) < len(leaves):
+    sizes, spec_of = region().sizes, argument_specs()
+    places = _places(evenly(len(layers), n * chunks)) if chunks > 1 else [0] * len(layers)
+    for i, layer in enumerate(layers):
+        at = places[i] if chunks > 1 else places[max(0, i - 1)]
+        leaves = tree.leaves(layer)
+        specs = [spec for x in leaves if (spec := spec_of(x)) is not None]
+        if len(specs) == len(leaves):
+            found = {s for spec in specs for s in _stages_of(spec, axes, sizes)}
+        else:
             found = {stage if any(x.numel() for x in leaves) else (at + (at % n == stage)) % n}
-        at = even if chunks > 1 else max([at, *found])
-        if found - {at % n}:
-            here = ", ".join(map(str, sorted(found)))
-            raise fail(f"pipelined: params[1][{i}] is on stage {here}, and stage {at % n} is next",
-                       chunks=chunks, stages=n,
+        places[i] = at if chunks > 1 else max([at, *found])
+        if found - {places[i] % n}:
+            raise fail(f"pipelined: params[1][{i}] is on stage {', '.join(map(str, sorted(found)))}, and stage "
+                       f"{places[i] % n} is next", chunks=chunks, stages=n,
                        fix=f"fs.on_stages(specs, layers, axis, {n}, chunks={chunks})")  # fmt: skip
-        if at % n == stage:
-            out[at // n].append(i)
-    return out
+    return places
 
 
 def _stages_of(spec: P, axes: tuple[str, ...], sizes: Mapping[str, int]) -> list[int]:
@@ -364,8 +364,10 @@ class _Run:
         self.steps = _steps(kind, n, pipe.microbatches, pipe.chunks, self.stage)
         self.ends, self.is_listed = params[0], isinstance(params[1], (list, tuple))
         self.layers, self.each = _layers(params[1], each, pipe.chunks)
-        self.chunks = _chunks(placed, axes, pipe.chunks, n, self.stage) if self.is_listed else \
-            _chunks(self.layers, (), pipe.chunks, 1, 0)  # fmt: skip
+        places, first, step = _places(evenly(len(self.layers), pipe.chunks)), 0, 1  # of stacked layers all are here
+        if self.is_listed:
+            places, first, step = _listed_places(placed, axes, pipe.chunks, n, self.stage), self.stage, n
+        self.chunks = [[i for i, place in enumerate(places) if place == first + c * step] for c in range(pipe.chunks)]
         self.parts = list(microbatches(tree.leaves(batch), pipe.microbatches))
         h, self.result = self._outline()
         self.h, self.h_def = tree.flatten(h)
@@ -397,8 +399,8 @@ class _Run:
         mode = next((x.fake_mode for x in tensors if hasattr(x, "fake_mode")), None) or fake_tensors()  # of a dry run
         silent = bind(replace(current, comm=silent_comm(current.comm), scratch={}))
         part = in_microbatch(self.parts[0])
-        told = explain_missing_values("in a pipeline each stage first computes shapes without data", "")
-        with told, without_modes(), mode, types or _NOTHING, silent, torch.no_grad(), part:
+        explained = explain_missing_values("in a pipeline each stage first computes shapes without data", "")
+        with explained, without_modes(), mode, types or _NOTHING, silent, torch.no_grad(), part:
             h = self.pipe.first(self.ends, self.batches[0])
             self.h, self.h_def = tree.flatten(h)
             for path, x in tree.leaves_with_path(h):
@@ -433,12 +435,16 @@ class _Run:
     def from_last_stage(self, xs: Any) -> Any:
         """Return the last stage's tensors on each stage: a sum, in which the others have zeros."""
         tensors, rest = split_tensors(xs)
-        numbers = [x.to(torch.uint8) if x.dtype == torch.bool else x for x in tensors]
+        # Bools, and some integers and floats of 8 bits, have no sum: what is not floating is summed by its bytes.
+        numbers = [x if x.is_complex() or (x.is_floating_point() and x.itemsize > 1)
+                   else x.unsqueeze(-1).view(torch.uint8) for x in tensors]  # fmt: skip
         if not self.is_last:
             numbers = list(map(torch.zeros_like, numbers))
         varying = numbers if checker() is None else pvary(numbers, self.axes)
         totals = psum(varying, self.axes)
-        return fill_tensors(rest, [y.to(x.dtype) for x, y in zip(tensors, totals, strict=True)])
+        out = [y if y.ndim == x.ndim else y.clone().view(x.dtype).squeeze(-1)
+               for x, y in zip(tensors, totals, strict=True)]  # fmt: skip
+        return fill_tensors(rest, out)
 
     def _of_last(self, x: Any) -> tuple[Tensor, Any, Any]:
         """Return (loss, count, aux) of a result of `last`."""

@@ -347,7 +347,7 @@ def test_forward_returns_the_results_of_the_last_stage_on_each():
         return nn.dropout(layer(p, h, b), 0.3, key=key)
 
     def logits(ends, h, b):
-        return h @ ends["wte"].mT, b["ids"] > 3
+        return h @ ends["wte"].mT, b["ids"] > 3, *[b["ids"].to(dtype) for dtype in (torch.uint8, torch.uint32)]
 
     h = first(params[0], b)
     for i in range(4):
@@ -383,8 +383,6 @@ def test_h_may_be_a_tree_of_several_dtypes():
 
 
 def test_a_number_of_the_batch_and_the_dtype_of_autocast_may_change_between_calls():
-    """What a stage knows of the others' results is of this call."""
-
     def end(ends, h, b):
         return h.float().square().mean(), h[0, : b["n"]]
 

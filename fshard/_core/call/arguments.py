@@ -86,10 +86,12 @@ def make_plan(
                     uneven.setdefault(a, UnevenSize(f"dim {dim} of {names[i]}", n, axes))
     donated = [i for i in _donated_positions(name, donate, args) if isinstance(leaves[i], (Sharded, Deferred))]
     kept = [i for i in tensors if i not in set(donated)]
+    uneven_leaves = {i for i in tensors if any(a in uneven for a in specs[i].axes)}
+    noted = sorted(uneven_leaves | set(donated if mesh.size > 1 else ()))
     ties = {id(leaves[i]) for i in donated}
     placed = {i for i in kept if isinstance(leaves[i], (Sharded, Deferred)) and id(leaves[i]) not in ties}
     return CallPlan(name, mesh, out_specs, treedef, call_signature(passed), specs, names, slices, uneven, in_parts,
-                    [(i, tuple(leaves[i].shape)) for i in tensors], donated, kept, placed)  # fmt: skip
+                    [(i, tuple(leaves[i].shape)) for i in noted], donated, kept, placed)  # fmt: skip
 
 
 def _described(x: Any) -> Any:

@@ -74,7 +74,7 @@ class CallPlan:
     slices: list[list[tuple[int, Box | None]]]  # by rank: each leaf that is not a local shard yet, and the rank's box
     uneven: dict[str, UnevenSize]  # axis -> the first size of a leaf whose parts over it differ
     split_sizes: dict[tuple[str, ...], set[Size]]  # axes of several ranks -> the sizes of dims that they split
-    global_shapes: list[tuple[int, tuple[int, ...]]]  # of each leaf that is a tensor
+    global_shapes: list[tuple[int, tuple[int, ...]]]  # of leaves split over an uneven axis, and donated ones
     donated: list[int]  # leaves of arguments that the call may overwrite
     kept: list[int]  # all other leaves that are tensors inside
     placed: set[int]  # leaves of `kept` that the caller has placed: a call must not write to them

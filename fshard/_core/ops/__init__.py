@@ -3,7 +3,7 @@
 from .autograd import apply_function, apply_map, differentiable_dtype, make_functions, run_map, start_map
 from .dim_sizes import (
     argument_shape,
-    argument_spec,
+    argument_specs,
     checked_size,
     described_size,
     dim_of,
@@ -36,9 +36,9 @@ from .rows import check_counts, check_types, evenly, exchange_padded, exchange_r
 
 __all__ = [
     "AllToAll", "AllToAllRows", "CastMap", "Counts", "Gather", "GatherInvariant", "Map", "Permute", "Precision",
-    "Scatter", "Slice", "Sum", "Vary", "apply_function", "apply_map", "argument_shape", "argument_spec", "check_counts",
-    "check_types", "checked_size", "described_size", "differentiable_dtype", "dim_of", "evenly", "exchange_padded",
-    "exchange_rows", "gather_layout", "global_shape", "global_size", "host_numbers", "keep_placed", "known_sizes",
-    "local_range", "make_functions", "minmax", "own_range", "row_counts", "run_map", "split_layout", "start_map",
-    "tally",
+    "Scatter", "Slice", "Sum", "Vary", "apply_function", "apply_map", "argument_shape", "argument_specs",
+    "check_counts", "check_types", "checked_size", "described_size", "differentiable_dtype", "dim_of", "evenly",
+    "exchange_padded", "exchange_rows", "gather_layout", "global_shape", "global_size", "host_numbers", "keep_placed",
+    "known_sizes", "local_range", "make_functions", "minmax", "own_range", "row_counts", "run_map", "split_layout",
+    "start_map", "tally",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -177,7 +177,7 @@ def global_shape(verb: str, x: Tensor, spec: P, *, word: str) -> tuple[int, ...]
 
 
 def argument_shape(x: Tensor, spec: P) -> tuple[int, ...] | None:
-    """Return the global shape of an argument of the call that was placed by this spec, else None."""
+    """Return the global shape of an argument that was placed by this spec, if an axis is uneven, else None."""
     if torch.compiler.is_dynamo_compiling():
         return None
     shape, placed = getattr(unwrapped(x), "placed", ((), None))
@@ -186,14 +186,14 @@ def argument_shape(x: Tensor, spec: P) -> tuple[int, ...] | None:
     return shape if placed.lengths == spec.lengths else None
 
 
-def argument_spec(x: Tensor) -> P | None:
-    """Return the spec of an argument of the call, also of a donated one; None for another tensor."""
-    spec: P | None = getattr(x, "placed", (None, None))[1]
-    return spec
+def argument_specs() -> Callable[[Tensor], P | None]:
+    """Return a function that returns the spec of an argument of the call, also a donated one; else None."""
+    kept = {id(x): spec for x, spec in zip(*region().arguments, strict=True)}
+    return lambda x: kept.get(id(x)) or getattr(x, "placed", (None, None))[1]
 
 
 def keep_placed(xs: Sequence[Tensor], like: Sequence[Tensor]) -> None:
-    """Let `argument_shape` and `argument_spec` know copies of arguments."""
+    """Let `argument_shape` know copies of arguments."""
     for x, y in zip(xs, like, strict=True):
         if hasattr(y, "placed"):
             x.placed = y.placed  # type: ignore[attr-defined]
