@@ -124,9 +124,10 @@ def create_temporary(final: AnyPath, held: contextlib.ExitStack, *, overwrite: b
         _make_directory(final.parent)
         name, folder = (".steps.lock", final.parent) if _STEP.fullmatch(final.name) else (f".{final.name}.lock", final)
         held.enter_context(locked("save", folder, final.parent / name))
-    if is_complete(final) and not overwrite:
+    replaces = is_complete(final)
+    if replaces and not overwrite:
         raise _exists(final)
-    if final.exists() and not is_complete(final) and (not final.is_dir() or any(final.iterdir())):
+    if not replaces and final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise _is_something_else(final)
     with write_errors("save", final, UNCHANGED):
         _remove_unfinished(final)
@@ -134,8 +135,7 @@ def create_temporary(final: AnyPath, held: contextlib.ExitStack, *, overwrite: b
         temporary.mkdir()
         held.callback(_discard, temporary, final)
         names = [PART_NAME.fullmatch(f.name) for f in final.iterdir()] if final.exists() else []
-    generations = [int((m[1] or ".0")[1:]) for m in names if m]
-    return temporary, max(generations, default=-1) + 1
+    return temporary, max((int(m[1] or 0) for m in names if m), default=-1) + 1
 
 
 def _exists(final: AnyPath) -> ShardingError:
@@ -251,6 +251,6 @@ def _remove_objects(final: UrlPath, replaced: set[str], generation: int) -> None
         used = read_manifest(final).files if is_complete(final) else {}
         for file in final.iterdir() if final.exists() else ():
             if (match := PART_NAME.fullmatch(file.name)) and file.name not in used:
-                began = int((match[1] or ".0")[1:])
+                began = int(match[1] or 0)
                 if file.name in replaced or began == generation or began < generation - 86_400 * 10**9:
                     file.unlink()
