@@ -28,7 +28,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ from fshard._core.files.io import open_file, write_errors, write_file
 from fshard._core.files.safetensors import MAX_ELEMENTS, is_shape
 from fshard._core.files.url import AnyPath
 from fshard.errors import fail
-from fshard.spec import describe
+from fshard.spec import box_bounds, describe
 
 from .parts import DTYPES, PART_NAME, RESTORE_ANOTHER, UNCHANGED, Chunk, PartFile, block_count
 
@@ -198,13 +198,10 @@ def _decode_saved(path: str, entry: Any, files: Mapping[str, PartFile]) -> Saved
 
 def _is_grid(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
     """Return whether the ranges of every dim fill it in order, and the chunks are all products of them, each once."""
-    cells = {(c.offset, c.shape) for c in chunks}
-    dims = [sorted({(c.offset[d], c.shape[d]) for c in chunks}) for d in range(len(shape))]
-    for size, ranges in zip(shape, dims, strict=True):
-        ends = [0, *(start + n for start, n in ranges)]
-        if [start for start, _ in ranges] != ends[:-1] or ends[-1] != size:
-            return False
-    return len(cells) == len(chunks) == math.prod(map(len, dims))
+    boxes = {box_bounds(c.box) for c in chunks}
+    dims = [{box[d] for box in boxes} for d in range(len(shape))]
+    filled = all(_fill(0, n, ranges) for n, ranges in zip(shape, dims, strict=True))
+    return filled and len(boxes) == len(chunks) == math.prod(map(len, dims))
 
 
 def _check_files_are_filled(files: Mapping[str, PartFile], leaves: Sequence[Saved]) -> None:
@@ -213,11 +210,15 @@ def _check_files_are_filled(files: Mapping[str, PartFile], leaves: Sequence[Save
     for leaf in leaves:
         for c in leaf.chunks:
             ranges[c.file].append((c.start, c.start + math.prod(c.shape) * leaf.dtype.itemsize))
-    for file, of_file in ranges.items():
-        of_file.sort()
-        ends = [files[file].header_bytes, *(stop for _, stop in of_file)]
-        if [start for start, _ in of_file] != ends[:-1] or ends[-1] != files[file].bytes:
-            raise ValueError(f"{file}: the chunks do not follow each other from byte {ends[0]} to its end")
+    for file, part in files.items():
+        if not _fill(part.header_bytes, part.bytes, ranges[file]):
+            raise ValueError(f"{file}: the chunks do not follow each other from byte {part.header_bytes} to its end")
+
+
+def _fill(first: int, end: int, ranges: Iterable[tuple[int, int]]) -> bool:
+    """Return whether some ranges (start, stop), in order, follow each other from `first` to `end`."""
+    ranges = sorted(ranges)
+    return [first, *(stop for _, stop in ranges)] == [*(start for start, _ in ranges), end]
 
 
 def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
