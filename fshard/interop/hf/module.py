@@ -20,11 +20,9 @@ from fshard.init.initializers import Full
 from fshard.sharded import Sharded
 from fshard.spec import describe, format_tensor
 
-from .carried import carried_files, complete_config
 from .conversion import Converted, Pretrained, from_files, pretrained_in, to_files
-from .export import write_files
+from .export import model_contents, write_files
 from .folder import WeightHeaders, explain_names
-from .layout import OutputTensor, output_tensors
 from .places import FilePart
 from .traced import Traced, trace
 from .weights import FileTensor, FromFile, check_dtype, join_scales, names_with, outside, rest_error, unused, with_dot
@@ -38,12 +36,7 @@ def write_module(
 ) -> None:
     """Write all leaves of a module as a folder, under the names and in the shapes of its library; see `write`."""
     with_path, config = tree.leaves_with_path(leaves), _module_config(config, of)
-
-    def contents() -> tuple[list[OutputTensor], bytes]:
-        tensors = output_tensors(with_path, _file_parts(leaves, of), "")
-        return tensors, complete_config(config, [s.leaf for t in tensors for s in t.sources], like)
-
-    write_files(folder, [leaf for _, leaf in with_path], contents, lambda: carried_files(config, like),
+    write_files(folder, with_path, lambda: model_contents(with_path, _file_parts(leaves, of), config, like), like=like,
                 max_shard_bytes=max_shard_bytes)  # fmt: skip
 
 

@@ -166,7 +166,7 @@ def save(
         heads = [((name, "value", head), copy.copy(adapters[name]["value"])) for name, (head, _) in ties.items()]
         return output_tensors([*flat, *heads], without_prefix, ""), kept | written
 
-    write_folder(path, [leaf for _, leaf in flat], contents, like)
+    write_folder(path, flat, contents, like)
 
 
 # --- names ----------------------------------------------------------------------------------------------------

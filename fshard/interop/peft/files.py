@@ -9,8 +9,8 @@ from fshard._core.files.io import StrPath
 from fshard._core.files.url import AnyPath, as_path
 from fshard.errors import fail
 from fshard.interop.hf import PICKLES
-from fshard.interop.hf.carried import carried_files, encode_json
-from fshard.interop.hf.export import write_files
+from fshard.interop.hf.carried import encode_json
+from fshard.interop.hf.export import Contents, write_files
 from fshard.interop.hf.folder import ADAPTER, ADAPTER_CONFIG
 from fshard.interop.hf.layout import OutputTensor
 
@@ -37,16 +37,16 @@ def check_folder(folder: StrPath) -> AnyPath:
 
 
 def write_folder(
-    folder: StrPath, leaves: Sequence[Any], contents: Callable[[], tuple[list[OutputTensor], Mapping[str, Any]]],
-    like: StrPath | None,
+    folder: StrPath, leaves: Sequence[tuple[Any, Any]],
+    contents: Callable[[], tuple[list[OutputTensor], Mapping[str, Any]]], like: StrPath | None,
 ) -> None:  # fmt: skip
     """Write a folder of adapters, all at once: `contents` returns the tensors and the contents of the config."""
 
-    def as_bytes() -> tuple[list[OutputTensor], bytes]:
+    def named() -> Contents:
         out, config = contents()
-        return out, encode_json(CONFIG, config).rstrip()  # as peft writes it
+        return out, {CONFIG: encode_json(CONFIG, config).rstrip()}  # as peft writes it
 
-    write_files(folder, leaves, as_bytes, lambda: carried_files({}, like), names=(CONFIG, WEIGHTS))
+    write_files(folder, leaves, named, like=like, single=WEIGHTS)
 
 
 def plain(value: Any) -> Any:

@@ -100,7 +100,7 @@ def save_module(
                    for name in names.values() if name not in found])  # fmt: skip
         return output_tensors(chosen, lambda p: FileTensor(p[0]), ""), _contents(model, adapter)
 
-    write_folder(path, [x for _, x in chosen], contents, like)
+    write_folder(path, chosen, contents, like)
 
 
 def _contents(model: Any, adapter: str) -> dict[str, Any]:
