@@ -77,7 +77,7 @@ def blocks(shape: Sequence[int], itemsize: int, nbytes: int | None = None) -> It
 def _block_layout(
     shape: Sequence[int], itemsize: int, limit: int | None = None
 ) -> tuple[Sequence[int], int, Sequence[int], int]:
-    """Return (outer, n, inner, rows) of (1, *shape): a block is `rows` of the `n` indices of a dim, and all of `inner`."""
+    """Return (outer, n, inner, rows) of (1, *shape): a block is `rows` indices of a dim of `n`, and all of `inner`."""
     shape, size, limit = (1, *shape), itemsize, limit or BLOCK_BYTES
     dim = len(shape) - 1
     while dim and size * shape[dim] <= limit:

@@ -68,7 +68,7 @@ def _carried_keys(config: Mapping[str, Any], like: StrPath | None) -> dict[str, 
 
 
 def carried_files(config: Mapping[str, Any], like: StrPath | None) -> dict[str, bytes]:
-    """Read the files of `like` that are not weights, by name; generation_config.json has the tokens of a config.json."""
+    """Read the files of `like` that are not weights, by name; generation_config.json has the tokens of the config."""
     if like is None:
         return {}
     folder = as_path(like)

@@ -84,15 +84,15 @@ def output_tensors(leaves: Sequence[tuple[tree.Path, Any]], theirs: Theirs, pref
         label = tree.show("tree", path)
         try:
             leaf = writable(leaf, DTYPES.values())
-            parts, start = theirs(path), ""
+            parts = theirs(path)
             if not isinstance(parts, tuple):
                 target = file_tensor("write", path, parts)
                 if prefix and target.name.startswith(prefix):
                     raise fail(f"{target.name!r} begins with the prefix {prefix!r} already", fix="leave prefix= out")
-                parts, start = tuple(target.parts(leaf.shape)), prefix
+                parts = tuple(target.parts(leaf.shape))
                 by_pattern.update(prefix + part.name for part in parts)
             for part in parts:
-                sources.setdefault(start + part.name, []).append(Source(label, leaf, part))
+                sources.setdefault(prefix + part.name, []).append(Source(label, leaf, part))
         except ShardingError as e:
             errors.append(ShardingError(f"write: {label}: {e}"))
     tensors = []

@@ -25,7 +25,7 @@ from .export import model_contents, write_files
 from .folder import WeightHeaders, explain_names
 from .places import FilePart
 from .traced import Traced, trace
-from .weights import FileTensor, FromFile, check_dtype, join_scales, names_with, outside, rest_error, unused, with_dot
+from .weights import FileTensor, FromFile, check_dtype, join_scales, left_over, names_with, rest_error, unused, with_dot
 
 KINDS = ("params", "buffers")
 _MOST_PARTS = 16  # at the start of a name, in a pattern
@@ -204,17 +204,29 @@ def read_leaves(
             errors.append(e)
     errors += _stale(leaves, out, names_of)
     kinds = {names.kinds.get(name) for of_leaf in names_of.values() for name in of_leaf}
-    # Name in a file -> the module's leaf that has its values.
-    owner = {part.name: name for name in names.kinds if names.plain(name) in stored.leaves
-             for part in stored.leaves[names.plain(name)].parts}  # fmt: skip
-    extra = _extra(headers, names, stored, used, kinds, ignored, owner, prefix)
+    # Name in a file -> the kind of the module's leaf that has its values.
+    kind_in_module = {part.name: kind for name, kind in names.kinds.items() if names.plain(name) in stored.leaves
+                      for part in stored.leaves[names.plain(name)].parts}  # fmt: skip
+    parts: dict[str, list[FilePart]] = {}  # that are read, by the name in a file
+    for name in used:
+        for part in stored.leaves[name].parts:
+            parts.setdefault(part.name, []).append(part)
+    skipped = {names.plain(name) for name in names.transient}
+
+    def may_be_unused(name: str) -> bool:
+        if kind_in_module.get(name) == "params" and "params" not in kinds:  # only buffers are read
+            return True
+        skips = names.pretrained is not None and names.pretrained.skips(name)
+        return skips or name in skipped or matches([name], ignored)
+
+    extra = left_over(headers, parts, prefix, may_be_unused)
     for name in extra:
-        if kind := names.kinds.get(owner.get(name, "")):
+        if kind := kind_in_module.get(name):
             errors.append(unused(headers, name, f"is in the module's {kind}, and not in this tree",
                                  "read the full tree: {'params': ..., 'buffers': ...}"))  # fmt: skip
         else:
             errors.append(unused(headers, name))
-    errors += _partly_read(headers, stored, used, set(extra))
+    errors += filter(None, (rest_error(headers.path, name, of_tensor) for name, of_tensor in parts.items()))
     own = [name for of_leaf in names_of.values() for name in of_leaf]
     verb = call.rpartition(".")[2]
     errors += [fail(f"{verb}: missing= has {pattern!r}, and no leaf has such a name", fix="correct it")
@@ -288,34 +300,6 @@ def _stale(
                                "that is read from the folder, and this leaf would have the value for another one",
                                fix="take it out of the tree, read the rest, and compute it from that"))  # fmt: skip
     return errors
-
-
-def _extra(
-    headers: WeightHeaders, names: Names, stored: Converted, used: set[str], kinds: set[str | None],
-    ignored: Sequence[str], owner: Mapping[str, str], prefix: str,
-) -> list[str]:  # fmt: skip
-    """Return the names in the files that no leaf uses, and that may not be unused."""
-    files = {part.name for name in used for part in stored.leaves[name].parts}
-    in_use = {id(headers.tensors[name]) for name in files}
-    skipped = {names.plain(name) for name in names.transient}
-
-    def may_be_unused(name: str) -> bool:
-        kind = names.kinds.get(owner.get(name, ""))
-        if kind == "params" and kind not in kinds:  # only buffers are read
-            return True
-        skips = names.pretrained is not None and names.pretrained.skips(name)
-        return skips or name in skipped or matches([name], ignored) or outside(name, prefix, files)
-
-    return [name for name in headers.tensors if id(headers.tensors[name]) not in in_use and not may_be_unused(name)]
-
-
-def _partly_read(headers: WeightHeaders, stored: Converted, used: set[str], extra: set[str]) -> list[ShardingError]:
-    """Return an error for each tensor that the leaves use only partly."""
-    parts: dict[str, list[FilePart]] = {}
-    for name in used:
-        for part in stored.leaves[name].parts:
-            parts.setdefault(part.name, []).append(part)
-    return [error for name, of in parts.items() if name not in extra and (error := rest_error(headers.path, name, of))]
 
 
 # --- names that may be missing or unused ----------------------------------------------------------------------

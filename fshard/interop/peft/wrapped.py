@@ -52,11 +52,9 @@ def weights(folder: StrPath, described: Any, *, of: Apply, adapter: str = "defau
                    fix="the config that peft.PeftConfig.from_pretrained(folder) returns")
               for name in sorted({*own, *file}) if _differ(own.get(name), file.get(name))]  # fmt: skip
     names = _names_in_module(of, model, adapter)
-    leaves = tree.leaves_with_path(described)
-    own_names = {name_of(p, described) for p, _ in leaves}
-    wanted = {name: key for key, name in names.items() if name in own_names}
+    wanted = {name: key for key, name in names.items()}
     out = []
-    for p, leaf in leaves:
+    for p, leaf in tree.leaves_with_path(described):
         key = wanted.get(name_of(p, described))
         found = stored.get(key or "")
         if key is None:
