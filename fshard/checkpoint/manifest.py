@@ -159,7 +159,7 @@ def _decode(body: Any) -> Manifest:
                 raise ValueError(f"{path}: is tied to a Python value")
             leaves[path] = dataclasses.replace(first, same_as=entry["same_as"])
         else:
-            leaves[path] = _decode_saved(path, entry, files)
+            leaves[path] = _decode_saved(path, entry)
     _check_files_are_filled(files, [x for x in leaves.values() if isinstance(x, Saved) and x.same_as is None])
     if body["step"] is not None:
         _sizes([body["step"]])
@@ -176,21 +176,15 @@ def _decode_scalar(entry: Any) -> Scalar:
     return value
 
 
-def _decode_saved(path: str, entry: Any, files: Mapping[str, PartFile]) -> Saved:
+def _decode_saved(path: str, entry: Any) -> Saved:
     shape, dtype = _sizes(entry["shape"]), DTYPES[entry["dtype"]]
     if not is_shape(shape):
         raise ValueError(f"{path}: no tensor has the {len(shape)} sizes {shape!r:.60}")
-    chunks = []
-    for fields in entry["chunks"]:
-        c = Chunk(_sizes(fields["offset"]), _sizes(fields["shape"]), fields["file"],
-                  _sizes([fields["start"]])[0], _sizes(fields["crc32"]))  # fmt: skip
-        fits = len(c.offset) == len(c.shape) == len(shape) and all(
-            o + n <= m for o, n, m in zip(c.offset, c.shape, shape, strict=True)
-        )
-        end = c.start + math.prod(c.shape) * dtype.itemsize
-        if not fits or end > files[c.file].bytes or len(c.crc32) != block_count(c.shape, dtype.itemsize):
-            raise ValueError(f"{path}: the chunk at {list(c.offset)} does not fit its leaf or its file")
-        chunks.append(c)
+    chunks = [Chunk(_sizes(c["offset"]), _sizes(c["shape"]), c["file"], _sizes([c["start"]])[0], _sizes(c["crc32"]))
+              for c in entry["chunks"]]  # fmt: skip
+    for c in chunks:
+        if not len(c.offset) == len(c.shape) == len(shape) or len(c.crc32) != block_count(c.shape, dtype.itemsize):
+            raise ValueError(f"{path}: the chunk at {list(c.offset)} does not fit its leaf")
     if not _is_grid(shape, chunks):
         raise ValueError(f"{path}: the chunks do not fill {list(shape)} as a grid: one is missing, twice or overlaps")
     return Saved(shape, dtype, tuple(chunks))

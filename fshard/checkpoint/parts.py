@@ -128,21 +128,21 @@ def write_part(path: AnyPath, pieces: Sequence[Piece], digest: str = "") -> tupl
         table[str(p)] = (_COMPLEX[dtype], (*shape, 2)) if dtype in _COMPLEX else (dtype, shape)
     header = safetensors.encode_header(table, {"leaves_blake2b": digest})
     chunks: list[tuple[str, Chunk]] = []
-    size = len(header)
 
     def contents() -> Iterator[bytes | memoryview]:
-        nonlocal size
+        start = len(header)
         yield header
         for p in pieces:
             data, shape = bytes_of(p.values), box_shape(p.box)
             ranges = _block_ranges(shape, p.values.dtype.itemsize)
-            checksums = tuple(crc32(data[start:stop]) for _, start, stop in ranges)
-            chunks.append((p.path, Chunk(tuple(s.start for s in p.box), shape, path.name, size, checksums)))
-            size += len(data)
+            checksums = tuple(crc32(data[a:b]) for _, a, b in ranges)
+            chunks.append((p.path, Chunk(tuple(s.start for s in p.box), shape, path.name, start, checksums)))
+            start += len(data)
             yield data
 
     with write_errors("save", path, UNCHANGED):
         write_file(path, contents())
+    size = len(header) + sum(p.values.nbytes for p in pieces)
     return PartFile(size, len(header), crc32(header)), chunks
 
 

@@ -116,17 +116,10 @@ def save(
 
 def _tensors(leaves: Mapping[str, Any]) -> tuple[dict[str, Sharded | Tensor], dict[str, str]]:
     """Return the different tensors by their first path, and the first path of each tensor at another path."""
-    tensors: dict[str, Sharded | Tensor] = {}
-    tied: dict[str, str] = {}
-    first: dict[int, str] = {}
-    for name, leaf in leaves.items():
-        if isinstance(leaf, SCALARS):
-            continue
-        if id(leaf) in first:
-            tied[name] = first[id(leaf)]
-        else:
-            first[id(leaf)], tensors[name] = name, leaf
-    return tensors, tied
+    tensors: dict[str, Sharded | Tensor] = {name: x for name, x in leaves.items() if not isinstance(x, SCALARS)}
+    first = {id(x): name for name, x in reversed(tensors.items())}
+    tied = {name: first[id(x)] for name, x in tensors.items() if first[id(x)] != name}
+    return {name: x for name, x in tensors.items() if name not in tied}, tied
 
 
 def _own_pieces(tensors: Mapping[str, Sharded | Tensor], ranks: Ranks) -> dict[int, list[Piece]]:

@@ -1,10 +1,5 @@
 """Batches of `torch.utils.data.DataLoader`, with its workers and any map-style dataset, in the order of `indices`.
 
-    sampler = data.sampler(key, len(dataset), 256, mesh, step=step)
-    loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=4)
-    for batch in data.batches(loader):        # Sharded leaves: every rank has loaded only its rows
-        ...
-
 Legend: B global batch.
 """
 
