@@ -151,7 +151,7 @@ def batches(loader: DataLoader[Any], *, spec: Any = None) -> Iterator[Any]:
     for leaf in tree.leaves(spec):
         if not is_spec(leaf):
             raise must_be("batches: spec", "a P or a tree of them", leaf)
-        if of_rows(leaf, max(1, len(leaf.entries))) != made_by.spec:
+        if of_rows(leaf) != made_by.spec:
             raise fail(f"batches: spec={leaf} splits dim 0 by other axes than the sampler, {made_by.spec}",
                        fix="sampler(..., axis=) and spec= name the same axes")  # fmt: skip
     return _load_batches(loader, made_by, spec)

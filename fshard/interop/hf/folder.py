@@ -116,15 +116,15 @@ def explain_names(
                     f"it has {(marks or extra)[0]!r}: the values of its weights are in several tensors, not read here",
                     fix="dequantize it first, with the library that wrote it; or give the folder of the model "
                         "before it was quantized")  # fmt: skip
-    wanted, unread = {*lacking, *(name.removeprefix(prefix) for name in lacking)}, set(extra)
-    in_files, here = _prefixes(extra, wanted), _prefixes(lacking, unread)
-    for prefixes, has in ((in_files, "its names begin with {!r}"), (here, "its names lack {!r} at their start")):
+    wanted = {*lacking, *(name.removeprefix(prefix) for name in lacking)}
+    for prefixes, has, change in (
+        (_prefixes(extra, wanted), "its names begin with {!r}", "name.removeprefix({!r})"),
+        (_prefixes(lacking, set(extra)), "its names lack {!r} at their start", "{!r} + name"),
+    ):
         for found, count in prefixes.most_common(1):
-            if 2 * count < len(lacking):
-                continue
-            change = f"name.removeprefix({found!r})" if prefixes is in_files else f"{found!r} + name"
-            return fail(f"{verb}: {headers.path}: {has.format(found)}",
-                        fix=f"{call}(..., prefix={found!r})" if call else _renaming(change))  # fmt: skip
+            if 2 * count >= len(lacking):
+                fix = f"{call}(..., prefix={found!r})" if call else _renaming(change.format(found))
+                return fail(f"{verb}: {headers.path}: {has.format(found)}", fix=fix)
     wrapped = [name for name in extra if _WRAPPERS.sub("", name) in wanted]
     if not wrapped:
         return None

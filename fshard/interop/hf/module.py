@@ -242,7 +242,7 @@ def read_leaves(
                       or _advice(names, (lacking, present), (extra, list(headers.tensors)), (missing, ignored), call,
                                  "folder" if headers.path.is_dir() else "file"))  # fmt: skip
     raise_all(errors)
-    return tree.unflatten(tree.structure(described), [out[id(leaf)] for _, leaf in leaves])
+    return tree.map(lambda leaf: out[id(leaf)], described)
 
 
 def _stored(headers: WeightHeaders, names: Names, prefix: str, known: Container[str]) -> Converted:

@@ -345,7 +345,7 @@ def read(
     if advice := explain_names(headers, "read", lacking, extra, prefix):
         errors.append(advice)
     raise_all(errors)
-    return tree.unflatten(tree.structure(described), [out[id(leaf)] for _, leaf in leaves])
+    return tree.map(lambda leaf: out[id(leaf)], described)
 
 
 def file_tensor(verb: str, path: tree.Path, found: Any) -> FileTensor:
