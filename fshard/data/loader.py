@@ -58,7 +58,6 @@ class Sampler:
         return self.batch if self.even else min(self.batch, self.size - in_epoch * self.batch)
 
     def _steps(self) -> Iterator[int]:
-        """Iterate over the steps."""
         return itertools.count(self.step) if self.epoch is None else iter(range(self.step, self._epoch_steps))
 
     def _local_rows(self, size: int) -> slice:

@@ -14,7 +14,7 @@ from fshard._core.files.io import StrPath
 from fshard.defer import Apply
 from fshard.defer.constructor import Recorded
 from fshard.defer.graph import draws
-from fshard.errors import ShardingError, checked, fail, join_limited, must_be, raise_all
+from fshard.errors import ShardingError, fail, join_limited, must_be, raise_all
 from fshard.init import Deferred
 from fshard.init.initializers import Full
 from fshard.sharded import Sharded
@@ -146,11 +146,9 @@ class Names:
 # --- reading --------------------------------------------------------------------------------------------------
 
 
-@checked
 def read_module(
-    folder: StrPath, described: Any, of: Apply | None = None, *, prefix: str = "", ignored: Sequence[str] = (),
-    missing: Sequence[str] = (),
-) -> Any:  # fmt: skip
+    folder: StrPath, described: Any, of: Apply | None, *, prefix: str, ignored: Sequence[str], missing: Sequence[str]
+) -> Any:
     """Return the leaves of a module with their values in a folder, as `fs.hf.weights`."""
     headers = WeightHeaders(folder)
     join_scales(headers)

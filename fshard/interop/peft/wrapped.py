@@ -132,9 +132,8 @@ def _names_in_module(of: Apply, model: Any, adapter: str) -> dict[str, str]:
     state: dict[str, Tensor] = model.state_dict()
     name_of_tensor = {id(x): name for name, x in state.items()}
     chosen = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
-    computed = [key for key, x in chosen.items() if id(x) not in name_of_tensor]
     raise_all([fail(f"peft: {key!r} is computed from several leaves when it is saved", fix="save it by peft itself")
-               for key in computed])  # fmt: skip
+               for key, x in chosen.items() if id(x) not in name_of_tensor])  # fmt: skip
     names = {key: name_of_tensor[id(x)] for key, x in chosen.items()}
     return {key: of.ties.get(name, name) for key, name in names.items()}
 
