@@ -66,6 +66,9 @@ class Saved:
         return describe(self) + (f" = {self.same_as}" if self.same_as else "")
 
 
+Leaves = Mapping[str, Saved | Scalar]  # by dotted path
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Contents of a checkpoint, except the bytes of tensors; `digest` is set once the text is written.
@@ -75,12 +78,12 @@ class Manifest:
 
     step: int | None
     files: Mapping[str, PartFile]
-    leaves: Mapping[str, Saved | Scalar]
+    leaves: Leaves
     base: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
 
 
-def leaves_digest(step: int | None, leaves: Mapping[str, Saved | Scalar], base: Mapping[str, str]) -> str:
+def leaves_digest(step: int | None, leaves: Leaves, base: Mapping[str, str]) -> str:
     """Return a digest of the step and of all leaves without the bytes of tensors, for the headers of the part files."""
     table = {name: [str(x.dtype), list(x.shape), x.same_as] if isinstance(x, Saved) else _encode(x)
              for name, x in leaves.items()}  # fmt: skip

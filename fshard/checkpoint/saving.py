@@ -17,7 +17,7 @@ from fshard.sharded import Sharded
 
 from . import commit
 from .background import copy_to_host, group_of_ranks, raise_failure, start
-from .manifest import SCALARS, Manifest, Saved, Scalar, leaves_digest, write_manifest
+from .manifest import SCALARS, Leaves, Manifest, Saved, leaves_digest, write_manifest
 from .parts import UNCHANGED, Chunk, PartFile, Piece, part_name, write_part
 from .tree_digest import named_leaves
 
@@ -142,9 +142,7 @@ def _write_parts(directory: AnyPath, generation: int, pieces: Mapping[int, list[
     return parts
 
 
-def _manifest(
-    step: int | None, described: Mapping[str, Saved | Scalar], written: Iterable[Parts], base: Mapping[str, str]
-) -> Manifest:
+def _manifest(step: int | None, described: Leaves, written: Iterable[Parts], base: Mapping[str, str]) -> Manifest:
     parts = {file: part for parts in written for file, part in parts.items()}
     chunks: dict[str, list[Chunk]] = {}
     for _, of_file in parts.values():

@@ -40,7 +40,7 @@ from fshard.sharded import Sharded
 
 from .hf.export import summaries, write_parts
 from .hf.folder import SUFFIX, WeightHeaders
-from .hf.layout import OutputFile, output_files, output_tensors
+from .hf.layout import Leaves, OutputFile, output_files, output_tensors
 from .hf.module import Names, by_name, name_of, read_leaves
 from .hf.places import count_elements
 from .hf.weights import FileTensor, file_tensor
@@ -258,9 +258,7 @@ def _check_arguments(path: Path, of: Apply | None, theirs: Theirs | None, metada
         raise fail("write: theirs= and of=", fix="leave one of them out")
 
 
-def _of_module(
-    leaves: Sequence[tuple[tree.Path, Any]], tree_: Any, of: Apply | None
-) -> tuple[Sequence[tuple[tree.Path, Any]], dict[str, str]]:
+def _of_module(leaves: Leaves, tree_: Any, of: Apply | None) -> tuple[Leaves, dict[str, str]]:
     """Return the leaves that a module's state_dict has, and its ties: name -> the name of the leaf that it uses."""
     if of is None:
         return leaves, {}
@@ -273,7 +271,7 @@ def _of_module(
     return stored, {tied: name for tied, name in names.ties.items() if tied not in {*found, *not_stored}}
 
 
-def _aliases(leaves: Sequence[tuple[tree.Path, Any]], theirs: Theirs) -> dict[str, str]:
+def _aliases(leaves: Leaves, theirs: Theirs) -> dict[str, str]:
     """Return the other names of leaves that are at several paths: name -> the name under which the leaf is written."""
     first: dict[int, tuple[tree.Path, Any]] = {}
     aliases: dict[str, str] = {}

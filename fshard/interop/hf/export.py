@@ -38,7 +38,7 @@ from fshard.spec import Box, overlap, relative_box
 
 from .carried import carried_files, complete_config
 from .folder import CONFIG, INDEX, SINGLE, read_json
-from .layout import OutputFile, OutputTensor, Source, Theirs, check_described, output_files, output_tensors
+from .layout import Leaves, OutputFile, OutputTensor, Source, Theirs, check_described, output_files, output_tensors
 from .weights import CHUNK_BYTES
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -83,8 +83,8 @@ def write(
 
 
 def model_contents(
-    leaves: Sequence[tuple[tree.Path, Any]], theirs: Theirs, config: Mapping[str, Any] | None, like: StrPath | None,
-    prefix: str = "", described: Any = None,
+    leaves: Leaves, theirs: Theirs, config: Mapping[str, Any] | None, like: StrPath | None, prefix: str = "",
+    described: Any = None,
 ) -> Contents:  # fmt: skip
     """Return the contents of a model's folder, for `write_files`."""
     if described is not None:
@@ -96,8 +96,8 @@ def model_contents(
 
 
 def write_files(
-    folder: StrPath, leaves: Sequence[tuple[Any, Any]], contents: Callable[[], Contents], *, like: StrPath | None,
-    single: str = SINGLE, max_shard_bytes: int = sys.maxsize, metadata: Mapping[str, str] | None = None,
+    folder: StrPath, leaves: Leaves, contents: Callable[[], Contents], *, like: StrPath | None, single: str = SINGLE,
+    max_shard_bytes: int = sys.maxsize, metadata: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Write a folder of tensors and a config, all at once, as `write` does.
 

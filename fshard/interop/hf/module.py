@@ -23,6 +23,7 @@ from fshard.spec import describe, format_tensor
 from .conversion import Converted, Pretrained, from_files, pretrained_in, to_files
 from .export import model_contents, write_files
 from .folder import WeightHeaders, explain_names
+from .layout import Leaves
 from .places import FilePart
 from .traced import Traced, trace
 from .weights import FileTensor, FromFile, check_dtype, join_scales, left_over, names_with, rest_error, unused, with_dot
@@ -284,9 +285,7 @@ def _leaf(headers: WeightHeaders, found: Sequence[Traced], label: str, leaf: Def
     return Deferred(leaf.shape, next(iter(first), leaf.dtype), FromFile(first_source.parts, copies))
 
 
-def _stale(
-    leaves: Sequence[tuple[tree.Path, Any]], out: Mapping[int, Any], names_of: Mapping[int, Sequence[str]]
-) -> list[ShardingError]:
+def _stale(leaves: Leaves, out: Mapping[int, Any], names_of: Mapping[int, Sequence[str]]) -> list[ShardingError]:
     """Return an error for each leaf whose initial values the constructor computed from others, now read from files."""
     names = {name for path, leaf in leaves if out[id(leaf)] is not leaf for name in names_of[id(leaf)]}
     read = {f"{kind}.{name}": name for kind in KINDS for name in names}

@@ -20,14 +20,15 @@ from fshard._core.weight import Leaf
 from fshard.errors import checked, fail, raise_all
 from fshard.init import Deferred, zeros
 from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read
-from fshard.interop.hf.layout import OutputTensor, check_described, output_tensors
+from fshard.interop.hf.export import Contents, write_files
+from fshard.interop.hf.layout import check_described, output_tensors
 from fshard.interop.hf.weights import with_dot
 from fshard.lora import ia3
 from fshard.lora.config import module_names, value_for, without_module
 from fshard.lora.targets import HEADS, Of, Targets, factor_shapes, leaf_of, named_leaves
 
 from .config import KEPT, config_fields, only, saves, selects
-from .files import CONFIG, WEIGHTS, check_folder, plain, write_folder
+from .files import CONFIG, WEIGHTS, check_folder, config_file, plain
 
 _START = "base_model.model."
 # Tables of tokens; a model that has one of `HEADS` is not tied.
@@ -145,7 +146,7 @@ def save(
     prefix = with_dot(prefix)
     flat = tree.leaves_with_path(adapters)
 
-    def contents() -> tuple[list[OutputTensor], Mapping[str, Any]]:
+    def contents() -> Contents:
         leaves, targets, described = _described("peft.save", cfg, params, of)
         check_described(flat, tree.leaves_with_path(described))
         theirs = _file_tensors(cfg, described, leaves, of)
@@ -160,9 +161,9 @@ def save(
         written = _contents(cfg, leaves, targets, of, prefix, [head for head, _ in ties.values()])
         # Of a tied table PEFT has two copies. An object of its own is not taken for a tie.
         heads = [((name, "value", head), copy.copy(adapters[name]["value"])) for name, (head, _) in ties.items()]
-        return output_tensors([*flat, *heads], without_prefix, ""), kept | written
+        return output_tensors([*flat, *heads], without_prefix, ""), config_file(kept | written)
 
-    write_folder(path, flat, contents, like)
+    write_files(path, flat, contents, like=like, single=WEIGHTS)
 
 
 # --- names ----------------------------------------------------------------------------------------------------

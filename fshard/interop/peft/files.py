@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fshard._core.files.io import StrPath
@@ -10,9 +10,7 @@ from fshard._core.files.url import AnyPath, as_path
 from fshard.errors import fail
 from fshard.interop.hf import PICKLES
 from fshard.interop.hf.carried import encode_json
-from fshard.interop.hf.export import Contents, write_files
 from fshard.interop.hf.folder import ADAPTER, ADAPTER_CONFIG
-from fshard.interop.hf.layout import OutputTensor
 
 CONFIG, WEIGHTS = ADAPTER_CONFIG, ADAPTER
 
@@ -36,17 +34,9 @@ def check_folder(folder: StrPath) -> AnyPath:
     raise fail(f"{path}: has no {' and no '.join(missing)}", f"it holds {', '.join(names) or 'nothing'}", fix=fix)
 
 
-def write_folder(
-    folder: StrPath, leaves: Sequence[tuple[Any, Any]],
-    contents: Callable[[], tuple[list[OutputTensor], Mapping[str, Any]]], like: StrPath | None,
-) -> None:  # fmt: skip
-    """Write a folder of adapters, all at once: `contents` returns the tensors and the contents of the config."""
-
-    def named() -> Contents:
-        out, config = contents()
-        return out, {CONFIG: encode_json(CONFIG, config).rstrip()}  # as peft writes it
-
-    write_files(folder, leaves, named, like=like, single=WEIGHTS)
+def config_file(config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the contents of the config, by its name, as peft writes it."""
+    return {CONFIG: encode_json(CONFIG, config).rstrip()}
 
 
 def plain(value: Any) -> Any:

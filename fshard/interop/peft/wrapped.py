@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,11 +14,12 @@ from fshard.defer import Apply
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.init import Deferred
 from fshard.interop.hf import FileTensor, config_of, tensors
-from fshard.interop.hf.layout import OutputTensor, output_tensors
+from fshard.interop.hf.export import Contents, write_files
+from fshard.interop.hf.layout import output_tensors
 from fshard.interop.hf.module import name_of
 from fshard.spec import describe
 
-from .files import CONFIG, WEIGHTS, check_folder, plain, write_folder
+from .files import CONFIG, WEIGHTS, check_folder, config_file, plain
 
 # Fields that may differ between a folder and the module that reads it: they say nothing of what the adapters compute.
 _FREE = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config",
@@ -93,12 +93,12 @@ def save_module(
     # A leaf that several layers share is in the file under the name of each: a copy is not taken for a tie.
     chosen = [((key, name), copy.copy(found[name])) for key, name in names.items() if name in found]
 
-    def contents() -> tuple[list[OutputTensor], Mapping[str, Any]]:
+    def contents() -> Contents:
         raise_all([fail(f"write: {name!r} is missing", fix="write the full tree: {'params': ..., 'buffers': ...}")
                    for name in names.values() if name not in found])  # fmt: skip
-        return output_tensors(chosen, lambda p: FileTensor(p[0]), ""), _contents(model, adapter)
+        return output_tensors(chosen, lambda p: FileTensor(p[0]), ""), config_file(_contents(model, adapter))
 
-    write_folder(path, chosen, contents, like)
+    write_files(path, chosen, contents, like=like, single=WEIGHTS)
 
 
 def _contents(model: Any, adapter: str) -> dict[str, Any]:
