@@ -209,10 +209,9 @@ def _write_into(path: Path, parts: Parts) -> None:
             if common is None:
                 continue
             inside = part[relative_box(common, box)]
-            for region in source.part.places.regions(relative_box(common, source.part.box)):
-                view = region.view_of(inside)
-                for chunk, offsets, run in region.chunks(CHUNK_BYTES // itemsize):
-                    data, size = io.bytes_of(view[chunk]), run * itemsize
+            for inner, places in source.part.places.boxes(relative_box(common, source.part.box)):
+                for chunk, offsets, run in places.chunks(inside[inner], CHUNK_BYTES // itemsize):
+                    data, size = io.bytes_of(chunk), run * itemsize
                     for i, offset in enumerate(offsets):
                         _write_at(fd, data[i * size : (i + 1) * size], start + offset * itemsize)
         os.fsync(fd)

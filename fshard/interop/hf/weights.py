@@ -115,10 +115,8 @@ def _fill(out: Tensor, entry: HeaderEntry, places: Places, box: Box) -> None:
     scales = _all_of(product.scales) if product else torch.ones(0)
     buffer = torch.empty(0, dtype=stored, device="cpu")
     with _open(entry) as f:
-        for region in places.regions(box):
-            view = region.view_of(out)
-            for chunk, offsets, run in region.chunks(CHUNK_BYTES // (64 if product else stored.itemsize)):
-                target = view[chunk]
+        for inside, part in places.boxes(box):
+            for target, offsets, run in part.chunks(out[inside], CHUNK_BYTES // (64 if product else stored.itemsize)):
                 unchanged = product is None and target.dtype == stored
                 if unchanged and target.device.type == "cpu" and target.is_contiguous():
                     _read(f, entry, target, offsets, run)

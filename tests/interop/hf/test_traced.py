@@ -24,16 +24,16 @@ A, B = (4, 6), (2, 6)
 
 
 def values(x: Traced, files: Mapping[str, Tensor]) -> Tensor:
-    """Return the values of a traced tensor, read by the regions of its parts from the tensors in files."""
+    """Return the values of a traced tensor, read by the chunks of its parts from the tensors in files."""
     out = torch.full(x.shape, -1)
     for part in x.parts:
         assert part.shape == files[part.name].shape
         box = out[part.box]
         assert bool((box == -1).all())  # no element is in two parts
-        for region in part.places.regions(full_box(box.shape)):
-            view, flat = region.view_of(box), files[part.name].flatten()
-            for chunk, offsets, run in region.chunks(1 << 20):
-                view[chunk] = torch.cat([flat[i : i + run] for i in offsets]).view(view[chunk].shape)
+        for inside, places in part.places.boxes(full_box(box.shape)):
+            flat = files[part.name].flatten()
+            for chunk, offsets, run in places.chunks(box[inside], 1 << 20):
+                chunk.copy_(torch.cat([flat[i : i + run] for i in offsets]).view(chunk.shape))
     return out
 
 
