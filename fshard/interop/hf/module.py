@@ -264,6 +264,7 @@ def _stored(headers: WeightHeaders, names: Names, prefix: str, known: Container[
 def _leaf(headers: WeightHeaders, found: Sequence[Traced], label: str, leaf: Deferred) -> Deferred:
     """Return a leaf with the values of a tensor, and of those that must be equal to it."""
     sources = []
+    first: dict[torch.dtype, str] = {}
     for x in found:
         parts = [(headers.tensors[part.name], part) for part in x.parts]
         if x.shape != leaf.shape:
@@ -272,12 +273,9 @@ def _leaf(headers: WeightHeaders, found: Sequence[Traced], label: str, leaf: Def
             raise fail(f"{headers.path}: {which} another shape, for {label}",
                        got=list(x.shape), expected=list(leaf.shape))  # fmt: skip
         for entry, _ in parts:
-            check_dtype(headers.path, entry, leaf.dtype, leaf.shape, label)
+            dtype = check_dtype(headers.path, entry, leaf.dtype, leaf.shape, label)
+            first.setdefault(dtype, f"{format_tensor(dtype, entry.shape)}  {entry.name}")
         sources.append(parts)
-    first: dict[torch.dtype, str] = {}
-    for entry, _ in (pair for parts in sources for pair in parts):
-        if entry.dtype is not None:
-            first.setdefault(entry.dtype, f"{format_tensor(entry.dtype, entry.shape)}  {entry.name}")
     if len(first) > 1:
         raise fail(f"{headers.path}: the tensors of {label} have different dtypes", *first.values())
     first_source, *copies = map(FromFile, sources)

@@ -396,13 +396,16 @@ def _parts(path: tree.Path, tensor: FileTensor, leaf: Deferred) -> list[tuple[st
         raise ShardingError(f"{label}: {e}") from e
 
 
-def check_dtype(folder: AnyPath, entry: HeaderEntry, dtype: torch.dtype, shape: Sequence[int], label: str) -> None:
-    """Raise ShardingError unless a tensor in a file can be read as a `dtype`: both are floating, or neither."""
+def check_dtype(
+    folder: AnyPath, entry: HeaderEntry, dtype: torch.dtype, shape: Sequence[int], label: str
+) -> torch.dtype:
+    """Return the dtype of a tensor in a file. Raises ShardingError unless that and `dtype` are floating, or neither."""
     if entry.dtype is None:
         raise unsupported_dtype(entry)
     if entry.dtype.is_floating_point != dtype.is_floating_point:
         raise fail(f"{folder}: {entry.name!r} has a dtype of another kind, for {label}",
                    got=format_tensor(entry.dtype, entry.shape), expected=format_tensor(dtype, shape))  # fmt: skip
+    return entry.dtype
 
 
 def _check_entry(
