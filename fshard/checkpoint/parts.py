@@ -30,9 +30,7 @@ RESTORE_ANOTHER = "restore another checkpoint"  # the fix for a damaged one
 UNCHANGED = "the last complete checkpoint is unchanged"
 
 _COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in {**dict.fromkeys(safetensors.DTYPES.values()), **_COMPLEX}
-}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*safetensors.DTYPES.values(), *_COMPLEX)}
 
 
 @dataclass(frozen=True)

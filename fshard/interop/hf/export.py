@@ -83,13 +83,13 @@ def write(
 
 
 def model_contents(
-    leaves: Leaves, theirs: Theirs, config: Mapping[str, Any] | None, like: StrPath | None, prefix: str = "",
+    leaves: Leaves, file_tensor: Theirs, config: Mapping[str, Any] | None, like: StrPath | None, prefix: str = "",
     described: Any = None,
 ) -> Contents:  # fmt: skip
     """Return the contents of a model's folder, for `write_files`."""
     if described is not None:
         check_described(leaves, tree.leaves_with_path(described))
-    tensors = output_tensors(leaves, theirs, prefix)
+    tensors = output_tensors(leaves, file_tensor, prefix)
     if config is None:
         return tensors, {}
     return tensors, {CONFIG: complete_config(config, [s.leaf for t in tensors for s in t.sources], like)}

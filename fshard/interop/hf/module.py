@@ -140,8 +140,8 @@ class Names:
             return True
         trained = any(self.kinds.get(name) == "params" and name not in self.frozen for name in names)
         constant = isinstance(leaf.init, Full) or (isinstance(leaf.init, Recorded) and not draws(leaf.init.node))
-        theirs = self.pretrained
-        return constant and not trained and theirs is not None and any(theirs.may_lack(self.plain(n)) for n in names)
+        library = self.pretrained
+        return constant and not trained and library is not None and any(library.may_lack(self.plain(n)) for n in names)
 
 
 # --- reading --------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def read_leaves(
     stored = _stored(headers, names, prefix, known)
     errors = [*headers.errors, *(ShardingError(f"{headers.path}: {e}") for e in stored.errors)]
     out: dict[int, Deferred] = {}
-    used: set[str] = set()  # of `stored.leaves`
+    parts: dict[str, list[FilePart]] = {}  # that are read, by the name in a file
     lacking: list[str] = []
     present: list[str] = []  # names of leaves that the folder has
     for path, leaf in leaves:
@@ -185,7 +185,8 @@ def read_leaves(
         out[id(leaf)] = leaf
         label, own = tree.show("tree", path), names_of[id(leaf)]
         found = list(dict.fromkeys(n for name in own for n in options(name) if n in stored.leaves))
-        used |= set(found)
+        for part in (part for n in found for part in stored.leaves[n].parts):
+            parts.setdefault(part.name, []).append(part)
         try:
             if not isinstance(leaf, Deferred):
                 raise fail(f"{label}: is a {type(leaf).__name__}", fix="describe it: fs.init.*")
@@ -202,14 +203,11 @@ def read_leaves(
         except ShardingError as e:
             errors.append(e)
     errors += _stale(leaves, out, names_of)
-    kinds = {names.kinds.get(name) for of_leaf in names_of.values() for name in of_leaf}
+    own = [name for of_leaf in names_of.values() for name in of_leaf]
+    kinds = {names.kinds.get(name) for name in own}
     # Name in a file -> the kind of the module's leaf that has its values.
     kind_in_module = {part.name: kind for name, kind in names.kinds.items() if names.plain(name) in stored.leaves
                       for part in stored.leaves[names.plain(name)].parts}  # fmt: skip
-    parts: dict[str, list[FilePart]] = {}  # that are read, by the name in a file
-    for name in used:
-        for part in stored.leaves[name].parts:
-            parts.setdefault(part.name, []).append(part)
     skipped = {names.plain(name) for name in names.transient}
 
     def may_be_unused(name: str) -> bool:
@@ -226,7 +224,6 @@ def read_leaves(
         else:
             errors.append(unused(headers, name))
     errors += filter(None, (rest_error(headers.path, name, of_tensor) for name, of_tensor in parts.items()))
-    own = [name for of_leaf in names_of.values() for name in of_leaf]
     verb = call.rpartition(".")[2]
     errors += [fail(f"{verb}: missing= has {pattern!r}, and no leaf has such a name", fix="correct it")
                for pattern in missing if not matches(own, [pattern])]  # fmt: skip
