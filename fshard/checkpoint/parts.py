@@ -188,14 +188,13 @@ def read_chunk(f: Any, leaf: str, chunk: Chunk, wanted: Sequence[tuple[Box, Tens
             out[relative_box(common, box)].copy_(values[relative_box(common, block)])
 
 
-def stream(
-    directory: AnyPath, leaf: str, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[Chunk]
-) -> Iterator[Tensor]:
-    """Read a leaf in pieces of at most 64 MiB, in the order of their bytes.
+def stream(directory: AnyPath, leaf: str, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[Chunk],
+           nbytes: int = 1 << 26) -> Iterator[Tensor]:  # fmt: skip
+    """Read a leaf in pieces of at most `nbytes`, in the order of their bytes.
 
     A block of a chunk that reaches into two pieces is read for each: with much smaller pieces, many times.
     """
-    for box in blocks(shape, dtype.itemsize, 1 << 26):
+    for box in blocks(shape, dtype.itemsize, nbytes):
         out = torch.empty(box_shape(box), dtype=dtype)
         for chunk in chunks:
             if (common := overlap(chunk.box, box)) is not None:
