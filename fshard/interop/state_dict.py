@@ -273,16 +273,16 @@ def _of_module(leaves: Leaves, tree_: Any, of: Apply | None) -> tuple[Leaves, di
 
 def _aliases(leaves: Leaves, theirs: Theirs) -> dict[str, str]:
     """Return the other names of leaves that are at several paths: name -> the name under which the leaf is written."""
-    first: dict[int, tuple[tree.Path, Any]] = {}
+    first: dict[int, tree.Path] = {}
     aliases: dict[str, str] = {}
     errors: list[ShardingError] = []
     for path, leaf in leaves:
-        of_first, _ = first.setdefault(id(leaf), (path, leaf))
+        of_first = first.setdefault(id(leaf), path)
         if of_first == path:
             continue
         parts, others = (file_tensor("write", p, theirs(p)).parts(leaf.shape) for p in (of_first, path))
         full = all(count_elements([p]) == math.prod(p.shape) for p in parts)
-        if not full or [(p.box, p.shape, p.places) for p in parts] != [(p.box, p.shape, p.places) for p in others]:
+        if not full or [replace(p, name="") for p in parts] != [replace(p, name="") for p in others]:
             errors.append(fail(f"write: {tree.show('tree', path)} is the leaf {tree.show('tree', of_first)}, and its "
                                "dims in the file are others", fix="make it another leaf: x.clone()"))  # fmt: skip
             continue
