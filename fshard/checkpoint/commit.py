@@ -124,27 +124,27 @@ def create_temporary(final: AnyPath, held: contextlib.ExitStack, *, overwrite: b
         _make_directory(final.parent)
         name, folder = (".steps.lock", final.parent) if _STEP.fullmatch(final.name) else (f".{final.name}.lock", final)
         held.enter_context(locked("save", folder, final.parent / name))
-    if is_complete(final) and not overwrite:
-        raise _exists(final)
-    if final.exists() and not is_complete(final) and (not final.is_dir() or any(final.iterdir())):
-        raise _is_something_else(final)
+    _check_free(final, overwrite, lambda name: True)
     with write_errors("save", final, UNCHANGED):
         _remove_unfinished(final)
         temporary = _temporary_sibling(final)
         temporary.mkdir()
         held.callback(_discard, temporary, final)
         names = [PART_NAME.fullmatch(f.name) for f in final.iterdir()] if final.exists() else []
-    generations = [int((m[1] or ".0")[1:]) for m in names if m]
-    return temporary, max(generations, default=-1) + 1
+    return temporary, max((int(m[1] or 0) for m in names if m), default=-1) + 1
 
 
-def _exists(final: AnyPath) -> ShardingError:
-    return fail(f"save: {final} exists", fix="overwrite=True, another step, or another directory")
-
-
-def _is_something_else(final: AnyPath) -> ShardingError:
-    return fail(f"save: {final} exists, and is not a checkpoint",
-                fix="another directory, or step= for one inside it")  # fmt: skip
+def _check_free(final: AnyPath, overwrite: bool, is_foreign: Callable[[str], object]) -> bool:
+    """Return whether a save replaces a checkpoint. Raises ShardingError if it may not, or other files are there."""
+    if is_complete(final):
+        if not overwrite:
+            raise fail(f"save: {final} exists", fix="overwrite=True, another step, or another directory")
+        return True
+    is_a_file = isinstance(final, Path) and not final.is_dir()
+    if final.exists() and (is_a_file or any(is_foreign(f.name) for f in final.iterdir())):
+        raise fail(f"save: {final} exists, and is not a checkpoint",
+                   fix="another directory, or step= for one inside it")  # fmt: skip
+    return False
 
 
 def publish(temporary: AnyPath, final: AnyPath) -> None:
@@ -233,11 +233,7 @@ def _begin_objects(final: UrlPath, held: contextlib.ExitStack, *, overwrite: boo
     replaced; and of any save that began a day before, and was killed. Another program may be writing the others.
     """
     with write_errors("save", final, UNCHANGED):
-        complete = is_complete(final)
-        if complete and not overwrite:
-            raise _exists(final)
-        if not complete and final.exists() and not all(PART_NAME.fullmatch(f.name) for f in final.iterdir()):
-            raise _is_something_else(final)
+        complete = _check_free(final, overwrite, lambda name: not PART_NAME.fullmatch(name))
     replaced: set[str] = set()
     with contextlib.suppress(ShardingError):  # a damaged one is replaced, too
         replaced.update(read_manifest(final).files if complete else ())
@@ -251,6 +247,6 @@ def _remove_objects(final: UrlPath, replaced: set[str], generation: int) -> None
         used = read_manifest(final).files if is_complete(final) else {}
         for file in final.iterdir() if final.exists() else ():
             if (match := PART_NAME.fullmatch(file.name)) and file.name not in used:
-                began = int((match[1] or ".0")[1:])
+                began = int(match[1] or 0)
                 if file.name in replaced or began == generation or began < generation - 86_400 * 10**9:
                     file.unlink()

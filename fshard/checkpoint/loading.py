@@ -35,7 +35,7 @@ from fshard.spec import (
 
 from . import commit
 from .background import join
-from .manifest import SCALARS, Manifest, Saved, Scalar
+from .manifest import SCALARS, Leaves, Manifest, Saved
 from .parts import RESTORE_ANOTHER, Chunk, check_part, read_chunk
 from .tree_digest import check_base
 
@@ -203,9 +203,7 @@ def _plan(targets: Mapping[str, Target], directory: AnyPath, manifest: Manifest,
     return {file: sorted(reads[file], key=lambda read: read[1].start) for file in sorted(reads)}
 
 
-def _check_leaves(
-    targets: Mapping[str, Target], directory: AnyPath, leaves: Mapping[str, Saved | Scalar], at: str
-) -> None:
+def _check_leaves(targets: Mapping[str, Target], directory: AnyPath, leaves: Leaves, at: str) -> None:
     lines = []
     for path, target in targets.items():
         saved = leaves.get(path)

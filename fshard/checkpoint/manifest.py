@@ -28,7 +28,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ from fshard._core.files.io import open_file, write_errors, write_file
 from fshard._core.files.safetensors import MAX_ELEMENTS, is_shape
 from fshard._core.files.url import AnyPath
 from fshard.errors import fail
-from fshard.spec import describe
+from fshard.spec import box_bounds, describe
 
 from .parts import DTYPES, PART_NAME, RESTORE_ANOTHER, UNCHANGED, Chunk, PartFile, block_count
 
@@ -66,6 +66,9 @@ class Saved:
         return describe(self) + (f" = {self.same_as}" if self.same_as else "")
 
 
+Leaves = Mapping[str, Saved | Scalar]  # by dotted path
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Contents of a checkpoint, except the bytes of tensors; `digest` is set once the text is written.
@@ -75,12 +78,12 @@ class Manifest:
 
     step: int | None
     files: Mapping[str, PartFile]
-    leaves: Mapping[str, Saved | Scalar]
+    leaves: Leaves
     base: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
 
 
-def leaves_digest(step: int | None, leaves: Mapping[str, Saved | Scalar], base: Mapping[str, str]) -> str:
+def leaves_digest(step: int | None, leaves: Leaves, base: Mapping[str, str]) -> str:
     """Return a digest of the step and of all leaves without the bytes of tensors, for the headers of the part files."""
     table = {name: [str(x.dtype), list(x.shape), x.same_as] if isinstance(x, Saved) else _encode(x)
              for name, x in leaves.items()}  # fmt: skip
@@ -159,7 +162,7 @@ def _decode(body: Any) -> Manifest:
                 raise ValueError(f"{path}: is tied to a Python value")
             leaves[path] = dataclasses.replace(first, same_as=entry["same_as"])
         else:
-            leaves[path] = _decode_saved(path, entry, files)
+            leaves[path] = _decode_saved(path, entry)
     _check_files_are_filled(files, [x for x in leaves.values() if isinstance(x, Saved) and x.same_as is None])
     if body["step"] is not None:
         _sizes([body["step"]])
@@ -176,21 +179,15 @@ def _decode_scalar(entry: Any) -> Scalar:
     return value
 
 
-def _decode_saved(path: str, entry: Any, files: Mapping[str, PartFile]) -> Saved:
+def _decode_saved(path: str, entry: Any) -> Saved:
     shape, dtype = _sizes(entry["shape"]), DTYPES[entry["dtype"]]
     if not is_shape(shape):
         raise ValueError(f"{path}: no tensor has the {len(shape)} sizes {shape!r:.60}")
-    chunks = []
-    for fields in entry["chunks"]:
-        c = Chunk(_sizes(fields["offset"]), _sizes(fields["shape"]), fields["file"],
-                  _sizes([fields["start"]])[0], _sizes(fields["crc32"]))  # fmt: skip
-        fits = len(c.offset) == len(c.shape) == len(shape) and all(
-            o + n <= m for o, n, m in zip(c.offset, c.shape, shape, strict=True)
-        )
-        end = c.start + math.prod(c.shape) * dtype.itemsize
-        if not fits or end > files[c.file].bytes or len(c.crc32) != block_count(c.shape, dtype.itemsize):
-            raise ValueError(f"{path}: the chunk at {list(c.offset)} does not fit its leaf or its file")
-        chunks.append(c)
+    chunks = [Chunk(_sizes(c["offset"]), _sizes(c["shape"]), c["file"], _sizes([c["start"]])[0], _sizes(c["crc32"]))
+              for c in entry["chunks"]]  # fmt: skip
+    for c in chunks:
+        if not len(c.offset) == len(c.shape) == len(shape) or len(c.crc32) != block_count(c.shape, dtype.itemsize):
+            raise ValueError(f"{path}: the chunk at {list(c.offset)} does not fit its leaf")
     if not _is_grid(shape, chunks):
         raise ValueError(f"{path}: the chunks do not fill {list(shape)} as a grid: one is missing, twice or overlaps")
     return Saved(shape, dtype, tuple(chunks))
@@ -198,13 +195,10 @@ def _decode_saved(path: str, entry: Any, files: Mapping[str, PartFile]) -> Saved
 
 def _is_grid(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
     """Return whether the ranges of every dim fill it in order, and the chunks are all products of them, each once."""
-    cells = {(c.offset, c.shape) for c in chunks}
-    dims = [sorted({(c.offset[d], c.shape[d]) for c in chunks}) for d in range(len(shape))]
-    for size, ranges in zip(shape, dims, strict=True):
-        ends = [0, *(start + n for start, n in ranges)]
-        if [start for start, _ in ranges] != ends[:-1] or ends[-1] != size:
-            return False
-    return len(cells) == len(chunks) == math.prod(map(len, dims))
+    boxes = {box_bounds(c.box) for c in chunks}
+    dims = [{box[d] for box in boxes} for d in range(len(shape))]
+    filled = all(_fill(0, n, ranges) for n, ranges in zip(shape, dims, strict=True))
+    return filled and len(boxes) == len(chunks) == math.prod(map(len, dims))
 
 
 def _check_files_are_filled(files: Mapping[str, PartFile], leaves: Sequence[Saved]) -> None:
@@ -213,11 +207,15 @@ def _check_files_are_filled(files: Mapping[str, PartFile], leaves: Sequence[Save
     for leaf in leaves:
         for c in leaf.chunks:
             ranges[c.file].append((c.start, c.start + math.prod(c.shape) * leaf.dtype.itemsize))
-    for file, of_file in ranges.items():
-        of_file.sort()
-        ends = [files[file].header_bytes, *(stop for _, stop in of_file)]
-        if [start for start, _ in of_file] != ends[:-1] or ends[-1] != files[file].bytes:
-            raise ValueError(f"{file}: the chunks do not follow each other from byte {ends[0]} to its end")
+    for file, part in files.items():
+        if not _fill(part.header_bytes, part.bytes, ranges[file]):
+            raise ValueError(f"{file}: the chunks do not follow each other from byte {part.header_bytes} to its end")
+
+
+def _fill(first: int, end: int, ranges: Iterable[tuple[int, int]]) -> bool:
+    """Return whether some ranges (start, stop), in order, follow each other from `first` to `end`."""
+    ranges = sorted(ranges)
+    return [first, *(stop for _, stop in ranges)] == [*(start for start, _ in ranges), end]
 
 
 def _sizes(values: Sequence[Any]) -> tuple[int, ...]:

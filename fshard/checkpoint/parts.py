@@ -22,17 +22,15 @@ from fshard._core.files import safetensors
 from fshard._core.files.io import bytes_of, file_state, open_file, write_errors, write_file
 from fshard._core.files.url import AnyPath
 from fshard.errors import ShardingError, fail
-from fshard.spec import Box, box_shape, overlap, relative_box
+from fshard.spec import Box, box_shape, full_box, overlap, relative_box
 
 BLOCK_BYTES = 1 << 20  # part of the format: another size needs another version
-PART_NAME = re.compile(r"part-\d{5,}(\.\d+)?\.safetensors")
+PART_NAME = re.compile(r"part-\d{5,}(?:\.(\d+))?\.safetensors")  # and the generation, if not 0
 RESTORE_ANOTHER = "restore another checkpoint"  # the fix for a damaged one
 UNCHANGED = "the last complete checkpoint is unchanged"
 
 _COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in {**dict.fromkeys(safetensors.DTYPES.values()), **_COMPLEX}
-}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*safetensors.DTYPES.values(), *_COMPLEX)}
 
 
 @dataclass(frozen=True)
@@ -67,33 +65,37 @@ def blocks(shape: Sequence[int], itemsize: int, nbytes: int | None = None) -> It
     """
     if 0 in shape:
         return
-    dim, rows = _block_layout(shape, itemsize, nbytes)
-    inner = tuple(slice(0, n) for n in shape[dim:])
-    if not dim:
-        yield inner
-        return
-    n = shape[dim - 1]
-    for outer in itertools.product(*(range(m) for m in shape[: dim - 1])):
+    outer, n, inner, rows = _block_layout(shape, itemsize, nbytes)
+    for index in itertools.product(*map(range, outer)):
         for start in range(0, n, rows):
-            yield *(slice(i, i + 1) for i in outer), slice(start, min(start + rows, n)), *inner
+            box = *(slice(i, i + 1) for i in index), slice(start, min(start + rows, n)), *full_box(inner)
+            yield box[1:]
 
 
-def _block_layout(shape: Sequence[int], itemsize: int, limit: int | None = None) -> tuple[int, int]:
-    """Return (d, rows): a block is `rows` entries of dim d - 1 with all dims from d on; d = 0 if one block is all."""
-    dim, size, limit = len(shape), itemsize, limit or BLOCK_BYTES
-    while dim and size * shape[dim - 1] <= limit:
-        dim -= 1
+def _block_layout(
+    shape: Sequence[int], itemsize: int, limit: int | None = None
+) -> tuple[Sequence[int], int, Sequence[int], int]:
+    """Return (outer, n, inner, rows) of (1, *shape): a block is `rows` indices of a dim of `n`, and all of `inner`."""
+    shape, size, limit = (1, *shape), itemsize, limit or BLOCK_BYTES
+    dim = len(shape) - 1
+    while dim and size * shape[dim] <= limit:
         size *= shape[dim]
-    return dim, limit // size
+        dim -= 1
+    return shape[:dim], shape[dim], shape[dim + 1 :], limit // size
 
 
 def block_count(shape: Sequence[int], itemsize: int) -> int:
     if 0 in shape:
         return 0
-    dim, rows = _block_layout(shape, itemsize)
-    if not dim:
-        return 1
-    return math.prod(shape[: dim - 1]) * -(-shape[dim - 1] // rows)
+    outer, n, _, rows = _block_layout(shape, itemsize)
+    return math.prod(outer) * -(-n // rows)
+
+
+def _block_ranges(shape: Sequence[int], itemsize: int, stop: int = 0) -> Iterator[tuple[Box, int, int]]:
+    """Yield the blocks of a contiguous tensor that begins at byte `stop`, each with the range of its bytes."""
+    for box in blocks(shape, itemsize):
+        start, stop = stop, stop + math.prod(box_shape(box)) * itemsize
+        yield box, start, stop
 
 
 @dataclass(frozen=True)
@@ -124,29 +126,22 @@ def write_part(path: AnyPath, pieces: Sequence[Piece], digest: str = "") -> tupl
         table[str(p)] = (_COMPLEX[dtype], (*shape, 2)) if dtype in _COMPLEX else (dtype, shape)
     header = safetensors.encode_header(table, {"leaves_blake2b": digest})
     chunks: list[tuple[str, Chunk]] = []
-    size = len(header)
 
     def contents() -> Iterator[bytes | memoryview]:
-        nonlocal size
+        start = len(header)
         yield header
         for p in pieces:
             data, shape = bytes_of(p.values), box_shape(p.box)
-            checksums = tuple(_crc32_of_blocks(data, shape, p.values.dtype.itemsize))
-            chunks.append((p.path, Chunk(tuple(s.start for s in p.box), shape, path.name, size, checksums)))
-            size += len(data)
+            ranges = _block_ranges(shape, p.values.dtype.itemsize)
+            checksums = tuple(crc32(data[a:b]) for _, a, b in ranges)
+            chunks.append((p.path, Chunk(tuple(s.start for s in p.box), shape, path.name, start, checksums)))
+            start += len(data)
             yield data
 
     with write_errors("save", path, UNCHANGED):
         write_file(path, contents())
+    size = len(header) + sum(p.values.nbytes for p in pieces)
     return PartFile(size, len(header), crc32(header)), chunks
-
-
-def _crc32_of_blocks(data: memoryview, shape: Sequence[int], itemsize: int) -> Iterator[int]:
-    start = 0
-    for box in blocks(shape, itemsize):
-        size = math.prod(box_shape(box)) * itemsize
-        yield crc32(data[start : start + size])
-        start += size
 
 
 def check_part(path: AnyPath, part: PartFile) -> list[ShardingError]:
@@ -173,10 +168,8 @@ def read_chunk(f: Any, leaf: str, chunk: Chunk, wanted: Sequence[tuple[Box, Tens
     Raises ShardingError if the checksum of a block differs.
     """
     dtype = wanted[0][1].dtype
-    stop = chunk.start
-    for block, expected in zip(blocks(chunk.shape, dtype.itemsize), chunk.crc32, strict=True):
-        start, size = stop, math.prod(box_shape(block)) * dtype.itemsize
-        stop += size
+    ranges = _block_ranges(chunk.shape, dtype.itemsize, chunk.start)
+    for (block, start, stop), expected in zip(ranges, chunk.crc32, strict=True):
         overlaps = [(common, box, out) for box, out in wanted if (common := overlap(block, box)) is not None]
         if not overlaps:
             continue
@@ -188,7 +181,7 @@ def read_chunk(f: Any, leaf: str, chunk: Chunk, wanted: Sequence[tuple[Box, Tens
         data = bytes_of(values)
         f.seek(start)
         count, got = f.readinto(data), crc32(data)
-        if count != size or got != expected:
+        if count != len(data) or got != expected:
             raise fail(f"{leaf}: the data is damaged", f"in {f.name}, bytes {start} to {stop}",
                        fix=RESTORE_ANOTHER, expected=f"crc32 {expected:08x}", got=f"{got:08x}")  # fmt: skip
         for common, box, out in overlaps[in_place:]:

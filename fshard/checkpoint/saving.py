@@ -17,7 +17,7 @@ from fshard.sharded import Sharded
 
 from . import commit
 from .background import copy_to_host, group_of_ranks, raise_failure, start
-from .manifest import SCALARS, Manifest, Saved, Scalar, leaves_digest, write_manifest
+from .manifest import SCALARS, Leaves, Manifest, Saved, leaves_digest, write_manifest
 from .parts import UNCHANGED, Chunk, PartFile, Piece, part_name, write_part
 from .tree_digest import named_leaves
 
@@ -116,17 +116,10 @@ def save(
 
 def _tensors(leaves: Mapping[str, Any]) -> tuple[dict[str, Sharded | Tensor], dict[str, str]]:
     """Return the different tensors by their first path, and the first path of each tensor at another path."""
-    tensors: dict[str, Sharded | Tensor] = {}
-    tied: dict[str, str] = {}
-    first: dict[int, str] = {}
-    for name, leaf in leaves.items():
-        if isinstance(leaf, SCALARS):
-            continue
-        if id(leaf) in first:
-            tied[name] = first[id(leaf)]
-        else:
-            first[id(leaf)], tensors[name] = name, leaf
-    return tensors, tied
+    tensors: dict[str, Sharded | Tensor] = {name: x for name, x in leaves.items() if not isinstance(x, SCALARS)}
+    first = {id(x): name for name, x in reversed(tensors.items())}
+    tied = {name: first[id(x)] for name, x in tensors.items() if first[id(x)] != name}
+    return {name: x for name, x in tensors.items() if name not in tied}, tied
 
 
 def _own_pieces(tensors: Mapping[str, Sharded | Tensor], ranks: Ranks) -> dict[int, list[Piece]]:
@@ -149,9 +142,7 @@ def _write_parts(directory: AnyPath, generation: int, pieces: Mapping[int, list[
     return parts
 
 
-def _manifest(
-    step: int | None, described: Mapping[str, Saved | Scalar], written: Iterable[Parts], base: Mapping[str, str]
-) -> Manifest:
+def _manifest(step: int | None, described: Leaves, written: Iterable[Parts], base: Mapping[str, str]) -> Manifest:
     parts = {file: part for parts in written for file, part in parts.items()}
     chunks: dict[str, list[Chunk]] = {}
     for _, of_file in parts.values():

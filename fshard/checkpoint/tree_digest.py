@@ -55,21 +55,19 @@ def digest(tree_: Any) -> dict[str, str]:
     ranks = Ranks.from_leaves("digest", leaves.values())
     tensors = {name: x for name, x in leaves.items() if type(x) not in SCALARS}
 
-    def sums_of_parts() -> dict[str, list[int]]:
+    def sums_of_parts() -> dict[str, Tensor]:
         raise_all(errors)
-        out: dict[str, list[int]] = {}
+        out: dict[str, Tensor] = {}
         for (name, leaf), boxes in zip(tensors.items(), assign_writers(tensors.values()), strict=True):
             for box, rank in boxes:
                 if ranks.writes_for(rank):
-                    of_part = _digest_part(local_part(leaf, rank), box)
-                    out[name] = [(a + b) % 2**64 for a, b in zip(out.get(name, (0,) * _SUMS), of_part, strict=True)]
+                    out[name] = out.get(name, 0) + _digest_part(local_part(leaf, rank), box)
         return out
 
     everyone = ranks.run(sums_of_parts)
-    total = {name: [sum(of_rank[name][k] for of_rank in everyone if name in of_rank) % 2**64 for k in range(_SUMS)]
-             for name in tensors}  # fmt: skip
-    return {name: f"{describe(leaf)} {''.join(f'{n:016x}' for n in total[name])}"
-            if name in total else repr(leaf) for name, leaf in leaves.items()}  # fmt: skip
+    sums = {name: torch.stack([of_rank[name] for of_rank in everyone if name in of_rank]).sum(0) for name in tensors}
+    return {name: f"{describe(leaf)} {sums[name].numpy().astype('>i8').tobytes().hex()}"
+            if name in sums else repr(leaf) for name, leaf in leaves.items()}  # fmt: skip
 
 
 def named_leaves(verb: str, tree_: Any) -> tuple[dict[str, Any], list[ShardingError]]:
@@ -89,12 +87,12 @@ def named_leaves(verb: str, tree_: Any) -> tuple[dict[str, Any], list[ShardingEr
     return leaves, errors
 
 
-def _digest_part(x: Tensor, box: Box) -> list[int]:
-    """Return the sums over the words of the part of a leaf that is in this box."""
+def _digest_part(x: Tensor, box: Box) -> Tensor:
+    """Return the sums over the words of the part of a leaf that is in this box: int64 [sums], on the CPU."""
     words, per_element = _as_words(x.detach())
     starts = [s.start for s in box] or [0]
     starts[-1] *= per_element
-    return [int(n) % 2**64 for n in _sums(words, 0, starts).tolist()]
+    return _sums(words, 0, starts).cpu()
 
 
 def _as_words(x: Tensor) -> tuple[Tensor, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,8 +80,8 @@ class Buckets:
         epoch, step = position_in_epoch("indices", step, epoch, sum(steps), "the batches of all buckets")
         if key is not None:  # shuffles batches of different lengths
             step = int(permute(fold_in(fold_in(key, "batches"), epoch), [step], size=sum(steps)))
-        starts = [0, *itertools.accumulate(steps)]
-        at = max(i for i, start in enumerate(starts[:-1]) if start <= step and steps[i])
+        starts = list(itertools.accumulate(steps, initial=0))
+        at = bisect.bisect_right(starts, step) - 1  # the last of those that begin here: the others have no batches
         members, batch, step = self.members[at], self.batch[at], step - starts[at]
         bucket_key = None if key is None else fold_in(key, at)
         positions = epoch_order(bucket_key, epoch, len(members), step * batch, batch, even)

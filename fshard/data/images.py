@@ -20,7 +20,6 @@ from fshard.errors import checked, fail
 _FORMATS = {".bmp": "BMP", ".gif": "GIF", ".jpeg": "JPEG", ".jpg": "JPEG", ".pgm": "PPM", ".png": "PNG", ".ppm": "PPM",
             ".tif": "TIFF", ".tiff": "TIFF", ".webp": "WEBP"}  # fmt: skip
 _SUFFIXES = tuple(_FORMATS)
-_CHANNELS = {"L": 1, "RGB": 3}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -110,7 +109,7 @@ def image_folder(path: StrPath, *, size: tuple[int, int] | None = None, mode: st
     Source: torchvision's `ImageFolder`, for the layout.
     """
     root = Path(path)
-    if mode not in _CHANNELS:
+    if mode not in ("RGB", "L"):
         raise fail(f"image_folder: mode={mode!r}", fix="'RGB' or 'L'")
     if size is not None and min(size) < 1:
         raise fail(f"image_folder: size={size}", fix="(height, width), both 1 or more")

@@ -1,10 +1,5 @@
 """Batches of `torch.utils.data.DataLoader`, with its workers and any map-style dataset, in the order of `indices`.
 
-    sampler = data.sampler(key, len(dataset), 256, mesh, step=step)
-    loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=4)
-    for batch in data.batches(loader):        # Sharded leaves: every rank has loaded only its rows
-        ...
-
 Legend: B global batch.
 """
 
@@ -63,7 +58,6 @@ class Sampler:
         return self.batch if self.even else min(self.batch, self.size - in_epoch * self.batch)
 
     def _steps(self) -> Iterator[int]:
-        """Iterate over the steps."""
         return itertools.count(self.step) if self.epoch is None else iter(range(self.step, self._epoch_steps))
 
     def _local_rows(self, size: int) -> slice:
@@ -156,7 +150,7 @@ def batches(loader: DataLoader[Any], *, spec: Any = None) -> Iterator[Any]:
     for leaf in tree.leaves(spec):
         if not is_spec(leaf):
             raise must_be("batches: spec", "a P or a tree of them", leaf)
-        if of_rows(leaf, max(1, len(leaf.entries))) != made_by.spec:
+        if of_rows(leaf) != made_by.spec:
             raise fail(f"batches: spec={leaf} splits dim 0 by other axes than the sampler, {made_by.spec}",
                        fix="sampler(..., axis=) and spec= name the same axes")  # fmt: skip
     return _load_batches(loader, made_by, spec)

@@ -48,7 +48,7 @@ def load(fetch: Callable[[Rows], Any], indices: Integers, *, mesh: Mesh, spec: A
     examples = integers("load: indices", indices)
     if examples.ndim != 1:
         raise fail(f"load: indices of shape {list(examples.shape)}", fix="one dim: the examples of the batch")
-    split = next((of_rows(s, max(1, len(s.entries))) for s in tree.leaves(spec) if is_spec(s)), P())
+    split = next((of_rows(s) for s in tree.leaves(spec) if is_spec(s)), P())
     raise_all(spec_errors("load", examples.shape, split, mesh.axes))
     parts: dict[RowRange, Any] = {}
     for rank in mesh.ranks:
@@ -78,9 +78,9 @@ def load(fetch: Callable[[Rows], Any], indices: Integers, *, mesh: Mesh, spec: A
     return tree.unflatten(treedef, placed)
 
 
-def of_rows(spec: P, ndim: int) -> P:
-    """Return the spec of dim 0."""
-    return spec.with_entries(spec.parts(ndim)[0], memory="device")
+def of_rows(spec: P, ndim: int | None = None) -> P:
+    """Return the spec of dim 0, of `ndim` dims or as many as the spec has entries."""
+    return spec.with_entries(spec.parts(ndim or max(1, len(spec.entries)))[0], memory="device")
 
 
 def _row_shape(label: str, parts: dict[RowRange, Tensor]) -> tuple[int, ...]:

@@ -54,7 +54,7 @@ def main_first(mesh: Mesh, *, local: bool = False) -> Iterator[bool]:
 
     Source: `Accelerator.main_process_first`, in which the other ranks wait forever if the first one fails.
     """
-    _refuse_region("main_first", mesh)
+    _check_called_by_all("main_first", mesh)
     first = _is_first(mesh, local)
     if not first:
         _exchange("main_first", mesh)
@@ -95,7 +95,7 @@ def wait(mesh: Mesh) -> None:
 
     Raises ShardingError inside `shard_map`, and on every rank if another one is in `main_first`.
     """
-    _refuse_region("wait", mesh)
+    _check_called_by_all("wait", mesh)
     _exchange("wait", mesh)
 
 
@@ -146,7 +146,7 @@ def preempted(mesh: Mesh) -> bool:
     Raises ShardingError inside `shard_map`, for a first call outside of the main thread, where signals are handled,
     and if a rank does not answer within 20 s after a signal.
     """
-    _refuse_region("preempted", mesh)
+    _check_called_by_all("preempted", mesh)
     try:
         handle_signals()
     except ValueError as e:
@@ -157,8 +157,8 @@ def preempted(mesh: Mesh) -> bool:
     return stop_agreement(mesh.ranks[0], mesh.size, lambda text: _texts("preempted", mesh, text)[0]).reached()
 
 
-def _refuse_region(verb: str, mesh: Mesh | None = None) -> None:
-    """Raise ShardingError inside `shard_map`, and where other processes of a mesh would not make the same call."""
+def _check_called_by_all(verb: str, mesh: Mesh | None = None) -> None:
+    """Raise ShardingError where not all ranks make this call: inside `shard_map`, and in the body of `main_first`."""
     if in_region():
         raise fail(f"{verb}: called inside shard_map, where every rank runs the same code", fix="call it outside")
     if mesh is not None and mesh.kind == "process" and mesh.size > 1:
@@ -190,7 +190,7 @@ def gather_for_metrics(results: Any, counted: Any = None, *, rank: int | None = 
 
     Source: `Accelerator.gather_for_metrics`, which cuts off the end of the last batch.
     """
-    _refuse_region("gather_for_metrics")
+    _check_called_by_all("gather_for_metrics")
     mask = None if counted is None else _mask(counted)
     errors = []
     rows = [] if mask is None else [("counted", len(mask))]

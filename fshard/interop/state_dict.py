@@ -40,7 +40,7 @@ from fshard.sharded import Sharded
 
 from .hf.export import summaries, write_parts
 from .hf.folder import SUFFIX, WeightHeaders
-from .hf.layout import OutputFile, output_files, output_tensors
+from .hf.layout import Leaves, OutputFile, output_files, output_tensors
 from .hf.module import Names, by_name, name_of, read_leaves
 from .hf.places import count_elements
 from .hf.weights import FileTensor, file_tensor
@@ -258,9 +258,7 @@ def _check_arguments(path: Path, of: Apply | None, theirs: Theirs | None, metada
         raise fail("write: theirs= and of=", fix="leave one of them out")
 
 
-def _of_module(
-    leaves: Sequence[tuple[tree.Path, Any]], tree_: Any, of: Apply | None
-) -> tuple[Sequence[tuple[tree.Path, Any]], dict[str, str]]:
+def _of_module(leaves: Leaves, tree_: Any, of: Apply | None) -> tuple[Leaves, dict[str, str]]:
     """Return the leaves that a module's state_dict has, and its ties: name -> the name of the leaf that it uses."""
     if of is None:
         return leaves, {}
@@ -273,18 +271,18 @@ def _of_module(
     return stored, {tied: name for tied, name in names.ties.items() if tied not in {*found, *not_stored}}
 
 
-def _aliases(leaves: Sequence[tuple[tree.Path, Any]], theirs: Theirs) -> dict[str, str]:
+def _aliases(leaves: Leaves, theirs: Theirs) -> dict[str, str]:
     """Return the other names of leaves that are at several paths: name -> the name under which the leaf is written."""
-    first: dict[int, tuple[tree.Path, Any]] = {}
+    first: dict[int, tree.Path] = {}
     aliases: dict[str, str] = {}
     errors: list[ShardingError] = []
     for path, leaf in leaves:
-        of_first, _ = first.setdefault(id(leaf), (path, leaf))
+        of_first = first.setdefault(id(leaf), path)
         if of_first == path:
             continue
         parts, others = (file_tensor("write", p, theirs(p)).parts(leaf.shape) for p in (of_first, path))
         full = all(count_elements([p]) == math.prod(p.shape) for p in parts)
-        if not full or [(p.box, p.shape, p.places) for p in parts] != [(p.box, p.shape, p.places) for p in others]:
+        if not full or [replace(p, name="") for p in parts] != [replace(p, name="") for p in others]:
             errors.append(fail(f"write: {tree.show('tree', path)} is the leaf {tree.show('tree', of_first)}, and its "
                                "dims in the file are others", fix="make it another leaf: x.clone()"))  # fmt: skip
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -346,6 +347,14 @@ def test_folder_in_a_storage_has_the_old_weights_or_the_new_ones(
     assert set(results) == {1.0, 2.0}
     left = [n for n in names(folder) if n.endswith(("safetensors", "json"))]
     assert (SINGLE in left, INDEX in left) == (new == "single", new != "single")
+
+
+def test_file_of_a_storage_that_the_old_index_names_is_not_removed_as_old() -> None:
+    folder = "memory://folder/named"
+    save(folder, "single", 1.0)
+    url.UrlPath(f"{folder}/{INDEX}").write([json.dumps({"weight_map": dict.fromkeys("abc", SINGLE)}).encode()])
+    save(folder, "single", 2.0)
+    assert holds(folder) == 2.0
 
 
 def test_models_are_saved_to_a_storage_and_loaded_on_a_mesh(root: str, tmp_path: Path) -> None:

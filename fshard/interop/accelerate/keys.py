@@ -292,8 +292,7 @@ def _machines(v: Values) -> dict[str, Any]:
     kind = v.get("distributed_type")
     processes, machines = v.get("num_processes", 1 if kind == "NO" else -1), v.get("num_machines", 1)
     if kind == "NO" and processes != 1:
-        if "num_processes" in v.values:
-            v.warn("num_processes", "means nothing with distributed_type NO, which is one process")
+        v.warn("num_processes", "means nothing with distributed_type NO, which is one process")
         processes = 1
     if kind == "NO" and machines > 1:
         v.refuse("num_machines", "machines, and distributed_type is NO, which is one process",

@@ -104,11 +104,10 @@ class Settings:
         Raises ShardingError if the sizes do not make up the number of processes.
         """
         hybrid = self.strategy.removeprefix("_").startswith("HYBRID")
-        replicas = (self.replicas or self.machines) if hybrid else 1
-        last = {"model": self.model} if self.model > 1 else {}
-        if self.reshard is not None:
-            last = {"group": self.reshard, **last}
-        first = {"replica": replicas} if hybrid else {}
+        first = {"replica": self.replicas or self.machines} if hybrid else {}
+        last = {"group": self.reshard} if self.reshard is not None else {}
+        if self.model > 1:
+            last["model"] = self.model
         known = math.prod({**first, **last}.values())
         rest = -1 if self.processes is None else self.processes // known
         if self.shards is not None:

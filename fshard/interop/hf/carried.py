@@ -68,7 +68,7 @@ def _carried_keys(config: Mapping[str, Any], like: StrPath | None) -> dict[str, 
 
 
 def carried_files(config: Mapping[str, Any], like: StrPath | None) -> dict[str, bytes]:
-    """Read the files of `like` that are not weights, by name; generation_config.json has the tokens of `config`."""
+    """Read the files of `like` that are not weights, by name; generation_config.json has the tokens of the config."""
     if like is None:
         return {}
     folder = as_path(like)
@@ -76,8 +76,7 @@ def carried_files(config: Mapping[str, Any], like: StrPath | None) -> dict[str, 
     out = {path.relative_to(folder).as_posix(): _read(path) for path in paths if path.suffix != ".safetensors"}
     if GENERATION_CONFIG in out:
         before, generation = config_of(folder), read_json(folder / GENERATION_CONFIG)
-        ours = {key: list(token) if isinstance(token, tuple) else token for key, token in config.items()}
-        changed = {key: ours[key] for key in _TOKENS if key in before and key in ours and ours[key] != before[key]}
+        changed = {key: config[key] for key in _TOKENS if key in before and config.get(key, before[key]) != before[key]}
         if any(generation.get(key) != token for key, token in changed.items()):
             out[GENERATION_CONFIG] = encode_json(GENERATION_CONFIG, generation | changed)
     return out

@@ -22,9 +22,9 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torch import Tensor
@@ -38,12 +38,13 @@ from fshard.spec import Box, overlap, relative_box
 
 from .carried import carried_files, complete_config
 from .folder import CONFIG, INDEX, SINGLE, read_json
-from .layout import OutputFile, OutputTensor, Source, Theirs, check_described, output_files, output_tensors
+from .layout import Leaves, OutputFile, OutputTensor, Source, Theirs, check_described, output_files, output_tensors
 from .weights import CHUNK_BYTES
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _TEMPORARY, _LOCK = ".saving-", ".saving.lock"
 _UNCHANGED = "the weights in the folder are unchanged"
+Contents = tuple[list[OutputTensor], dict[str, bytes]]  # the tensors, and the config by its name, if there is one
 Parts = list[tuple[int, Source, Box, Tensor]]  # first byte of the tensor in its file, leaf, box of it, values
 
 
@@ -77,51 +78,53 @@ def write(
     part; if the ranks have different leaves; if one cannot write. The folder is then unchanged.
     """
     leaves = tree.leaves_with_path(tree_)
-
-    def contents() -> tuple[list[OutputTensor], bytes | None]:
-        if described is not None:
-            check_described(leaves, tree.leaves_with_path(described))
-        tensors = output_tensors(leaves, theirs, prefix)
-        if config is None:
-            return tensors, None
-        return tensors, complete_config(config, [s.leaf for t in tensors for s in t.sources], like)
-
-    write_files(folder, [leaf for _, leaf in leaves], contents, lambda: carried_files(config or {}, like),
+    write_files(folder, leaves, lambda: model_contents(leaves, theirs, config, like, prefix, described), like=like,
                 max_shard_bytes=max_shard_bytes, metadata=metadata)  # fmt: skip
 
 
+def model_contents(
+    leaves: Leaves, file_tensor: Theirs, config: Mapping[str, Any] | None, like: StrPath | None, prefix: str = "",
+    described: Any = None,
+) -> Contents:  # fmt: skip
+    """Return the contents of a model's folder, for `write_files`."""
+    if described is not None:
+        check_described(leaves, tree.leaves_with_path(described))
+    tensors = output_tensors(leaves, file_tensor, prefix)
+    if config is None:
+        return tensors, {}
+    return tensors, {CONFIG: complete_config(config, [s.leaf for t in tensors for s in t.sources], like)}
+
+
 def write_files(
-    folder: StrPath, leaves: Sequence[Any], contents: Callable[[], tuple[list[OutputTensor], bytes | None]],
-    carried: Callable[[], Mapping[str, bytes]], *, names: tuple[str, str] = (CONFIG, SINGLE),
+    folder: StrPath, leaves: Leaves, contents: Callable[[], Contents], *, like: StrPath | None, single: str = SINGLE,
     max_shard_bytes: int = sys.maxsize, metadata: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Write a folder of tensors and a config, all at once, as `write` does.
 
     Args:
-        leaves: all that is to be written.
-        contents: returns the tensors and the bytes of the config, if there is one, the same on every rank.
-        carried: returns the other files, by name; rank 0 calls it.
-        names: of the config and of the file of tensors. Under the names of a model, its older weights of other names
-            are removed.
+        leaves: all that is to be written, each with its path.
+        contents: returns the tensors, and the config by its name, if there is one: the same on every rank.
+        like: the folder with the other files.
+        single: the name of the file of tensors. Under the name of a model's, its older weights of other names are
+            removed.
     """
     if "\0" in os.fspath(folder):
         raise fail(f"write: folder {folder!r} has a null byte, which no path can have")
-    ranks = Ranks.from_leaves("write", leaves)
+    ranks = Ranks.from_leaves("write", [leaf for _, leaf in leaves])
     final = as_path(folder)
-    config_name, single = names
     files: list[OutputFile] = []
-    small: dict[str, bytes] = {}  # the other files, by name
+    config: dict[str, bytes] = {}
+    small: dict[str, bytes] = {}  # all but the tensors; the config is the last to be renamed
 
     def plan() -> dict[str, str]:
-        tensors, config = contents()
-        small.update({} if config is None else {config_name: config})
+        tensors, found = contents()
+        config.update(found)
         files.extend(output_files(tensors, max_shard_bytes, {"format": "pt"} if metadata is None else metadata, single))
-        out = {name: repr(data.decode()) for name, data in small.items()}
+        out = {name: repr(data.decode()) for name, data in config.items()}
         return out if ranks.one_process else out | summaries(files)
 
     def create() -> str:
-        config = {name: small.pop(name) for name in list(small)}
-        small.update({**carried(), **config})  # the config is the last to be renamed
+        small.update({**carried_files(json.loads(config.get(CONFIG, b"{}")), like), **config})
         with write_errors("write", final, _UNCHANGED):
             if isinstance(final, UrlPath):
                 temporary = Path(tempfile.mkdtemp(prefix="fshard"))
@@ -206,10 +209,9 @@ def _write_into(path: Path, parts: Parts) -> None:
             if common is None:
                 continue
             inside = part[relative_box(common, box)]
-            for region in source.part.places.regions(relative_box(common, source.part.box)):
-                view = region.view_of(inside)
-                for chunk, offsets, run in region.chunks(CHUNK_BYTES // itemsize):
-                    data, size = io.bytes_of(view[chunk]), run * itemsize
+            for inner, places in source.part.places.boxes(relative_box(common, source.part.box)):
+                for chunk, offsets, run in places.chunks(inside[inner], CHUNK_BYTES // itemsize):
+                    data, size = io.bytes_of(chunk), run * itemsize
                     for i, offset in enumerate(offsets):
                         _write_at(fd, data[i * size : (i + 1) * size], start + offset * itemsize)
         os.fsync(fd)
@@ -253,10 +255,7 @@ def _publish(final: AnyPath, temporary: Path, files: Sequence[OutputFile], small
         if len(files) > 1:
             os.replace(temporary / INDEX, final / INDEX)
             sync(final)
-        if names[0] == SINGLE or _SHARD.fullmatch(names[0]):  # older weights of the model
-            unused = [f.name for f in final.iterdir() if _SHARD.fullmatch(f.name) and f.name not in names]
-            for name in [SINGLE if len(files) > 1 else INDEX, *unused]:
-                (final / name).unlink(missing_ok=True)
+        _remove_older_weights(final, names)
         _remove_temporary_folders(final)
         sync(final)
 
@@ -270,14 +269,19 @@ def _upload(final: UrlPath, temporary: Path, files: Sequence[OutputFile], small:
     folder = "" if old.isdisjoint(names) else f"{time.time_ns()}/"
     for name, data in small.items():
         write_file(final / name, [data])
-    for file in files:
-        (final / (folder + file.name if len(files) > 1 else file.name)).upload(temporary / file.name)
+    new = [folder + file.name for file in files] if len(files) > 1 else [files[0].name]
+    for name, file in zip(new, files, strict=True):
+        (final / name).upload(temporary / file.name)
     if len(files) > 1:
         _write_index(final / INDEX, files, folder)
-    if SINGLE in names or any(map(_SHARD.fullmatch, names)):  # older weights of the model
-        (final / (SINGLE if len(files) > 1 else INDEX)).unlink(missing_ok=True)
-        unused = {f.name for f in final.iterdir() if _SHARD.fullmatch(f.name)} | old
-        for name in unused - {folder + name for name in names}:
+    _remove_older_weights(final, new, old)
+
+
+def _remove_older_weights(final: AnyPath, new: Sequence[str], old: Collection[str] = ()) -> None:
+    """Remove a model's weights that the files `new`, if they have the names of a model's, have replaced."""
+    if SINGLE in new or _SHARD.fullmatch(PurePosixPath(new[0]).name):
+        shards = [f.name for f in final.iterdir() if _SHARD.fullmatch(f.name)]
+        for name in {SINGLE, INDEX, *shards, *old}.difference(new, [INDEX] if len(new) > 1 else ()):
             (final / name).unlink(missing_ok=True)
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fshard._core.files.io import StrPath, open_file
-from fshard._core.files.safetensors import DTYPES, Header, HeaderEntry, read_header
+from fshard._core.files.safetensors import DTYPES, HeaderEntry, read_header
 from fshard._core.files.torch_file import read_torch_file
 from fshard._core.files.url import AnyPath, as_path, exists, is_file
 from fshard.errors import ShardingError, checked, fail
@@ -40,7 +40,7 @@ class WeightHeaders:
         self.path = path = as_path(path)
         self.tensors: dict[str, HeaderEntry] = {}
         self.errors: list[ShardingError] = []
-        self.read_other: Callable[[Any], Header] = read_torch_file if state_dict else read_header  # than .safetensors
+        self.state_dict = state_dict
         self.complete = True
         single, index = path / SINGLE, path / INDEX
         if state_dict and path.name.endswith(".index.json"):
@@ -58,15 +58,16 @@ class WeightHeaders:
 
     def _read_file(self, path: AnyPath) -> dict[str, HeaderEntry] | None:
         try:
-            header = read_header(path) if path.suffix == SUFFIX else self.read_other(path)
+            is_torch = self.state_dict and path.suffix != SUFFIX
+            header = read_torch_file(Path(path)) if is_torch else read_header(path)
         except ShardingError as e:
             self.complete = False
             self.errors.append(e)
             return None
         self.errors += header.errors
         tensors = {entry.name: entry for entry in header.entries}
-        aliases = {} if self.read_other is read_header else header.aliases
-        return tensors | {alias: tensors[name] for alias, name in aliases.items()}
+        aliases = header.aliases.items() if self.state_dict else ()
+        return tensors | {alias: tensors[name] for alias, name in aliases}
 
     def _read_index(self, index: AnyPath) -> None:
         file_of = read_json(index).get("weight_map")
@@ -115,15 +116,15 @@ def explain_names(
                     f"it has {(marks or extra)[0]!r}: the values of its weights are in several tensors, not read here",
                     fix="dequantize it first, with the library that wrote it; or give the folder of the model "
                         "before it was quantized")  # fmt: skip
-    wanted, unread = {*lacking, *(name.removeprefix(prefix) for name in lacking)}, set(extra)
-    in_files, here = _prefixes(extra, wanted), _prefixes(lacking, unread)
-    for prefixes, has in ((in_files, "its names begin with {!r}"), (here, "its names lack {!r} at their start")):
+    wanted = {*lacking, *(name.removeprefix(prefix) for name in lacking)}
+    for prefixes, has, change in (
+        (_prefixes(extra, wanted), "its names begin with {!r}", "name.removeprefix({!r})"),
+        (_prefixes(lacking, set(extra)), "its names lack {!r} at their start", "{!r} + name"),
+    ):
         for found, count in prefixes.most_common(1):
-            if 2 * count < len(lacking):
-                continue
-            change = f"name.removeprefix({found!r})" if prefixes is in_files else f"{found!r} + name"
-            return fail(f"{verb}: {headers.path}: {has.format(found)}",
-                        fix=f"{call}(..., prefix={found!r})" if call else _renaming(change))  # fmt: skip
+            if 2 * count >= len(lacking):
+                fix = f"{call}(..., prefix={found!r})" if call else _renaming(change.format(found))
+                return fail(f"{verb}: {headers.path}: {has.format(found)}", fix=fix)
     wrapped = [name for name in extra if _WRAPPERS.sub("", name) in wanted]
     if not wrapped:
         return None

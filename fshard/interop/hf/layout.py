@@ -22,6 +22,7 @@ from .folder import SINGLE
 from .places import FilePart, check_division, count_elements
 from .weights import FileTensor, file_tensor, with_dot
 
+Leaves = Sequence[tuple[tree.Path, Any]]  # of a tree, each with its path
 Theirs = Callable[[tree.Path], FileTensor | tuple[FilePart, ...]]  # path of a leaf -> its places in the files
 
 
@@ -70,7 +71,7 @@ class OutputFile:
         return list(itertools.accumulate((t.nbytes for t in self.tensors[:-1]), initial=len(self.header)))
 
 
-def output_tensors(leaves: Sequence[tuple[tree.Path, Any]], theirs: Theirs, prefix: str) -> list[OutputTensor]:
+def output_tensors(leaves: Leaves, theirs: Theirs, prefix: str) -> list[OutputTensor]:
     """Return the tensors to write, in the order of the leaves."""
     errors: list[ShardingError] = []
     sources: dict[str, list[Source]] = {}
@@ -84,15 +85,15 @@ def output_tensors(leaves: Sequence[tuple[tree.Path, Any]], theirs: Theirs, pref
         label = tree.show("tree", path)
         try:
             leaf = writable(leaf, DTYPES.values())
-            parts, start = theirs(path), ""
+            parts = theirs(path)
             if not isinstance(parts, tuple):
                 target = file_tensor("write", path, parts)
                 if prefix and target.name.startswith(prefix):
                     raise fail(f"{target.name!r} begins with the prefix {prefix!r} already", fix="leave prefix= out")
-                parts, start = tuple(target.parts(leaf.shape)), prefix
+                parts = tuple(target.parts(leaf.shape))
                 by_pattern.update(prefix + part.name for part in parts)
             for part in parts:
-                sources.setdefault(start + part.name, []).append(Source(label, leaf, part))
+                sources.setdefault(prefix + part.name, []).append(Source(label, leaf, part))
         except ShardingError as e:
             errors.append(ShardingError(f"write: {label}: {e}"))
     tensors = []
@@ -126,7 +127,7 @@ def _output_tensor(name: str, sources: Sequence[Source]) -> OutputTensor:
     return OutputTensor(name, dtypes.pop(), shapes.pop(), tuple(sources))
 
 
-def check_described(leaves: Sequence[tuple[tree.Path, Any]], described: Sequence[tuple[tree.Path, Any]]) -> None:
+def check_described(leaves: Leaves, described: Leaves) -> None:
     """Raise ShardingError, listing every difference, unless the leaves have the paths and shapes that are described."""
     ours, expected = dict(leaves), dict(described)
     errors = [fail(f"write: {tree.show('tree', path)} is missing", described=leaf)

@@ -14,20 +14,19 @@ from fshard._core.files.io import StrPath
 from fshard.defer import Apply
 from fshard.defer.constructor import Recorded
 from fshard.defer.graph import draws
-from fshard.errors import ShardingError, checked, fail, join_limited, must_be, raise_all
+from fshard.errors import ShardingError, fail, join_limited, must_be, raise_all
 from fshard.init import Deferred
 from fshard.init.initializers import Full
 from fshard.sharded import Sharded
 from fshard.spec import describe, format_tensor
 
-from .carried import carried_files, complete_config
 from .conversion import Converted, Pretrained, from_files, pretrained_in, to_files
-from .export import write_files
+from .export import model_contents, write_files
 from .folder import WeightHeaders, explain_names
-from .layout import OutputTensor, output_tensors
+from .layout import Leaves
 from .places import FilePart
 from .traced import Traced, trace
-from .weights import FileTensor, FromFile, check_dtype, join_scales, names_with, outside, rest_error, unused, with_dot
+from .weights import FileTensor, FromFile, check_dtype, join_scales, left_over, names_with, rest_error, unused, with_dot
 
 KINDS = ("params", "buffers")
 _MOST_PARTS = 16  # at the start of a name, in a pattern
@@ -38,12 +37,7 @@ def write_module(
 ) -> None:
     """Write all leaves of a module as a folder, under the names and in the shapes of its library; see `write`."""
     with_path, config = tree.leaves_with_path(leaves), _module_config(config, of)
-
-    def contents() -> tuple[list[OutputTensor], bytes]:
-        tensors = output_tensors(with_path, _file_parts(leaves, of), "")
-        return tensors, complete_config(config, [s.leaf for t in tensors for s in t.sources], like)
-
-    write_files(folder, [leaf for _, leaf in with_path], contents, lambda: carried_files(config, like),
+    write_files(folder, with_path, lambda: model_contents(with_path, _file_parts(leaves, of), config, like), like=like,
                 max_shard_bytes=max_shard_bytes)  # fmt: skip
 
 
@@ -146,18 +140,16 @@ class Names:
             return True
         trained = any(self.kinds.get(name) == "params" and name not in self.frozen for name in names)
         constant = isinstance(leaf.init, Full) or (isinstance(leaf.init, Recorded) and not draws(leaf.init.node))
-        theirs = self.pretrained
-        return constant and not trained and theirs is not None and any(theirs.may_lack(self.plain(n)) for n in names)
+        library = self.pretrained
+        return constant and not trained and library is not None and any(library.may_lack(self.plain(n)) for n in names)
 
 
 # --- reading --------------------------------------------------------------------------------------------------
 
 
-@checked
 def read_module(
-    folder: StrPath, described: Any, of: Apply | None = None, *, prefix: str = "", ignored: Sequence[str] = (),
-    missing: Sequence[str] = (),
-) -> Any:  # fmt: skip
+    folder: StrPath, described: Any, of: Apply | None, *, prefix: str, ignored: Sequence[str], missing: Sequence[str]
+) -> Any:
     """Return the leaves of a module with their values in a folder, as `fs.hf.weights`."""
     headers = WeightHeaders(folder)
     join_scales(headers)
@@ -184,7 +176,7 @@ def read_leaves(
     stored = _stored(headers, names, prefix, known)
     errors = [*headers.errors, *(ShardingError(f"{headers.path}: {e}") for e in stored.errors)]
     out: dict[int, Deferred] = {}
-    used: set[str] = set()  # of `stored.leaves`
+    parts: dict[str, list[FilePart]] = {}  # that are read, by the name in a file
     lacking: list[str] = []
     present: list[str] = []  # names of leaves that the folder has
     for path, leaf in leaves:
@@ -193,7 +185,8 @@ def read_leaves(
         out[id(leaf)] = leaf
         label, own = tree.show("tree", path), names_of[id(leaf)]
         found = list(dict.fromkeys(n for name in own for n in options(name) if n in stored.leaves))
-        used |= set(found)
+        for part in (part for n in found for part in stored.leaves[n].parts):
+            parts.setdefault(part.name, []).append(part)
         try:
             if not isinstance(leaf, Deferred):
                 raise fail(f"{label}: is a {type(leaf).__name__}", fix="describe it: fs.init.*")
@@ -210,19 +203,27 @@ def read_leaves(
         except ShardingError as e:
             errors.append(e)
     errors += _stale(leaves, out, names_of)
-    kinds = {names.kinds.get(name) for of_leaf in names_of.values() for name in of_leaf}
-    # Name in a file -> the module's leaf that has its values.
-    owner = {part.name: name for name in names.kinds if names.plain(name) in stored.leaves
-             for part in stored.leaves[names.plain(name)].parts}  # fmt: skip
-    extra = _extra(headers, names, stored, used, kinds, ignored, owner, prefix)
+    own = [name for of_leaf in names_of.values() for name in of_leaf]
+    kinds = {names.kinds.get(name) for name in own}
+    # Name in a file -> the kind of the module's leaf that has its values.
+    kind_in_module = {part.name: kind for name, kind in names.kinds.items() if names.plain(name) in stored.leaves
+                      for part in stored.leaves[names.plain(name)].parts}  # fmt: skip
+    skipped = {names.plain(name) for name in names.transient}
+
+    def may_be_unused(name: str) -> bool:
+        if kind_in_module.get(name) == "params" and "params" not in kinds:  # only buffers are read
+            return True
+        skips = names.pretrained is not None and names.pretrained.skips(name)
+        return skips or name in skipped or matches([name], ignored)
+
+    extra = left_over(headers, parts, prefix, may_be_unused)
     for name in extra:
-        if kind := names.kinds.get(owner.get(name, "")):
+        if kind := kind_in_module.get(name):
             errors.append(unused(headers, name, f"is in the module's {kind}, and not in this tree",
                                  "read the full tree: {'params': ..., 'buffers': ...}"))  # fmt: skip
         else:
             errors.append(unused(headers, name))
-    errors += _partly_read(headers, stored, used, set(extra))
-    own = [name for of_leaf in names_of.values() for name in of_leaf]
+    errors += filter(None, (rest_error(headers.path, name, of_tensor) for name, of_tensor in parts.items()))
     verb = call.rpartition(".")[2]
     errors += [fail(f"{verb}: missing= has {pattern!r}, and no leaf has such a name", fix="correct it")
                for pattern in missing if not matches(own, [pattern])]  # fmt: skip
@@ -237,7 +238,7 @@ def read_leaves(
                       or _advice(names, (lacking, present), (extra, list(headers.tensors)), (missing, ignored), call,
                                  "folder" if headers.path.is_dir() else "file"))  # fmt: skip
     raise_all(errors)
-    return tree.unflatten(tree.structure(described), [out[id(leaf)] for _, leaf in leaves])
+    return tree.map(lambda leaf: out[id(leaf)], described)
 
 
 def _stored(headers: WeightHeaders, names: Names, prefix: str, known: Container[str]) -> Converted:
@@ -260,6 +261,7 @@ def _stored(headers: WeightHeaders, names: Names, prefix: str, known: Container[
 def _leaf(headers: WeightHeaders, found: Sequence[Traced], label: str, leaf: Deferred) -> Deferred:
     """Return a leaf with the values of a tensor, and of those that must be equal to it."""
     sources = []
+    first: dict[torch.dtype, str] = {}
     for x in found:
         parts = [(headers.tensors[part.name], part) for part in x.parts]
         if x.shape != leaf.shape:
@@ -268,12 +270,9 @@ def _leaf(headers: WeightHeaders, found: Sequence[Traced], label: str, leaf: Def
             raise fail(f"{headers.path}: {which} another shape, for {label}",
                        got=list(x.shape), expected=list(leaf.shape))  # fmt: skip
         for entry, _ in parts:
-            check_dtype(headers.path, entry, leaf.dtype, leaf.shape, label)
+            dtype = check_dtype(headers.path, entry, leaf.dtype, leaf.shape, label)
+            first.setdefault(dtype, f"{format_tensor(dtype, entry.shape)}  {entry.name}")
         sources.append(parts)
-    first: dict[torch.dtype, str] = {}
-    for entry, _ in (pair for parts in sources for pair in parts):
-        if entry.dtype is not None:
-            first.setdefault(entry.dtype, f"{format_tensor(entry.dtype, entry.shape)}  {entry.name}")
     if len(first) > 1:
         raise fail(f"{headers.path}: the tensors of {label} have different dtypes", *first.values())
     first_source, *copies = map(FromFile, sources)
@@ -281,9 +280,7 @@ def _leaf(headers: WeightHeaders, found: Sequence[Traced], label: str, leaf: Def
     return Deferred(leaf.shape, next(iter(first), leaf.dtype), FromFile(first_source.parts, copies))
 
 
-def _stale(
-    leaves: Sequence[tuple[tree.Path, Any]], out: Mapping[int, Any], names_of: Mapping[int, Sequence[str]]
-) -> list[ShardingError]:
+def _stale(leaves: Leaves, out: Mapping[int, Any], names_of: Mapping[int, Sequence[str]]) -> list[ShardingError]:
     """Return an error for each leaf whose initial values the constructor computed from others, now read from files."""
     names = {name for path, leaf in leaves if out[id(leaf)] is not leaf for name in names_of[id(leaf)]}
     read = {f"{kind}.{name}": name for kind in KINDS for name in names}
@@ -295,34 +292,6 @@ def _stale(
                                "that is read from the folder, and this leaf would have the value for another one",
                                fix="take it out of the tree, read the rest, and compute it from that"))  # fmt: skip
     return errors
-
-
-def _extra(
-    headers: WeightHeaders, names: Names, stored: Converted, used: set[str], kinds: set[str | None],
-    ignored: Sequence[str], owner: Mapping[str, str], prefix: str,
-) -> list[str]:  # fmt: skip
-    """Return the names in the files that no leaf uses, and that may not be unused."""
-    files = {part.name for name in used for part in stored.leaves[name].parts}
-    in_use = {id(headers.tensors[name]) for name in files}
-    skipped = {names.plain(name) for name in names.transient}
-
-    def may_be_unused(name: str) -> bool:
-        kind = names.kinds.get(owner.get(name, ""))
-        if kind == "params" and kind not in kinds:  # only buffers are read
-            return True
-        skips = names.pretrained is not None and names.pretrained.skips(name)
-        return skips or name in skipped or matches([name], ignored) or outside(name, prefix, files)
-
-    return [name for name in headers.tensors if id(headers.tensors[name]) not in in_use and not may_be_unused(name)]
-
-
-def _partly_read(headers: WeightHeaders, stored: Converted, used: set[str], extra: set[str]) -> list[ShardingError]:
-    """Return an error for each tensor that the leaves use only partly."""
-    parts: dict[str, list[FilePart]] = {}
-    for name in used:
-        for part in stored.leaves[name].parts:
-            parts.setdefault(part.name, []).append(part)
-    return [error for name, of in parts.items() if name not in extra and (error := rest_error(headers.path, name, of))]
 
 
 # --- names that may be missing or unused ----------------------------------------------------------------------

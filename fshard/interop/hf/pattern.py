@@ -18,7 +18,7 @@ from fshard.errors import ShardingError, fail
 
 from .places import Places
 
-Group = tuple[str, ...]  # the names in one dim
+Group = Sequence[str]  # the names in one dim
 
 _TOKEN = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:=(?P<size>\d+))?(?!\w)|1(?!\w)|->|\S")
 
@@ -114,15 +114,15 @@ def identity(ndim: int) -> Pattern:
 
 @dataclass(frozen=True)
 class _Parsed:
-    file: tuple[Group, ...]
-    leaf: tuple[Group, ...]
+    file: Sequence[Group]
+    leaf: Sequence[Group]
     sizes: Mapping[str, int]
 
 
 @functools.cache
 def _parse(text: str) -> _Parsed:
-    sides: list[list[Group]] = [[]]
-    group: list[str] | None = None
+    sides: list[list[list[str]]] = [[]]
+    group: list[str] | None = None  # that is open
     sizes: dict[str, int] = {}
     for token in _TOKEN.finditer(text):
         wrong = functools.partial(_marked, text=text, at=token.start())
@@ -130,14 +130,14 @@ def _parse(text: str) -> _Parsed:
         if word == "1":
             name, size = f"1.{token.start()}", "1"
         if name:
-            if any(name in g for g in (*sides[-1], group or ())):
+            if any(name in g for g in sides[-1]):
                 raise wrong(f"{name!r} appears twice on one side")
             if len(sides) == 2 and not any(name in g for g in sides[0]):
                 raise wrong("a 1 may be on the left only" if word == "1" else f"{name!r} is not on the left")
             if size and sizes.setdefault(name, int(size)) != int(size):
                 raise wrong(f"{name!r} has two sizes, {sizes[name]} and {size}")
             if group is None:
-                sides[-1].append((name,))
+                sides[-1].append([name])
             else:
                 group.append(name)
         elif word == "->":
@@ -150,12 +150,12 @@ def _parse(text: str) -> _Parsed:
             raise wrong("no parenthesis is open here" if group is None else "parentheses do not nest")
         elif group is None:
             group = []
+            sides[-1].append(group)
         else:
-            sides[-1].append(tuple(group))
             group = None
     if group is not None or len(sides) != 2:
         raise _marked("a parenthesis is not closed" if group is not None else "no '->'", text, len(text))
-    return _Parsed(tuple(sides[0]), tuple(sides[1]), sizes)
+    return _Parsed(sides[0], sides[1], sizes)
 
 
 def _marked(problem: str, text: str, at: int) -> ShardingError:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fshard._core.files.safetensors import HeaderEntry
@@ -119,8 +120,41 @@ class Places:
         dims = tuple(tuple(f for factor in of_dim for f in split_factor(*factor)) for of_dim in self.dims)
         return Places(dims, offset)
 
-    def regions(self, box: Box) -> Iterator[FileRegion]:
-        return itertools.starmap(FileRegion, self.boxes(box))
+    def chunks(self, x: Tensor, max_elements: int) -> Iterator[tuple[Tensor, list[int], int]]:
+        """Split the tensor, `x`, into chunks of at most `max_elements`, in the order of the file.
+
+        Yield a view of each, the offsets in the file of its contiguous runs, and the length of each run. The runs of a
+        chunk, one after the other, are the elements of the view in order.
+        """
+        factors = self.factors
+        # A stride of 0, of an expanded tensor, is outside the others, where it makes no run shorter.
+        order = sorted(range(len(factors)), key=lambda i: (factors[i][1] > 0, -factors[i][1], -factors[i][0]))
+        strides = [factors[i][1] for i in order]
+        view = x.view([n for n, _ in factors]).permute(order)
+        most = min(max_elements, _MAX_RUNS * _runs(view.shape, strides)[0])
+
+        def parts(view: Tensor, offset: int) -> Iterator[tuple[Tensor, int]]:
+            """Split along the slowest dim that has more than one index, until a part is small enough."""
+            dim = next((d for d, n in enumerate(view.shape) if n > 1), None)
+            if dim is None or view.numel() <= most:
+                yield view, offset
+                return
+            rows = max(1, most // math.prod(view.shape[dim + 1 :]))
+            for i, part in enumerate(torch.split(view, rows, dim)):
+                yield from parts(part, offset + i * rows * strides[dim])
+
+        for part, offset in parts(view, self.offset):
+            run, dims = _runs(part.shape, strides)
+            offsets = np.array([offset])
+            for n, stride in dims:
+                offsets = np.add.outer(offsets, np.arange(n) * stride)
+            yield part, offsets.ravel().tolist(), run
+
+
+def _runs(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, list[Factor]]:
+    """Return the length of the contiguous runs of a tensor in the file, and (size, stride) of the dims of runs."""
+    dims = _merged(zip(sizes, strides, strict=True))
+    return (dims.pop()[0] if dims and dims[-1][1] == 1 else 1), dims
 
 
 def _merged(factors: Iterable[Factor]) -> list[Factor]:
@@ -165,54 +199,6 @@ def check_division(parts: Sequence[FilePart]) -> None:
     if len(divisions) > 1:
         shown = [f"{list(box_shape(part.box))} of {list(part.shape)}" for part in divisions.values()]
         raise fail("is divided in different ways", *shown, fix="name the same dims, of the same sizes, in at=")
-
-
-class FileRegion:
-    """A box of a leaf's box, and its places in the tensor in the file, which are a box of the factors."""
-
-    def __init__(self, box: Box, places: Places) -> None:
-        self._box, self._offset = box, places.offset
-        factors = places.factors
-        # A stride of 0, of an expanded tensor, is outside the others, where it makes no run shorter.
-        order = sorted(range(len(factors)), key=lambda i: (factors[i][1] > 0, -factors[i][1], -factors[i][0]))
-        self._shape, self._order = tuple(n for n, _ in factors), order
-        self._sizes, self._strides = [factors[i][0] for i in order], [factors[i][1] for i in order]
-
-    def view_of(self, x: Tensor) -> Tensor:
-        """Return the region as a view of `x`, the tensor of the box, with its dims in the order of the file."""
-        return x[self._box].view(self._shape).permute(self._order)
-
-    def chunks(self, max_elements: int) -> Iterator[tuple[Box, list[int], int]]:
-        """Split the region into chunks of at most `max_elements`, in the order of the file.
-
-        Each is a box of `view_of(x)`, the offsets in the file of its contiguous runs, and the length of each run. The
-        runs of a chunk, one after the other, are its elements in order.
-        """
-        most = min(max_elements, _MAX_RUNS * self._runs(self._sizes)[0])
-
-        def boxes(box: Box) -> Iterator[Box]:
-            """Split a box along the slowest dim that it has more than one index of, until it is small enough."""
-            sizes = box_shape(box)
-            dim = next((d for d, n in enumerate(sizes) if n > 1), None)
-            if dim is None or math.prod(sizes) <= most:
-                yield box
-                return
-            rows = max(1, most // math.prod(sizes[dim + 1 :]))
-            for i in range(0, sizes[dim], rows):
-                part = (*box[:dim], slice(i, min(i + rows, sizes[dim])), *box[dim + 1 :])
-                yield from boxes(part) if rows == 1 else (part,)
-
-        for box in boxes(tuple(slice(0, n) for n in self._sizes)):
-            run, dims = self._runs(box_shape(box))
-            offsets = np.array([self._offset + sum(s.start * n for s, n in zip(box, self._strides, strict=True))])
-            for n, stride in dims:
-                offsets = np.add.outer(offsets, np.arange(n) * stride)
-            yield box, offsets.ravel().tolist(), run
-
-    def _runs(self, sizes: Sequence[int]) -> tuple[int, list[Factor]]:
-        """Return the length of the contiguous runs in a box of these sizes, and (size, stride) of the dims of runs."""
-        dims = _merged(zip(sizes, self._strides, strict=True))
-        return (dims.pop()[0] if dims and dims[-1][1] == 1 else 1), dims
 
 
 def split(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, tuple[tuple[int, int], ...]]]:

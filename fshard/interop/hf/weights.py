@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -116,10 +115,8 @@ def _fill(out: Tensor, entry: HeaderEntry, places: Places, box: Box) -> None:
     scales = _all_of(product.scales) if product else torch.ones(0)
     buffer = torch.empty(0, dtype=stored, device="cpu")
     with _open(entry) as f:
-        for region in places.regions(box):
-            view = region.view_of(out)
-            for chunk, offsets, run in region.chunks(CHUNK_BYTES // (64 if product else stored.itemsize)):
-                target = view[chunk]
+        for inside, part in places.boxes(box):
+            for target, offsets, run in part.chunks(out[inside], CHUNK_BYTES // (64 if product else stored.itemsize)):
                 unchanged = product is None and target.dtype == stored
                 if unchanged and target.device.type == "cpu" and target.is_contiguous():
                     _read(f, entry, target, offsets, run)
@@ -196,25 +193,25 @@ class ScaledEntry(HeaderEntry):
 
 def join_scales(headers: WeightHeaders) -> None:
     """Make each matrix with its scales one tensor of the scales' dtype. What has no known formula is left unchanged."""
-    if not any(name.endswith(tuple(_SCALES)) for name in headers.tensors):
+    scaled = [(name, end) for name in headers.tensors for end in _SCALES if name.endswith(end)]
+    if not scaled:
         return
     config = headers.path / CONFIG
     quantization = read_json(config).get("quantization_config") if config.is_file() else None
     size = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
     block = (size[0], size[1]) if isinstance(size, list) and len(size) == 2 else (128, 128)
-    for name, scales in list(headers.tensors.items()):
-        end = next((end for end in _SCALES if name.endswith(end)), "")
-        stem = name.removesuffix(end)
+    for name, end in scaled:
+        stem, scales = name.removesuffix(end), headers.tensors[name]
         matrix, format_of = headers.tensors.get(f"{stem}.weight"), headers.tensors.get(f"{stem}.weight_format")
-        if not end or matrix is None or f"{stem}.weight_zero_point" in headers.tensors:
+        if matrix is None or f"{stem}.weight_zero_point" in headers.tensors:
             continue
         of_scale = _block_of(end, matrix, scales, block)
         is_row_major = format_of is None or not _all_of(format_of).view(torch.uint8).any()
         if of_scale is None or matrix.dtype is None or not is_row_major:
             continue
-        fields = {f.name: getattr(matrix, f.name) for f in dataclasses.fields(HeaderEntry)} | {"dtype": scales.dtype}
-        headers.tensors[f"{stem}.weight"] = ScaledEntry(**fields, stored=matrix.dtype, scales=scales, block=of_scale,
-                                                        factor=_SCALES[end][1])  # fmt: skip
+        headers.tensors[f"{stem}.weight"] = ScaledEntry(
+            **{**vars(matrix), "dtype": scales.dtype}, stored=matrix.dtype, scales=scales, block=of_scale,
+            factor=_SCALES[end][1])  # fmt: skip
         for used in (name, f"{stem}.weight_format"):
             headers.tensors.pop(used, None)
 
@@ -341,14 +338,12 @@ def read(
             continue
         if error := rest_error(headers.path, name, parts):
             errors.append(error)
-    in_use = {id(headers.tensors[name]) for name in used}  # an alias of a tensor has the same entry
-    extra = [name for name, entry in headers.tensors.items() if id(entry) not in in_use
-             and not name.endswith(tuple(ignored)) and not outside(name, prefix, used)]  # fmt: skip
+    extra = left_over(headers, used, prefix, lambda name: name.endswith(tuple(ignored)))
     errors += [unused(headers, name) for name in extra]
     if advice := explain_names(headers, "read", lacking, extra, prefix):
         errors.append(advice)
     raise_all(errors)
-    return tree.unflatten(tree.structure(described), [out[id(leaf)] for _, leaf in leaves])
+    return tree.map(lambda leaf: out[id(leaf)], described)
 
 
 def file_tensor(verb: str, path: tree.Path, found: Any) -> FileTensor:
@@ -356,6 +351,16 @@ def file_tensor(verb: str, path: tree.Path, found: Any) -> FileTensor:
     if not isinstance(found, FileTensor):
         raise must_be(f"{verb}: theirs({path!r})", "a FileTensor", found)
     return found
+
+
+def left_over(
+    headers: WeightHeaders, used: Collection[str], prefix: str, may_be_unused: Callable[[str], bool]
+) -> list[str]:
+    """Return the names of tensors that no leaf uses. If all in use begin with a prefix, others are of another part."""
+    in_use = {id(headers.tensors[name]) for name in used}  # an alias of a tensor has the same entry
+    start = prefix if used and all(name.startswith(prefix) for name in used) else ""
+    return [name for name, entry in headers.tensors.items()
+            if id(entry) not in in_use and name.startswith(start) and not may_be_unused(name)]  # fmt: skip
 
 
 def unused(headers: WeightHeaders, name: str, why: str = "is not part of this model", fix: str = "") -> ShardingError:
@@ -367,11 +372,6 @@ def unused(headers: WeightHeaders, name: str, why: str = "is not part of this mo
 def names_with(prefix: str, name: str) -> list[str]:
     """Return a name unchanged, without a prefix, and with it."""
     return list(dict.fromkeys([name, name.removeprefix(prefix), prefix + name]))
-
-
-def outside(name: str, prefix: str, used: Collection[str]) -> bool:
-    """Return whether a tensor is outside of the part of a model, `prefix`, that is read."""
-    return bool(prefix and used) and not name.startswith(prefix) and all(other.startswith(prefix) for other in used)
 
 
 def with_dot(prefix: str) -> str:
@@ -396,13 +396,16 @@ def _parts(path: tree.Path, tensor: FileTensor, leaf: Deferred) -> list[tuple[st
         raise ShardingError(f"{label}: {e}") from e
 
 
-def check_dtype(folder: AnyPath, entry: HeaderEntry, dtype: torch.dtype, shape: Sequence[int], label: str) -> None:
-    """Raise ShardingError unless a tensor in a file can be read as a `dtype`: both are floating, or neither."""
+def check_dtype(
+    folder: AnyPath, entry: HeaderEntry, dtype: torch.dtype, shape: Sequence[int], label: str
+) -> torch.dtype:
+    """Return the dtype of a tensor in a file. Raises ShardingError unless that and `dtype` are floating, or neither."""
     if entry.dtype is None:
         raise unsupported_dtype(entry)
     if entry.dtype.is_floating_point != dtype.is_floating_point:
         raise fail(f"{folder}: {entry.name!r} has a dtype of another kind, for {label}",
                    got=format_tensor(entry.dtype, entry.shape), expected=format_tensor(dtype, shape))  # fmt: skip
+    return entry.dtype
 
 
 def _check_entry(

@@ -20,14 +20,15 @@ from fshard._core.weight import Leaf
 from fshard.errors import checked, fail, raise_all
 from fshard.init import Deferred, zeros
 from fshard.interop.hf import FileTensor, WeightHeaders, config_of, read
-from fshard.interop.hf.layout import OutputTensor, check_described, output_tensors
+from fshard.interop.hf.export import Contents, write_files
+from fshard.interop.hf.layout import check_described, output_tensors
 from fshard.interop.hf.weights import with_dot
 from fshard.lora import ia3
 from fshard.lora.config import module_names, value_for, without_module
 from fshard.lora.targets import HEADS, Of, Targets, factor_shapes, leaf_of, named_leaves
 
 from .config import KEPT, config_fields, only, saves, selects
-from .files import CONFIG, WEIGHTS, check_folder, plain, write_folder
+from .files import CONFIG, WEIGHTS, check_folder, config_file, plain
 
 _START = "base_model.model."
 # Tables of tokens; a model that has one of `HEADS` is not tied.
@@ -38,6 +39,7 @@ _KEYS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitud
 _TABLE_KEYS = {"a": "lora_embedding_A", "b": "lora_embedding_B", "magnitude": "lora_magnitude_vector"}
 Config = lora.Config | ia3.Config
 Adapters = Mapping[str, Mapping[str, Any]]
+Leaves = dict[str, tuple[tree.Path, Leaf]]  # the path and the description of each leaf, by dotted path
 
 
 @checked
@@ -89,9 +91,7 @@ def load(
         for name, default in (("ranks", fields["rank"]), ("alphas", fields["alpha"])):
             fields[name] = _patterns(fields[name], dict(zip(modules, names, strict=True)), default)
         cfg = lora.Config(**fields)
-    targets = _targets("peft.load", cfg, params, of)
-    described = _described(cfg, targets)
-    leaves |= {name: (leaves[name][0], leaf) for name, (leaf, _) in targets.adapted.items()}
+    leaves, targets, described = _described("peft.load", cfg, params, of)
     headers = WeightHeaders(path / WEIGHTS)
     raise_all([fail(f"{path / WEIGHTS}: {name!r} does not begin with {_START}", fix="adapters that PEFT has written")
                for name in headers.tensors if not name.startswith(_START)])  # fmt: skip
@@ -146,11 +146,8 @@ def save(
     prefix = with_dot(prefix)
     flat = tree.leaves_with_path(adapters)
 
-    def contents() -> tuple[list[OutputTensor], Mapping[str, Any]]:
-        leaves = _leaves(params, of)
-        targets = _targets("peft.save", cfg, params, of)
-        described = _described(cfg, targets)
-        leaves |= {name: (leaves[name][0], leaf) for name, (leaf, _) in targets.adapted.items()}
+    def contents() -> Contents:
+        leaves, targets, described = _described("peft.save", cfg, params, of)
         check_described(flat, tree.leaves_with_path(described))
         theirs = _file_tensors(cfg, described, leaves, of)
         ties = _tied_copies("peft.save", leaves, targets, of)
@@ -164,24 +161,19 @@ def save(
         written = _contents(cfg, leaves, targets, of, prefix, [head for head, _ in ties.values()])
         # Of a tied table PEFT has two copies. An object of its own is not taken for a tie.
         heads = [((name, "value", head), copy.copy(adapters[name]["value"])) for name, (head, _) in ties.items()]
-        return output_tensors([*flat, *heads], without_prefix, ""), kept | written
+        return output_tensors([*flat, *heads], without_prefix, ""), config_file(kept | written)
 
-    write_folder(path, [leaf for _, leaf in flat], contents, like)
+    write_files(path, flat, contents, like=like, single=WEIGHTS)
 
 
 # --- names ----------------------------------------------------------------------------------------------------
 
 
-def _leaves(params: Any, of: Any) -> dict[str, tuple[tree.Path, Leaf]]:
-    """Return the path and the description of each leaf, by dotted path."""
+def _leaves(params: Any, of: Any) -> Leaves:
     return {name: (path, leaf_of(of, path, x.ndim)) for name, (path, x) in named_leaves("peft", params).items()}
 
 
-def _targets(verb: str, cfg: Config, params: Any, of: Any) -> Targets:
-    return Targets.among(verb, cfg.named if isinstance(cfg, ia3.Config) else cfg, named_leaves(verb, params), of)
-
-
-def _tied_to(name: str, leaves: Mapping[str, tuple[tree.Path, Leaf]], of: Any) -> list[str]:
+def _tied_to(name: str, leaves: Leaves, of: Any) -> list[str]:
     """Return the other modules of Hugging Face's model that have the matrix of a leaf, by its dotted path."""
     if hasattr(of, "module"):
         return [o.removesuffix(".weight") for o, first in of.ties.items() if first == name and o.endswith(".weight")]
@@ -196,9 +188,7 @@ def _tied_to(name: str, leaves: Mapping[str, tuple[tree.Path, Leaf]], of: Any) -
     return [] if any(m.rpartition(".")[2] in HEADS for m in modules) else ["lm_head"]
 
 
-def _tied_copies(
-    verb: str, leaves: Mapping[str, tuple[tree.Path, Leaf]], targets: Targets, of: Any
-) -> dict[str, tuple[str, str]]:
+def _tied_copies(verb: str, leaves: Leaves, targets: Targets, of: Any) -> dict[str, tuple[str, str]]:
     """Return the head and the table, of each table that trains in full and is tied to a head, by its dotted path."""
     modules = {name: leaves[name][1].module for name in [*targets.copied, *targets.adapted]}
     others = {name: _tied_to(name, leaves, of) for name in modules}
@@ -217,20 +207,22 @@ def _saved(chosen: Sequence[str], modules: Mapping[str, str]) -> tuple[str, ...]
     return kept if same else tuple(wanted)
 
 
-def _described(cfg: Config, targets: Targets) -> dict[str, dict[str, Deferred]]:
-    """Return the tree of the adapters, for its shapes only."""
+def _described(verb: str, cfg: Config, params: Any, of: Any) -> tuple[Leaves, Targets, dict[str, dict[str, Deferred]]]:
+    """Return all leaves, with what their adapters take for a matrix; those that train; and the tree of the adapters."""
+    leaves = _leaves(params, of)
+    named = cfg.named if isinstance(cfg, ia3.Config) else cfg
+    targets = Targets.among(verb, named, named_leaves(verb, params), of)
     out = {name: {"value": zeros(x.shape)} for name, x in targets.copied.items()}
     for name, (leaf, x) in targets.adapted.items():
+        leaves[name] = leaves[name][0], leaf
         if isinstance(cfg, ia3.Config):
             out[name] = {"scale": zeros(leaf.split(tuple(x.shape))[not cfg.scales_inputs(leaf.module)])}
         else:
             out[name] = {part: zeros(shape) for part, shape in factor_shapes(cfg, leaf, tuple(x.shape)).items()}
-    return out
+    return leaves, targets, out
 
 
-def _file_tensors(
-    cfg: Config, described: Adapters, leaves: Mapping[str, tuple[tree.Path, Leaf]], of: Any
-) -> Callable[[tree.Path], FileTensor]:
+def _file_tensors(cfg: Config, described: Adapters, leaves: Leaves, of: Any) -> Callable[[tree.Path], FileTensor]:
     """Return the function from the path of a leaf of the adapters to its tensor in the file, without `_START`."""
     adapted = {leaves[name][1].module for name, own in described.items() if "value" not in own}
 
@@ -293,9 +285,8 @@ def _kept(like: StrPath | None, config: Mapping[str, Any] | None) -> dict[str, A
 
 
 def _contents(
-    cfg: Config, leaves: Mapping[str, tuple[tree.Path, Leaf]], targets: Targets, of: Any, prefix: str,
-    heads: Sequence[str],
-) -> dict[str, Any]:  # fmt: skip
+    cfg: Config, leaves: Leaves, targets: Targets, of: Any, prefix: str, heads: Sequence[str]
+) -> dict[str, Any]:
     """Return the fields of the config that say what the adapters compute."""
     adapted = {leaf.module for leaf, _ in targets.adapted.values() if not leaf.is_summed}
     names = {m.removeprefix(prefix): m for m in dict.fromkeys(leaf.module for _, leaf in leaves.values())}

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fshard._core.files.io import StrPath
 from fshard._core.files.url import AnyPath, as_path
 from fshard.errors import fail
 from fshard.interop.hf import PICKLES
-from fshard.interop.hf.carried import carried_files, encode_json
-from fshard.interop.hf.export import write_files
+from fshard.interop.hf.carried import encode_json
 from fshard.interop.hf.folder import ADAPTER, ADAPTER_CONFIG
-from fshard.interop.hf.layout import OutputTensor
 
 CONFIG, WEIGHTS = ADAPTER_CONFIG, ADAPTER
 
@@ -36,17 +34,9 @@ def check_folder(folder: StrPath) -> AnyPath:
     raise fail(f"{path}: has no {' and no '.join(missing)}", f"it holds {', '.join(names) or 'nothing'}", fix=fix)
 
 
-def write_folder(
-    folder: StrPath, leaves: Sequence[Any], contents: Callable[[], tuple[list[OutputTensor], Mapping[str, Any]]],
-    like: StrPath | None,
-) -> None:  # fmt: skip
-    """Write a folder of adapters, all at once: `contents` returns the tensors and the contents of the config."""
-
-    def as_bytes() -> tuple[list[OutputTensor], bytes]:
-        out, config = contents()
-        return out, encode_json(CONFIG, config).rstrip()  # as peft writes it
-
-    write_files(folder, leaves, as_bytes, lambda: carried_files({}, like), names=(CONFIG, WEIGHTS))
+def config_file(config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the contents of the config, by its name, as peft writes it."""
+    return {CONFIG: encode_json(CONFIG, config).rstrip()}
 
 
 def plain(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,11 +14,12 @@ from fshard.defer import Apply
 from fshard.errors import checked, fail, must_be, raise_all
 from fshard.init import Deferred
 from fshard.interop.hf import FileTensor, config_of, tensors
-from fshard.interop.hf.layout import OutputTensor, output_tensors
+from fshard.interop.hf.export import Contents, write_files
+from fshard.interop.hf.layout import output_tensors
 from fshard.interop.hf.module import name_of
 from fshard.spec import describe
 
-from .files import CONFIG, WEIGHTS, check_folder, plain, write_folder
+from .files import CONFIG, WEIGHTS, check_folder, config_file, plain
 
 # Fields that may differ between a folder and the module that reads it: they say nothing of what the adapters compute.
 _FREE = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config",
@@ -52,11 +52,9 @@ def weights(folder: StrPath, described: Any, *, of: Apply, adapter: str = "defau
                    fix="the config that peft.PeftConfig.from_pretrained(folder) returns")
               for name in sorted({*own, *file}) if _differ(own.get(name), file.get(name))]  # fmt: skip
     names = _names_in_module(of, model, adapter)
-    leaves = tree.leaves_with_path(described)
-    own_names = {name_of(p, described) for p, _ in leaves}
-    wanted = {name: key for key, name in names.items() if name in own_names}
+    wanted = {name: key for key, name in names.items()}
     out = []
-    for p, leaf in leaves:
+    for p, leaf in tree.leaves_with_path(described):
         key = wanted.get(name_of(p, described))
         found = stored.get(key or "")
         if key is None:
@@ -95,12 +93,12 @@ def save_module(
     # A leaf that several layers share is in the file under the name of each: a copy is not taken for a tie.
     chosen = [((key, name), copy.copy(found[name])) for key, name in names.items() if name in found]
 
-    def contents() -> tuple[list[OutputTensor], Mapping[str, Any]]:
+    def contents() -> Contents:
         raise_all([fail(f"write: {name!r} is missing", fix="write the full tree: {'params': ..., 'buffers': ...}")
                    for name in names.values() if name not in found])  # fmt: skip
-        return output_tensors(chosen, lambda p: FileTensor(p[0]), ""), _contents(model, adapter)
+        return output_tensors(chosen, lambda p: FileTensor(p[0]), ""), config_file(_contents(model, adapter))
 
-    write_folder(path, [x for _, x in chosen], contents, like)
+    write_files(path, chosen, contents, like=like, single=WEIGHTS)
 
 
 def _contents(model: Any, adapter: str) -> dict[str, Any]:
@@ -134,9 +132,8 @@ def _names_in_module(of: Apply, model: Any, adapter: str) -> dict[str, str]:
     state: dict[str, Tensor] = model.state_dict()
     name_of_tensor = {id(x): name for name, x in state.items()}
     chosen = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
-    computed = [key for key, x in chosen.items() if id(x) not in name_of_tensor]
     raise_all([fail(f"peft: {key!r} is computed from several leaves when it is saved", fix="save it by peft itself")
-               for key in computed])  # fmt: skip
+               for key, x in chosen.items() if id(x) not in name_of_tensor])  # fmt: skip
     names = {key: name_of_tensor[id(x)] for key, x in chosen.items()}
     return {key: of.ties.get(name, name) for key, name in names.items()}
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fshard.interop.hf.pattern import Pattern, identity
+from fshard.interop.hf.places import Places
 from fshard.spec import Box, box_shape, full_box
 from tests.lib.assertions import error_text
 
@@ -22,11 +23,9 @@ def read_box(pattern: Pattern, in_file: Tensor, shape: tuple[int, ...], box: Box
     """Read a box by the runs of its chunks, and check that these are exact."""
     out = torch.full(box_shape(box), -1)
     flat, read = in_file.flatten(), []
-    for region in pattern.places(shape).regions(box):
-        view = region.view_of(out)
+    for inside, places in pattern.places(shape).boxes(box):
         before = -1
-        for part, offsets, run in region.chunks(max_elements):
-            target = view[part]
+        for target, offsets, run in places.chunks(out[inside], max_elements):
             assert 0 < target.numel() <= max_elements or target.numel() == 1
             assert target.numel() == len(offsets) * run
             assert offsets[0] > before  # in the order of the file
@@ -115,25 +114,31 @@ def test_layouts_of_known_models(name: str) -> None:
     assert torch.equal(read_box(pattern, in_file, shape, full_box(shape), 1 << 20), by_hand(in_file))
 
 
+def chunks_of(places: Places, box: Box, max_elements: int) -> list[tuple[tuple[int, ...], list[int], int]]:
+    """Return the shape, the offsets and the length of runs of each chunk of a box that is one part."""
+    ((inside, part),) = places.boxes(box)
+    x = torch.empty(box_shape(box), device="meta")[inside]
+    return [(tuple(chunk.shape), offsets, run) for chunk, offsets, run in part.chunks(x, max_elements)]
+
+
 def test_contiguous_elements_are_one_run() -> None:
-    heads = (slice(0, 8), slice(0, 3), slice(2, 4), slice(0, 5))
-    (region,) = Pattern("(h c k) d -> d c h k").places((8, 3, 4, 5)).regions(heads)
-    assert list(region.chunks(10**6)) == [((slice(0, 2), slice(0, 3), slice(0, 5), slice(0, 8)), [240], 240)]
-    (region,) = identity(3).places((4, 5, 6)).regions((slice(1, 3), slice(1, 3), slice(0, 6)))
-    assert list(region.chunks(10**6)) == [((slice(0, 2), slice(0, 2), slice(0, 6)), [36, 66], 12)]
-    (region,) = identity(1).places((10,)).regions((slice(2, 9),))
-    assert [offsets for _, offsets, _ in region.chunks(3)] == [[2], [5], [8]]
+    heads = Pattern("(h c k) d -> d c h k").places((8, 3, 4, 5))
+    box = (slice(0, 8), slice(0, 3), slice(2, 4), slice(0, 5))
+    assert chunks_of(heads, box, 10**6) == [((2, 3, 5, 8), [240], 240)]
+    inner = (slice(1, 3), slice(1, 3), slice(0, 6))
+    assert chunks_of(identity(3).places((4, 5, 6)), inner, 10**6) == [((2, 2, 6), [36, 66], 12)]
+    assert [offsets for _, offsets, _ in chunks_of(identity(1).places((10,)), (slice(2, 9),), 3)] == [[2], [5], [8]]
 
 
 def test_chunk_of_short_runs_has_a_limited_number_of_them() -> None:
-    (region,) = identity(2).places((200_000, 2)).regions((slice(0, 200_000), slice(0, 1)))
-    assert max(len(offsets) for _, offsets, _ in region.chunks(1 << 22)) == 1 << 16
+    column = (slice(0, 200_000), slice(0, 1))
+    chunks = chunks_of(identity(2).places((200_000, 2)), column, 1 << 22)
+    assert max(len(offsets) for _, offsets, _ in chunks) == 1 << 16
 
 
 def test_leaf_without_dims_and_empty_box() -> None:
-    (region,) = identity(0).places(()).regions(())
-    assert list(region.chunks(8)) == [((), [0], 1)]
-    assert list(identity(2).places((3, 0)).regions(full_box((3, 0)))) == []
+    assert chunks_of(identity(0).places(()), (), 8) == [((), [0], 1)]
+    assert identity(2).places((3, 0)).boxes(full_box((3, 0))) == []
     assert Pattern("(h k) d -> d h k").file_shape((0, 2, 3)) == (6, 0)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fshard.interop.hf import export
-from fshard.interop.hf.conversion import Converted
-from fshard.interop.hf.module import _partly_read
 from fshard.interop.hf.places import FilePart, Places
 from fshard.interop.hf.traced import Traced, trace
+from fshard.interop.hf.weights import rest_error
 from fshard.spec import full_box
 from tests.lib.assertions import error_text
 
@@ -26,16 +24,16 @@ A, B = (4, 6), (2, 6)
 
 
 def values(x: Traced, files: Mapping[str, Tensor]) -> Tensor:
-    """Return the values of a traced tensor, read by the regions of its parts from the tensors in files."""
+    """Return the values of a traced tensor, read by the chunks of its parts from the tensors in files."""
     out = torch.full(x.shape, -1)
     for part in x.parts:
         assert part.shape == files[part.name].shape
         box = out[part.box]
         assert bool((box == -1).all())  # no element is in two parts
-        for region in part.places.regions(full_box(box.shape)):
-            view, flat = region.view_of(box), files[part.name].flatten()
-            for chunk, offsets, run in region.chunks(1 << 20):
-                view[chunk] = torch.cat([flat[i : i + run] for i in offsets]).view(view[chunk].shape)
+        for inside, places in part.places.boxes(full_box(box.shape)):
+            flat = files[part.name].flatten()
+            for chunk, offsets, run in places.chunks(box[inside], 1 << 20):
+                chunk.copy_(torch.cat([flat[i : i + run] for i in offsets]).view(chunk.shape))
     return out
 
 
@@ -131,9 +129,7 @@ def test_parts_that_do_not_fill_a_tensor_once_are_not_written(tmp_path: Path) ->
 
 
 def test_tensor_of_which_the_leaves_are_a_part_is_an_error() -> None:
-    q, k, v = trace("qkv", (6, 2), torch.float32).chunk(3)
-    stored = Converted({"q": q, "k": k, "v": v})
-    headers: Any = SimpleNamespace(path="folder", tensors={"qkv": SimpleNamespace(shape=(6, 2))})
-    assert _partly_read(headers, stored, {"q", "k", "v"}, set()) == []
-    (error,) = _partly_read(headers, stored, {"q", "k"}, set())
+    q, k, v = (x.parts[0] for x in trace("qkv", (6, 2), torch.float32).chunk(3))
+    assert rest_error(Path("folder"), "qkv", [q, k, v]) is None
+    error = rest_error(Path("folder"), "qkv", [q, k])
     assert str(error) == "folder: no leaf is the rest of 'qkv'\n  8 of its 12 elements are used"
