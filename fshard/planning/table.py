@@ -244,7 +244,7 @@ def plan_table(
     rows = []
     with progress_bar(progress) as advance:
         for layout in layouts:
-            rows.append(task.row(layout))
+            rows.append(row_or_error(task.row, layout))
             advance(rows[-1], len(layouts))
     return PlanTable(tuple(sorted(rows, key=lambda row: row.order)), device)
 
@@ -268,12 +268,13 @@ class Task:
         """Return the most bytes of a device that a step may use."""
         return None if self.device is None else int(self.device.memory * (1 - self.headroom))
 
-    def row(self, layout: Layout, made: tuple[ShardMapped, tuple[Any, ...]] | None = None) -> PlanRow:
-        """Plan one layout, whose step may be `made` already; return a row, with the error if there is one."""
-        try:
-            return self.row_of(layout, plan_ranks(*(made or self.step(layout)), self.device))
-        except Exception as e:  # of any kind: functions of the user run
-            return PlanRow(dict(layout), error=e)
+    def plans(self, layout: Layout, **more: Any) -> list[Plan]:
+        """Plan the ranks of one layout."""
+        return plan_ranks(*self.step(layout, **more), self.device)
+
+    def row(self, layout: Layout) -> PlanRow:
+        """Plan one layout."""
+        return self.row_of(layout, self.plans(layout))
 
     def row_of(self, layout: Layout, plans: Sequence[Plan]) -> PlanRow:
         """Return the row of a layout with these plans."""
@@ -306,6 +307,14 @@ class Task:
             raise must_be(f"{self.name}: the result of step_of", "a pair (f, args), where fs.shard_map made f", made,
                           fix="return step, (state, batch)")  # fmt: skip
         return made[0], tuple(made[1])
+
+
+def row_or_error(row_of: Callable[..., PlanRow], layout: Layout, *args: Any) -> PlanRow:
+    """Return `row_of(layout, *args)`, or a row with its error."""
+    try:
+        return row_of(layout, *args)
+    except Exception as e:  # of any kind: functions of the user run
+        return PlanRow(dict(layout), error=e)
 
 
 # --- texts ----------------------------------------------------------------------------------------------------
