@@ -221,7 +221,7 @@ def plan_ranks(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> 
     )
     parameters = {s.path for s in runs[0].memory.storages if s.argument and s.part == "parameters"}
     splits = splits_of(placed_leaves(args, f._in_specs), mesh.axes, parameters, runs[0].events, over)
-    plans = {rank: plan_of(dict(mesh.axes), rank, run.events, run.memory, device, None, splits)
+    plans = {rank: plan_of(dict(mesh.axes), rank, run.events, run.memory, device, splits)
              for rank, run in runs.items()}  # fmt: skip
     return [plan_together([plans[r] for r in group], over) for group in groups]
 
@@ -280,17 +280,16 @@ def plan_together(plans: Sequence[Plan], over: tuple[str, ...]) -> Plan:
 
 
 def plan_of(
-    mesh: dict[str, int], rank: int, events: Sequence[Event], memory: Memory, device: Device | None,
-    time: Roofline | None, splits: Splits,
-) -> Plan:  # fmt: skip
-    """Return the plan of a rank with these events."""
+    mesh: dict[str, int], rank: int, events: Sequence[Event], memory: Memory, device: Device | None, splits: Splits
+) -> Plan:
+    """Return the plan of a rank with these events, without times."""
     transfers = tuple(e.transfer for e in events if isinstance(e, Start))
     flops: Counter[tuple[Kind, torch.dtype]] = Counter()
     for e in events:
         if isinstance(e, Operation) and e.flops:
             flops[e.kind, e.dtype] += e.flops
     warnings = warnings_of(unknown_operations(events), events, device, splits)
-    return Plan(mesh, rank, tuple(events), memory, transfers, dict(flops), device, time, warnings, splits=splits)
+    return Plan(mesh, rank, tuple(events), memory, transfers, dict(flops), device, warnings=warnings, splits=splits)
 
 
 def _adds_to_gradient(x: Any, y: Any) -> bool:
@@ -504,8 +503,7 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
     def outcome(self) -> tuple[list[Event], Memory]:
         """Return the events and the memory, once the step has ended."""
         # Storages that outlive the step and are not results are kept for the next one, which has them from its start.
-        births = sorted((s.born, s.nbytes) for s in self._kept if not s.host)
-        later = sum(n for _, n in births)
+        kept = [(s.born, s.nbytes) for s in self._kept if not s.host]
         for s in self._kept:
             s.born = 0
         backward = [i for i, e in enumerate(self.events) if isinstance(e, Operation) and e.phase == "backward"]
@@ -515,11 +513,8 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
                 s.phase = "update"
                 s.part = None if s.part == "gathered" else s.part  # a new parameter, which is made of the old one
         events: list[Event] = []
-        at = 0
         for i, e in enumerate(self.events):
-            while at < len(births) and births[at][0] <= i:
-                later -= births[at][1]
-                at += 1
+            later = sum(nbytes for born, nbytes in kept if born > i)
             changes: dict[str, Any] = {"live": e.live + later} if later else {}
             if isinstance(e, Operation) and i > last and e.phase == "forward":
                 changes["phase"] = "update"
