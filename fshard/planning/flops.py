@@ -38,7 +38,6 @@ _COPIES = {"_to_copy", "clone", "copy_", "copy", "_foreach_copy_", "cat", "stack
            "zeros", "ones", "full", *CONSTANTS}  # fmt: skip
 _LOOKUPS = {"embedding", "index", "index_select", "gather"}  # read as many bytes as they write
 _OVERWRITE = {"copy_", "fill_", "zero_", "_foreach_copy_", "normal_", "uniform_"}  # do not read what they write
-_STEPS = {"_fused_adamw_", "_fused_adam_", "_fused_sgd_"}  # in place: they need not run on shapes
 _LINEAR = {
     torch.Tag.pointwise,
     torch.Tag.reduction,
@@ -102,11 +101,6 @@ def is_view(op: Any) -> bool:
 def is_higher_order(op: Any) -> bool:
     """Return whether an operation takes functions, as `torch.cond` does: it has no schema."""
     return not hasattr(op, "overloadpacket")
-
-
-def is_optimizer_step(op: Any) -> bool:
-    """Return whether an operation is a kernel of an optimizer, which allocates nothing."""
-    return name_of(op) in _STEPS
 
 
 @functools.cache

@@ -31,17 +31,7 @@ from fshard.spec import Size, format_axes, short_dtype, size
 from .chrome import Timeline
 from .device import Device
 from .events import Event, Kind, Operation, Phase, Start, Wait, phase_now
-from .flops import (  # fmt: skip
-    CONSTANTS,
-    is_elementwise,
-    is_optimizer_step,
-    is_view,
-    kind_of,
-    name_of,
-    weight_arguments,
-    work_of,
-    written_by,
-)
+from .flops import CONSTANTS, is_elementwise, is_view, kind_of, name_of, weight_arguments, work_of, written_by
 from .measure import Entry, Record, timeline
 from .memory import PARTS, Memory, Storage, Storages, arguments_of, assign_parts, parts_and_largest, tensors_at
 from .roofline import Roofline, joined
@@ -384,7 +374,7 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
             func = _aten.add_.Tensor
         inputs = tensors_in(args, kwargs)
         before = {storage_id(x) for x in inputs}
-        out = None if is_optimizer_step(func) else run_on_shapes(func, args, kwargs)
+        out = run_on_shapes(func, args, kwargs)
         written = written_by(func, args, kwargs)
         new = [x for x in tensors_in(out) if storage_id(x) not in before and self.storages.get(x) is None]
         if not new and not written:
