@@ -188,7 +188,7 @@ class ComparedTransfer(NamedTuple):
     planned: float
 
 
-def compare_transfers(mesh: Mesh, device: Device, *, seconds: float = 0.2) -> list[ComparedTransfer]:
+def compare_transfers(mesh: Mesh, device: Device) -> list[ComparedTransfer]:
     """Return measured transfers of two sizes over each axis of a mesh, and their seconds in plans with `device`."""
     found = []
     for axis, n in mesh.axes.items():
@@ -197,7 +197,7 @@ def compare_transfers(mesh: Mesh, device: Device, *, seconds: float = 0.2) -> li
                 kept = nbytes // n if op in ("reduce_scatter", "all_to_all") else 0
                 transfer = Transfer(op, (axis,), torch.float32, nbytes, ranks=n, kept=kept)
                 planned = roofline([Start(transfer, 0, 0), Wait(0, 0)], mesh.axes, device).seconds
-                measured = transfer_seconds(mesh, op, (axis,), nbytes, seconds)
+                measured = transfer_seconds(mesh, op, (axis,), nbytes, 0.2)
                 found.append(ComparedTransfer(op, (axis,), n, nbytes, measured, planned))
     return found
 

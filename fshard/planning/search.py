@@ -280,19 +280,18 @@ def _row_of(task: Task, layout: Layout, repeats: Repeats, blocks: int) -> PlanRo
     """Return the row of a layout whose time and transfers grow by the same amount with each block."""
     few, more = (task.row_of(layout, [p]) for p in (repeats.few, repeats.more))
 
-    def extend(value: Callable[[PlanRow], float | None]) -> float:
-        a, b = value(few) or 0, value(more) or 0
-        return a + (b - a) * (blocks - repeats.blocks)
+    def extend(few: float | None, more: float | None) -> float:
+        return (few or 0) + ((more or 0) - (few or 0)) * (blocks - repeats.blocks)
 
-    seconds = extend(lambda row: row.seconds)
-    at_peak = extend(lambda row: (row.mfu or 0) * (row.seconds or 0))
-    counts = [unknown_operations(p.events) for p in (repeats.few, repeats.more)]
-    unknown = {key: counts[0][key] + (n - counts[0][key]) * (blocks - repeats.blocks) for key, n in counts[1].items()}
+    seconds = extend(few.seconds, more.seconds)
+    at_peak = extend(*((row.mfu or 0) * (row.seconds or 0) for row in (few, more)))
+    busy = {name: extend(few.busy.get(name), s) for name, s in more.busy.items()}
+    counts, more_counts = (unknown_operations(p.events) for p in (repeats.few, repeats.more))
+    unknown = {text: round(extend(counts[text], n)) for text, n in more_counts.items()}
     warnings = warnings_of(unknown, repeats.more.events, task.device, repeats.more.splits)
-    busy = {name: extend(lambda row, name=name: row.busy.get(name, 0.0)) for name in more.busy}  # type: ignore[misc]
     place = " of each place" if repeats.positions else ""
     return replace(more, plan=None, peak=(peak := repeats.peak(blocks)), warnings=warnings, seconds=seconds, busy=busy,
-                   mfu=at_peak / (seconds or 1), sent=round(extend(lambda row: row.sent)),
+                   mfu=at_peak / (seconds or 1), sent=round(extend(few.sent, more.sent)),
                    grown=max(0, peak - repeats.few.memory.peak),
                    note=f"from {repeats.blocks} and {repeats.blocks + 1} of its {blocks} blocks{place}")  # fmt: skip
 
