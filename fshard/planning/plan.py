@@ -333,7 +333,6 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         self.storages = Storages()
         self._gradients: list[tuple[Storage, Storage]] = []  # what is differentiated, and its gradient
         self._results: list[Storage] = []
-        self.arguments = 0
         self._kept: list[Storage] = []  # allocated in this call, and left for the next one
         self._is_transferring = False
         self._started: list[tuple[list[Storage], Sequence[Tensor]]] = []  # their arguments, and what gathers write
@@ -347,7 +346,6 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         for name, (path, x) in zip(names, leaves, strict=True):
             if isinstance(x, Tensor) and self.storages.get(x) is None:
                 self.storages.add(x, name, None, argument=True, path=path)
-        self.arguments = sum(s.nbytes for s in self.storages.all if s.argument)
 
     def end(self, out: Any) -> None:
         """Note the results of a call."""
@@ -509,16 +507,14 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
             if isinstance(e, Operation) and i > last and e.phase == "forward":
                 changes["phase"] = "update"
             events.append(replace(e, **changes) if changes else e)
-        return events, self._memory(events, last)
-
-    def _memory(self, events: Sequence[Event], last_backward: int) -> Memory:
+        arguments = sum(s.nbytes for s in self.storages.all if s.argument)
         if not events:
-            return Memory(self.arguments, 0, None, {**dict.fromkeys(PARTS, 0), "other": self.arguments}, self.arguments)
+            return [], Memory(arguments, 0, None, {**dict.fromkeys(PARTS, 0), "other": arguments}, arguments)
         at = max(range(len(events)), key=lambda i: events[i].live)
-        assign_parts(self.storages.all, self._gradients, self._results, last_backward)
+        assign_parts(self.storages.all, self._gradients, self._results, last)
         parts, largest = parts_and_largest(tensors_at(self.storages.all, at))
-        return Memory(events[at].live, at, line_of(events[at]), parts, self.arguments, self.storages.host_peak, largest,
-                      tuple(self.storages.all))  # fmt: skip
+        return events, Memory(events[at].live, at, line_of(events[at]), parts, arguments, self.storages.host_peak,
+                              largest, tuple(self.storages.all))  # fmt: skip
 
 
 def line_of(event: Event) -> Site | None:

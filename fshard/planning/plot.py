@@ -147,11 +147,9 @@ def _phases(plan: Plan) -> Iterator[tuple[str, int, int]]:
     for e in plan.events:
         phase = e.phase if isinstance(e, Operation) else phase
         phases.append(phase)
-    at = 0
-    for name, row in itertools.groupby(phases):
-        n = len(list(row))
-        yield name, at, at + n
-        at += n
+    for name, row in itertools.groupby(enumerate(phases), lambda point: point[1]):
+        points = [i for i, _ in row]
+        yield name, points[0], points[-1] + 1
 
 
 def _memory_of_trace(trace: Trace) -> Figure:

@@ -240,14 +240,15 @@ class _Lanes:
             match event:
                 case Operation():
                     launch, seconds, counted = _operation_seconds(event, self._meetings.device)
-                    begin = self._start(launch, seconds)
-                    self._compute += begin + seconds - self.now
                     again = 0.2 if event.kind == "attention" and event.phase == "backward" else 0.0
                     counts = event.phase != "recompute" and event.kind in _MODEL
                     self._at_peak += (1 - again) * counted if counts else 0.0
-                    if seconds:
+                    if seconds:  # a program starts them one by one, ahead of a device with a queue
+                        self._launched = (self._launched if self._meetings.device.queued else self.now) + launch
+                        begin = max(self.now, self._launched)
                         self._spans.append(Span(COMPUTE, event.name, begin, begin + seconds, event.where))
-                    self.now = begin + seconds
+                        self._compute += begin + seconds - self.now
+                        self.now = begin + seconds
                 case Start():
                     if self._meetings.apart:
                         yield self.now
@@ -261,13 +262,6 @@ class _Lanes:
         for start, found in pending.values():  # a transfer that nothing waits for ends before the step does
             yield from self._wait(start, found)
         self.waits_for = None
-
-    def _start(self, launch: float, seconds: float) -> float:
-        """Return when the next operation starts: a program starts them one by one, ahead of a device with a queue."""
-        if not seconds:
-            return self.now
-        self._launched = (self._launched if self._meetings.device.queued else self.now) + launch
-        return max(self.now, self._launched)
 
     def _wait(self, start: Start, found: list[_Meeting]) -> Iterator[float]:
         t, lane = start.transfer, "+".join(start.transfer.axes)

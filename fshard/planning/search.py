@@ -302,16 +302,12 @@ def _numbers(plan: Plan) -> list[Any]:
 
 def rank_bytes(leaves: Any, specs: Any, axes: Mapping[str, int]) -> int:
     """Return the bytes of a rank's parts of `placed_leaves` on the device, on the rank with most; ties count once."""
-    pairs = [(x, spec) for _, x, spec in placed_leaves(leaves, specs)]
-    chosen = sorted({a for _, spec in pairs for a in spec.lengths})
+    # Of a tie the first spec counts: later entries of a dict replace earlier ones.
+    unique = {id(x): (x, spec) for _, x, spec in reversed(placed_leaves(leaves, specs))}.values()
+    chosen = sorted({a for _, spec in unique for a in spec.lengths})
     first = dict.fromkeys(axes, 0)  # has the longest parts over axes without chosen lengths
     positions = itertools.product(*(range(axes[a]) for a in chosen))
     ranks = [{**first, **dict(zip(chosen, at, strict=True))} for at in positions]
-    totals, seen = [0] * len(ranks), set()
-    for x, spec in pairs:
-        if id(x) in seen:
-            continue
-        seen.add(id(x))
-        for i, coords in enumerate(ranks if spec.memory == "device" else ()):
-            totals[i] += math.prod(box_shape(local_box(tuple(x.shape), spec, axes, coords))) * x.dtype.itemsize
-    return max(totals)
+    most: int = max(sum(math.prod(box_shape(local_box(tuple(x.shape), spec, axes, coords))) * x.dtype.itemsize
+                        for x, spec in unique if spec.memory == "device") for coords in ranks)  # fmt: skip
+    return most
