@@ -153,18 +153,17 @@ class PlanTable:
         same = self.same
         least, most = ("≥ ", "≤ ") if self.device is not None and self.device.is_bound else ("", "")
         names = list(dict.fromkeys(name for row in self.rows for name in row.layout if name not in same))
-        columns: dict[str, Callable[[PlanRow], str]] = {
-            "peak": lambda row: "" if row.peak is None else size(row.peak),
-            "memory": lambda row: (
-                "" if row.peak is None or self.device is None else f"{row.peak / self.device.memory:.0%}"
-            ),
-            "sent": lambda row: "" if row.sent is None else size(row.sent),
-            "step": lambda row: "" if row.seconds is None else f"{least}{duration(row.seconds)}",
-            f"{self.unit}/s": lambda row: "" if row.rate is None else f"{most}{three_digits(row.rate)}",
-            "MFU": lambda row: "" if row.mfu is None else f"{most}{row.mfu:.1%}",
-            "": _remark,
+        columns: dict[str, tuple[str, Callable[[Any], str]]] = {  # the number of a row, and its text
+            "peak": ("peak", size),
+            "memory": ("peak", lambda n: f"{n / self.device.memory:.0%}" if self.device else ""),
+            "sent": ("sent", size),
+            "step": ("seconds", lambda seconds: least + duration(seconds)),
+            f"{self.unit}/s": ("rate", lambda rate: most + three_digits(rate)),
+            "MFU": ("mfu", lambda mfu: f"{most}{mfu:.1%}"),
         }
-        texts = {name: [column(row) for row in self.rows] for name, column in columns.items()}
+        texts = {name: ["" if (x := getattr(row, number)) is None else text_of(x) for row in self.rows]
+                 for name, (number, text_of) in columns.items()}  # fmt: skip
+        texts[""] = [_remark(row) for row in self.rows]
         known = {name: column for name, column in texts.items() if any(column)}
         settings = [[text(row.layout.get(name, "")) for name in names] for row in self.rows]
         rows = [cells + [column[i] for column in known.values()] for i, cells in enumerate(settings)]
