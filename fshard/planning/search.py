@@ -157,8 +157,9 @@ class _Search:
             left -= self.work(**bound.layout) if self.rows[-1].seconds else 0
         while missing := [row for row in self._fastest() if row.plan is None]:
             at = next(i for i, row in enumerate(self.rows) if row is missing[0])
-            self.rows[at] = row_or_error(self._whole, missing[0].layout, self.repeats[at])
-            self.advance(self.rows[at], len(self.rows) + self.best)
+            self.rows[at] = row = row_or_error(self._whole, missing[0].layout, self.repeats[at])
+            self.waiting = [self._raised(bound, [row]) for bound in self.waiting]
+            self.advance(row, len(self.rows) + self.best)
 
     def _screen(self, layouts: Iterable[Layout]) -> None:
         new = [x for x in layouts if all(row.layout != x for row in (*self.waiting, *self.rows))]
