@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import tempfile
 from collections.abc import Callable, Collection, Sequence
@@ -145,7 +146,7 @@ def _entries(path: AnyPath, step: int | None, at: str | None) -> tuple[str, list
     for name, short in chosen.items():
         first = tensors[name].same_as or name
         x = tensors[first]
-        entries.setdefault(first, Entry(short, x.dtype, x.shape, _filler(directory, first, x)))
+        entries.setdefault(first, Entry(short, x.dtype, x.shape, functools.partial(_fill, directory, first, x)))
     return source, list(entries.values())
 
 
@@ -158,14 +159,11 @@ def _chosen(path: AnyPath, names: Collection[str], at: str, tops: Collection[str
     return f"{path}{f' at {at}' * bool(at)}", chosen
 
 
-def _filler(directory: AnyPath, name: str, x: checkpoint.Saved) -> Callable[[Tensor], None]:
-    def fill(out: Tensor) -> None:
-        flat, start = out.view(-1), 0
-        for piece in stream(directory, name, x.shape, x.dtype, x.chunks):
-            flat[start : start + piece.numel()] = piece.flatten()
-            start += piece.numel()
-
-    return fill
+def _fill(directory: AnyPath, name: str, x: checkpoint.Saved, out: Tensor) -> None:
+    flat, start = out.view(-1), 0
+    for piece in stream(directory, name, x.shape, x.dtype, x.chunks):
+        flat[start : start + piece.numel()] = piece.flatten()
+        start += piece.numel()
 
 
 def _torch_entries(path: Path, at: str | None, allow_pickle: bool) -> tuple[str, list[Entry]]:
@@ -192,8 +190,9 @@ def _torch_entries(path: Path, at: str | None, allow_pickle: bool) -> tuple[str,
         at = tops.pop() if len(tops) == 1 else ""
     source, chosen = _chosen(path, tensors, at, tops)
 
-    def filler(name: str) -> Callable[[Tensor], None]:
-        return lambda out: load({name: out}, checkpoint_id=path, no_dist=True)
+    def fill(name: str, out: Tensor) -> None:
+        load({name: out}, checkpoint_id=path, no_dist=True)
 
-    return source, [Entry(short, tensors[name].properties.dtype, tuple(tensors[name].size), filler(name))
-                    for name, short in chosen.items()]  # fmt: skip
+    rows = [(short, name, tensors[name]) for name, short in chosen.items()]
+    return source, [Entry(short, x.properties.dtype, tuple(x.size), functools.partial(fill, name))
+                    for short, name, x in rows]  # fmt: skip

@@ -148,8 +148,7 @@ class _Search:
                     more = list(neighbours(**row.layout))
                     asked += [row.layout, *more]
                     self._screen(more)
-            self.waiting.sort(key=lambda bound: bound.order[:2])
-            able = (b for b in self.waiting if self._may_be_best(b) and self.work(**b.layout) <= left)
+            able = (b for b in self._bounds() if self._may_be_best(b) and self.work(**b.layout) <= left)
             if (bound := next(able, None)) is None:
                 break
             self.waiting.remove(bound)
@@ -247,6 +246,9 @@ class _Search:
             bound = replace(bound, peak=max(bound.peak or 0, int(peak)))
         return bound
 
+    def _bounds(self) -> list[PlanRow]:
+        return sorted(self.waiting, key=lambda bound: bound.order[:2])
+
     def _may_be_best(self, bound: PlanRow) -> bool:
         return bound.fits is not False and all(bound.cost < row.cost for row in self._fastest()[self.best - 1 :])
 
@@ -254,7 +256,7 @@ class _Search:
         """Return lines about layouts that have no rows."""
         lines = [f"interrupted after {number_of(len(self.rows), 'layout')}"] * self.interrupted
         large, slow, able = list[PlanRow](), list[PlanRow](), list[PlanRow]()
-        for b in sorted(self.waiting, key=lambda bound: bound.order[:2]):
+        for b in self._bounds():
             (large if b.fits is False else able if self._may_be_best(b) else slow).append(b)
         texts = [f"{len(slow):,} take at least {duration(b.seconds or 0)}" for b in slow[:1]]
         texts += [f"{len(large):,} need at least {size(b.peak or 0)}" for b in large[:1]]
