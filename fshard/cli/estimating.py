@@ -138,7 +138,7 @@ def _divided(contents: Contents, rank: int | None, targets: Sequence[str] | None
     leaves, buffers = contents.tree, {}
     if isinstance(leaves, dict) and "params" in leaves:
         leaves, buffers = leaves["params"], leaves.get("buffers", {})
-    tensors = [(path, x) for path, x in tree.leaves_with_path(leaves) if hasattr(x, "shape")]
+    tensors = [(tree.dotted(path), x) for path, x in tree.leaves_with_path(leaves) if hasattr(x, "shape")]
     floating = {path: x for path, x in tensors if x.dtype.is_floating_point}
     others = [buffers, [x for path, x in tensors if path not in floating]]
     if not floating:
@@ -186,7 +186,7 @@ def _units(trees: Sequence[Any], one_unit: bool) -> list[int]:
         if id(x) in seen:
             continue
         seen.add(id(x))
-        parts = [str(p) for p in path for p in (p if isinstance(p, tuple) else str(p).split("."))]
+        parts = tree.dotted(path).split(".")
         numbered = next((i + 1 for i, part in enumerate(parts) if part.isdecimal()), max(len(parts) - 1, 1))
         key = () if one_unit else tuple(parts[:numbered])
         units[key] = units.get(key, 0) + math.prod(x.shape)

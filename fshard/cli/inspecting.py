@@ -162,10 +162,8 @@ def _read_adapter(path: AnyPath) -> Contents:
         options.append("on " + join_limited(sorted(map(str, targets)), 8))
     elif isinstance(targets, str):
         options.append(f"on {targets}")
-    kind, base = (
-        config.get("peft_type") or "an",
-        config.get("base_model_name_or_path") or "a model that it does not name",
-    )
+    kind = config.get("peft_type") or "an"
+    base = config.get("base_model_name_or_path") or "a model that it does not name"
     source = f"{kind} adapter of {base}{' (' * bool(options)}{', '.join(options)}{')' * bool(options)}"
     return Contents(f"{source}, as its file names the tensors", nested(tensors(path / ADAPTER)))
 

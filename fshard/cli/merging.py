@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,30 +138,32 @@ def _entries(path: AnyPath, step: int | None, at: str | None) -> tuple[str, list
     manifest = read(directory, step)
     raise_all([e for name, part in manifest.files.items() for e in check_part(directory / name, part)])
     tensors = {name: x for name, x in manifest.leaves.items() if isinstance(x, checkpoint.Saved)}
-    found = [name for name, x in tensors.items() if x.same_as is None]
     if at is None:
         at = "params" if any(name.startswith("params.") for name in tensors) else ""
-    prefix = f"{at}." if at else ""
-    chosen = [name for name in tensors if name.startswith(prefix)]
-    if not chosen and tensors:
-        raise fail(f"merge: {directory} has no tensors at {at!r}",
-                   fix=f"one of {join_limited(sorted({name.split('.')[0] for name in found}), 8)}")  # fmt: skip
+    tops = {name.split(".")[0] for name, x in tensors.items() if x.same_as is None}
+    source, chosen = _chosen(directory, tensors, at, tops)
     entries: dict[str, Entry] = {}  # by the first path of the leaf, which may be in another part of the tree
-    for name in chosen:
+    for name, short in chosen.items():
         first = tensors[name].same_as or name
         x = tensors[first]
-        entries.setdefault(first, Entry(name.removeprefix(prefix), x.dtype, x.shape, _filler(directory, first, x)))
-    return f"{directory}{f' at {at}' * bool(at)}", list(entries.values())
+        entries.setdefault(first, Entry(short, x.dtype, x.shape, functools.partial(_fill, directory, first, x)))
+    return source, list(entries.values())
 
 
-def _filler(directory: AnyPath, name: str, x: checkpoint.Saved) -> Callable[[Tensor], None]:
-    def fill(out: Tensor) -> None:
-        flat, start = out.view(-1), 0
-        for piece in stream(directory, name, x.shape, x.dtype, x.chunks):
-            flat[start : start + piece.numel()] = piece.flatten()
-            start += piece.numel()
+def _chosen(path: AnyPath, names: Collection[str], at: str, tops: Collection[str]) -> tuple[str, dict[str, str]]:
+    """Return a text for the part of a checkpoint, and its tensors: the names that they have, and those to write."""
+    prefix = f"{at}." if at else ""
+    chosen = {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    if names and not chosen:
+        raise fail(f"merge: {path} has no tensors at {at!r}", fix=f"one of {join_limited(sorted(tops), 8)}")
+    return f"{path}{f' at {at}' * bool(at)}", chosen
 
-    return fill
+
+def _fill(directory: AnyPath, name: str, x: checkpoint.Saved, out: Tensor) -> None:
+    flat, start = out.view(-1), 0
+    for piece in stream(directory, name, x.shape, x.dtype, x.chunks):
+        flat[start : start + piece.numel()] = piece.flatten()
+        start += piece.numel()
 
 
 def _torch_entries(path: Path, at: str | None, allow_pickle: bool) -> tuple[str, list[Entry]]:
@@ -185,13 +188,11 @@ def _torch_entries(path: Path, at: str | None, allow_pickle: bool) -> tuple[str,
     tops = {str(paths[name][0]) if len(paths.get(name, ())) > 1 else "" for name in tensors}
     if at is None:
         at = tops.pop() if len(tops) == 1 else ""
-    prefix = f"{at}." if at else ""
-    if tensors and not any(name.startswith(prefix) for name in tensors):
-        raise fail(f"merge: {path} has no tensors at {at!r}", fix=f"one of {join_limited(sorted(tops), 8)}")
+    source, chosen = _chosen(path, tensors, at, tops)
 
-    def filler(name: str) -> Callable[[Tensor], None]:
-        return lambda out: load({name: out}, checkpoint_id=path, no_dist=True)
+    def fill(name: str, out: Tensor) -> None:
+        load({name: out}, checkpoint_id=path, no_dist=True)
 
-    entries = [Entry(name.removeprefix(prefix), x.properties.dtype, tuple(x.size), filler(name))
-               for name, x in tensors.items() if name.startswith(prefix)]  # fmt: skip
-    return f"{path}{f' at {at}' * bool(at)}", entries
+    rows = [(short, name, tensors[name]) for name, short in chosen.items()]
+    return source, [Entry(short, x.properties.dtype, tuple(x.size), functools.partial(fill, name))
+                    for short, name, x in rows]  # fmt: skip

@@ -28,10 +28,13 @@ from fshard.schedule.tables import Kind
 from .train_step import AXES, Job, read_job, train_step
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_FLAGS = {"yes": True, "no": False, "": True}
 _NUMBERS = (*AXES, "accumulate", "chunks", "prefetch", "batch")
 _SWITCHES = ("remat", "sequence", "experts", "release")
 _SCHEDULES = get_args(Kind)
+_CHOICES: dict[str, dict[Any, Any]] = {  # by the texts behind `=`
+    **{name: {"yes": True, "no": False, None: True} for name in _SWITCHES},
+    "schedule": {kind: kind for kind in _SCHEDULES}, "dtype": DTYPES,
+}  # fmt: skip
 _SETTINGS = (f"{', '.join(AXES)}: axis sizes; accumulate, chunks, prefetch, batch: numbers; "
              f"{', '.join(_SWITCHES)}: yes or no; schedule: {', '.join(_SCHEDULES)}")  # fmt: skip
 _MOST_DEVICES = 1 << 20
@@ -203,15 +206,9 @@ def _layouts(texts: Sequence[str]) -> list[dict[str, Any]]:
         layout: dict[str, Any] = {}
         for part in text.split(","):
             name, equals, value = part.strip().partition("=")
-            known: Any = None
+            known = _CHOICES.get(name, {}).get(value if equals else None)
             if name in _NUMBERS and value.isdecimal() and len(value) < 10 and int(value) >= (name != "prefetch"):
                 known = int(value)
-            elif name in _SWITCHES and value in _FLAGS and bool(value) == bool(equals):
-                known = _FLAGS[value]
-            elif name == "schedule":
-                known = value if value in _SCHEDULES else None
-            elif name == "dtype":
-                known = DTYPES.get(value)
             if known is None or name in layout:
                 twice = "it has a value already" if name in layout else _SETTINGS
                 errors.append(fail(f"plan: --layout {text}: {part.strip()!r} is not a setting", twice,

@@ -122,7 +122,7 @@ def chrome_events(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
     names: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     for t in timelines:
-        lanes = [("compute", _nested(t.compute, zero)), *_transfer_lanes(t, zero)]
+        lanes = [("compute", _nested(_in_order(t.compute, zero))), *_transfer_lanes(t, zero)]
         names += _named("process", t.rank, 0, t.name, t.rank)
         for lane, (name, slices) in enumerate(lanes):
             names += _named("thread", t.rank, lane, name, lane)
@@ -137,19 +137,17 @@ def chrome_events(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
 _Placed = tuple[Slice, int, int]  # a slice, and its start and end in nanoseconds
 
 
-def _nested(compute: Sequence[Slice], zero: float) -> list[_Placed]:
-    """Return the operations, after slices of the lines and phases that contain them."""
-    placed = _in_order(compute, zero)
+def _nested(placed: Sequence[_Placed], levels: Sequence[str] = ("phase", "where")) -> list[_Placed]:
+    """Return the operations, after slices of the phases and lines that contain them."""
+    if not levels:
+        return [*placed]
     out: list[_Placed] = []
-    for phase, of_phase in itertools.groupby(placed, lambda p: p[0].phase):
-        row = list(of_phase)
-        if phase and (len(row) > 1 or row[0][0].name != phase):
-            out.append(_around(phase, row))
-        for where, of_line in itertools.groupby(row, lambda p: p[0].where):
-            line = list(of_line)
-            if where and (len(line) > 1 or line[0][0].name != where):
-                out.append(_around(where, line))
-            out += line
+    for name, group in itertools.groupby(placed, lambda p: getattr(p[0], levels[0])):
+        row = list(group)
+        (first, start, _), (last, _, end) = row[0], row[-1]
+        if name and (len(row) > 1 or first.name != name):
+            out.append((Slice(name, first.start, last.end, "", first.phase, {"operations": len(row)}), start, end))
+        out += _nested(row, levels[1:])
     return out
 
 
@@ -162,11 +160,6 @@ def _in_order(slices: Sequence[Slice], zero: float) -> list[_Placed]:
         last = max(start, _ns(s.end - zero))
         out.append((s, start, last))
     return out
-
-
-def _around(name: str, row: Sequence[_Placed]) -> _Placed:
-    s = row[0][0]
-    return Slice(name, s.start, row[-1][0].end, "", s.phase, {"operations": len(row)}), row[0][1], row[-1][2]
 
 
 def _transfer_lanes(timeline: Timeline, zero: float) -> list[tuple[str, list[_Placed]]]:

@@ -76,23 +76,21 @@ class Device:
         return self.efficiency == 1 and self.launch == 0 and self.attention is None and not self.costs
 
     def __post_init__(self) -> None:
-        numbers = {"memory": self.memory, "bandwidth": self.bandwidth, "efficiency": self.efficiency}
-        numbers |= {"attention": self.attention} if self.attention is not None else {}
-        numbers |= {f"flops[{dtype}]": rate for dtype, rate in self.flops.items()}
-        for link in self.links:
-            numbers |= {f"bandwidth of {link.name}": link.bandwidth}
-        for name, share in (("efficiency", self.efficiency), ("attention", self.attention or 0)):
+        shares = {"efficiency": self.efficiency} | ({} if self.attention is None else {"attention": self.attention})
+        rates = {"memory": self.memory, "bandwidth": self.bandwidth,
+                 **{f"flops[{dtype}]": rate for dtype, rate in self.flops.items()},
+                 **{f"bandwidth of {link.name}": link.bandwidth for link in self.links}}  # fmt: skip
+        seconds = {f"latency of {link.name}": link.latency for link in self.links} | {"launch": self.launch}
+        for name, share in shares.items():
             if share > 1:
                 raise fail(f"Device {self.name!r}: {name} is {share}", "it is a share of flops",
                            fix="a number from 0 to 1; a device that computes faster has larger flops")  # fmt: skip
-        for name, x in numbers.items():
+        for name, x in (shares | rates).items():
             if not 0 < x < math.inf:
                 raise must_be(f"Device {self.name!r}: {name}", "a positive number", x)
-        for link in self.links:
-            if not 0 <= link.latency < math.inf:
-                raise must_be(f"Device {self.name!r}: latency of {link.name}", "seconds, 0 or more", link.latency)
-        if not 0 <= self.launch < math.inf:
-            raise must_be(f"Device {self.name!r}: launch", "seconds, 0 or more", self.launch)
+        for name, x in seconds.items():
+            if not 0 <= x < math.inf:
+                raise must_be(f"Device {self.name!r}: {name}", "seconds, 0 or more", x)
         for name, cost in self.costs.items():
             if not all(map(math.isfinite, cost)):
                 raise must_be(f"Device {self.name!r}: cost of {name}", "three finite numbers", cost)

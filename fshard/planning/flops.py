@@ -38,7 +38,6 @@ _COPIES = {"_to_copy", "clone", "copy_", "copy", "_foreach_copy_", "cat", "stack
            "zeros", "ones", "full", *CONSTANTS}  # fmt: skip
 _LOOKUPS = {"embedding", "index", "index_select", "gather"}  # read as many bytes as they write
 _OVERWRITE = {"copy_", "fill_", "zero_", "_foreach_copy_", "normal_", "uniform_"}  # do not read what they write
-_STEPS = {"_fused_adamw_", "_fused_adam_", "_fused_sgd_"}  # in place: they need not run on shapes
 _LINEAR = {
     torch.Tag.pointwise,
     torch.Tag.reduction,
@@ -47,6 +46,7 @@ _LINEAR = {
     torch.Tag.inplace_view,
     torch.Tag.dynamic_output_shape,
 }  # tags of operations that only read and write
+_decomposed = functools.cache(default_decompositions)  # operations that torch writes in terms of simpler ones
 _CONVOLUTION = re.compile(r"^(?!mkldnn_reorder).*conv(?!ert)")
 _WEIGHTS = re.compile(r"weight|bias|params|mat2$|batch2$|running_")
 
@@ -56,35 +56,39 @@ def name_of(op: Any) -> str:
     return str(getattr(op, "overloadpacket", op).__name__)
 
 
-def full_name_of(op: Any) -> str:
-    """Return the name of an operation with its namespace: `aten.mm`."""
-    return f"{op.namespace}.{name_of(op)}"
-
-
 def kind_of(op: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Kind:
     """Return the kind of an operation; a custom one that a program has a formula for counts as a matmul.
 
     With its arguments, a convolution with a filter for each channel is "depthwise": it computes far fewer FLOP/s.
     """
-    kind = _kind_of(op)
+    kind, _ = _kind_and_formula(op)
     if kind == "convolution" and op.namespace == "aten":
-        values = {**dict(zip([a.name for a in schema_of(op).arguments], args, strict=False)), **(kwargs or {})}
+        values = _by_name(op, args, kwargs or {})
         return "depthwise" if values.get("groups", 1) > 1 and values["weight"].shape[1] == 1 else kind
     return "matmul" if kind == "elementwise" and op.namespace != "aten" and _formula(op) else kind
 
 
 @functools.cache
-def _kind_of(op: Any) -> Kind:
-    name = name_of(op)
-    if op.namespace == "aten":
-        for kind, formulas in _FORMULAS.items():
-            if _base(name) in formulas:
-                return kind
+def _kind_and_formula(op: Any) -> tuple[Kind, Callable[..., float] | None]:
+    """Return the kind of an operation by its name, and the formula of one of torch."""
+    name, is_aten = name_of(op), op.namespace == "aten"
+    formula: Callable[..., float] | None = None
+    for kind, formulas in _FORMULAS.items() if is_aten else ():
+        if _base(name) in formulas:
+            return kind, formulas[_base(name)]
     if "attention" in name:
-        return "attention"
+        if is_aten and name.startswith("_scaled_dot_product"):
+            formula = _attention_backward if name.endswith("backward") else _attention
+        return "attention", formula
     if _CONVOLUTION.search(name):
-        return "convolution"
-    return "copy" if name in _COPIES or name.startswith(("empty", "new_empty")) else "elementwise"
+        if is_aten and "backward" not in name:
+            formula = _convolution_transpose if "transpose" in name else _convolution
+        return "convolution", formula
+    return "copy" if name in _COPIES or name.startswith(("empty", "new_empty")) else "elementwise", None
+
+
+def _by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**dict(zip([a.name for a in schema_of(op).arguments], args, strict=False)), **kwargs}
 
 
 @functools.cache
@@ -97,11 +101,6 @@ def is_view(op: Any) -> bool:
 def is_higher_order(op: Any) -> bool:
     """Return whether an operation takes functions, as `torch.cond` does: it has no schema."""
     return not hasattr(op, "overloadpacket")
-
-
-def is_optimizer_step(op: Any) -> bool:
-    """Return whether an operation is a kernel of an optimizer, which allocates nothing."""
-    return name_of(op) in _STEPS
 
 
 @functools.cache
@@ -135,37 +134,16 @@ def flops_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     if formula is None:
         return None if _is_heavy(op, args, kwargs, out) else 0
     flops = int(formula(*args, **kwargs, out_val=out))
-    if name_of(op).startswith("_scaled_dot_product"):
-        flops = _without_masked_pairs(op, flops, args, kwargs)
+    if name_of(op).startswith("_scaled_dot_product") and (values := _by_name(op, args, kwargs)).get("is_causal"):
+        t, s = int(values["query"].shape[-2]), int(values["key"].shape[-2])
+        flops = flops * sum(min(i + 1, s) for i in range(t)) // max(1, t * s)
     is_complex = kind_of(op) != "fft" and any(x.is_complex() for x in tensors_in(args))
     return 4 * flops if is_complex else flops
 
 
-def _without_masked_pairs(op: Any, flops: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the FLOPs of an attention; `flops` counts all pairs of a query and a position."""
-    values = {**dict(zip([a.name for a in schema_of(op).arguments], args, strict=False)), **kwargs}
-    if not values.get("is_causal"):
-        return flops
-    t, s = int(values["query"].shape[-2]), int(values["key"].shape[-2])
-    return flops * sum(min(i + 1, s) for i in range(t)) // max(1, t * s)
-
-
-def flops_fact(flops: int | None) -> dict[str, Any]:
-    """Return what a slice of a trace shows of FLOPs."""
-    return {"note": "FLOPs unknown"} if flops is None else {"flops": flops} if flops else {}
-
-
 def _formula(op: Any) -> Callable[..., float] | None:
-    if op.namespace == "aten":
-        name = _base(name_of(op))
-        for formulas in _FORMULAS.values():
-            if name in formulas:
-                return formulas[name]
-        if _CONVOLUTION.search(name) and "backward" not in name:
-            return _convolution_transpose if "transpose" in name else _convolution
-        if name.startswith("_scaled_dot_product"):
-            return _attention_backward if name.endswith("backward") else _attention
-    return flop_registry.get(op if is_higher_order(op) else op.overloadpacket)
+    _, formula = _kind_and_formula(op)
+    return formula or flop_registry.get(op if is_higher_order(op) else op.overloadpacket)
 
 
 def _base(name: str) -> str:
@@ -200,12 +178,6 @@ def _is_linear(op: Any) -> bool:
     if any(_formula(x) is not None for x in variants):  # the gradient of a product
         return False
     return bool(_LINEAR & _tags(op)) or any(x in _decomposed() for x in variants)
-
-
-@functools.cache
-def _decomposed() -> Any:
-    """Return the operations that torch writes in terms of simpler ones."""
-    return default_decompositions()
 
 
 def _tags(op: Any) -> set[Any]:
@@ -445,7 +417,8 @@ def work_of(
 ) -> tuple[str, Kind, torch.dtype, int | None, int]:  # fmt: skip
     """Return the name, kind, dtype, FLOPs and bytes of an operation, the first fields of `Operation`."""
     nbytes = bytes_of(op, inputs, written, new) if new or written else 0
-    return (full_name_of(op), kind_of(op, args, kwargs), dtype_of(inputs, new), flops_of(op, args, kwargs, out), nbytes)
+    name = f"{op.namespace}.{name_of(op)}"
+    return name, kind_of(op, args, kwargs), dtype_of(inputs, new), flops_of(op, args, kwargs, out), nbytes
 
 
 def bytes_of(op: Any, inputs: Sequence[Tensor], written: Sequence[Tensor], new: Sequence[Tensor]) -> int:

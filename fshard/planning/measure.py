@@ -22,7 +22,7 @@ from fshard.spec import short_dtype
 
 from .chrome import Slice, Timeline
 from .events import Event, Operation, Start, Wait, phase_now
-from .flops import flops_fact, is_view, work_of, written_by
+from .flops import is_view, work_of, written_by
 
 _MOST_SHAPES = 4
 
@@ -269,12 +269,12 @@ def timeline(
     for i, e in enumerate(record.entries):
         event, live = e.event, memory[-1][1] if e.event is None else e.event.live
         memory += [(e.start, e.peak)] * (e.peak > max(memory[-1][1], live)) + [(e.end, live)]
-        start, what, where, facts = e.start, "print", "", {"waits_for": "print"}
+        start, what, where, facts = e.start, "print", "", dict[str, Any](waits_for="print")
         if isinstance(event, Operation):
             phase = "update" if i > last else event.phase
+            known = {"arguments": e.arguments, "note": "FLOPs unknown" * (event.flops is None), "flops": event.flops}
             work = {"kind": event.kind, "bytes": event.bytes, "dtype": short_dtype(event.dtype)}
-            arguments = {"arguments": e.arguments} if e.arguments else {}
-            what, where, facts = event.name, line(event.where), arguments | flops_fact(event.flops) | work
+            what, where, facts = event.name, line(event.where), {name: x for name, x in known.items() if x} | work
         elif isinstance(event, Start):
             t, where = event.transfer, line(event.transfer.where)
             axes = "+".join(t.axes)

@@ -31,17 +31,7 @@ from fshard.spec import Size, format_axes, short_dtype, size
 from .chrome import Timeline
 from .device import Device
 from .events import Event, Kind, Operation, Phase, Start, Wait, phase_now
-from .flops import (  # fmt: skip
-    CONSTANTS,
-    is_elementwise,
-    is_optimizer_step,
-    is_view,
-    kind_of,
-    name_of,
-    weight_arguments,
-    work_of,
-    written_by,
-)
+from .flops import CONSTANTS, is_elementwise, is_view, kind_of, name_of, weight_arguments, work_of, written_by
 from .measure import Entry, Record, timeline
 from .memory import PARTS, Memory, Storage, Storages, arguments_of, assign_parts, parts_and_largest, tensors_at
 from .roofline import Roofline, joined
@@ -221,7 +211,7 @@ def plan_ranks(f: ShardMapped, args: tuple[Any, ...], device: Device | None) -> 
     )
     parameters = {s.path for s in runs[0].memory.storages if s.argument and s.part == "parameters"}
     splits = splits_of(placed_leaves(args, f._in_specs), mesh.axes, parameters, runs[0].events, over)
-    plans = {rank: plan_of(dict(mesh.axes), rank, run.events, run.memory, device, None, splits)
+    plans = {rank: plan_of(dict(mesh.axes), rank, run.events, run.memory, device, splits)
              for rank, run in runs.items()}  # fmt: skip
     return [plan_together([plans[r] for r in group], over) for group in groups]
 
@@ -280,17 +270,16 @@ def plan_together(plans: Sequence[Plan], over: tuple[str, ...]) -> Plan:
 
 
 def plan_of(
-    mesh: dict[str, int], rank: int, events: Sequence[Event], memory: Memory, device: Device | None,
-    time: Roofline | None, splits: Splits,
-) -> Plan:  # fmt: skip
-    """Return the plan of a rank with these events."""
+    mesh: dict[str, int], rank: int, events: Sequence[Event], memory: Memory, device: Device | None, splits: Splits
+) -> Plan:
+    """Return the plan of a rank with these events, without times."""
     transfers = tuple(e.transfer for e in events if isinstance(e, Start))
     flops: Counter[tuple[Kind, torch.dtype]] = Counter()
     for e in events:
         if isinstance(e, Operation) and e.flops:
             flops[e.kind, e.dtype] += e.flops
     warnings = warnings_of(unknown_operations(events), events, device, splits)
-    return Plan(mesh, rank, tuple(events), memory, transfers, dict(flops), device, time, warnings, splits=splits)
+    return Plan(mesh, rank, tuple(events), memory, transfers, dict(flops), device, warnings=warnings, splits=splits)
 
 
 def _adds_to_gradient(x: Any, y: Any) -> bool:
@@ -344,7 +333,6 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         self.storages = Storages()
         self._gradients: list[tuple[Storage, Storage]] = []  # what is differentiated, and its gradient
         self._results: list[Storage] = []
-        self.arguments = 0
         self._kept: list[Storage] = []  # allocated in this call, and left for the next one
         self._is_transferring = False
         self._started: list[tuple[list[Storage], Sequence[Tensor]]] = []  # their arguments, and what gathers write
@@ -358,7 +346,6 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
         for name, (path, x) in zip(names, leaves, strict=True):
             if isinstance(x, Tensor) and self.storages.get(x) is None:
                 self.storages.add(x, name, None, argument=True, path=path)
-        self.arguments = sum(s.nbytes for s in self.storages.all if s.argument)
 
     def end(self, out: Any) -> None:
         """Note the results of a call."""
@@ -385,7 +372,7 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
             func = _aten.add_.Tensor
         inputs = tensors_in(args, kwargs)
         before = {storage_id(x) for x in inputs}
-        out = None if is_optimizer_step(func) else run_on_shapes(func, args, kwargs)
+        out = run_on_shapes(func, args, kwargs)
         written = written_by(func, args, kwargs)
         new = [x for x in tensors_in(out) if storage_id(x) not in before and self.storages.get(x) is None]
         if not new and not written:
@@ -504,8 +491,7 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
     def outcome(self) -> tuple[list[Event], Memory]:
         """Return the events and the memory, once the step has ended."""
         # Storages that outlive the step and are not results are kept for the next one, which has them from its start.
-        births = sorted((s.born, s.nbytes) for s in self._kept if not s.host)
-        later = sum(n for _, n in births)
+        kept = [(s.born, s.nbytes) for s in self._kept if not s.host]
         for s in self._kept:
             s.born = 0
         backward = [i for i, e in enumerate(self.events) if isinstance(e, Operation) and e.phase == "backward"]
@@ -515,25 +501,20 @@ class _Recorder(OperationMode):  # type: ignore[no-untyped-call]
                 s.phase = "update"
                 s.part = None if s.part == "gathered" else s.part  # a new parameter, which is made of the old one
         events: list[Event] = []
-        at = 0
         for i, e in enumerate(self.events):
-            while at < len(births) and births[at][0] <= i:
-                later -= births[at][1]
-                at += 1
+            later = sum(nbytes for born, nbytes in kept if born > i)
             changes: dict[str, Any] = {"live": e.live + later} if later else {}
             if isinstance(e, Operation) and i > last and e.phase == "forward":
                 changes["phase"] = "update"
             events.append(replace(e, **changes) if changes else e)
-        return events, self._memory(events, last)
-
-    def _memory(self, events: Sequence[Event], last_backward: int) -> Memory:
+        arguments = sum(s.nbytes for s in self.storages.all if s.argument)
         if not events:
-            return Memory(self.arguments, 0, None, {**dict.fromkeys(PARTS, 0), "other": self.arguments}, self.arguments)
+            return [], Memory(arguments, 0, None, {**dict.fromkeys(PARTS, 0), "other": arguments}, arguments)
         at = max(range(len(events)), key=lambda i: events[i].live)
-        assign_parts(self.storages.all, self._gradients, self._results, last_backward)
+        assign_parts(self.storages.all, self._gradients, self._results, last)
         parts, largest = parts_and_largest(tensors_at(self.storages.all, at))
-        return Memory(events[at].live, at, line_of(events[at]), parts, self.arguments, self.storages.host_peak, largest,
-                      tuple(self.storages.all))  # fmt: skip
+        return events, Memory(events[at].live, at, line_of(events[at]), parts, arguments, self.storages.host_peak,
+                              largest, tuple(self.storages.all))  # fmt: skip
 
 
 def line_of(event: Event) -> Site | None:

@@ -147,11 +147,9 @@ def _phases(plan: Plan) -> Iterator[tuple[str, int, int]]:
     for e in plan.events:
         phase = e.phase if isinstance(e, Operation) else phase
         phases.append(phase)
-    at = 0
-    for name, row in itertools.groupby(phases):
-        n = len(list(row))
-        yield name, at, at + n
-        at += n
+    for name, row in itertools.groupby(enumerate(phases), lambda point: point[1]):
+        points = [i for i, _ in row]
+        yield name, points[0], points[-1] + 1
 
 
 def _memory_of_trace(trace: Trace) -> Figure:
@@ -201,15 +199,13 @@ def roofline(plan: Plan) -> Figure:
     device, time = plan.device, plan.time
     if device is None or time is None:
         raise fail("plot.roofline: the plan names no device", fix="fs.plan(..., device=fs.devices.H100)")
-    groups: dict[tuple[str, Any, str], list[float]] = {}
-    others = 0.0
-    begin = 0.0
+    groups: dict[tuple[str, Any, str], Any] = {}
+    begin = others = 0.0
     for e, end in zip(plan.events, time.times, strict=True):
         if isinstance(e, Operation):
             if e.flops and e.bytes and end > begin:
-                total = groups.setdefault((e.name, e.dtype, str(e.where or "")), [0.0, 0.0, 0.0])
-                for i, n in enumerate((e.flops, e.bytes, end - begin)):
-                    total[i] += n
+                key = e.name, e.dtype, str(e.where or "")
+                groups[key] = groups.get(key, 0.0) + np.array([e.flops, e.bytes, end - begin])
             else:
                 others += end - begin
         begin = end
@@ -263,46 +259,42 @@ def traffic(plan: Plan) -> Figure:
 
     Raises ShardingError for a plan without a device and without transfers, and without matplotlib.
     """
-    title = f"rank {plan.rank} of {format_axes(plan.mesh)}"
-    if plan.time is not None and plan.device is not None:
-        time = plan.time
-        names = ["operations", *(f"over {name}" for name in time.transfers)]
-        exposed = np.array([0.0, *(time.exposed[name] for name in time.transfers)])
-        hidden = np.array([time.compute, *time.transfers.values()]) - exposed
-        figure = _new_figure(8.0, 1.6 + 0.4 * len(names))
-        axes = figure.subplots()
-        ys = range(len(names))
-        axes.barh(ys[:1], 1e3 * hidden[:1], color=_COLORS[0])
-        axes.barh(ys[1:], 1e3 * hidden[1:], color=_COLORS[2], label="behind operations")
-        axes.barh(ys[1:], 1e3 * exposed[1:], left=1e3 * hidden[1:], color=_COLORS[3], label="waited for")
-        for y, seconds in zip(ys, hidden + exposed, strict=True):
-            axes.text(1e3 * seconds, y, f" {duration(seconds)}", va="center")
-        axes.set(xlabel="time, ms", title=f"{title}, {plan.device.name}: {duration(time.seconds)}")
+    title, time, device = f"rank {plan.rank} of {format_axes(plan.mesh)}", plan.time, plan.device
+    rows: dict[str, Any] = {}  # the numbers of each row, by their names in the legend
+    if time is not None and device is not None:
+        rows["operations"] = {"": time.compute}
+        for name, seconds in time.transfers.items():
+            exposed = time.exposed[name]
+            rows[f"over {name}"] = {"behind operations": seconds - exposed, "waited for": exposed}
+        totals = [duration(sum(row.values())) for row in rows.values()]
+        scale, xlabel, colors = 1e-3, "time, ms", [_COLORS[i] for i in (0, 2, 3)]
+        title = f"{title}, {device.name}: {duration(time.seconds)}"
     else:
-        sent: dict[str, Counter[str]] = {}
         for e in plan.events:
             if isinstance(e, Start):
-                sent.setdefault("+".join(e.transfer.axes), Counter())[e.transfer.op] += e.transfer.sent
-        if not sent:
+                rows.setdefault(f"over {'+'.join(e.transfer.axes)}", Counter())[e.transfer.op] += e.transfer.sent
+        if not rows:
             raise fail("plot.traffic: the planned step has no transfer, and no device to compute times for",
                        fix="fs.plan(..., device=fs.devices.H100)")  # fmt: skip
-        names = [f"over {name}" for name in sent]
-        scale, unit = _unit(max(sum(row.values()) for row in sent.values()))
-        figure = _new_figure(8.0, 1.6 + 0.4 * len(names))
-        axes = figure.subplots()
-        left = np.zeros(len(names))
-        for op, color in zip(dict.fromkeys(op for row in sent.values() for op in row), itertools.cycle(_COLORS)):
-            widths = np.array([row[op] for row in sent.values()]) / scale
-            axes.barh(range(len(names)), widths, left=left, color=color, label=op)
-            left += widths
-        for y, row in enumerate(sent.values()):
-            axes.text(left[y], y, f" {size(sum(row.values()))}", va="center")
-        axes.set(xlabel=f"sent by the rank in a step, {unit}", title=title)
-    axes.set_yticks(range(len(names)), names)
+        totals = [size(sum(row.values())) for row in rows.values()]
+        scale, unit = _unit(max(sum(row.values()) for row in rows.values()))
+        xlabel, colors = f"sent by the rank in a step, {unit}", list(_COLORS)
+    figure = _new_figure(8.0, 1.6 + 0.4 * len(rows))
+    axes = figure.subplots()
+    left = np.zeros(len(rows))
+    for name, color in zip(dict.fromkeys(itertools.chain(*rows.values())), itertools.cycle(colors)):
+        at = [y for y, row in enumerate(rows.values()) if name in row]
+        widths = np.array([row[name] for row in rows.values() if name in row]) / scale
+        axes.barh(at, widths, left=left[at], color=color, label=name)
+        left[at] += widths
+    for y, total in enumerate(totals):
+        axes.text(left[y], y, f" {total}", va="center")
+    axes.set(xlabel=xlabel, title=title)
+    axes.set_yticks(range(len(rows)), list(rows))
     axes.set_xlim(0, 1.15 * axes.get_xlim()[1])
     axes.invert_yaxis()
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28 if len(names) > 1 else -0.4), ncols=4)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28 if len(rows) > 1 else -0.4), ncols=4)
     return figure
 
 

@@ -188,7 +188,7 @@ class ComparedTransfer(NamedTuple):
     planned: float
 
 
-def compare_transfers(mesh: Mesh, device: Device, *, seconds: float = 0.2) -> list[ComparedTransfer]:
+def compare_transfers(mesh: Mesh, device: Device) -> list[ComparedTransfer]:
     """Return measured transfers of two sizes over each axis of a mesh, and their seconds in plans with `device`."""
     found = []
     for axis, n in mesh.axes.items():
@@ -197,7 +197,7 @@ def compare_transfers(mesh: Mesh, device: Device, *, seconds: float = 0.2) -> li
                 kept = nbytes // n if op in ("reduce_scatter", "all_to_all") else 0
                 transfer = Transfer(op, (axis,), torch.float32, nbytes, ranks=n, kept=kept)
                 planned = roofline([Start(transfer, 0, 0), Wait(0, 0)], mesh.axes, device).seconds
-                measured = transfer_seconds(mesh, op, (axis,), nbytes, seconds)
+                measured = transfer_seconds(mesh, op, (axis,), nbytes, 0.2)
                 found.append(ComparedTransfer(op, (axis,), n, nbytes, measured, planned))
     return found
 
@@ -285,17 +285,11 @@ def _loopback(seconds: float) -> tuple[float, float]:
     """Return bytes/s and latency, half of a round trip, of a TCP connection of this machine with itself."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
         far, _ = server.accept()
-        size = 2**20
-        block, into = bytes(size), bytearray(size)
-
-        def receive(n: int, at: socket.socket) -> bool:
-            while n and (got := at.recv_into(into, min(n, size))):
-                n -= got
-            return n == 0
+        block, into = bytes(2**20), bytearray(2**20 - 1)
 
         def echo() -> None:  # a byte for each message: the end of a transfer
-            for length in iter(lambda: far.recv(1), b""):
-                if receive(size - 1 if length == b"\1" else 0, far):
+            for first in iter(lambda: far.recv(1), b""):
+                if first == b"\0" or far.recv_into(into, flags=socket.MSG_WAITALL) == len(into):
                     far.sendall(b"\0")
 
         for end in (near, far):
@@ -313,4 +307,4 @@ def _loopback(seconds: float) -> tuple[float, float]:
         near.shutdown(socket.SHUT_WR)
         thread.join()
         far.close()
-    return size / max(block_trip - trip, 1e-9), trip / 2
+    return len(block) / max(block_trip - trip, 1e-9), trip / 2

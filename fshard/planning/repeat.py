@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from .events import Event, Operation, Start, Wait
 from .memory import Memory, Tensors, parts_and_largest, tensors_at
 from .plan import Plan, line_of, plan_of, plan_together
-from .roofline import roofline
 
 _Label = tuple[int, Any]  # of an event, and its work
 
@@ -95,8 +94,7 @@ class Repeats:
         parts, largest = parts_and_largest(tensors)
         memory = Memory(events[peak].live, peak, line_of(events[peak]), parts,
                         _extended((*arguments, 0), extra, 0), largest=largest)  # fmt: skip
-        time = None if more.device is None else roofline(events, more.mesh, more.device)
-        return plan_of(more.mesh, more.rank, events, memory, more.device, time, more.splits)
+        return plan_together([plan_of(more.mesh, more.rank, events, memory, more.device, more.splits)], ())
 
     def _places(self, extra: int) -> Iterator[_Place]:
         """Yield the events of the plan with `extra` blocks more than the smaller one."""
@@ -137,21 +135,17 @@ def _added(few: Sequence[_Label], more: Sequence[_Label], i: int, j: int) -> lis
     return []
 
 
-def _label(e: Event) -> tuple[Any, Any]:
+def _label(e: Event) -> tuple[Event, tuple[int, ...]]:
     """Return what does not change with the number of blocks, and the work, which rarely does."""
-    match e:
-        case Operation():
-            return (e.name, e.kind, e.dtype, e.where, e.phase, e.flops is None), (e.flops, e.bytes)
-        case Start():
-            return replace(e.transfer, bytes=0, kept=0), e.transfer.bytes
-        case Wait():
-            return None, None
+    numbers = _numbers(e)
+    return _with(e, [0] * len(numbers)), numbers[2:]
 
 
 def _numbers(e: Event) -> tuple[int, ...]:
+    """Return the bytes in use after an event, the number of its transfer, and its work."""
     match e:
         case Operation():
-            return e.live, e.flops or 0, e.bytes
+            return e.live, 0, e.flops or 0, e.bytes
         case Start():
             return e.live, e.number, e.transfer.bytes, e.transfer.kept
         case Wait():
@@ -160,11 +154,11 @@ def _numbers(e: Event) -> tuple[int, ...]:
 
 def _with(e: Event, numbers: Sequence[int]) -> Event:
     """Return an event with other `_numbers`."""
-    live, *rest = numbers
+    live, number, *work = numbers
     match e:
         case Operation():
-            return replace(e, live=live, flops=None if e.flops is None else rest[0], bytes=rest[1])
+            return replace(e, live=live, flops=None if e.flops is None else work[0], bytes=work[1])
         case Start():
-            return Start(replace(e.transfer, bytes=rest[1], kept=rest[2]), rest[0], live)
+            return Start(replace(e.transfer, bytes=work[0], kept=work[1]), number, live)
         case Wait():
-            return Wait(rest[0], live)
+            return Wait(number, live)

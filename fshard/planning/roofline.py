@@ -229,71 +229,59 @@ class _Lanes:
         self.blocked: list[_Meeting] = []  # that it waits for
         self._rank, self._meetings = rank, meetings
         self._exposed: dict[str, float] = {}
-        self._spans: list[Span | tuple[Start, list[_Meeting]]] = []
+        self._transfers: dict[str, float] = {}
+        self._spans: list[Span] = []
         self._times: list[float] = []
 
     def run(self, events: Sequence[Event]) -> Iterator[float]:
         """Yield the time before each transfer that other ranks may meet, and infinity until they have started it."""
-        pending: dict[int, tuple[Transfer, list[_Meeting]]] = {}
+        pending: dict[int, tuple[Start, list[_Meeting]]] = {}
         for event in events:
             match event:
                 case Operation():
                     launch, seconds, counted = _operation_seconds(event, self._meetings.device)
-                    begin = self._start(launch, seconds)
-                    self._compute += begin + seconds - self.now
                     again = 0.2 if event.kind == "attention" and event.phase == "backward" else 0.0
                     counts = event.phase != "recompute" and event.kind in _MODEL
                     self._at_peak += (1 - again) * counted if counts else 0.0
-                    if seconds:
+                    if seconds:  # a program starts them one by one, ahead of a device with a queue
+                        self._launched = (self._launched if self._meetings.device.queued else self.now) + launch
+                        begin = max(self.now, self._launched)
                         self._spans.append(Span(COMPUTE, event.name, begin, begin + seconds, event.where))
-                    self.now = begin + seconds
+                        self._compute += begin + seconds - self.now
+                        self.now = begin + seconds
                 case Start():
                     if self._meetings.apart:
                         yield self.now
-                    found = self._meetings.start(self._rank, event.transfer, self.now)
-                    self._exposed.setdefault("+".join(event.transfer.axes), 0.0)
-                    pending[event.number] = event.transfer, found
-                    self._spans.append((event, found))
+                    pending[event.number] = event, self._meetings.start(self._rank, event.transfer, self.now)
+                    for seconds_of in (self._exposed, self._transfers):
+                        seconds_of.setdefault("+".join(event.transfer.axes), 0.0)
                 case Wait():
                     if event.number in pending:
                         yield from self._wait(*pending.pop(event.number))
             self._times.append(self.now)
-        for transfer, found in pending.values():  # a transfer that nothing waits for ends before the step does
-            yield from self._wait(transfer, found)
+        for start, found in pending.values():  # a transfer that nothing waits for ends before the step does
+            yield from self._wait(start, found)
         self.waits_for = None
 
-    def _start(self, launch: float, seconds: float) -> float:
-        """Return when the next operation starts: a program starts them one by one, ahead of a device with a queue."""
-        if not seconds:
-            return self.now
-        self._launched = (self._launched if self._meetings.device.queued else self.now) + launch
-        return max(self.now, self._launched)
-
-    def _wait(self, transfer: Transfer, found: list[_Meeting]) -> Iterator[float]:
-        self.waits_for, self.blocked = transfer, found
+    def _wait(self, start: Start, found: list[_Meeting]) -> Iterator[float]:
+        t, lane = start.transfer, "+".join(start.transfer.axes)
+        self.waits_for, self.blocked = t, found
         while any(meeting.missing for meeting in found):
             yield math.inf
-        end = max(meeting.end for meeting in found)
-        self._exposed["+".join(transfer.axes)] += max(end - self.now, 0.0)
-        self.now = max(self.now, end)
+        last = max(found, key=lambda meeting: meeting.end)
+        self._spans.append(Span(lane, t.op, last.begin, last.end, t.where, start.number))
+        self._transfers[lane] += last.seconds
+        self._exposed[lane] += max(last.end - self.now, 0.0)
+        self.now = max(self.now, last.end)
 
     def roofline(self, end: float) -> Roofline:
         """Return the time of the rank in a step that ends at `end`."""
-        transfers: dict[str, float] = {}
-        spans: list[Span] = []
-        for span in self._spans:
-            if not isinstance(span, Span):
-                start, found = span
-                last, lane = max(found, key=lambda meeting: meeting.end), "+".join(start.transfer.axes)
-                transfers[lane] = transfers.get(lane, 0.0) + last.seconds
-                span = Span(lane, start.transfer.op, last.begin, last.end, start.transfer.where, start.number)
-            spans.append(span)
         if end > self.now:  # until the other ranks end, too
             over = "+".join(self._meetings.apart)
             self._exposed[over] = self._exposed.get(over, 0.0) + end - self.now
-        spans.sort(key=lambda span: span.start)
-        return Roofline(end, self._compute, self._exposed, transfers, tuple(spans), tuple(self._times), self._at_peak,
-                        self._meetings.device.is_bound)  # fmt: skip
+        spans = sorted(self._spans, key=lambda span: (span.start, math.inf if span.number is None else span.number))
+        return Roofline(end, self._compute, self._exposed, self._transfers, tuple(spans), tuple(self._times),
+                        self._at_peak, self._meetings.device.is_bound)  # fmt: skip
 
 
 def _operation_seconds(operation: Operation, device: Device) -> tuple[float, float, float]:

@@ -16,7 +16,7 @@ from .device import Device
 from .plan import Plan, plan_ranks
 from .reasons import reasons
 from .repeat import Repeats
-from .table import Layout, PlanRow, PlanTable, Task, progress_bar, settings
+from .table import Layout, PlanRow, PlanTable, Task, progress_bar, row_or_error, settings
 from .trust import placed_leaves, unknown_operations, warnings_of
 
 _FEWEST, _MORE = 4, 4  # blocks that are planned, and the most that are added; of fewer none has others around it
@@ -109,8 +109,8 @@ def search(
     task = Task(step_of, device, tokens, headroom, "search")
     counted = blocks if callable(blocks) else lambda **_: None if blocks is None else (blocks, _FEWEST)
     with progress_bar(progress) as advance:
-        found = _Search(task, best, counted, heavier, slower, least or (lambda a, row: (0, 0.0)),
-                        work or (lambda **_: 0.0), advance)  # fmt: skip
+        found = _Search(task, best, counted, heavier or (lambda a, b: 0.0), slower or (lambda a, b: False),
+                        least or (lambda a, row: (0, 0.0)), work or (lambda **_: 0.0), advance)  # fmt: skip
         try:
             found.run(layouts, neighbours or (lambda **_: ()))
         except KeyboardInterrupt:
@@ -122,19 +122,19 @@ def search(
 
 @dataclass
 class _Search:
-    """The rows of a search so far, and what each repeats; layouts that wait for their turn."""
+    """The rows of a search so far, and what they repeat; layouts that wait for their turn."""
 
     task: Task
     best: int
     blocks: Callable[..., Blocks]
-    heavier: Callable[..., float] | None
-    slower: Callable[..., bool] | None
+    heavier: Callable[..., float]
+    slower: Callable[..., bool]
     least: Callable[..., tuple[float, float]]
     work: Callable[..., float]
     advance: Callable[[PlanRow, int], None]
     rows: list[PlanRow] = field(default_factory=list)
-    repeated: list[list[Repeats]] = field(default_factory=list)
-    waiting: list[Layout] = field(default_factory=list)
+    repeats: dict[int, list[Repeats]] = field(default_factory=dict)  # by the places of their rows
+    waiting: list[PlanRow] = field(default_factory=list)  # what each layout needs at least, by the rows of others
     known: int = 0  # layouts that do not wait
     interrupted: bool = False
 
@@ -148,57 +148,106 @@ class _Search:
                     more = list(neighbours(**row.layout))
                     asked += [row.layout, *more]
                     self._screen(more)
-            able = (b.layout for b in self._bounds() if self._may_be_best(b) and self.work(**b.layout) <= left)
-            if (layout := next(able, None)) is None:
+            able = (b for b in self._bounds() if self._may_be_best(b) and self.work(**b.layout) <= left)
+            if (bound := next(able, None)) is None:
                 break
-            self.waiting.remove(layout)
-            self._add(layout)
-            left -= self.work(**layout) if self.rows[-1].seconds else 0
+            self.waiting.remove(bound)
+            self._add(bound.layout)
+            left -= self.work(**bound.layout) if self.rows[-1].seconds else 0
         while missing := [row for row in self._fastest() if row.plan is None]:
             at = next(i for i, row in enumerate(self.rows) if row is missing[0])
-            layout = missing[0].layout
-            try:
-                self.rows[at] = _whole(self.task, layout, self.repeated[at], self.blocks(**layout))
-            except Exception as e:  # of any kind: a function of the user runs
-                self.rows[at] = PlanRow(dict(layout), error=e)
-            self.advance(self.rows[at], len(self.rows) + self.best)
+            self.rows[at] = row = row_or_error(self._whole, missing[0].layout, self.repeats[at])
+            self.waiting = [self._raised(bound, [row]) for bound in self.waiting]
+            self.advance(row, len(self.rows) + self.best)
 
     def _screen(self, layouts: Iterable[Layout]) -> None:
-        new = [x for x in layouts if x not in self.waiting and all(row.layout != x for row in self.rows)]
+        new = [x for x in layouts if all(row.layout != x for row in (*self.waiting, *self.rows))]
         self.known += len(new)
         for layout in new:
-            if any(any(self.least(layout, row)) for row in self.rows):
-                self.waiting.append(layout)
+            bound = self._raised(PlanRow(dict(layout), peak=0, seconds=0.0, limit=self.task.limit), self.rows)
+            if bound.peak or bound.seconds:
+                self.waiting.append(bound)
                 self.known -= 1
             else:
                 self._add(layout)
 
     def _add(self, layout: Layout) -> None:
-        reason = _reason(self.rows, layout, self.heavier, self.slower)
-        row, repeats = PlanRow(dict(layout), note=reason), list[Repeats]()
-        if not reason:
-            try:
-                row, repeats = _screened(self.task, layout, self.blocks(**layout))
-            except Exception as e:  # of any kind, as above
-                row = PlanRow(dict(layout), error=e)
+        reason = self._reason(layout)
+        row = PlanRow(dict(layout), note=reason) if reason else row_or_error(self._screened, layout)
         self.rows.append(row)
-        self.repeated.append(repeats)
+        self.waiting = [self._raised(bound, [row]) for bound in self.waiting]
         self.advance(row, max(self.known, len(self.rows)) + self.best)
+
+    def _reason(self, layout: Layout) -> str:
+        """Return why a layout need not be planned, by the rows before it; an empty text if there is no reason."""
+        for row in self.rows:
+            other = settings(row.layout, [name for name, x in row.layout.items() if layout.get(name) == x])
+            if row.fits is False and row.peak is not None and row.limit is not None:
+                share = self.heavier(layout, row.layout)
+                if share * row.peak > row.limit:
+                    part = f"at least {share:.0%} of the {size(row.peak)} of {other}"
+                    return f"needs {part if share < 1 else f'more than {other}'}, which does not fit"
+            if row.fits and self.slower(layout, row.layout):
+                return f"takes longer than {other}, which fits"
+        return ""
 
     def _fastest(self) -> list[PlanRow]:
         return sorted((row for row in self.rows if row.fits), key=lambda row: row.order)[: self.best]
 
+    # --- plans ---
+
+    def _screened(self, layout: Layout) -> PlanRow:
+        """Return the row of a layout: the reason why it cannot fit, or its numbers, predicted if blocks repeat."""
+        f, args = self.task.step(layout)
+        least, limit = rank_bytes(args, f._in_specs, f.mesh.axes), self.task.limit
+        if limit is not None and least > limit:
+            note = "its arguments alone do not fit"
+            return PlanRow(dict(layout), f.mesh.size, peak=least, limit=limit, note=note)
+        blocks = self.blocks(**layout)
+        if blocks is None or blocks[0] <= blocks[1] + 1:
+            return self.task.row_of(layout, plan_ranks(f, args, self.task.device))
+        return self._predicted(layout, *blocks)
+
+    def _predicted(self, layout: Layout, blocks: int, fewest: int) -> PlanRow:
+        """Return the row of a layout by plans of few blocks; if their events do not repeat, it is planned directly."""
+        few = self.task.plans(layout, blocks=fewest)
+        for n in range(fewest, min(fewest + _MORE, blocks - 1)):
+            more = self.task.plans(layout, blocks=n + 1)
+            found = [Repeats.of(n, a, b) for a, b in zip(few, more, strict=False)]
+            repeats = [r for r in found if r is not None]
+            if len(repeats) == len(few) == len(more):
+                self.repeats[len(self.rows)] = repeats
+                return _row_of(self.task, layout, max(repeats, key=lambda r: r.peak(blocks)), blocks)
+            few = more
+        return self.task.row(layout)
+
+    def _whole(self, layout: Layout, repeats: Sequence[Repeats]) -> PlanRow:
+        """Plan a layout with all blocks: by its repeats, if these give the same plan for two blocks more than a few.
+
+        Of a pipeline, they give the same memory and times.
+        """
+        blocks = self.blocks(**layout)
+        assert blocks is not None
+        n = repeats[0].blocks + 2
+        if n < blocks[0]:
+            pairs = zip([r.plan(n) for r in repeats], self.task.plans(layout, blocks=n), strict=True)
+            if all(a == b or (b.positions and _numbers(a) == _numbers(b)) for a, b in pairs):
+                return self.task.row_of(layout, [r.plan(blocks[0]) for r in repeats])
+        return self.task.row(layout)
+
     # --- layouts that wait ---
 
+    def _raised(self, bound: PlanRow, rows: Iterable[PlanRow]) -> PlanRow:
+        """Return what a layout needs at least, by more rows of others."""
+        for row in rows:
+            peak, seconds = self.least(bound.layout, row)
+            if seconds > (bound.seconds or 0):
+                bound = replace(bound, devices=row.devices, tokens=row.tokens, seconds=seconds)
+            bound = replace(bound, peak=max(bound.peak or 0, int(peak)))
+        return bound
+
     def _bounds(self) -> list[PlanRow]:
-        """Return a row for each layout that waits: what it needs at least, by the rows of others. In order."""
-        bounds = []
-        for layout in self.waiting:
-            peaks, seconds = zip(*[self.least(layout, row) for row in self.rows], strict=True)
-            row = self.rows[seconds.index(max(seconds))]
-            bounds.append(PlanRow(dict(layout), row.devices, peak=int(max(peaks)), seconds=max(seconds),
-                                  tokens=row.tokens, limit=self.task.limit))  # fmt: skip
-        return sorted(bounds, key=lambda b: b.order[:2])
+        return sorted(self.waiting, key=lambda bound: bound.order[:2])
 
     def _may_be_best(self, bound: PlanRow) -> bool:
         return bound.fits is not False and all(bound.cost < row.cost for row in self._fastest()[self.best - 1 :])
@@ -230,83 +279,24 @@ def _fits_nowhere(rows: Sequence[PlanRow], task: Task) -> str:
             "need less")  # fmt: skip
 
 
-def _reason(
-    rows: Sequence[PlanRow], layout: Layout, heavier: Callable[..., float] | None, slower: Callable[..., bool] | None
-) -> str:
-    """Return why a layout need not be planned, by the rows before it; an empty text if there is no reason."""
-    for row in rows:
-        other = settings(row.layout, [name for name, x in row.layout.items() if layout.get(name) == x])
-        if heavier is not None and row.fits is False and row.peak is not None and row.limit is not None:
-            share = heavier(layout, row.layout)
-            if share * row.peak > row.limit:
-                part = f"at least {share:.0%} of the {size(row.peak)} of {other}"
-                return f"needs {part if share < 1 else f'more than {other}'}, which does not fit"
-        if slower is not None and row.fits and slower(layout, row.layout):
-            return f"takes longer than {other}, which fits"
-    return ""
-
-
-def _screened(task: Task, layout: Layout, blocks: Blocks) -> tuple[PlanRow, list[Repeats]]:
-    """Return the row of a layout: the reason why it cannot fit, or its numbers, as `_predicted` does."""
-    f, args = task.step(layout)
-    least = rank_bytes(args, f._in_specs, f.mesh.axes)
-    if task.limit is not None and least > task.limit:
-        note = "its arguments alone do not fit"
-        return PlanRow(dict(layout), f.mesh.size, peak=least, limit=task.limit, note=note), []
-    if blocks is None or blocks[0] <= blocks[1] + 1:
-        return task.row(layout, (f, args)), []
-    return _predicted(task, layout, *blocks)
-
-
-def _predicted(task: Task, layout: Layout, blocks: int, fewest: int) -> tuple[PlanRow, list[Repeats]]:
-    """Return the row of a layout by plans of few blocks, and what these repeat, for each rank that is planned.
-
-    A step whose events do not repeat is planned directly.
-    """
-    few = plan_ranks(*task.step(layout, blocks=fewest), task.device)
-    for n in range(fewest, min(fewest + _MORE, blocks - 1)):
-        more = plan_ranks(*task.step(layout, blocks=n + 1), task.device)
-        found = [Repeats.of(n, a, b) for a, b in zip(few, more, strict=False)]
-        repeats = [r for r in found if r is not None]
-        if len(repeats) == len(few) == len(more):
-            return _row_of(task, layout, max(repeats, key=lambda r: r.peak(blocks)), blocks), repeats
-        few = more
-    return task.row(layout), []
-
-
 def _row_of(task: Task, layout: Layout, repeats: Repeats, blocks: int) -> PlanRow:
     """Return the row of a layout whose time and transfers grow by the same amount with each block."""
     few, more = (task.row_of(layout, [p]) for p in (repeats.few, repeats.more))
 
-    def extend(value: Callable[[PlanRow], float | None]) -> float:
-        a, b = value(few) or 0, value(more) or 0
-        return a + (b - a) * (blocks - repeats.blocks)
+    def extend(few: float | None, more: float | None) -> float:
+        return (few or 0) + ((more or 0) - (few or 0)) * (blocks - repeats.blocks)
 
-    seconds = extend(lambda row: row.seconds)
-    at_peak = extend(lambda row: (row.mfu or 0) * (row.seconds or 0))
-    counts = [unknown_operations(p.events) for p in (repeats.few, repeats.more)]
-    unknown = {key: counts[0][key] + (n - counts[0][key]) * (blocks - repeats.blocks) for key, n in counts[1].items()}
+    seconds = extend(few.seconds, more.seconds)
+    at_peak = extend(*((row.mfu or 0) * (row.seconds or 0) for row in (few, more)))
+    busy = {name: extend(few.busy.get(name), s) for name, s in more.busy.items()}
+    counts, more_counts = (unknown_operations(p.events) for p in (repeats.few, repeats.more))
+    unknown = {text: round(extend(counts[text], n)) for text, n in more_counts.items()}
     warnings = warnings_of(unknown, repeats.more.events, task.device, repeats.more.splits)
-    busy = {name: extend(lambda row, name=name: row.busy.get(name, 0.0)) for name in more.busy}  # type: ignore[misc]
     place = " of each place" if repeats.positions else ""
     return replace(more, plan=None, peak=(peak := repeats.peak(blocks)), warnings=warnings, seconds=seconds, busy=busy,
-                   mfu=at_peak / (seconds or 1), sent=round(extend(lambda row: row.sent)),
+                   mfu=at_peak / (seconds or 1), sent=round(extend(few.sent, more.sent)),
                    grown=max(0, peak - repeats.few.memory.peak),
                    note=f"from {repeats.blocks} and {repeats.blocks + 1} of its {blocks} blocks{place}")  # fmt: skip
-
-
-def _whole(task: Task, layout: Layout, repeats: Sequence[Repeats], blocks: Blocks) -> PlanRow:
-    """Plan a layout with all blocks: by its repeats, if these give the same plan for two blocks more than a few.
-
-    Of a pipeline, they give the same memory and times.
-    """
-    assert blocks is not None
-    n = repeats[0].blocks + 2
-    if n < blocks[0]:
-        pairs = zip([r.plan(n) for r in repeats], plan_ranks(*task.step(layout, blocks=n), task.device), strict=True)
-        if all(a == b or (b.positions and _numbers(a) == _numbers(b)) for a, b in pairs):
-            return task.row_of(layout, [r.plan(blocks[0]) for r in repeats])
-    return task.row(layout)
 
 
 def _numbers(plan: Plan) -> list[Any]:
@@ -315,16 +305,12 @@ def _numbers(plan: Plan) -> list[Any]:
 
 def rank_bytes(leaves: Any, specs: Any, axes: Mapping[str, int]) -> int:
     """Return the bytes of a rank's parts of `placed_leaves` on the device, on the rank with most; ties count once."""
-    pairs = [(x, spec) for _, x, spec in placed_leaves(leaves, specs)]
-    chosen = sorted({a for _, spec in pairs for a in spec.lengths})
+    # Of a tie the first spec counts: later entries of a dict replace earlier ones.
+    unique = {id(x): (x, spec) for _, x, spec in reversed(placed_leaves(leaves, specs))}.values()
+    chosen = sorted({a for _, spec in unique for a in spec.lengths})
     first = dict.fromkeys(axes, 0)  # has the longest parts over axes without chosen lengths
     positions = itertools.product(*(range(axes[a]) for a in chosen))
     ranks = [{**first, **dict(zip(chosen, at, strict=True))} for at in positions]
-    totals, seen = [0] * len(ranks), set()
-    for x, spec in pairs:
-        if id(x) in seen:
-            continue
-        seen.add(id(x))
-        for i, coords in enumerate(ranks if spec.memory == "device" else ()):
-            totals[i] += math.prod(box_shape(local_box(tuple(x.shape), spec, axes, coords))) * x.dtype.itemsize
-    return max(totals)
+    most: int = max(sum(math.prod(box_shape(local_box(tuple(x.shape), spec, axes, coords))) * x.dtype.itemsize
+                        for x, spec in unique if spec.memory == "device") for coords in ranks)  # fmt: skip
+    return most

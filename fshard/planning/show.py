@@ -131,9 +131,9 @@ class _Node:
     itemsize: int = 0
     has_bytes: bool = False  # False for specs, numbers, and leaves that were shown before
     is_floating: bool = True
-    numel: int = 0
+    numel: int = 0  # of one of the `times` equal subtrees, like all numbers
     nbytes: int = 0
-    local: Bytes = 0  # in the memory of each device, of one of the `times` equal subtrees
+    local: Bytes = 0  # in the memory of each device
     host: Bytes = 0  # and in the memory of its host
     name: str = ""
     children: tuple[_Node, ...] = ()
@@ -318,16 +318,11 @@ def _node(name: str, tree_: Any, leaves: Iterator[_Node], fold: bool) -> _Node |
         return replace(next(leaves), name=name)
     values, _, entries, _ = optree.tree_flatten_one_level(tree_)
     made = {e: _node(str(e), v, leaves, fold) for e, v in zip(entries, values, strict=True)}
-    order = (
-        list(tree_) if isinstance(tree_, dict) else list(entries)
-    )  # dicts in the order of insertion: optree sorts keys
-    if all(str(e).isdecimal() for e in order):
-        order.sort(key=int)
+    order = tree_ if isinstance(tree_, dict) else entries  # dicts in the order of insertion: optree sorts keys
     nodes = [node for node in (made[e] for e in order) if node is not None]
-    if isinstance(tree_, dict) and all(isinstance(e, str) for e in order):
+    if isinstance(tree_, dict) and all(isinstance(e, str) for e in tree_):
         nodes = _grouped(nodes, fold)
-    children = _fold(nodes) if fold else nodes
-    return _group(name, children) if children else None
+    return _group(name, nodes, fold) if nodes else None
 
 
 def _grouped(nodes: Sequence[_Node], fold: bool) -> list[_Node]:
@@ -341,22 +336,20 @@ def _grouped(nodes: Sequence[_Node], fold: bool) -> list[_Node]:
         )
     out = []
     for (name, is_dotted), inside in groups.items():
-        if not is_dotted:
-            out += inside
-            continue
-        children = _grouped(inside, fold)
-        if all(c.name.isdecimal() for c in children):
-            children.sort(key=lambda c: int(c.name))
-        out.append(_group(name, _fold(children) if fold else children))
+        out += [_group(name, _grouped(inside, fold), fold)] if is_dotted else inside
     return out
 
 
-def _group(name: str, children: Sequence[_Node]) -> _Node:
+def _group(name: str, nodes: Sequence[_Node], fold: bool) -> _Node:
+    """Make the node of a group: numbered nodes in order, equal ones folded."""
+    if all(node.name.isdecimal() for node in nodes):
+        nodes = sorted(nodes, key=lambda node: int(node.name))
+    children = _fold(nodes) if fold else nodes
     return _Node(
         name=name,
         children=tuple(children),
-        numel=sum(c.numel for c in children),
-        nbytes=sum(c.nbytes for c in children),
+        numel=sum(c.numel * c.times for c in children),
+        nbytes=sum(c.nbytes * c.times for c in children),
         has_bytes=any(c.has_bytes for c in children),
         is_floating=all(c.is_floating for c in children),
         local=sum(c.local * c.times for c in children),
@@ -379,9 +372,8 @@ def _fold(nodes: Sequence[_Node]) -> list[_Node]:
         else:
             same.append(len(rows))
             rows.append((node, [int(node.name)] if node.name.isdecimal() else []))
-    return [replace(node, name=format_runs(sorted(numbers), separator=",", most=4), times=len(numbers),
-                    numel=node.numel * len(numbers), nbytes=node.nbytes * len(numbers)) if len(numbers) > 1 else node
-            for node, numbers in rows]  # fmt: skip
+    return [replace(node, name=format_runs(sorted(numbers), separator=",", most=4), times=len(numbers))
+            if len(numbers) > 1 else node for node, numbers in rows]  # fmt: skip
 
 
 def _merged(a: _Node, b: _Node, numbers: tuple[str, str]) -> _Node | None:
@@ -461,7 +453,7 @@ def _total(root: _Node, sizes: Sizes) -> str:
     total = f"{root.numel:,} {noun}, {size(root.nbytes)}"
     others = [c for c in root.children if c.name != "params" and c.has_bytes]
     if params and others:  # a train state: optimizer states are not parameters
-        count, nbytes = sum(c.numel for c in others), sum(c.nbytes for c in others)
+        count, nbytes = sum(c.numel * c.times for c in others), sum(c.nbytes * c.times for c in others)
         total = (f"{params[0].numel:,} parameters, {size(params[0].nbytes)}, and {count:,} other values "
                  f"({join_limited([c.name for c in others], 4)}), {size(nbytes)}")  # fmt: skip
     if not sizes:
@@ -502,5 +494,5 @@ def _html_row(node: _Node, most: int, times: int = 1) -> Row:
     if not last.has_bytes:
         return Row([*cells, ""], children)
     share = _most(last.local + last.host) * times / most
-    count, nbytes = (times * n // last.times for n in (last.numel, last.nbytes))
-    return Row([*cells, bar(share, f"{100 * share:.3g} %")], children, f"{count:,} elements, {size(nbytes)} in all")
+    hover = f"{times * last.numel:,} elements, {size(times * last.nbytes)} in all"
+    return Row([*cells, bar(share, f"{100 * share:.3g} %")], children, hover)

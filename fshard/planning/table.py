@@ -153,18 +153,17 @@ class PlanTable:
         same = self.same
         least, most = ("≥ ", "≤ ") if self.device is not None and self.device.is_bound else ("", "")
         names = list(dict.fromkeys(name for row in self.rows for name in row.layout if name not in same))
-        columns: dict[str, Callable[[PlanRow], str]] = {
-            "peak": lambda row: "" if row.peak is None else size(row.peak),
-            "memory": lambda row: (
-                "" if row.peak is None or self.device is None else f"{row.peak / self.device.memory:.0%}"
-            ),
-            "sent": lambda row: "" if row.sent is None else size(row.sent),
-            "step": lambda row: "" if row.seconds is None else f"{least}{duration(row.seconds)}",
-            f"{self.unit}/s": lambda row: "" if row.rate is None else f"{most}{three_digits(row.rate)}",
-            "MFU": lambda row: "" if row.mfu is None else f"{most}{row.mfu:.1%}",
-            "": _remark,
+        columns: dict[str, tuple[str, Callable[[Any], str]]] = {  # the number of a row, and its text
+            "peak": ("peak", size),
+            "memory": ("peak", lambda n: f"{n / self.device.memory:.0%}" if self.device else ""),
+            "sent": ("sent", size),
+            "step": ("seconds", lambda seconds: least + duration(seconds)),
+            f"{self.unit}/s": ("rate", lambda rate: most + three_digits(rate)),
+            "MFU": ("mfu", lambda mfu: f"{most}{mfu:.1%}"),
         }
-        texts = {name: [column(row) for row in self.rows] for name, column in columns.items()}
+        texts = {name: ["" if (x := getattr(row, number)) is None else text_of(x) for row in self.rows]
+                 for name, (number, text_of) in columns.items()}  # fmt: skip
+        texts[""] = [_remark(row) for row in self.rows]
         known = {name: column for name, column in texts.items() if any(column)}
         settings = [[text(row.layout.get(name, "")) for name in names] for row in self.rows]
         rows = [cells + [column[i] for column in known.values()] for i, cells in enumerate(settings)]
@@ -244,7 +243,7 @@ def plan_table(
     rows = []
     with progress_bar(progress) as advance:
         for layout in layouts:
-            rows.append(task.row(layout))
+            rows.append(row_or_error(task.row, layout))
             advance(rows[-1], len(layouts))
     return PlanTable(tuple(sorted(rows, key=lambda row: row.order)), device)
 
@@ -268,12 +267,13 @@ class Task:
         """Return the most bytes of a device that a step may use."""
         return None if self.device is None else int(self.device.memory * (1 - self.headroom))
 
-    def row(self, layout: Layout, made: tuple[ShardMapped, tuple[Any, ...]] | None = None) -> PlanRow:
-        """Plan one layout, whose step may be `made` already; return a row, with the error if there is one."""
-        try:
-            return self.row_of(layout, plan_ranks(*(made or self.step(layout)), self.device))
-        except Exception as e:  # of any kind: functions of the user run
-            return PlanRow(dict(layout), error=e)
+    def plans(self, layout: Layout, **more: Any) -> list[Plan]:
+        """Plan the ranks of one layout."""
+        return plan_ranks(*self.step(layout, **more), self.device)
+
+    def row(self, layout: Layout) -> PlanRow:
+        """Plan one layout."""
+        return self.row_of(layout, self.plans(layout))
 
     def row_of(self, layout: Layout, plans: Sequence[Plan]) -> PlanRow:
         """Return the row of a layout with these plans."""
@@ -306,6 +306,14 @@ class Task:
             raise must_be(f"{self.name}: the result of step_of", "a pair (f, args), where fs.shard_map made f", made,
                           fix="return step, (state, batch)")  # fmt: skip
         return made[0], tuple(made[1])
+
+
+def row_or_error(row_of: Callable[..., PlanRow], layout: Layout, *args: Any) -> PlanRow:
+    """Return `row_of(layout, *args)`, or a row with its error."""
+    try:
+        return row_of(layout, *args)
+    except Exception as e:  # of any kind: functions of the user run
+        return PlanRow(dict(layout), error=e)
 
 
 # --- texts ----------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ _READ_IN_PLACE = 3  # channels of images
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cuDNN's
 _GATES = (1, 1, 4, 3)
 RECURRENT = frozenset(_MODES)
+_STEPS = ("_fused_adamw_", "_fused_adam_", "_fused_sgd_")
 
 
 def workspace_of(op: Any, args: Sequence[Any], out: Any, accelerator: bool) -> int | None:
@@ -60,7 +61,12 @@ def workspace_of(op: Any, args: Sequence[Any], out: Any, accelerator: bool) -> i
 
 
 def run_on_shapes(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on fake tensors; recurrent kernels with what they save for backward, which torch leaves out."""
+    """Run an operation on fake tensors; recurrent kernels with what they save for backward, which torch leaves out.
+
+    Kernels of optimizers write in place and allocate nothing: they do not run.
+    """
+    if name_of(op) in _STEPS:
+        return None
     name, shapes = name_of(op), {"_cudnn_rnn": _cudnn_results, "_cudnn_rnn_backward": _cudnn_gradients}
     out = shapes[name](args) if name in shapes else op(*args, **kwargs)
     return (*out[:3], out[3].new_empty(saved_by_lstm(args))) if name == "mkldnn_rnn_layer" else out
