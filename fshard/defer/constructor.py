@@ -34,7 +34,7 @@ from . import graph
 from .functional_module import Apply
 from .graph import Draw, Node, draws, step_name, tensors_in, topological_order
 from .module_leaves import MODULE_ATTRIBUTES, Leaves, Place, leaves_at, places_of
-from .recorder import EAGER, NESTED, GradientHooks, Recorder, recording, recording_error, why_valueless
+from .recorder import EAGER, NESTED, GradientHooks, Recorder, recording, recording_error
 from .references import Outside, Slot, items, reachable
 from .replaced import Replace
 from .replay import Replay, bytes_in_full, is_local
@@ -87,28 +87,27 @@ def defer(
     """
     if in_region():
         raise fail("defer: called inside shard_map, where leaves are local parts", fix="call it outside")
+    recorder = Recorder(budget)
     with contextlib.ExitStack() as during:
         if reference is not None:  # on every kind of device
             during.enter_context(torch.random.fork_rng())
             torch.manual_seed(reference)
         during.enter_context(_seeded(reference or 0))
-        recorder = during.enter_context(recording(budget)) if reference is None else None
+        if reference is None:
+            during.enter_context(recording(recorder))
         module = _construct(constructor)
     places = places_of(module)
     leaves = leaves_at(places)
-    why = why_valueless if recorder is None else recorder.why_unrecorded
     raise_all([fail(f"defer: {name}: {reason[0]}", fix=reason[1]) for named in leaves.values()
-               for name, x in named.items() if (reason := why(x))])  # fmt: skip
+               for name, x in named.items() if (reason := recorder.why_unrecorded(x))])  # fmt: skip
     outside, in_full = Outside(constructor, module), dict[str, int]()
-    if recorder is None:
-        tree = {kind: {name: Deferred(tuple(x.shape), x.dtype, Reference(x.detach(), reference or 0))
+    if reference is None:
+        tree, in_full = _describe(leaves, recorder, budget)
+    else:
+        tree = {kind: {name: Deferred(tuple(x.shape), x.dtype, Reference(x.detach(), reference))
                        for name, x in named.items()} for kind, named in leaves.items()}  # fmt: skip
         outside.made = {name: weakref.ref(x) for named in leaves.values() for name, x in named.items()}
-    else:
-        nodes = {name: recorder.node(x) for named in leaves.values() for name, x in named.items()}
     _release(module, places, recorder, outside)
-    if recorder is not None:
-        tree, in_full = _describe(leaves, nodes, budget)
     return Apply(module, whole=in_full, units=units, replace=replace, outside=outside), tree
 
 
@@ -188,7 +187,7 @@ def _seeded(seed: int) -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | None, outside: Outside) -> None:
+def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder, outside: Outside) -> None:
     """Replace the leaves by tensors on meta, and recorded tensors in attributes and closures by real ones."""
     on_meta: dict[int, Tensor] = {}
     kept: list[Tensor] = []  # so that no id is used again
@@ -213,8 +212,7 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | No
         return storages.get(storage_id(x)) if x.layout is torch.strided else None
 
     def is_replaced(x: Tensor) -> bool:
-        return (id(x) in on_meta or isinstance(x, FakeTensor) or leaf_of(x) is not None
-                or (recorder is not None and recorder.is_recorded(x)))  # fmt: skip
+        return id(x) in on_meta or isinstance(x, FakeTensor) or leaf_of(x) is not None or recorder.is_recorded(x)
 
     def replace(name: str, path: trees.Path, x: Any) -> Any:
         if not isinstance(x, Tensor) or not is_replaced(x) or id(x) in on_meta:
@@ -223,8 +221,6 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | No
         if leaf := leaf_of(x):
             errors.append(fail(f"defer: {label}: is a view of {leaf!r}, and each call has another tensor for that leaf",
                                fix="make the view in forward"))  # fmt: skip
-            return x
-        if recorder is None:
             return x
         if reason := recorder.why_unrecorded(x):
             errors.append(fail(f"defer: {label}: {reason[0]}", fix=reason[1]))
@@ -330,14 +326,14 @@ class Reference:
         return f"reference(seed={self.seed})"
 
 
-def _describe(leaves: Leaves, nodes: Mapping[str, Node], budget: int) -> tuple[Tree, dict[str, int]]:
+def _describe(leaves: Leaves, recorder: Recorder, budget: int) -> tuple[Tree, dict[str, int]]:
     owners: dict[int, tuple[str, int]] = {}  # id of a draw -> (the first leaf computed from it, its number there)
     tree: Tree = {"params": {}, "buffers": {}}
     computed_in_full: dict[str, int] = {}
     errors: list[ShardingError] = []
-    for kind, names in leaves.items():
-        for name in names:
-            node, count = nodes[name], 0
+    for kind, named in leaves.items():
+        for name, x in named.items():
+            node, count = recorder.node(x), 0
             for draw in draws(node):
                 if id(draw) not in owners:
                     owners[id(draw)] = (f"{kind}.{name}", count)

@@ -61,13 +61,12 @@ def why_valueless(x: Tensor) -> tuple[str, str] | None:
 
 
 @contextlib.contextmanager
-def recording(budget: int) -> Iterator[Recorder]:
+def recording(recorder: Recorder) -> Iterator[None]:
     """Record the operations of this thread."""
-    recorder = Recorder(budget)
     fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
     reads: Any = MemoryAccess(recorder)
     with _patched(recorder), fake, recorder, reads:
-        yield recorder
+        yield
 
 
 @dataclass
@@ -149,7 +148,7 @@ class Recorder(OperationMode):  # type: ignore[no-untyped-call]
         return self._storage_of(x) is not None
 
     def _storage_of(self, x: Tensor) -> RecordedStorage | None:
-        return self._storages.get(storage_id(x)) if x.layout is torch.strided else None
+        return self._storages.get(storage_id(x)) if x.layout is torch.strided and not is_lazy(x) else None
 
     def node(self, x: Tensor) -> graph.Node:
         """Return the current value of a tensor. Raises ShardingError if it has none, with the line that executes."""
