@@ -72,9 +72,10 @@ class ModuleCopy:
         self.module, self.places, self._shared = module, places, shared
         objects = list(reachable(module, shared))
         self.references = _references(objects, places)
-        for p in (*places, *self.references):
+        self.slots = (*places, *self.references)
+        for p in self.slots:
             p.holder[p.key] = between_calls[p.leaf]
-        self.units = UnitForwards(module, units, (*places, *self.references), splits)
+        self.units = UnitForwards(module, units, self.slots, splits)
         self.contents = Contents(objects)
         self._unit_contents: dict[str, Contents] = {}
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from fshard.schedule.unshard import Route, placements, routes, unshard
 from fshard.spec import Axis, P, is_spec, matches
 
 from .module_leaves import Named, Place, in_memory_order
-from .stand_ins import Split, in_module, outside_unit, path_to
+from .stand_ins import OutsideUnit, Split, in_module, path_to
 
 Units = str | int | Callable[[str, nn.Module], bool] | Sequence[str] | None
 
@@ -127,9 +128,20 @@ def shapes_of(named: Mapping[str, Any]) -> dict[str, Any]:
 # --- the forward of units -------------------------------------------------------------------------------------
 
 
-Watch = Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[Any]]
 # (unit, its gathered tensors) -> its leaves; without tensors, leaves that are gathered once and kept
 Fill = Callable[[str, Sequence[Tensor] | None], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class RunningUnits:
+    """What the units of one call run by."""
+
+    calls: Any  # `UnitCalls`
+    fill: Fill
+    outside: Named = field(default_factory=dict)  # what the module has of their leaves outside of their forwards
+    keep: Callable[[str], Any] = str  # from a unit's name to a function that repeats its call
+    watch: Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    replaced: list[str] = field(default_factory=list)  # parameters that the forward of a unit has replaced
 
 
 def _with_hooks(m: nn.Module) -> Callable[..., Any]:
@@ -151,21 +163,12 @@ def _with_hooks(m: nn.Module) -> Callable[..., Any]:
 class UnitForwards:
     """The forwards of the units in one copy of a module, which run by the schedule of the call that is running."""
 
-    __slots__ = ("_original", "_places", "_splits", "calls", "fill", "keep", "replaced", "watch")
-
     def __init__(
-        self,
-        module: nn.Module,
-        units: Mapping[str, Sequence[str]],
-        places: Sequence[Place],
+        self, module: nn.Module, units: Mapping[str, Sequence[str]], places: Sequence[Place],
         splits: Mapping[str, Split],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._splits = splits
-        self.calls: Any = None  # None: a call with full leaves
-        self.keep: Callable[[str], Any] = str
-        self.watch: Watch = contextlib.nullcontext
-        self.fill: Any = None  # `Fill`
-        self.replaced: list[str] = []  # parameters that the forward of a unit has replaced
+        self.running: RunningUnits | None = None  # None: a call with full leaves
         self._original: dict[str, Callable[..., Any]] = {}
         by_leaf: dict[str, list[Place]] = {}
         for p in places:
@@ -178,36 +181,37 @@ class UnitForwards:
             m.forward = functools.partial(self._forward, name)
 
     def _forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        if self.calls is None or name not in self.calls.units:
+        running = self.running
+        if running is None or name not in running.calls.units:
             return self._original[name](*args, **kwargs)
-        keep = functools.partial(self.keep, name)
+        run = functools.partial(self.run, running, name)
         if in_transform():
-            return self.run(name, None, args, kwargs)
+            return run(None, args, kwargs)
         try:
-            return self.calls.run(name, functools.partial(self.run, name), args, kwargs, keep)
+            return running.calls.run(name, run, args, kwargs, functools.partial(running.keep, name))
         except RuntimeError as e:
             if any(text in str(e) for text in ("support saved tensor hooks", "invalid python storage")):
                 raise fail(f"unit {name!r} calls a transform of torch.func inside its forward, which cannot trace the "
                            "release of leaves", fix="choose the modules inside it; or units=None") from e  # fmt: skip
             raise
 
-    def run(self, name: str, tensors: Sequence[Tensor] | None, args: Any, kwargs: Any) -> Any:
+    def run(self, running: RunningUnits, name: str, tensors: Sequence[Tensor] | None, args: Any, kwargs: Any) -> Any:
         """Run the forward of a unit with the leaves that these tensors are, or with those that the call keeps."""
         places = self._places[name]
-        given = {ps[0].leaf: x for ps, x in zip(places, self.fill(name, tensors), strict=True)}
+        given = {ps[0].leaf: x for ps, x in zip(places, running.fill(name, tensors), strict=True)}
         leaves = list(in_module(given, self._splits).values())
         outside = [[p.holder[p.key] for p in ps] for ps in places]
         for ps, x in zip(places, leaves, strict=True):
             for p in ps:
                 p.holder[p.key] = x
         try:
-            with self.watch(given):
+            with running.watch(given):
                 return self._original[name](*args, **kwargs)
         finally:
             for ps, xs, leaf in zip(places, outside, leaves, strict=True):
                 for p, x in zip(ps, xs, strict=True):
                     if isinstance(new := p.holder.get(p.key), nn.Parameter) and new is not leaf:
-                        self.replaced.append(p.leaf)
+                        running.replaced.append(p.leaf)
                     p.holder[p.key] = x
 
 
@@ -305,9 +309,13 @@ class UnshardedByUnit(Pure):
                 value = functools.partial(kept, name) if by_size else None
                 if leaf in in_units:
                     memory = memories(x.dtype) if isinstance(x, Tensor) and x.requires_grad else None
-                    placeholders[leaf] = outside_unit(name, leaf, full_leaf, here.device, memory, value)
+                    placeholders[leaf] = OutsideUnit.like(
+                        leaf, full_leaf.shape, full_leaf.dtype, here.device, f" of unit {name}", memory, unit=name,
+                        value=value,
+                    )  # fmt: skip
         calls = UnitCalls(UnitSchedule(here, units, self._options), shards)
-        result = apply.run(full, full_buffers, args, kwargs, calls, placeholders, self._fill(units, params, kept))
+        running = RunningUnits(calls, self._fill(units, params, kept), placeholders)
+        result = apply.run(full, full_buffers, args, kwargs, running)
         calls.end()
         return result
 
