@@ -16,7 +16,7 @@ from fshard._core.operations import written_arguments
 from fshard._core.torch import schema_of, without_modes
 
 from .distributions import MAX_RANDINT_RANGE, distribution_of
-from .graph import Call, Draw, Full, InputSlot, Node, Op, Uninitialized, cast, tensors_in, view, write
+from .graph import Call, Draw, Full, InputSlot, Node, Op, Uninitialized, cast, computed, tensors_in, view, write
 from .replay import is_pointwise
 from .strided_view import Shape, broadcast_view, row_major_strides, strided_view
 
@@ -148,13 +148,7 @@ def fold_constant(node: Op) -> Node:
 # --- draws ----------------------------------------------------------------------------------------------------
 
 
-def drawn_value(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
-    """Return the value of the tensor that an operation draws by a key. None: it cannot be drawn."""
-    value = _drawn_by_position(op, shape, dtype)
-    return generated_value(op, shape, dtype, Draw((), torch.int64, "randint", _SEEDS)) if value is None else value
-
-
-def _drawn_by_position(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
+def drawn_by_position(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
     """Return a value whose elements are each drawn by their position. None: no distribution is known for it."""
     if op.name == "bernoulli":
         p = op.arguments["self"] if op.arguments.get("p") is None else op.arguments["p"]
@@ -183,7 +177,7 @@ def _normal(op: AtenCall, mean: Any, std: Any, shape: Shape, dtype: torch.dtype)
     node: Node = Draw(shape, dtype, "normal", (0.0, 1.0))
     for func, other in ((torch.ops.aten.mul, std), (torch.ops.aten.add, mean)):
         if isinstance(other, Tensor):
-            node = _binary(func.Tensor, node, cast(op.node_of(other), dtype), shape, dtype)
+            node = computed(func.__name__, func.Tensor, shape, dtype, node, cast(op.node_of(other), dtype))
         else:
             node = Op(shape, dtype, Call(func.__name__, func.Scalar, (InputSlot(0), other), {}, (node,)), 0)
     return node
@@ -193,17 +187,12 @@ def _bernoulli(p: Node | float, shape: Shape, dtype: torch.dtype) -> Node:
     if isinstance(p, float):
         return Draw(shape, dtype, "bernoulli", (p,))
     u = Draw(shape, torch.float64, "uniform", (0.0, 1.0))
-    return cast(_binary(torch.ops.aten.lt.Tensor, u, p, shape, torch.bool), dtype)
-
-
-def _binary(func: Any, a: Node, b: Node, shape: Shape, dtype: torch.dtype) -> Op:
-    name = schema_of(func).name.split("::")[-1]
-    return Op(shape, dtype, Call(name, func, (InputSlot(0), InputSlot(1)), {}, (a, b)), 0)
+    return cast(computed("lt", torch.ops.aten.lt.Tensor, shape, torch.bool, u, p), dtype)
 
 
 # --- draws of a torch.Generator -------------------------------------------------------------------------------
 
-_SEEDS = (0, 1 << 32)
+SEEDS = (0, 1 << 32)
 
 
 def explicit_generator(generator: torch.Generator | None) -> torch.Generator | None:
@@ -229,8 +218,7 @@ def generated(
             generator.manual_seed(int(seed))
         return draw(generator, *tensors), generator.get_state()
 
-    slots = tuple(map(InputSlot, range(len(inputs) + 1)))
-    return Op(shape, dtype, Call(name, run, slots, {}, (seed, *inputs)), 0)
+    return computed(name, run, shape, dtype, seed, *inputs)
 
 
 def generated_value(op: AtenCall, shape: Shape, dtype: torch.dtype, seed: Node) -> Op | None:

@@ -20,10 +20,9 @@ from fshard.errors import fail
 from fshard.spec import Axis, describe, part_lengths, part_range
 
 from .draws import Batch, Draws, Features, Probe
-from .probe import Fake, prime_for, probe
+from .probe import fake_like, prime_for, probe
 
-# (maker of fake tensors, arguments, keyword arguments): runs forward on fake leaves
-RunOnFakes = Callable[[Fake, Any, Any], None]
+RunOnFakes = Callable[[Any, Any], None]  # (arguments, keyword arguments): runs forward on fake leaves
 
 
 class BatchRows(NamedTuple):
@@ -113,11 +112,11 @@ def _probed(
         known = split.probed.setdefault(signature, (here, []))
     (count, dims), probes = known
 
-    def run_with(prime: int, fake: Fake) -> None:
+    def run_with(prime: int) -> None:
         sizes = [[prime * (n // max(1, count) or 1) if dims.get(i) == d else n
                   for d, n in enumerate(x.shape)] for i, x in enumerate(xs)]  # fmt: skip
-        fakes = iter([fake(x, size) for x, size in zip(xs, sizes, strict=True)])
-        run(fake, *tree.unflatten(structure, [next(fakes) if isinstance(x, Tensor) else x for x in values]))
+        fakes = iter([fake_like(x, size) for x, size in zip(xs, sizes, strict=True)])
+        run(*tree.unflatten(structure, [next(fakes) if isinstance(x, Tensor) else x for x in values]))
 
     def find() -> Probe:
         prime = prime_for(n for x in (*xs, *leaves) for n in x.shape)

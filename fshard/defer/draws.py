@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +61,15 @@ class Probe:
     failure: ShardingError | None  # of a run that could not go on; only a draw needs to know
 
 
+class SplitDim(NamedTuple):
+    """A dim of a draw of which this rank has a part, from `start` on."""
+
+    dim: int
+    full: int  # size, on all ranks
+    start: int
+    axes: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Batch:
     """Part of the examples of a batch that this rank has: `count` from `start` on, of `total`, over mesh `axes`."""
@@ -70,6 +79,9 @@ class Batch:
     count: int
     total: int
     dim: int | None = None  # of the examples in every draw, if no probe finds it
+
+    def split(self, x: Examples) -> SplitDim:
+        return SplitDim(x.dim, x.each * self.total, x.each * self.start, self.axes)
 
 
 @dataclass(frozen=True)
@@ -214,72 +226,60 @@ class Draws(OperationMode):  # type: ignore[no-untyped-call]
                 out = bernoulli_box(key, full, box, p=args[0], device=device).to(dtype)
             else:
                 out = draw_box(distribution, args, key, full, box, dtype, device)
-        if types is not None and self.batch is not None:
-            types.set_draw_type(out, op, self.key, axes, shared=self.batch.axes)
-        elif types is not None:
-            types.set_draw_type(out, op, self.key, ())
+        if types is not None:
+            types.set_draw_type(out, op, self.key, axes, shared=() if self.batch is None else self.batch.axes)
         if self.probes is not None and not axes and out.numel() == 1:
             self._drawn[out] = None
         return out
 
     def _part(self, op: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Box, tuple[str, ...]]:
         """Return the global shape of a draw, this rank's box of it, and the axes that split it."""
-        if self.batch is None:
-            return shape, full_box(shape), ()
-        full, box = list(shape), list(full_box(shape))
-        axes: tuple[str, ...] = ()
-        if self.probes is None:
-            examples = self._stated(op, shape, self.batch)
-        else:
-            examples, split = self._found(op, shape)
-            for dim, (n, over) in split.items():
-                start, length = over.part(n)
-                full[dim], box[dim], axes = n, slice(start, start + length), (*axes, *over.axes)
-        if examples is not None:
-            n = examples.each
-            full[examples.dim] = n * self.batch.total
-            box[examples.dim] = slice(n * self.batch.start, n * (self.batch.start + self.batch.count))
-            axes = (*self.batch.axes, *axes)
-        return tuple(full), tuple(box), axes
+        full, box, axes = list(shape), list(full_box(shape)), list[str]()
+        for split in self._splits(op, shape):
+            full[split.dim], box[split.dim] = split.full, slice(split.start, split.start + shape[split.dim])
+            axes += split.axes
+        return tuple(full), tuple(box), tuple(axes)
 
-    def _found(self, op: str, shape: tuple[int, ...]) -> tuple[Examples | None, dict[int, tuple[int, Features]]]:
-        """Return the dim of the examples that the probe found, and the (size, axes) of each dim of split features."""
-        assert self.batch is not None
+    def _splits(self, op: str, shape: tuple[int, ...]) -> list[SplitDim]:
+        """Return the dims of a draw of local `shape` of which this rank has a part."""
+        if self.batch is None:
+            return []
+        if self.probes is None:
+            return self._stated(op, shape, self.batch)
         probe = self._probe()
         if probe.failure is not None:
             raise probe.failure
         last = len(probe.draws) if not self.batch.count else self.number + 1  # torch may draw nothing for no examples
         for number, drawn in enumerate(probe.draws[self.number : last], self.number):
-            expected = list(drawn.shape)
-            if drawn.examples:
-                expected[drawn.examples.dim] = drawn.examples.each * self.batch.count
-            split = self._split(op, shape, expected, drawn.examples)
-            if op == drawn.op and split is not None:
+            found = self._splits_from(drawn, shape, self.batch)
+            if op == drawn.op and found is not None:
                 self.number = number
-                return drawn.examples, split
-        found = [f"{drawn.op} of {list(drawn.shape)}" for drawn in probe.draws[self.number : self.number + 1]]
-        raise self._unexpected(f"draw {self.number} is {op} of {list(shape)}", found[0] if found else "there is none")
+                return found
+        there = [f"{drawn.op} of {list(drawn.shape)}" for drawn in probe.draws[self.number : self.number + 1]]
+        raise self._unexpected(f"draw {self.number} is {op} of {list(shape)}", there[0] if there else "there is none")
 
-    def _split(
-        self, op: str, shape: tuple[int, ...], expected: Sequence[int], examples: Examples | None
-    ) -> dict[int, tuple[int, Features]] | None:
-        """Return the (size, axes) of each dim whose part `shape` has; None if it is another shape."""
-        out: dict[int, tuple[int, Features]] = {}
-        if len(shape) != len(expected):
+    def _splits_from(self, drawn: Drawn, shape: tuple[int, ...], batch: Batch) -> list[SplitDim] | None:
+        """Return the dims of which `shape` has a part of a draw that a probe found; None if it is another shape."""
+        if len(shape) != len(drawn.shape):
             return None
-        for dim, (n, full) in enumerate(zip(shape, expected, strict=True)):
-            over = [f for f in self.features if n != full and f.split(dim, len(shape), full, n)]
-            if n != full and (len(over) != 1 or op == "randperm" or (examples and dim == examples.dim)):
-                return None
-            if n != full:
-                out[dim] = full, over[0]
+        out = []
+        for dim, (n, full) in enumerate(zip(shape, drawn.shape, strict=True)):
+            if drawn.examples is not None and dim == drawn.examples.dim:
+                if n != drawn.examples.each * batch.count:
+                    return None
+                out.append(batch.split(drawn.examples))
+            elif n != full:
+                over = [f for f in self.features if f.split(dim, len(shape), full, n)]
+                if len(over) != 1 or drawn.op == "randperm":
+                    return None
+                out.append(SplitDim(dim, full, over[0].part(full)[0], over[0].axes))
         return out
 
-    def _stated(self, op: str, shape: tuple[int, ...], batch: Batch) -> Examples | None:
+    def _stated(self, op: str, shape: tuple[int, ...], batch: Batch) -> list[SplitDim]:
         """Return the dim that was given as the dim of the examples."""
         dim = batch.dim or 0
         if not shape:
-            return None
+            return []
         n = shape[dim] if -len(shape) <= dim < len(shape) else None
         if n is None or (n % batch.count if batch.count else n):
             what = "no such dim" if n is None else f"{n} entries, of {batch.count} examples"
@@ -287,7 +287,7 @@ class Draws(OperationMode):  # type: ignore[no-untyped-call]
                              "a draw for some of the examples at a time is not the same on every mesh",
                              fix="draws_over(axis), without probe=False, finds the dim of each draw; or a rate of 0"
                              )  # fmt: skip
-        return Examples(dim % len(shape), n // max(1, batch.count))
+        return [batch.split(Examples(dim % len(shape), n // max(1, batch.count)))]
 
 
 # --- the operations ---------------------------------------------------------------------------------------------
@@ -305,17 +305,20 @@ def rule_of(func: Any) -> Rule | None:
     return _refuse if out_variant else _RULES.get(schema.name.split("::")[-1], _refuse)
 
 
+_REFUSED = {  # a part of an operation's name -> how it draws, and a fix
+    "attention": ("its dropout inside a fused kernel, where key= cannot reach it",
+                  ("with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): around the call; or, for models of "
+                   'Hugging Face, attn_implementation="eager"')),
+    "rnn": ("its dropout inside a kernel, where key= cannot reach it",
+            "with torch.backends.cudnn.flags(enabled=False): around the call"),
+    "": ("in a way that key= cannot replace",
+         "draw by torch.rand, torch.randn, torch.randint, torch.bernoulli or dropout; apply.eval() draws nothing"),
+}  # fmt: skip
+
+
 def _refuse(draws: Draws, name: str, values: Values) -> Any:
-    if "attention" in name:
-        raise draw_error(f"{draws.name}: {name} draws its dropout inside a fused kernel, where key= cannot reach it",
-                         fix="with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): around the call; or, for models of "
-                         'Hugging Face, attn_implementation="eager"')  # fmt: skip
-    if "rnn" in name:
-        raise draw_error(f"{draws.name}: {name} draws its dropout inside a kernel, where key= cannot reach it",
-                         fix="with torch.backends.cudnn.flags(enabled=False): around the call")  # fmt: skip
-    raise draw_error(f"{draws.name}: {name} draws in a way that key= cannot replace",
-                     fix="draw by torch.rand, torch.randn, torch.randint, torch.bernoulli or dropout; "
-                     "apply.eval() draws nothing")  # fmt: skip
+    how, fix = next(refused for part, refused in _REFUSED.items() if part in name)
+    raise draw_error(f"{draws.name}: {name} draws {how}", fix=fix)
 
 
 def _bernoulli(draws: Draws, name: str, v: Values) -> Tensor:

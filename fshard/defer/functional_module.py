@@ -33,7 +33,7 @@ from .batch_statistics import UNSET, BatchStatistics, without_process_group
 from .draws import Draws
 from .module_copy import ModuleCopy, copy_module
 from .module_leaves import Named, in_memory_order, leaves_at, memory_orders, places_of, tensors_of
-from .probe import Fake
+from .probe import fake_like
 from .references import Outside, Seen, reachable
 from .replaced import Replace, Replaced
 from .stand_ins import BetweenCalls, adapted_as, detached, in_module
@@ -396,13 +396,13 @@ class Apply(Pure):
             return True
         return any(x.requires_grad for x in tree.leaves(arguments) if isinstance(x, Tensor))
 
-    def _run_on_fakes(self, params: Named, buffers: Named, fake: Fake, args: Any, kwargs: Any) -> None:
+    def _run_on_fakes(self, params: Named, buffers: Named, args: Any, kwargs: Any) -> None:
         """Run forward on fake tensors with the shapes of these leaves, unsharded."""
         mine = self._take_copy()
         self._replaced.remove(mine.module)
         for p in mine.slots:
             x, split = (params if p.kind == "params" else buffers)[p.leaf], self._replaced.splits.get(p.leaf)
-            p.holder[p.key] = fake(x, x.shape if split is None else split.shape)
+            p.holder[p.key] = fake_like(x, x.shape if split is None else split.shape)
         mine.module(*args, **kwargs)
         mine.contents.restore()
         self._give_back(mine)

@@ -123,6 +123,12 @@ class Op(Node):
     output: int
 
 
+def computed(name: str, func: Callable[..., Any], shape: Shape, dtype: torch.dtype, *inputs: Node) -> Op:
+    """Return the value of `func(*inputs)`."""
+    slots = tuple(map(InputSlot, range(len(inputs))))
+    return Op(shape, dtype, Call(name, func, slots, {}, inputs), 0)
+
+
 def tensors_in(x: Any) -> list[Tensor]:
     return [y for y in tree.leaves(x) if isinstance(y, Tensor)]
 

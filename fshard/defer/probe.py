@@ -148,11 +148,13 @@ def prime_for(sizes: Iterator[int]) -> int:
     return next(n for n in primes if all(m % n for m in known))
 
 
-Fake = Callable[[Tensor, Sequence[int]], Tensor]  # a fake tensor like a real one, of another shape
+def fake_like(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return a tensor like another one, of another shape: in a probe a fake one."""
+    return torch.empty(tuple(sizes), dtype=x.dtype, device=x.device)
 
 
-def probe(name: str, key: Tensor, prime: int, run: Callable[[Fake], Any]) -> Probe:
-    """Find the draws of forward, which `run` runs on tensors that it makes by a `Fake`, with `prime` examples."""
+def probe(name: str, key: Tensor, prime: int, run: Callable[[], Any]) -> Probe:
+    """Find the draws of forward, which `run` runs on tensors that it makes by `fake_like`, with `prime` examples."""
     before = _numpy_state()
     found = _probe_once(name, key, prime, run)
     if not _same(before, _numpy_state()):
@@ -160,15 +162,12 @@ def probe(name: str, key: Tensor, prime: int, run: Callable[[Fake], Any]) -> Pro
     return found
 
 
-def _probe_once(name: str, key: Tensor, prime: int, run: Callable[[Fake], Any], of_numpy: bool = False) -> Probe:
+def _probe_once(name: str, key: Tensor, prime: int, run: Callable[[], Any], of_numpy: bool = False) -> Probe:
     fakes: Any = FakeTensorMode(allow_non_fake_inputs=True)
     mode = _ProbingDraws(name, key, prime)
     foreign: list[ShardingError] = []
     failure: ShardingError | None = None
     before = _numpy_state()
-
-    def fake(x: Tensor, sizes: Sequence[int]) -> Tensor:
-        return torch.empty(tuple(sizes), dtype=x.dtype, device=x.device)
 
     def watch(frame: FrameType, event: str, arg: Any) -> None:
         if event == "c_call" and isinstance(getattr(arg, "__self__", None), random.Random):
@@ -181,7 +180,7 @@ def _probe_once(name: str, key: Tensor, prime: int, run: Callable[[Fake], Any], 
          torch.no_grad(), fakes, mode:  # fmt: skip
         sys.setprofile(watch)
         try:
-            run(fake)
+            run()
         except ShardingError:
             raise
         except Exception as e:

@@ -99,8 +99,7 @@ class RecordedStorage:
         if found is not None:
             return graph.view(graph.reshape(self.value, found[0]), found[1])
         alias = self._alias(x)
-        call = graph.Call("as_strided", lambda base: alias(base)[1], (graph.InputSlot(0),), {}, (self.value,))
-        return graph.Op(shape, x.dtype, call, 0)
+        return graph.computed("as_strided", lambda base: alias(base)[1], shape, x.dtype, self.value)
 
     def write(self, x: Tensor, value: graph.Node) -> None:
         if x.numel() == 0:
@@ -116,8 +115,7 @@ class RecordedStorage:
             part.copy_(new)
             return base
 
-        call = graph.Call("write as_strided", put, (graph.InputSlot(0), graph.InputSlot(1)), {}, (old, value))
-        self.value = graph.Op(old.shape, old.dtype, call, 0)
+        self.value = graph.computed("write as_strided", put, old.shape, old.dtype, old, value)
 
     def _alias(self, x: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """Return a function from the full value to (a copy of it, the view of this copy with the place of `x`)."""
@@ -317,14 +315,15 @@ class Recorder(OperationMode):  # type: ignore[no-untyped-call]
 
     def _drawn(self, op: AtenCall, shape: Shape, dtype: torch.dtype) -> graph.Node:
         """Return the value that an operation draws: by the leaf's key, or exactly as a generator that it is passed."""
-        if op.generator is None:
-            value = aten_rules.drawn_value(op, shape, dtype)
-        else:
-            value = aten_rules.generated_value(op, shape, dtype, graph.constant(op.generator.get_state()))
-            if value is not None:
-                self.advance(op.generator, value, f"{op.name}(generator=)")
+        if op.generator is None and (drawn := aten_rules.drawn_by_position(op, shape, dtype)) is not None:
+            return drawn
+        seed = (graph.Draw((), torch.int64, "randint", aten_rules.SEEDS) if op.generator is None else
+                graph.constant(op.generator.get_state()))  # fmt: skip
+        value = aten_rules.generated_value(op, shape, dtype, seed)
         if value is None:
             raise _no_distribution(op)
+        if op.generator is not None:
+            self.advance(op.generator, value, f"{op.name}(generator=)")
         return value
 
     def advance(self, generator: torch.Generator, value: graph.Op, what: str) -> None:
@@ -371,8 +370,8 @@ def _lazily_negated(x: Tensor, value: graph.Node) -> graph.Node:
     """Turn the value of memory into the value of a tensor, or the reverse: torch conjugates and negates lazily."""
     for lazy, op in ((x.is_conj(), torch.ops.aten.conj_physical), (x.is_neg(), torch.ops.aten.neg)):
         if lazy:
-            call = graph.Call(op.__name__, op.default, (graph.InputSlot(0),), {}, (value,))
-            value = aten_rules.fold_constant(graph.Op(value.shape, value.dtype, call, 0))
+            value = graph.computed(op.__name__, op.default, value.shape, value.dtype, value)
+            value = aten_rules.fold_constant(value)
     return value
 
 

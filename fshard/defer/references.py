@@ -44,24 +44,9 @@ def reachable(
         yield x
         if isinstance(x, Tensor) or (isinstance(x, FunctionType) and (not closures or _is_global(x))):
             continue
-        if isinstance(x, Mapping):
-            pending += x.values()
-        elif isinstance(x, (list, tuple, set, frozenset, deque)):
-            pending.extend(iter(x))  # `+=` would call the `__len__` of a subclass, and e3nn's raises
-        elif isinstance(x, type):
-            pending += vars(x).values()
-        elif isinstance(x, MethodType):
-            pending.append(x.__self__)
-            if not _is_of_class(x):
-                pending.append(x.__func__)
-        elif isinstance(x, BuiltinMethodType):
-            pending.append(x.__self__)
-        elif isinstance(x, functools.partial):
-            pending += [x.func, *x.args, x.keywords]
-        elif isinstance(x, FunctionType):
-            pending += [x.__closure__, x.__defaults__, x.__kwdefaults__]
-        elif isinstance(x, CellType):
-            pending.append(contents_of(x))
+        of = next((of for kind, of in _CONTENTS.items() if isinstance(x, kind)), None)
+        if of is not None:
+            pending.extend(iter(of(x)))  # `+=` would call the `__len__` of a subclass, and e3nn's raises
         if hasattr(x, "__dict__") and not isinstance(x, type):
             pending.append(x.__dict__)
 
@@ -84,6 +69,18 @@ def contents_of(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return None
+
+
+_CONTENTS: dict[Any, Callable[[Any], Iterable[Any]]] = {  # the objects that an object of a class has
+    Mapping: lambda x: x.values(),
+    (list, tuple, set, frozenset, deque): lambda x: x,
+    type: lambda x: vars(x).values(),
+    MethodType: lambda x: (x.__self__,) if _is_of_class(x) else (x.__self__, x.__func__),
+    BuiltinMethodType: lambda x: (x.__self__,),
+    functools.partial: lambda x: (x.func, *x.args, x.keywords),
+    FunctionType: lambda x: (x.__closure__, x.__defaults__, x.__kwdefaults__),
+    CellType: lambda x: (contents_of(x),),
+}
 
 
 class Slot:
