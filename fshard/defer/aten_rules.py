@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._core.operations import written_arguments
+from fshard._core.operations import tensors_in, written_arguments
 from fshard._core.torch import schema_of, without_modes
 
 from .distributions import MAX_RANDINT_RANGE, distribution_of
-from .graph import Call, Draw, Full, InputSlot, Node, Op, Uninitialized, cast, computed, tensors_in, view, write
+from .graph import Call, Draw, Full, InputSlot, Node, Op, Uninitialized, cast, computed, view, write
 from .replay import is_pointwise
 from .strided_view import Shape, broadcast_view, row_major_strides, strided_view
 
@@ -46,29 +46,23 @@ class AtenCall:
     def arguments(self) -> Values:
         return values_of(self.func, self.args, self.kwargs)
 
+    @property
+    def inputs(self) -> list[Tensor]:
+        return list({id(x): x for x in tensors_in(self.args, self.kwargs)}.values())
+
     def call(self) -> Call:
         """Return the call with nodes in place of tensors."""
-        slots: dict[int, InputSlot] = {}
-        inputs: list[Node] = []
-
-        def replace(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            if id(x) not in slots:
-                slots[id(x)] = InputSlot(len(inputs))
-                inputs.append(self.node_of(x))
-            return slots[id(x)]
-
-        args, kwargs = tree.map(replace, self.args), tree.map(replace, self.kwargs)
+        slots = {id(x): InputSlot(i) for i, x in enumerate(self.inputs)}
+        args, kwargs = tree.map(lambda x: slots.get(id(x), x), (self.args, self.kwargs))
         kwargs.pop("pin_memory", None)
-        return Call(self.full_name, self.func, args, kwargs, tuple(inputs))
+        return Call(self.full_name, self.func, args, kwargs, tuple(map(self.node_of, self.inputs)))
 
 
 def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that an operation writes to, by its schema."""
     if schema_of(func).name == "aten::native_batch_norm":  # the running statistics are not in its schema
         return [x for x in args[3:5] if isinstance(x, Tensor) and args[5]]
-    return tensors_in([args[i] if i < len(args) else kwargs.get(a.name) for i, a in written_arguments(func)])
+    return tensors_in(*(args[i] if i < len(args) else kwargs.get(a.name) for i, a in written_arguments(func)))
 
 
 # --- tensors that an operation allocates or overwrites --------------------------------------------------------

@@ -32,7 +32,7 @@ from fshard.spec import Box, describe
 
 from . import graph
 from .functional_module import Apply
-from .graph import Draw, Node, draws, step_name, tensors_in, topological_order
+from .graph import Draw, Node, draws, step_name, topological_order
 from .module_leaves import MODULE_ATTRIBUTES, Leaves, Place, leaves_at, places_of
 from .recorder import EAGER, NESTED, GradientHooks, Recorder, recording, recording_error
 from .references import Outside, Slot, items, reachable
@@ -210,11 +210,12 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder, out
     def leaf_of(x: Tensor) -> str | None:
         return storages.get(storage_id(x)) if x.layout is torch.strided else None
 
-    def is_replaced(x: Tensor) -> bool:
-        return x in on_meta or isinstance(x, FakeTensor) or leaf_of(x) is not None or recorder.is_recorded(x)
+    def is_replaced(x: Any) -> bool:
+        return isinstance(x, Tensor) and (x in on_meta or isinstance(x, FakeTensor) or leaf_of(x) is not None
+                                          or recorder.is_recorded(x))  # fmt: skip
 
     def replace(name: str, path: trees.Path, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not is_replaced(x):
+        if not is_replaced(x):
             return x
         if x in on_meta:
             return on_meta[x]
@@ -247,7 +248,7 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder, out
             slots += [(name, Slot(holder, key)) for holder in (x, named) for key, _ in items(holder)]
     for name, slot in slots:
         x = slot[None]
-        if slot.key not in MODULE_ATTRIBUTES and any(map(is_replaced, tensors_in(x))):  # others keep their containers
+        if slot.key not in MODULE_ATTRIBUTES and any(map(is_replaced, trees.leaves(x))):  # others keep their containers
             slot[None] = _in_place(x, trees.map_with_path(functools.partial(replace, name), x))
     raise_all(errors)
     for place in places:

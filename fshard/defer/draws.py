@@ -36,20 +36,13 @@ def draw_error(what: str, *notes: str, fix: str, **facts: object) -> ShardingErr
 
 
 @dataclass(frozen=True)
-class Examples:
-    """The dim of a drawn tensor that has the examples, `each` entries for one."""
-
-    dim: int
-    each: int
-
-
-@dataclass(frozen=True)
 class Drawn:
-    """One draw of a probe: its shape, with a prime number of examples, and the dim of these; None if no dim has."""
+    """One draw of a probe: its shape, with a prime number of examples, and the dim that has them."""
 
     op: str
     shape: tuple[int, ...]
-    examples: Examples | None
+    dim: int | None  # None: no dim has examples
+    each: int  # entries of one example in that dim
 
 
 @dataclass(frozen=True)
@@ -80,8 +73,9 @@ class Batch:
     total: int
     dim: int | None = None  # of the examples in every draw, if no probe finds it
 
-    def split(self, x: Examples) -> SplitDim:
-        return SplitDim(x.dim, x.each * self.total, x.each * self.start, self.axes)
+    def split(self, dim: int, each: int) -> SplitDim:
+        """Return this rank's part of a dim that has `each` entries for an example."""
+        return SplitDim(dim, each * self.total, each * self.start, self.axes)
 
 
 @dataclass(frozen=True)
@@ -93,18 +87,15 @@ class Features:
     coords: tuple[int, ...]
     numbers: frozenset[int]  # of the features, of each dim of a parameter that the axes split
 
-    def split(self, dim: int, ndim: int, full: int, part: int) -> bool:
-        """Return whether `part` is this rank's size of a dim with features, or with heads of them.
+    def split(self, dim: int, ndim: int, full: int, size: int) -> SplitDim | None:
+        """Return this rank's part of a dim with features, or with heads of them; None if `size` is not its size.
 
         A dim where they are flattened with others may have that size too, but a rank's part of it is not a range: dim 0
         of several is [B*heads], and another product divides no number of features, as a rule.
         """
         is_features = (dim > 0 or ndim == 1) and any(n % max(1, full) == 0 for n in self.numbers)
-        return is_features and self.part(full)[1] == part
-
-    def part(self, n: int) -> tuple[int, int]:
-        """Return (start, length) of this rank's part of n features."""
-        return part_range(n, self.sizes, self.coords)
+        start, length = part_range(full, self.sizes, self.coords)
+        return SplitDim(dim, full, start, self.axes) if is_features and length == size else None
 
 
 # --- the mode ---------------------------------------------------------------------------------------------------
@@ -264,15 +255,15 @@ class Draws(OperationMode):  # type: ignore[no-untyped-call]
             return None
         out = []
         for dim, (n, full) in enumerate(zip(shape, drawn.shape, strict=True)):
-            if drawn.examples is not None and dim == drawn.examples.dim:
-                if n != drawn.examples.each * batch.count:
-                    return None
-                out.append(batch.split(drawn.examples))
+            if dim == drawn.dim:
+                found = [batch.split(dim, drawn.each)] if n == drawn.each * batch.count else []
             elif n != full:
-                over = [f for f in self.features if f.split(dim, len(shape), full, n)]
-                if len(over) != 1 or drawn.op == "randperm":
-                    return None
-                out.append(SplitDim(dim, full, over[0].part(full)[0], over[0].axes))
+                found = [part for f in self.features if (part := f.split(dim, len(shape), full, n)) is not None]
+            else:
+                continue
+            if len(found) != 1 or drawn.op == "randperm":
+                return None
+            out += found
         return out
 
     def _stated(self, op: str, shape: tuple[int, ...], batch: Batch) -> list[SplitDim]:
@@ -287,7 +278,7 @@ class Draws(OperationMode):  # type: ignore[no-untyped-call]
                              "a draw for some of the examples at a time is not the same on every mesh",
                              fix="draws_over(axis), without probe=False, finds the dim of each draw; or a rate of 0"
                              )  # fmt: skip
-        return [batch.split(Examples(dim % len(shape), n // max(1, batch.count)))]
+        return [batch.split(dim % len(shape), n // max(1, batch.count))]
 
 
 # --- the operations ---------------------------------------------------------------------------------------------

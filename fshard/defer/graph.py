@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard._core.operations import tensors_in
 
 from .strided_view import Shape, StridedView
 
@@ -127,10 +128,6 @@ def computed(name: str, func: Callable[..., Any], shape: Shape, dtype: torch.dty
     """Return the value of `func(*inputs)`."""
     slots = tuple(map(InputSlot, range(len(inputs))))
     return Op(shape, dtype, Call(name, func, slots, {}, inputs), 0)
-
-
-def tensors_in(x: Any) -> list[Tensor]:
-    return [y for y in tree.leaves(x) if isinstance(y, Tensor)]
 
 
 # --- questions about a graph ----------------------------------------------------------------------------------

@@ -25,17 +25,15 @@ class Contents:
         containers: list[Any] = [x for x in objects if isinstance(x, (dict, list, set))]
         self._cells = [(x, contents_of(x)) for x in objects if isinstance(x, CellType)]
         self._empty = [x for x in containers if not x]  # nearly all: dicts of hooks
-        self._contents = [(x, copy.copy(x)) for x in containers if x]
-        self._before = {id(x): before for x, before in self._contents}
+        self._contents = {id(x): (x, copy.copy(x)) for x in containers if x}
 
     def is_changed(self, x: Any) -> bool:
         """Return whether a container that was there has other contents."""
-        before = self._before.get(id(x))
-        return bool(x) if before is None else not _same_objects(x, before)
+        return not _same_objects(*self._contents[id(x)]) if id(x) in self._contents else bool(x)
 
     def changed_attributes(self, m: nn.Module) -> dict[str, Any]:
         """Return the attributes of a module that were assigned, or whose contents were changed; no functions."""
-        before = self._before.get(id(vars(m)), vars(m))
+        _, before = self._contents.get(id(vars(m)), (m, vars(m)))
         out: dict[str, Any] = {}
         for name, x in vars(m).items():
             if name not in before or x is not before[name]:
@@ -49,7 +47,7 @@ class Contents:
         if any(map(len, self._empty)):
             for x in self._empty:
                 x.clear()
-        for x, before in self._contents:
+        for x, before in self._contents.values():
             if not _same_objects(x, before):
                 x.clear()
                 x.extend(before) if isinstance(x, list) else x.update(before)

@@ -29,7 +29,7 @@ from fshard.spec import full_box, short_dtype
 
 from .aten_rules import values_of
 from .distributions import draw_box
-from .draws import Drawn, Draws, Examples, Probe, draw_error, rule_of
+from .draws import Drawn, Draws, Probe, draw_error, rule_of
 
 _REORDER = {"index", "index_select", "gather", "sort", "argsort", "topk", "flip", "roll"}
 
@@ -128,8 +128,8 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
                              fix="choose within each example")  # fmt: skip
         if like is not None and self._factor(like) != 1:
             raise self._interleaved(f"{op} of", like)
-        examples = Examples(dims[0], shape[dims[0]] // self.prime) if dims else None
-        self.found.append(Drawn(op, tuple(shape), examples))
+        dim = dims[0] if dims else None
+        self.found.append(Drawn(op, tuple(shape), dim, 0 if dim is None else shape[dim] // self.prime))
         if not dims and out.numel() == 1:
             with without_modes():
                 key = fold_in(self.key, self.number)

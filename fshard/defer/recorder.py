@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fshard import tree
 from fshard._core.callsite import place_and_source, site
-from fshard._core.operations import OperationMode
+from fshard._core.operations import OperationMode, tensors_in
 from fshard._core.torch import FakeTensor, FakeTensorMode, replace_trunc_normal, schema_of, storage_id, without_modes
 from fshard.errors import ShardingError, fail
 from fshard.spec import full_box
@@ -216,7 +216,7 @@ class Recorder(OperationMode):  # type: ignore[no-untyped-call]
         kwargs = dict(kwargs)
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        tensors = graph.tensors_in((args, kwargs))
+        tensors = tensors_in(args, kwargs)
         is_draw = torch.Tag.nondeterministic_seeded in func.tags
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")  # the mesh decides the device
@@ -266,19 +266,16 @@ class Recorder(OperationMode):  # type: ignore[no-untyped-call]
             return target
         if is_draw:
             raise _no_distribution(op)
-        call = op.call()
-        pairs = zip(tree.leaves((op.args, op.kwargs)), tree.leaves((call.args, call.kwargs)), strict=False)
-        slots = {id(x): y.index for x, y in pairs if isinstance(y, graph.InputSlot)}
-        results = graph.tensors_in(out := _run(op))
-        aliased = [r.alias_info is not None for r in schema_of(op.func).returns]
-        for i, (x, is_target) in enumerate(zip(results, aliased, strict=False)):  # batch norm returns new tensors too
-            if not is_target:
+        call, inputs = op.call(), [id(x) for x in op.inputs]
+        results = tensors_in(out := _run(op))
+        remaining, returned = iter(targets), list[Tensor]()
+        for i, (x, returns) in enumerate(zip(results, schema_of(op.func).returns, strict=False)):
+            if returns.alias_info is None:  # batch norm returns new tensors too
                 self._new(x, graph.Op(tuple(x.shape), x.dtype, call, i))
+            returned.append(x if returns.alias_info is None else next(remaining))
         for x in targets:
-            output = 0 if op.inplace and len(targets) == 1 else len(results) + slots[id(x)]
+            output = len(results) + inputs.index(id(x))
             self.write(x, aten_rules.fold_constant(graph.Op(tuple(x.shape), x.dtype, call, output)))
-        remaining = iter(targets)
-        returned = [next(remaining) if is_target else x for x, is_target in zip(results, aliased, strict=False)]
         return returned[0] if isinstance(out, Tensor) else type(out)(returned) if results else out
 
     def _record_new(self, op: AtenCall, is_draw: bool) -> Any:
@@ -296,7 +293,7 @@ class Recorder(OperationMode):  # type: ignore[no-untyped-call]
                 full = torch.eye(*a.shape[-2:], dtype=a.dtype).expand(a.shape), torch.zeros(b.shape, dtype=b.dtype)
                 found = op.func(*full, *op.args[2:], **op.kwargs)
             out = tuple(torch.empty(x.shape, dtype=x.dtype) for x in found)
-        results = graph.tensors_in(out)
+        results = tensors_in(out)
         for x in results:
             if x.layout is not torch.strided:
                 raise recording_error(f"{op.name} returns a tensor of layout {x.layout}",
@@ -334,11 +331,10 @@ class Recorder(OperationMode):  # type: ignore[no-untyped-call]
 
     def _run_on_values(self, op: AtenCall) -> Any:
         """Run an operation whose result the constructor reads, on values that do not depend on draws."""
-        tensors = graph.tensors_in((op.args, op.kwargs))
-        if not schema_of(op.func).returns and any(graph.draws(self.node(x)) for x in tensors):
+        if not schema_of(op.func).returns and any(graph.draws(self.node(x)) for x in op.inputs):
             return None  # a check of numbers, as of the result of a matrix inverse: `fs.validate` checks leaves
         what = {"_local_scalar_dense": ".item()", "equal": "torch.equal()"}.get(op.name, f"{op.name}()")
-        values = {id(x): self.value(x, what) for x in tensors}
+        values = {id(x): self.value(x, what) for x in op.inputs}
         replace = lambda x: values[id(x)] if isinstance(x, Tensor) else x  # noqa: E731
         with without_modes():
             return op.func(*tree.map(replace, op.args), **tree.map(replace, op.kwargs))
@@ -400,11 +396,11 @@ class MemoryAccess(TorchFunctionMode):
             kwargs["device"] = torch.device("cpu")
         rule = _MEMORY_RULES.get(func)
         is_recorded = self.recorder.is_recorded
-        if rule is not None and args and (rule is _deepcopy or any(map(is_recorded, graph.tensors_in(args[0])))):
+        if rule is not None and args and (rule is _deepcopy or any(map(is_recorded, tensors_in(args[0])))):
             return rule(self.recorder, *args, **kwargs)
         out = func(*args, **kwargs)
         if to_meta:
-            self.recorder.on_meta.update(map(storage_id, graph.tensors_in(out)))
+            self.recorder.on_meta.update(map(storage_id, tensors_in(out)))
         return out
 
 

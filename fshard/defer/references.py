@@ -19,10 +19,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fshard import tree
 from fshard._core.callsite import Site, is_own_file, names_in, place_and_source
 from fshard.errors import ShardingError, fail
-
-from .graph import tensors_in
 
 
 def reachable(
@@ -233,7 +232,8 @@ class Seen:
 
     def tensors(self) -> list[Tensor]:
         x = self._value()
-        return tensors_in(x if isinstance(x, (dict, list, Tensor)) else getattr(x, "__dict__", None))
+        held = x if isinstance(x, (dict, list, Tensor)) else getattr(x, "__dict__", None)
+        return [y for y in tree.leaves(held) if isinstance(y, Tensor)]
 
     def stored(self, name: str) -> ShardingError:
         """Return the error of a forward that stores a tensor in it."""

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fshard._core.callsite import place_and_source, site, user_frame
-from fshard._core.operations import OperationMode
+from fshard._core.operations import OperationMode, tensors_in
 from fshard._core.torch import FakeTensor, in_transform, storage_id, unwrapped, version_of
 from fshard.errors import ShardingError, fail
 
 from .aten_rules import written_tensors
-from .graph import tensors_in
 from .module_leaves import Named, tensors_of
 
 
@@ -64,7 +63,7 @@ class ParameterWrites(OperationMode):  # type: ignore[no-untyped-call]
                 if storage == written and 0 <= _first_byte(x) - _first_byte(data) < data.nbytes:
                     raise self._error(name, str(func))
         if self.skeleton is not None and self.read is None:
-            for x in tensors_in((args, kwargs)):
+            for x in tensors_in(args, kwargs):
                 leaf = self.skeleton.get(storage_id(x)) if x.layout is torch.strided else None
                 if leaf or isinstance(x, FakeTensor):
                     of = repr(leaf) if leaf else "a tensor that is neither a leaf nor an attribute"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -239,6 +239,11 @@ def in_module(params: Mapping[str, Any], splits: Mapping[str, Split]) -> dict[st
     return out
 
 
+_LAYOUTS: dict[Any, Literal["oi", "table", "io"]] = {  # of the weights of modules, by class or its name
+    nn.Linear: "oi", nn.Embedding: "table", "Conv1D": "io",  # of transformers: [in, out]
+}  # fmt: skip
+
+
 def adapted_as(module: nn.Module, places: Sequence[Place]) -> dict[str, Leaf]:
     """Return how adapters see each parameter, by the module that has it under its first name."""
     out: dict[str, Leaf] = {}
@@ -247,15 +252,11 @@ def adapted_as(module: nn.Module, places: Sequence[Place]) -> dict[str, Leaf]:
             continue
         name, _, part = p.leaf.rpartition(".")
         m = module.get_submodule(p.name.removesuffix(p.key).rstrip("."))
-        kinds = {c.__name__ for c in type(m).__mro__}
+        layouts = [_LAYOUTS[kind] for c in type(m).__mro__ for kind in (c, c.__name__) if kind in _LAYOUTS]
         if part != "weight" or p.holder[p.key].ndim != 2:
             out[p.leaf] = Leaf(name, part, why=f"it is the {part} of a {type(m).__name__}")
-        elif isinstance(m, nn.Linear):
-            out[p.leaf] = Leaf(name, part, "oi")
-        elif isinstance(m, nn.Embedding):
-            out[p.leaf] = Leaf(name, part, "table")
-        elif "Conv1D" in kinds:  # of transformers: [in, out]
-            out[p.leaf] = Leaf(name, part, "io")
-        else:
+        elif not layouts:
             out[p.leaf] = Leaf(name, part, why=f"its module is a {type(m).__name__}")
+        else:
+            out[p.leaf] = Leaf(name, part, layouts[0])
     return out

@@ -277,7 +277,7 @@ class UnshardedByUnit(Pure):
         # Neither a compiler nor a transform of torch.func can trace a schedule.
         is_traced = torch.compiler.is_dynamo_compiling() or in_transform() or any(map(has_tangent, tree.leaves(named)))
         if is_traced or not apply.units:
-            return apply.run(self._full(named, self._specs), self._full_buffers(buffers), args, kwargs)
+            return apply.run(self._full(named, self._specs), unshard(dict(buffers), P(), self._axis), args, kwargs)
         refuse_saved_tensor_hooks("apply.unshard")
         flat = tree.broadcast(self._specs, named, name="apply.unshard: specs", leaf=is_spec, is_leaf=is_weight)
         specs: Any = tree.unflatten(tree.flatten(named, is_weight)[1], flat)
@@ -287,7 +287,7 @@ class UnshardedByUnit(Pure):
         in_units -= {leaf for name, leaves in apply.units.items() if name not in units for leaf in leaves}
         root = [leaf for leaf in named if leaf not in in_units]
         full = self._full({leaf: named[leaf] for leaf in root}, {leaf: specs[leaf] for leaf in root})
-        full_buffers = self._full_buffers(buffers)
+        full_buffers = unshard(dict(buffers), P(), self._axis)
         records, known = torch.is_grad_enabled(), dict[str, Any]()
 
         def kept(unit: str, leaf: str) -> Any:
@@ -304,7 +304,7 @@ class UnshardedByUnit(Pure):
             parts = iter([x if part is None else part for part, x in zip(unit.plan.slices, unit.shards, strict=True)])
             for leaf in apply.units[name]:
                 x = params[leaf]
-                full_leaf = tree.map(lambda _, parts=parts: next(parts), x) if is_weight(x) else next(parts)
+                full_leaf = tree.map(lambda _, parts=parts: next(parts), x)
                 by_size = apply.are_units_by_size and not is_weight(x) and not apply.specs["params"][leaf].axes
                 value = functools.partial(kept, name) if by_size else None
                 if leaf in in_units:
@@ -319,16 +319,14 @@ class UnshardedByUnit(Pure):
         calls.end()
         return result
 
-    def _fill(self, units: Mapping[str, Unit], params: Named, kept: Callable[[str, str], Any]) -> Fill:
+    def _fill(self, units: Mapping[str, Unit], params: Any, kept: Callable[[str, str], Any]) -> Fill:
         """Return the function that makes the leaves of a unit of its gathered tensors."""
-        leaves: dict[str, Any] = {name: [params[leaf] for leaf in self._apply.units[name]] for name in units}
-        structures = {name: tree.structure(xs) for name, xs in leaves.items() if any(map(is_weight, xs))}
+        structures = {name: tree.flatten([params[leaf] for leaf in self._apply.units[name]])[1] for name in units}
 
         def fill(name: str, tensors: Sequence[Tensor] | None) -> Sequence[Any]:
             if tensors is None:
                 return [kept(name, leaf) for leaf in self._apply.units[name]]
-            xs = tree.unflatten(structures[name], tensors) if name in structures else tensors
-            named = dict(zip(self._apply.units[name], xs, strict=True))
+            named = dict(zip(self._apply.units[name], tree.unflatten(structures[name], tensors), strict=True))
             return list(in_memory_order(named, self._apply.orders).values())
 
         return fill
@@ -336,9 +334,6 @@ class UnshardedByUnit(Pure):
     def _full(self, params: dict[str, Tensor], specs: Any) -> Any:
         shapes = {name: self._shapes[name] for name in params}
         return unshard(params, specs, self._axis, shapes=shapes, dtype=self._dtype, reduce_dtype=self._reduce_dtype)
-
-    def _full_buffers(self, buffers: Named) -> Any:
-        return unshard(dict(buffers), P(), self._axis)
 
     def _units(self, here: Region, params: Named, specs: Any, not_units: set[str]) -> dict[str, Unit]:
         """Return the leaves of each unit and their buckets, without units that have a leaf gathered along two dims."""

@@ -59,9 +59,8 @@ class Int8(Weight):
 
     def parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
         outputs = None if spec is None else _outputs_of(spec, self.ndim, self.inputs, self.layout)
-        if shape is None:
-            return [(spec, None), (outputs, None)]
-        return [(spec, tuple(shape)), (outputs, split_dims(tuple(shape), self.inputs, self.layout)[1])]
+        sizes = None if shape is None else split_dims(tuple(shape), self.inputs, self.layout)[1]
+        return [(spec, None if shape is None else tuple(shape)), (outputs, sizes)]
 
     def flatten(self, start: int = 0, end: int = -1) -> Int8:
         if self.layout == "oi":  # the weight of a module, which flattens none

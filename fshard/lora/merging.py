@@ -139,14 +139,12 @@ def _changed(
                 wrong[name] = psum((~out[name].isfinite()).sum(), spec.axes or None)
         return out, wrong
 
+    factors = {name: adapters[name] for name in bases}
     if meshes:
-        factors = {name: adapters[name] for name in bases}
         step = shard_map(step, mesh=meshes[0], in_specs=(specs, own_specs), out_specs=(specs, P()))
         are_placed = all(isinstance(x, Sharded) for x in tree.leaves(factors))
         factors = reshard(factors, own_specs) if are_placed else device_put(factors, own_specs, meshes[0])
-        new, wrong = step(bases, factors)
-    else:
-        new, wrong = step(bases, adapters)
+    new, wrong = step(bases, factors)
     has_values = not meshes or meshes[0].kind != "abstract"
     raise_all([fail(f"{verb}: {tree.show('params', path)} would not be finite", f"{int(wrong[name])} elements",
                     fix="look for what made the adapter diverge; safe=False merges it anyway")
