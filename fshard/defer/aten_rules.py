@@ -222,11 +222,11 @@ def generated_value(op: AtenCall, shape: Shape, dtype: torch.dtype, seed: Node) 
     # The order of the numbers depends on the strides of a tensor that is overwritten, and not on its old value.
     strides = op.args[0].stride() if op.inplace else ()
     func, inplace = op.func, op.inplace
-    kwargs = {k: x for k, x in op.kwargs.items() if k != "generator"}
-    call = AtenCall(func, op.args[inplace:], kwargs, op.node_of).call()
+    call = AtenCall(func, op.args[inplace:], op.kwargs, op.node_of).call()
 
     def draw(generator: torch.Generator, *tensors: Tensor) -> Tensor:
         target = [torch.empty_strided(shape, strides, dtype=dtype)] if inplace else []
-        return replace(call, func=functools.partial(func, *target, generator=generator)).run(tensors)[0]
+        kwargs = {**call.kwargs, "generator": generator}
+        return replace(call, func=functools.partial(func, *target), kwargs=kwargs).run(tensors)[0]
 
     return generated(op.name, draw, shape, dtype, call.inputs, seed)

@@ -198,14 +198,14 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder, out
         return on_meta[x]
 
     for place in places:
-        release(place.holder[place.key])
+        release(place.value)
     for part in module.modules():
         for name in _computed_by_hooks(part):
             if isinstance(x := vars(part).get(name), Tensor):
                 release(x)
     errors: list[ShardingError] = []
 
-    storages = {storage_id(x): place.leaf for place in places if (x := place.holder[place.key]).layout is torch.strided}
+    storages = {storage_id(x): place.leaf for place in places if (x := place.value).layout is torch.strided}
 
     def leaf_of(x: Tensor) -> str | None:
         return storages.get(storage_id(x)) if x.layout is torch.strided else None
@@ -247,12 +247,12 @@ def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder, out
             named = x.keywords if isinstance(x, functools.partial) else getattr(x, "__kwdefaults__", None) or {}
             slots += [(name, Slot(holder, key)) for holder in (x, named) for key, _ in items(holder)]
     for name, slot in slots:
-        x = slot[None]
+        x = slot.value
         if slot.key not in MODULE_ATTRIBUTES and any(map(is_replaced, trees.leaves(x))):  # others keep their containers
-            slot[None] = _in_place(x, trees.map_with_path(functools.partial(replace, name), x))
+            slot.put(_in_place(x, trees.map_with_path(functools.partial(replace, name), x)))
     raise_all(errors)
     for place in places:
-        place.holder[place.key] = on_meta[place.holder[place.key]]
+        place.put(on_meta[place.value])
 
 
 def _in_place(x: Any, new: Any) -> Any:

@@ -30,11 +30,6 @@ from .distributions import MAX_RANDINT_RANGE, distribution_of, draw_box
 Read = tuple[int, Any]  # a Python number computed only from draws, and the number of draws before
 
 
-def draw_error(what: str, *notes: str, fix: str, **facts: object) -> ShardingError:
-    """Return an error that names the line of the module's code."""
-    return fail(what, *place_and_source(site()), *notes, fix=fix, **facts)
-
-
 @dataclass(frozen=True)
 class Drawn:
     """One draw of a probe: its shape, with a prime number of examples, and the dim that has them."""
@@ -130,6 +125,10 @@ class Draws(OperationMode):  # type: ignore[no-untyped-call]
         self.read: list[Read] = []
         self._drawn: Any = WeakTensorKeyDictionary()  # tensors made only of draws
 
+    def error(self, what: str, *notes: str, fix: str) -> ShardingError:
+        """Return an error that names the function, and the line of the module's code."""
+        return fail(f"{self.name}: {what}", *place_and_source(site()), *notes, fix=fix)
+
     def resumed(self, number: int) -> Draws:
         other = Draws(self.name, self.key, self.batch, self.probes, self.find, self.features)
         other.number, other.read = number, [r for r in self.read if r[0] <= number]
@@ -156,7 +155,7 @@ class Draws(OperationMode):  # type: ignore[no-untyped-call]
             f"this rank has no part of the features that {axes} splits, and torch draws nothing for it",
             "they are flattened with another dim, and a rank's part is no range of it",
             *["axes whose parts have one size cannot be told apart"] * (len(self.features) > 1)) if axes]  # fmt: skip
-        return draw_error(f"{self.name}: {here}, and {there} in a run with another number of examples",
+        return self.error(f"{here}, and {there} in a run with another number of examples",
                           "the draws of forward depend on that number, or on values, and may differ between ranks",
                           *split, fix="draw as often, and in the same shapes, for any batch: for all examples at once"
                           )  # fmt: skip
@@ -198,7 +197,7 @@ class Draws(OperationMode):  # type: ignore[no-untyped-call]
         if off or any(x.is_meta for x in tensors_in(*args)):
             return func(*args, **kwargs)
         if values.get("generator") is not None:
-            raise draw_error(f"{self.name}: {name} draws from a generator of its own, and key= cannot replace it",
+            raise self.error(f"{name} draws from a generator of its own, and key= cannot replace it",
                              "its numbers depend on the process and on earlier draws",
                              fix="leave generator= out: the numbers are then drawn by key")  # fmt: skip
         return rule(self, name, values)
@@ -274,7 +273,7 @@ class Draws(OperationMode):  # type: ignore[no-untyped-call]
         n = shape[dim] if -len(shape) <= dim < len(shape) else None
         if n is None or (n % batch.count if batch.count else n):
             what = "no such dim" if n is None else f"{n} entries, of {batch.count} examples"
-            raise draw_error(f"{self.name}: draw {self.number} is {op} of {list(shape)}, whose dim {dim} has {what}",
+            raise self.error(f"draw {self.number} is {op} of {list(shape)}, whose dim {dim} has {what}",
                              "a draw for some of the examples at a time is not the same on every mesh",
                              fix="draws_over(axis), without probe=False, finds the dim of each draw; or a rate of 0"
                              )  # fmt: skip
@@ -309,7 +308,7 @@ _REFUSED = {  # a part of an operation's name -> how it draws, and a fix
 
 def _refuse(draws: Draws, name: str, values: Values) -> Any:
     how, fix = next(refused for part, refused in _REFUSED.items() if part in name)
-    raise draw_error(f"{draws.name}: {name} draws {how}", fix=fix)
+    raise draws.error(f"{name} draws {how}", fix=fix)
 
 
 def _bernoulli(draws: Draws, name: str, v: Values) -> Tensor:
@@ -320,7 +319,7 @@ def _bernoulli(draws: Draws, name: str, v: Values) -> Tensor:
         drawn = drawn < (x if p is None else p)
     else:
         if not 0 <= p <= 1:
-            raise draw_error(f"{draws.name}: {name}: p={p} is not a probability", fix="0 <= p <= 1")
+            raise draws.error(f"{name}: p={p} is not a probability", fix="0 <= p <= 1")
         drawn = draws.numbers(name, x.shape, "bernoulli", p, dtype=torch.bool, device=x.device, like=x)
     return (x if name.endswith("_") else torch.empty_like(x)).copy_(drawn)
 
@@ -339,7 +338,7 @@ def _numbers(draws: Draws, name: str, v: Values) -> Tensor:
     found = distribution_of(name.removesuffix("_"), v, dtype)
     assert found is not None
     if found[0] == "randint" and not 0 < found[2] - found[1] <= MAX_RANDINT_RANGE:
-        raise draw_error(f"{draws.name}: {name} of range({found[1]}, {found[2]})", fix="0 < high - low <= 2^32")
+        raise draws.error(f"{name} of range({found[1]}, {found[2]})", fix="0 < high - low <= 2^32")
     if x is None:
         return draws.numbers(name, v["size"] if "size" in v else (v["n"],), *found, dtype=dtype, device=_device(v))
     drawn = draws.numbers(name, x.shape, *found, dtype=dtype, device=v.get("device") or x.device, like=x)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fshard import tree
 from fshard._core.ops import differentiable_dtype
 from fshard._core.region import checker, has_values, in_region
-from fshard._core.torch import in_transform
+from fshard._core.torch import in_transform, unwrapped, version_of
 from fshard._core.weight import Leaf, Weight, is_weight
 from fshard.errors import ShardingError, checked, fail, join_limited, no_attribute, raise_all
 from fshard.random import check_key
@@ -322,10 +322,10 @@ class Apply(Pure):
             named = {p.name: leaves[p.kind][p.leaf] for p in self._places}
             out = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
             return out, {**copies, **{p.leaf: named[p.name] for p in self._places if p.kind == "buffers"}}, []
-        versions = {name: refusals.version(x) for name, x in copies.items()}
+        versions = {name: version_of(unwrapped(x)) for name, x in copies.items()}
         mine = self._take_copy()
         for p in mine.slots:
-            p.holder[p.key] = leaves[p.kind][p.leaf]
+            p.put(leaves[p.kind][p.leaf])
         guard = None if "writes" in self._done else refusals.ParameterWrites(repr(self), params)
         stored_before = [seen.tensors() for seen in self._seen]
 
@@ -356,7 +356,7 @@ class Apply(Pure):
                 raise seen.stored(repr(self))
         after, replaced = dict(copies), [] if units is None else units.replaced
         for p in mine.places:
-            x = p.holder.get(p.key)
+            x = p.value
             if p.kind == "buffers" and x is not None and x is not copies[p.leaf]:
                 after[p.leaf] = x
             if p.kind == "params" and isinstance(x, nn.Parameter) and x is not leaves["params"][p.leaf]:
@@ -371,7 +371,8 @@ class Apply(Pure):
             raise refusals.not_of_the_call(f"{self!r}: {valueless} has no values: it was computed from tensors of the "
                                            "module that the constructor made")  # fmt: skip
         state = {name: x for name, x in after.items() if name not in self.transient}
-        changed = [name for name, x in state.items() if x is not copies[name] or refusals.version(x) != versions[name]]
+        changed = [name for name, x in state.items()
+                   if x is not copies[name] or version_of(unwrapped(x)) != versions[name]]  # fmt: skip
         if not changed and "values" not in self._done:  # torch's batch_norm does not count all its writes as versions
             changed = [name for name, x in state.items() if not refusals.equal_values(x, buffers[name])]
             if not changed:
@@ -402,7 +403,7 @@ class Apply(Pure):
         self._replaced.remove(mine.module)
         for p in mine.slots:
             x, split = (params if p.kind == "params" else buffers)[p.leaf], self._replaced.splits.get(p.leaf)
-            p.holder[p.key] = fake_like(x, x.shape if split is None else split.shape)
+            p.put(fake_like(x, x.shape if split is None else split.shape))
         mine.module(*args, **kwargs)
         mine.contents.restore()
         self._give_back(mine)
@@ -520,7 +521,7 @@ class Apply(Pure):
     def _give_back(self, mine: ModuleCopy) -> None:
         mine.units.running = None
         for p in mine.references:
-            p.holder[p.key] = self._between_calls[p.leaf]
+            p.put(self._between_calls[p.leaf])
         self._copies_of_thread.append(mine)
 
     def _keep_unit(
@@ -529,23 +530,22 @@ class Apply(Pure):
         """Return a function that repeats a call of a unit, once, with the present values of the other leaves in it."""
         modules = dict(mine.module.get_submodule(name).named_modules())
         holders = {id(holder) for m in modules.values() for holder in (m._parameters, m._buffers)}
+        holders |= {id(p.holder) for p in mine.references}
         # What this call has changed before: attributes are arguments too.
         changed = {key: new for key, m in modules.items() if (new := mine.contents.changed_attributes(m))}
         changed = tree.map(lambda x: detached(x) if isinstance(x, Tensor) else x, changed)
-        leaves = set(self.units[name])
-        now: dict[str, Tensor] = {}
-        number = 0 if draws is None else draws.number
-        for p in mine.slots:
-            if (id(p.holder) in holders or p in mine.references) and not (p.kind == "params" and p.leaf in leaves):
-                x = p.holder[p.key]
-                now[p.name] = x.clone() if p.kind == "buffers" else detached(x)  # forward may update a buffer
+        number, leaves = 0 if draws is None else draws.number, set(self.units[name])
+        # Forward may update a buffer.
+        now = {p.name: p.value.clone() if p.kind == "buffers" else detached(p.value)
+               for p in mine.slots if id(p.holder) in holders and (p.kind == "buffers" or p.leaf not in leaves)
+               }  # fmt: skip
 
         def repeat(leaves: Sequence[Tensor], args: Any, kwargs: Any, calls: Any) -> None:
             copy = self._take_copy()
             before = copy.unit_contents(name)
             for p in copy.slots:
                 if p.name in now:
-                    p.holder[p.key] = now[p.name]
+                    p.put(now[p.name])
             for key, new in changed.items():
                 vars(copy.module.get_submodule(f"{name}.{key}" if key else name)).update(new)
             copy.units.running = running = RunningUnits(calls, fill)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -183,10 +183,8 @@ def step_name(node: Node) -> str:
 def view(node: Node, region: StridedView) -> Node:
     if region.is_identity:
         return node
-    if isinstance(node, Full):
-        return Full(region.shape, node.dtype, node.value)
-    if isinstance(node, Uninitialized):
-        return Uninitialized(region.shape, node.dtype)
+    if isinstance(node, (Full, Uninitialized)):
+        return replace(node, shape=region.shape)
     if isinstance(node, Write) and node.region == region:
         return node.value
     return View(region.shape, node.dtype, node, region)
@@ -198,7 +196,7 @@ def reshape(node: Node, shape: Shape) -> Node:
     if isinstance(node, Reshape):
         return reshape(node.source, shape)
     if isinstance(node, Full):
-        return Full(shape, node.dtype, node.value)
+        return replace(node, shape=shape)
     return Reshape(shape, node.dtype, node)
 
 

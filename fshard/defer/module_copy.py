@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fshard.errors import fail
 
 from .module_leaves import MODULE_ATTRIBUTES, Place
-from .references import Outside, Slot, contents_of, copy_with_functions, items, reachable
+from .references import Outside, contents_of, copy_with_functions, items, reachable
 from .stand_ins import Split
 from .units import UnitForwards
 
@@ -72,7 +72,7 @@ class ModuleCopy:
         self.references = _references(objects, places)
         self.slots = (*places, *self.references)
         for p in self.slots:
-            p.holder[p.key] = between_calls[p.leaf]
+            p.put(between_calls[p.leaf])
         self.units = UnitForwards(module, units, self.slots, splits)
         self.contents = Contents(objects)
         self._unit_contents: dict[str, Contents] = {}
@@ -93,12 +93,12 @@ def _same_objects(x: Any, before: Any) -> bool:
 
 def _references(objects: Sequence[Any], places: Sequence[Place]) -> list[Place]:
     """Return a place for each slot that has a leaf, beyond the dicts of parameters and buffers."""
-    leaves = {id(p.holder[p.key]): p for p in places}
+    leaves = {id(p.value): p for p in places}
     holders = {id(p.holder) for p in places}
-    found = [(Slot(x, key), leaves[id(y)]) for x in objects if id(x) not in holders
+    found = [(x, key, leaves[id(y)]) for x in objects if id(x) not in holders
              for key, y in items(x) if id(y) in leaves]  # fmt: skip
-    return [Place(slot, "", (f"{p.leaf}, reference {i}",), p.leaf, p.kind, p.transient)  # type: ignore[arg-type]
-            for i, (slot, p) in enumerate(found)]  # fmt: skip
+    return [Place(holder, key, (f"{p.leaf}, reference {i}",), p.leaf, p.kind, p.transient)
+            for i, (holder, key, p) in enumerate(found)]  # fmt: skip
 
 
 def copy_module(module: nn.Module, outside: Outside) -> Any:

@@ -29,7 +29,7 @@ from fshard.spec import full_box, short_dtype
 
 from .aten_rules import values_of
 from .distributions import draw_box
-from .draws import Drawn, Draws, Probe, draw_error, rule_of
+from .draws import Drawn, Draws, Probe, rule_of
 
 _REORDER = {"index", "index_select", "gather", "sort", "argsort", "topk", "flip", "roll"}
 
@@ -104,7 +104,7 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
         return dim in [d % args[0].ndim for d in dims]
 
     def _interleaved(self, what: str, x: Tensor) -> ShardingError:
-        return draw_error(f"{self.name}: {what} {self._shown(x)}, in which the entries of one example are not together",
+        return self.error(f"{what} {self._shown(x)}, in which the entries of one example are not together",
                           "B is the number of examples; a rank's examples are not a range of this dim",
                           fix="keep the batch in a separate dim, or flatten [B, T], not [T, B]")  # fmt: skip
 
@@ -121,10 +121,10 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
         dims = [d for d, n in enumerate(shape) if n and n % self.prime == 0]
         out = torch.empty(tuple(shape), dtype=dtype, device=device)
         if len(dims) > 1:
-            raise draw_error(f"{self.name}: {op} of {self._shown(out)} draws a number for each pair of examples",
+            raise self.error(f"{op} of {self._shown(out)} draws a number for each pair of examples",
                              fix="draw for each example: the batch in one dim")  # fmt: skip
         if (op == "randperm" and dims) or any(type(a) is int and a and a % self.prime == 0 for a in args):
-            raise draw_error(f"{self.name}: {op} draws positions among all examples, and each rank has a part of them",
+            raise self.error(f"{op} draws positions among all examples, and each rank has a part of them",
                              fix="choose within each example")  # fmt: skip
         if like is not None and self._factor(like) != 1:
             raise self._interleaved(f"{op} of", like)

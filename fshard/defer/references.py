@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -82,22 +83,22 @@ _CONTENTS: dict[Any, Callable[[Any], Iterable[Any]]] = {  # the objects that an 
 }
 
 
+@dataclass(frozen=True)
 class Slot:
-    """A place of an object in a list, a dict, a closure, or the arguments of a function, as a dict of one entry."""
+    """A place of an object in a list, a dict, a closure, or the arguments of a function."""
 
-    def __init__(self, holder: Any, key: Any) -> None:
-        self.holder, self.key = holder, key
+    holder: Any
+    key: Any
 
-    def __getitem__(self, _: Any) -> Any:
-        return _items(self.holder)[self.key]
-
-    def get(self, _: Any) -> Any:
+    @property
+    def value(self) -> Any:
+        """The object that is there now; None if there is none."""
         try:
-            return self[_]
+            return _items(self.holder)[self.key]
         except LookupError:
             return None
 
-    def __setitem__(self, _: Any, x: Any) -> None:
+    def put(self, x: Any) -> None:
         if isinstance(self.holder, (dict, list)):
             self.holder[self.key] = x
         elif isinstance(self.holder, CellType):
@@ -153,7 +154,7 @@ def copy_with_functions(root: Any, outside: Mapping[int, Any]) -> Any:
         for x in list(reachable(out, memo)):  # and not into the original
             for key, value in list(items(x)):
                 if (bound := _bound(value, memo)) is not value:
-                    Slot(x, key)[None] = bound
+                    Slot(x, key).put(bound)
     return out
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fshard._core.callsite import place_and_source, site, user_frame
 from fshard._core.operations import OperationMode, tensors_in
-from fshard._core.torch import FakeTensor, in_transform, storage_id, unwrapped, version_of
+from fshard._core.torch import FakeTensor, in_transform, storage_id, unwrapped
 from fshard.errors import ShardingError, fail
 
 from .aten_rules import written_tensors
@@ -97,16 +97,12 @@ def _first_byte(x: Tensor) -> int:
     return int(x.storage_offset()) * x.itemsize
 
 
-def version(x: Tensor) -> int:
-    return version_of(unwrapped(x))
-
-
 def equal_values(x: Tensor, y: Tensor) -> bool:
     """Return whether two tensors have the same values; True for tensors without values."""
     x, y = unwrapped(x.detach()), unwrapped(y.detach())
     if x is y or x.is_meta or isinstance(x, FakeTensor):
         return True
-    return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())  # NaN equals NaN
+    return x.shape == y.shape and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
 
 
 # --- tensors without values: of a module other than the call's ---------------------------------------------------

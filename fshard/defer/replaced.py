@@ -204,7 +204,7 @@ def _specs_of_leaves(
             place = place_of[f"{name}.{key}"]
             leaf = place.leaf
             users.setdefault(leaf, []).append(name)
-            if not same_placement(specs.setdefault(leaf, spec), spec, len(place.holder[place.key].shape)):
+            if not same_placement(specs.setdefault(leaf, spec), spec, len(place.value.shape)):
                 first = users[leaf][0]
                 errors.append(fail(f"defer: replace: {leaf!r} is one tensor of {first!r} and {name!r}, placed in two "
                                    "ways", **{first: f"{specs[leaf]}, by {by[first]}", name: f"{spec}, by {by[name]}"},

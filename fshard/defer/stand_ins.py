@@ -253,7 +253,7 @@ def adapted_as(module: nn.Module, places: Sequence[Place]) -> dict[str, Leaf]:
         name, _, part = p.leaf.rpartition(".")
         m = module.get_submodule(p.name.removesuffix(p.key).rstrip("."))
         layouts = [_LAYOUTS[kind] for c in type(m).__mro__ for kind in (c, c.__name__) if kind in _LAYOUTS]
-        if part != "weight" or p.holder[p.key].ndim != 2:
+        if part != "weight" or p.value.ndim != 2:
             out[p.leaf] = Leaf(name, part, why=f"it is the {part} of a {type(m).__name__}")
         elif not layouts:
             out[p.leaf] = Leaf(name, part, why=f"its module is a {type(m).__name__}")

@@ -167,14 +167,14 @@ class UnitForwards:
         self, module: nn.Module, units: Mapping[str, Sequence[str]], places: Sequence[Place],
         splits: Mapping[str, Split],
     ) -> None:  # fmt: skip
-        self._splits = splits
+        self._units, self._splits = units, splits
         self.running: RunningUnits | None = None  # None: a call with full leaves
         self._original: dict[str, Callable[..., Any]] = {}
         by_leaf: dict[str, list[Place]] = {}
         for p in places:
             if p.kind == "params":
                 by_leaf.setdefault(p.leaf, []).append(p)
-        self._places = {name: [by_leaf[leaf] for leaf in leaves] for name, leaves in units.items()}
+        self._places = {name: [p for leaf in leaves for p in by_leaf[leaf]] for name, leaves in units.items()}
         for name in units:
             m = module.get_submodule(name)
             self._original[name] = _with_hooks(m) if m._forward_pre_hooks or m._forward_hooks else m.forward
@@ -197,22 +197,19 @@ class UnitForwards:
 
     def run(self, running: RunningUnits, name: str, tensors: Sequence[Tensor] | None, args: Any, kwargs: Any) -> Any:
         """Run the forward of a unit with the leaves that these tensors are, or with those that the call keeps."""
-        places = self._places[name]
-        given = {ps[0].leaf: x for ps, x in zip(places, running.fill(name, tensors), strict=True)}
-        leaves = list(in_module(given, self._splits).values())
-        outside = [[p.holder[p.key] for p in ps] for ps in places]
-        for ps, x in zip(places, leaves, strict=True):
-            for p in ps:
-                p.holder[p.key] = x
+        given = dict(zip(self._units[name], running.fill(name, tensors), strict=True))
+        leaves = in_module(given, self._splits)
+        outside = [(p, p.value) for p in self._places[name]]
+        for p, _ in outside:
+            p.put(leaves[p.leaf])
         try:
             with running.watch(given):
                 return self._original[name](*args, **kwargs)
         finally:
-            for ps, xs, leaf in zip(places, outside, leaves, strict=True):
-                for p, x in zip(ps, xs, strict=True):
-                    if isinstance(new := p.holder.get(p.key), nn.Parameter) and new is not leaf:
-                        running.replaced.append(p.leaf)
-                    p.holder[p.key] = x
+            for p, x in outside:
+                if isinstance(p.value, nn.Parameter) and p.value is not leaves[p.leaf]:
+                    running.replaced.append(p.leaf)
+                p.put(x)
 
 
 class Pure:

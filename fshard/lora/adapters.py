@@ -122,8 +122,6 @@ def specs(cfg: Config, params: Any, specs: Any, *, of: Of = None) -> dict[str, d
     """
     targets = Targets.among("lora.specs", cfg, named_leaves("lora.specs", params), of)
     by_name = targets.specs(params, specs)
-    out = {}
-    for name, (leaf, x) in targets.adapted.items():
-        parts = specs_of(leaf, by_name[name], x.ndim, f"lora.specs: specs of {name!r}")
-        out[name] = parts if cfg.dora else {part: parts[part] for part in ("a", "b")}
+    out = {name: specs_of(leaf, by_name[name], x.ndim, cfg.dora, f"lora.specs: specs of {name!r}")
+           for name, (leaf, x) in targets.adapted.items()}  # fmt: skip
     return {**out, **{name: {"value": by_name[name]} for name in targets.copied}}

@@ -61,8 +61,10 @@ class LoraWeight(AdaptedWeight):
     batch: int | None
 
     def parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
-        shapes = [None] * 3 if shape is None else by_part(self.leaf, tuple(shape), self.rank).values()
-        factors = list(zip(self.specs, shapes, strict=True))[: 2 if self.magnitude is None else 3]
+        shapes: Any = [None] * len(self.specs)
+        if shape is not None:
+            shapes = by_part(self.leaf, tuple(shape), self.rank, self.magnitude is not None).values()
+        factors = zip(self.specs, shapes, strict=True)
         return [*self.base_parts(spec, shape), *factors, *([] if self.key is None else [(None, None)])]
 
     def transpose(self, first: int, second: int) -> Any:
@@ -225,14 +227,13 @@ class _Placed(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)  # `apply` asks for each leaf in every step
-def _placed(
-    leaf: Leaf, ndim: int, base: P, given: tuple[P | None, P | None, P | None], model: tuple[str, ...]
-) -> _Placed:
+def _placed(leaf: Leaf, ndim: int, base: P, given: tuple[P | None, ...], model: tuple[str, ...]) -> _Placed:
     """Return the placement of the factors of a leaf, by its spec and their `given` ones: by default its placement."""
-    wanted = specs_of(leaf, base, ndim, "specs")
+    dora = len(given) == 3
+    wanted = specs_of(leaf, base, ndim, dora, "specs")
     inputs, outputs = leaf.split(tuple(tuple(a for a in axes if a in model) for axes in base.parts(ndim)))
     parts = {part: placement(part, wanted[part], spec, base, len(dims), model) for (part, dims), spec
-             in zip(by_part(leaf, tuple(range(ndim)), None).items(), given, strict=True)}  # fmt: skip
+             in zip(by_part(leaf, tuple(range(ndim)), None, dora).items(), given, strict=True)}  # fmt: skip
     return _Placed(parts, tuple(axes or None for axes in inputs), tuple(a for axes in outputs for a in axes) or None)
 
 
@@ -252,10 +253,10 @@ def _aligned(
                 errors.append(fail(f"lora.apply: adapters[{name!r}]['value'] replaces a leaf with another spec",
                                    value=spec, leaf=base, fix="the specs of lora.specs"))  # fmt: skip
             continue
-        a, b, magnitude = (given.get((name, part)) for part in ("a", "b", "magnitude"))
         over = (*model, *base.axes) if leaf.is_summed else model
         try:
-            here = placed[name] = _placed(leaf, x.ndim, base, (a, b, magnitude), over)
+            own = tuple(given.get((name, part)) for part in sorted(factors))
+            here = placed[name] = _placed(leaf, x.ndim, base, own, over)
         except ShardingError as e:
             errors.append(ShardingError(f"lora.apply: {name!r}: {e}"))
             continue

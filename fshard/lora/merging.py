@@ -121,8 +121,8 @@ def _changed(
                for _, path, x, _ in leaves if not isinstance(x, Sharded if meshes else Tensor)])  # fmt: skip
     bases = {name: x for name, _, x, _ in leaves}
     specs = {name: x.spec if isinstance(x, Sharded) else P() for name, x in bases.items()}
-    own_specs = {name: {part: specs[name] if leaf is None else specs_of(leaf, specs[name], x.ndim, "specs")[part]
-                        for part in adapters[name]} for name, _, x, leaf in leaves}  # fmt: skip
+    own_specs = {name: {"value": specs[name]} if leaf is None else
+                 specs_of(leaf, specs[name], x.ndim, cfg.dora, "specs") for name, _, x, leaf in leaves}  # fmt: skip
 
     def step(bases: Any, local: Any) -> Any:
         out, wrong = {}, {}

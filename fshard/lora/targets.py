@@ -169,9 +169,9 @@ def near(name: str, modules: list[str]) -> list[str]:
     return [next(m for m, end in ends.items() if end == c) for c in close]
 
 
-def specs_of(leaf: Leaf, spec: P, ndim: int, label: str) -> dict[str, P]:
+def specs_of(leaf: Leaf, spec: P, ndim: int, dora: bool, label: str) -> dict[str, P]:
     """Return the specs of factors that are placed like their base: a as its inputs, b as its outputs."""
-    parts = by_part(leaf, parts_of(label, spec, ndim), None)
+    parts = by_part(leaf, parts_of(label, spec, ndim), None, dora)
     return {part: spec.with_entries(*entries, memory="device") for part, entries in parts.items()}
 
 
@@ -216,15 +216,14 @@ def checked_leaves(
 
 
 def factor_shapes(cfg: Config, leaf: Leaf, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the factors of a leaf, without a magnitude if the config has none."""
-    shapes = by_part(leaf, shape, cfg.rank_of(leaf.module))
-    return {part: shape for part, shape in shapes.items() if cfg.dora or part != "magnitude"}
+    """Return the shapes of the factors of a leaf."""
+    return by_part(leaf, shape, cfg.rank_of(leaf.module), cfg.dora)
 
 
-def by_part(leaf: Leaf, entries: tuple[Any, ...], rank: Any) -> dict[str, tuple[Any, ...]]:
-    """Split one entry for each dim of a leaf among its factors: a [in.., r], b [r, out..], magnitude [out..]."""
+def by_part(leaf: Leaf, entries: tuple[Any, ...], rank: Any, dora: bool) -> dict[str, tuple[Any, ...]]:
+    """Split one entry for each dim of a leaf: a [in.., r], b [r, out..], and with DoRA magnitude [out..]."""
     inputs, outputs = leaf.split(entries)
-    return {"a": (*inputs, rank), "b": (rank, *outputs), "magnitude": outputs}
+    return {"a": (*inputs, rank), "b": (rank, *outputs), **({"magnitude": outputs} if dora else {})}
 
 
 def check_adapters(
