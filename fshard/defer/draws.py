@@ -50,7 +50,7 @@ class Probe:
 
 
 class SplitDim(NamedTuple):
-    """A dim of a draw of which this rank has a part, from `start` on."""
+    """A split dim of a draw: this rank's part begins at `start`."""
 
     dim: int
     full: int  # size, on all ranks
@@ -231,7 +231,7 @@ class Draws(OperationMode):  # type: ignore[no-untyped-call]
         return tuple(full), tuple(box), tuple(axes)
 
     def _splits(self, op: str, shape: tuple[int, ...]) -> list[SplitDim]:
-        """Return the dims of a draw of local `shape` of which this rank has a part."""
+        """Return the split dims of a draw, from this rank's `shape`."""
         if self.batch is None:
             return []
         if self.probes is None:
@@ -249,7 +249,7 @@ class Draws(OperationMode):  # type: ignore[no-untyped-call]
         raise self._unexpected(f"draw {self.number} is {op} of {list(shape)}", there[0] if there else "there is none")
 
     def _splits_from(self, drawn: Drawn, shape: tuple[int, ...], batch: Batch) -> list[SplitDim] | None:
-        """Return the dims of which `shape` has a part of a draw that a probe found; None if it is another shape."""
+        """Return the split dims, if this rank's `shape` is a part of a draw that a probe found; else None."""
         if len(shape) != len(drawn.shape):
             return None
         out = []

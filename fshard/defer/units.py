@@ -134,7 +134,7 @@ Fill = Callable[[str, Sequence[Tensor] | None], Sequence[Any]]
 
 @dataclass(frozen=True)
 class RunningUnits:
-    """What the units of one call run by."""
+    """The schedule and the leaves of the units of one call."""
 
     calls: Any  # `UnitCalls`
     fill: Fill
