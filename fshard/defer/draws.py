@@ -49,6 +49,9 @@ class Probe:
     failure: ShardingError | None  # of a run that could not go on; only a draw needs to know
 
 
+Expected = Callable[[Sequence[Read], int], Probe]
+
+
 class SplitDim(NamedTuple):
     """A split dim of a draw: this rank's part begins at `start`."""
 
@@ -109,18 +112,17 @@ class Draws(OperationMode):  # type: ignore[no-untyped-call]
     Args:
         name: of the function, for errors.
         batch: this rank's part of the batch; None where nothing is split.
-        probes: the draws that may be expected, of a split batch; they differ in the numbers that forward reads.
-        find: makes another probe, by the key of this call, and adds it to those.
+        expected: from the numbers that forward has read, and the number of draws, to a probe that read the same, and so
+            makes the same draws so far.
         features: the axes that may split other dims than the examples'; the probes know the sizes of these dims.
     """
 
     def __init__(
-        self, name: str, key: Tensor, batch: Batch | None = None, probes: Sequence[Probe] | None = None,
-        find: Callable[[], Probe] | None = None, features: Sequence[Features] = (),
+        self, name: str, key: Tensor, batch: Batch | None = None, expected: Expected | None = None,
+        features: Sequence[Features] = (),
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
-        self.name, self.key, self.batch, self.probes, self.find = name, key, batch, probes, find
-        self.features = features
+        self.name, self.key, self.batch, self.expected, self.features = name, key, batch, expected, features
         self.number = 0
         self.read: list[Read] = []
         self._drawn: Any = WeakTensorKeyDictionary()  # tensors made only of draws
@@ -130,24 +132,17 @@ class Draws(OperationMode):  # type: ignore[no-untyped-call]
         return fail(f"{self.name}: {what}", *place_and_source(site()), *notes, fix=fix)
 
     def resumed(self, number: int) -> Draws:
-        other = Draws(self.name, self.key, self.batch, self.probes, self.find, self.features)
+        other = Draws(self.name, self.key, self.batch, self.expected, self.features)
         other.number, other.read = number, [r for r in self.read if r[0] <= number]
         return other
 
     def check_number(self) -> None:
         """Raise ShardingError after a call that drew fewer times than expected."""
-        if self.probes is None or self.batch is None or not self.batch.count:
+        if self.expected is None or self.batch is None or not self.batch.count:
             return
-        found = self._probe()
+        found = self.expected(self.read, self.number)
         if found.failure is None and self.number < len(found.draws):
             raise self._unexpected(f"{self.number} draws were made", f"{len(found.draws)}")
-
-    def _probe(self) -> Probe:
-        """Return a probe that read what this call has read, and so makes the same draws so far."""
-        assert self.probes is not None
-        assert self.find is not None
-        known = (probe for probe in self.probes if [r for r in probe.read if r[0] <= self.number] == self.read)
-        return next(known, None) or self.find()
 
     def _unexpected(self, here: str, there: str) -> ShardingError:
         axes = " or ".join(str(f.axes) for f in self.features)
@@ -218,7 +213,7 @@ class Draws(OperationMode):  # type: ignore[no-untyped-call]
                 out = draw_box(distribution, args, key, full, box, dtype, device)
         if types is not None:
             types.set_draw_type(out, op, self.key, axes, shared=() if self.batch is None else self.batch.axes)
-        if self.probes is not None and not axes and out.numel() == 1:
+        if self.expected is not None and not axes and out.numel() == 1:
             self._drawn[out] = None
         return out
 
@@ -234,9 +229,9 @@ class Draws(OperationMode):  # type: ignore[no-untyped-call]
         """Return the split dims of a draw, from this rank's `shape`."""
         if self.batch is None:
             return []
-        if self.probes is None:
+        if self.expected is None:
             return self._stated(op, shape, self.batch)
-        probe = self._probe()
+        probe = self.expected(self.read, self.number)
         if probe.failure is not None:
             raise probe.failure
         last = len(probe.draws) if not self.batch.count else self.number + 1  # torch may draw nothing for no examples
