@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._core.operations import written_arguments
+from fshard._core.operations import tensors_in, written_arguments
 from fshard._core.torch import schema_of, without_modes
 
 from .distributions import MAX_RANDINT_RANGE, distribution_of
-from .graph import Call, Draw, Full, InputSlot, Node, Op, Uninitialized, cast, tensors_in, view, write
+from .graph import Call, Draw, Full, InputSlot, Node, Op, Uninitialized, cast, computed, view, write
 from .replay import is_pointwise
 from .strided_view import Shape, broadcast_view, row_major_strides, strided_view
 
@@ -46,29 +46,23 @@ class AtenCall:
     def arguments(self) -> Values:
         return values_of(self.func, self.args, self.kwargs)
 
+    @property
+    def inputs(self) -> list[Tensor]:
+        return list({id(x): x for x in tensors_in(self.args, self.kwargs)}.values())
+
     def call(self) -> Call:
         """Return the call with nodes in place of tensors."""
-        slots: dict[int, InputSlot] = {}
-        inputs: list[Node] = []
-
-        def replace(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            if id(x) not in slots:
-                slots[id(x)] = InputSlot(len(inputs))
-                inputs.append(self.node_of(x))
-            return slots[id(x)]
-
-        args, kwargs = tree.map(replace, self.args), tree.map(replace, self.kwargs)
+        slots = {id(x): InputSlot(i) for i, x in enumerate(self.inputs)}
+        args, kwargs = tree.map(lambda x: slots.get(id(x), x), (self.args, self.kwargs))
         kwargs.pop("pin_memory", None)
-        return Call(self.full_name, self.func, args, kwargs, tuple(inputs))
+        return Call(self.full_name, self.func, args, kwargs, tuple(map(self.node_of, self.inputs)))
 
 
 def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that an operation writes to, by its schema."""
     if schema_of(func).name == "aten::native_batch_norm":  # the running statistics are not in its schema
         return [x for x in args[3:5] if isinstance(x, Tensor) and args[5]]
-    return tensors_in([args[i] if i < len(args) else kwargs.get(a.name) for i, a in written_arguments(func)])
+    return tensors_in(*(args[i] if i < len(args) else kwargs.get(a.name) for i, a in written_arguments(func)))
 
 
 # --- tensors that an operation allocates or overwrites --------------------------------------------------------
@@ -148,13 +142,7 @@ def fold_constant(node: Op) -> Node:
 # --- draws ----------------------------------------------------------------------------------------------------
 
 
-def drawn_value(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
-    """Return the value of the tensor that an operation draws by a key. None: it cannot be drawn."""
-    value = _drawn_by_position(op, shape, dtype)
-    return generated_value(op, shape, dtype, Draw((), torch.int64, "randint", _SEEDS)) if value is None else value
-
-
-def _drawn_by_position(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
+def drawn_by_position(op: AtenCall, shape: Shape, dtype: torch.dtype) -> Node | None:
     """Return a value whose elements are each drawn by their position. None: no distribution is known for it."""
     if op.name == "bernoulli":
         p = op.arguments["self"] if op.arguments.get("p") is None else op.arguments["p"]
@@ -183,7 +171,7 @@ def _normal(op: AtenCall, mean: Any, std: Any, shape: Shape, dtype: torch.dtype)
     node: Node = Draw(shape, dtype, "normal", (0.0, 1.0))
     for func, other in ((torch.ops.aten.mul, std), (torch.ops.aten.add, mean)):
         if isinstance(other, Tensor):
-            node = _binary(func.Tensor, node, cast(op.node_of(other), dtype), shape, dtype)
+            node = computed(func.__name__, func.Tensor, shape, dtype, node, cast(op.node_of(other), dtype))
         else:
             node = Op(shape, dtype, Call(func.__name__, func.Scalar, (InputSlot(0), other), {}, (node,)), 0)
     return node
@@ -193,17 +181,12 @@ def _bernoulli(p: Node | float, shape: Shape, dtype: torch.dtype) -> Node:
     if isinstance(p, float):
         return Draw(shape, dtype, "bernoulli", (p,))
     u = Draw(shape, torch.float64, "uniform", (0.0, 1.0))
-    return cast(_binary(torch.ops.aten.lt.Tensor, u, p, shape, torch.bool), dtype)
-
-
-def _binary(func: Any, a: Node, b: Node, shape: Shape, dtype: torch.dtype) -> Op:
-    name = schema_of(func).name.split("::")[-1]
-    return Op(shape, dtype, Call(name, func, (InputSlot(0), InputSlot(1)), {}, (a, b)), 0)
+    return cast(computed("lt", torch.ops.aten.lt.Tensor, shape, torch.bool, u, p), dtype)
 
 
 # --- draws of a torch.Generator -------------------------------------------------------------------------------
 
-_SEEDS = (0, 1 << 32)
+SEEDS = (0, 1 << 32)
 
 
 def explicit_generator(generator: torch.Generator | None) -> torch.Generator | None:
@@ -229,8 +212,7 @@ def generated(
             generator.manual_seed(int(seed))
         return draw(generator, *tensors), generator.get_state()
 
-    slots = tuple(map(InputSlot, range(len(inputs) + 1)))
-    return Op(shape, dtype, Call(name, run, slots, {}, (seed, *inputs)), 0)
+    return computed(name, run, shape, dtype, seed, *inputs)
 
 
 def generated_value(op: AtenCall, shape: Shape, dtype: torch.dtype, seed: Node) -> Op | None:
@@ -240,11 +222,11 @@ def generated_value(op: AtenCall, shape: Shape, dtype: torch.dtype, seed: Node) 
     # The order of the numbers depends on the strides of a tensor that is overwritten, and not on its old value.
     strides = op.args[0].stride() if op.inplace else ()
     func, inplace = op.func, op.inplace
-    kwargs = {k: x for k, x in op.kwargs.items() if k != "generator"}
-    call = AtenCall(func, op.args[inplace:], kwargs, op.node_of).call()
+    call = AtenCall(func, op.args[inplace:], op.kwargs, op.node_of).call()
 
     def draw(generator: torch.Generator, *tensors: Tensor) -> Tensor:
         target = [torch.empty_strided(shape, strides, dtype=dtype)] if inplace else []
-        return replace(call, func=functools.partial(func, *target, generator=generator)).run(tensors)[0]
+        kwargs = {**call.kwargs, "generator": generator}
+        return replace(call, func=functools.partial(func, *target), kwargs=kwargs).run(tensors)[0]
 
     return generated(op.name, draw, shape, dtype, call.inputs, seed)

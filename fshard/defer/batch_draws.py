@@ -19,11 +19,10 @@ from fshard._core.torch import is_batched
 from fshard.errors import fail
 from fshard.spec import Axis, describe, part_lengths, part_range
 
-from .draws import Batch, Draws, Features, Probe
-from .probe import Fake, prime_for, probe
+from .draws import Batch, Draws, Expected, Features, Probe, Read
+from .probe import fake_like, prime_for, probe
 
-# (maker of fake tensors, arguments, keyword arguments): runs forward on fake leaves
-RunOnFakes = Callable[[Fake, Any, Any], None]
+RunOnFakes = Callable[[Any, Any], None]  # (arguments, keyword arguments): runs forward on fake leaves
 
 
 class BatchRows(NamedTuple):
@@ -78,9 +77,7 @@ def draws_of(
     rows = None if part is None or axes else _rows(name, part, named, bound, split.dim, args, kwargs)
     if not axes and not features and rows is None:
         return Draws(name, key)
-    count, probes, find = _probed(name, key, split, axes, rows, leaves, args, kwargs, run)
-    if split.with_probe and not probes:
-        find()
+    count, expected = _probed(name, key, split, axes, rows, leaves, args, kwargs, run)
     sizes, coords = ([values[a] for a in axes] for values in (bound, here.coords if here else {}))
     exact = axes and region().comm.has_values  # without values a draw is only a shape
     total = global_size(f"{name}.draws_over", count, axes) if exact else count * math.prod(sizes)
@@ -92,14 +89,14 @@ def draws_of(
     if part is not None and (rows or (axes and part.dim_of_rows(name, [total], [mine], [named], bound) == 0)):
         start, total = part.range_of(start, mine).start, total * part.steps
     batch = Batch(axes, start, mine, total, split.dim)
-    return Draws(name, key, batch, probes, find, features) if split.with_probe else Draws(name, key, batch)
+    return Draws(name, key, batch, expected, features)
 
 
 def _probed(
     name: str, key: Tensor, split: SplitBatch, axes: tuple[str, ...], rows: BatchRows | None,
     leaves: Sequence[Tensor], args: Any, kwargs: Any, run: RunOnFakes,
-) -> tuple[int, list[Probe], Callable[[], Probe]]:  # fmt: skip
-    """Return the number of examples, the probes of calls with such arguments, and a function that adds one."""
+) -> tuple[int, Expected | None]:  # fmt: skip
+    """Return the number of examples, and the draws that calls with such arguments make; None without a probe."""
     values, structure = tree.flatten((args, kwargs))
     xs = [x for x in values if isinstance(x, Tensor)]
     rest = [type(x) if " at 0x" in repr(x) else x for x in values if not isinstance(x, Tensor)]
@@ -113,18 +110,23 @@ def _probed(
         known = split.probed.setdefault(signature, (here, []))
     (count, dims), probes = known
 
-    def run_with(prime: int, fake: Fake) -> None:
+    def run_with(prime: int) -> None:
         sizes = [[prime * (n // max(1, count) or 1) if dims.get(i) == d else n
                   for d, n in enumerate(x.shape)] for i, x in enumerate(xs)]  # fmt: skip
-        fakes = iter([fake(x, size) for x, size in zip(xs, sizes, strict=True)])
-        run(fake, *tree.unflatten(structure, [next(fakes) if isinstance(x, Tensor) else x for x in values]))
+        fakes = iter([fake_like(x, size) for x, size in zip(xs, sizes, strict=True)])
+        run(*tree.unflatten(structure, [next(fakes) if isinstance(x, Tensor) else x for x in values]))
 
-    def find() -> Probe:
-        prime = prime_for(n for x in (*xs, *leaves) for n in x.shape)
-        probes.append(probe(name, key, prime, functools.partial(run_with, prime)))
-        return probes[-1]
+    def expected(read: Sequence[Read], number: int) -> Probe:
+        known = [known for known in probes if [r for r in known.read if r[0] <= number] == read]
+        if not known:
+            prime = prime_for(n for x in (*xs, *leaves) for n in x.shape)
+            known = [probe(name, key, prime, functools.partial(run_with, prime))]
+            probes.append(known[0])
+        return known[0]
 
-    return count, probes, find
+    if split.with_probe and not probes:
+        expected([], 0)
+    return count, expected if split.with_probe else None
 
 
 def _examples(name: str, axes: tuple[str, ...], dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchRows:

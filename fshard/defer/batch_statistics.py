@@ -22,7 +22,7 @@ from fshard._core.callsite import is_users_frame, place_and_source, site, user_f
 from fshard._core.region import axes_of_own_values, checker
 from fshard._core.torch import in_transform
 from fshard.collectives import psum
-from fshard.errors import fail
+from fshard.errors import ShardingError, fail
 from fshard.nn.batch_norm import normalize_batch
 from fshard.spec import Axis, describe, names_of
 
@@ -121,16 +121,15 @@ class BatchStatistics(TorchFunctionMode):
 
     def _refuse(self, op: str, given: Mapping[str, Any]) -> None:
         if axes := axes_of_own_values(given["input"]) - _axes_of_channels(_leaves(given).values()):
-            what, line = self._caller(op), _users_line()
             if self.over is not UNSET:
-                raise fail(what, *line, f"batch_norm_over({self.over!r}) computes F.batch_norm and F.instance_norm",
-                           fix="one of these")  # fmt: skip
+                raise self._error(op, "", f"batch_norm_over({self.over!r}) computes F.batch_norm and F.instance_norm",
+                                  fix="one of these")  # fmt: skip
             over = "the axes that split the batch" if len(axes) > 1 else f'"{min(axes)}"'
-            raise fail(what, *line, f"its input varies over {' and '.join(map(repr, sorted(axes)))}: the statistics of "
-                       "each rank's own examples change with the mesh",
-                       fix=f"apply = apply.batch_norm_over({over}): the statistics of all examples; or apply.eval(); "
-                       "or\n       apply.batch_norm_over(None), if each rank has channels or a model of its own"
-                       )  # fmt: skip
+            raise self._error(op, "", f"its input varies over {' and '.join(map(repr, sorted(axes)))}: the statistics "
+                              "of each rank's own examples change with the mesh",
+                              fix=f"apply = apply.batch_norm_over({over}): the statistics of all examples; or "
+                              "apply.eval(); or\n       apply.batch_norm_over(None), if each rank has channels or a "
+                              "model of its own")  # fmt: skip
 
     def _check_embedding(self, op: str, given: Mapping[str, Any]) -> None:
         """Raise ShardingError for a table whose gradient no sum over ranks makes right."""
@@ -138,19 +137,21 @@ class BatchStatistics(TorchFunctionMode):
         if isinstance(table, StandIn) or not torch.is_grad_enabled():
             return
         if given.get("scale_grad_by_freq") and (axes := axes_of_own_values(ids) - axes_of_own_values(table)):
-            what, line = self._caller(op), _users_line()
             over = repr(min(axes) if len(axes) == 1 else tuple(sorted(axes)))
-            raise fail(f"{what} with scale_grad_by_freq=True", *line,
-                       f"its ids vary over {over}: it divides the gradients of each rank's ids by their number on "
-                       "that rank, which changes with the mesh",
-                       fix="scale_grad_by_freq=False; and if nothing else uses the table, divide row i of its gradient "
-                       "by the number of ids i:\n"
-                       f"       fs.psum(torch.bincount(ids.flatten(), minlength={len(table)}), {over}).clamp(min=1)"
-                       )  # fmt: skip
+            raise self._error(
+                op, " with scale_grad_by_freq=True", f"its ids vary over {over}: it divides the gradients of each "
+                "rank's ids by their number on that rank, which changes with the mesh",
+                fix="scale_grad_by_freq=False; and if nothing else uses the table, divide row i of its gradient by the "
+                f"number of ids i:\n       fs.psum(torch.bincount(ids.flatten(), minlength={len(table)}), {over})"
+                ".clamp(min=1)")  # fmt: skip
         if given.get("sparse") and (table.requires_grad or in_transform()):
-            what, line = self._caller(op), _users_line()
-            raise fail(f"{what} with sparse=True", *line, "collectives and optimizers take dense gradients",
-                       fix="sparse=False: the gradient has the same numbers")  # fmt: skip
+            raise self._error(op, " with sparse=True", "collectives and optimizers take dense gradients",
+                              fix="sparse=False: the gradient has the same numbers")  # fmt: skip
+
+    def _error(self, op: str, what: str, *notes: str, fix: str) -> ShardingError:
+        """Return the error of an operation, with the user's line in a call that is checked."""
+        line = () if checker() is None else place_and_source(site(user_frame()))
+        return fail(f"{self._caller(op)}{what}", *line, *notes, fix=fix)
 
     @functools.cached_property
     def _names(self) -> dict[int, str]:
@@ -168,11 +169,6 @@ class BatchStatistics(TorchFunctionMode):
         if isinstance(m, nn.modules.batchnorm._NormBase):
             return f"{label} {'in train mode' if m.training else 'without running statistics'}"
         return label if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) else f"{label} that calls {op}"
-
-
-def _users_line() -> tuple[str, ...]:
-    """Return the user's line that is executing, for an error; nothing in a call that is not checked."""
-    return () if checker() is None else place_and_source(site(user_frame()))
 
 
 def without_process_group(module: nn.Module) -> None:

@@ -32,9 +32,9 @@ from fshard.spec import Box, describe
 
 from . import graph
 from .functional_module import Apply
-from .graph import Draw, Node, draws, step_name, tensors_in, topological_order
+from .graph import Draw, Node, draws, step_name, topological_order
 from .module_leaves import MODULE_ATTRIBUTES, Leaves, Place, leaves_at, places_of
-from .recorder import EAGER, NESTED, GradientHooks, Recorder, recording, recording_error, why_valueless
+from .recorder import EAGER, NESTED, GradientHooks, Recorder, recording, recording_error
 from .references import Outside, Slot, items, reachable
 from .replaced import Replace
 from .replay import Replay, bytes_in_full, is_local
@@ -87,28 +87,27 @@ def defer(
     """
     if in_region():
         raise fail("defer: called inside shard_map, where leaves are local parts", fix="call it outside")
+    recorder = Recorder(budget)
     with contextlib.ExitStack() as during:
         if reference is not None:  # on every kind of device
             during.enter_context(torch.random.fork_rng())
             torch.manual_seed(reference)
         during.enter_context(_seeded(reference or 0))
-        recorder = during.enter_context(recording(budget)) if reference is None else None
+        if reference is None:
+            during.enter_context(recording(recorder))
         module = _construct(constructor)
     places = places_of(module)
     leaves = leaves_at(places)
-    why = why_valueless if recorder is None else recorder.why_unrecorded
     raise_all([fail(f"defer: {name}: {reason[0]}", fix=reason[1]) for named in leaves.values()
-               for name, x in named.items() if (reason := why(x))])  # fmt: skip
+               for name, x in named.items() if (reason := recorder.why_unrecorded(x))])  # fmt: skip
     outside, in_full = Outside(constructor, module), dict[str, int]()
-    if recorder is None:
-        tree = {kind: {name: Deferred(tuple(x.shape), x.dtype, Reference(x.detach(), reference or 0))
+    if reference is None:
+        tree, in_full = _describe(leaves, recorder, budget)
+    else:
+        tree = {kind: {name: Deferred(tuple(x.shape), x.dtype, Reference(x.detach(), reference))
                        for name, x in named.items()} for kind, named in leaves.items()}  # fmt: skip
         outside.made = {name: weakref.ref(x) for named in leaves.values() for name, x in named.items()}
-    else:
-        nodes = {name: recorder.node(x) for named in leaves.values() for name, x in named.items()}
     _release(module, places, recorder, outside)
-    if recorder is not None:
-        tree, in_full = _describe(leaves, nodes, budget)
     return Apply(module, whole=in_full, units=units, replace=replace, outside=outside), tree
 
 
@@ -188,77 +187,72 @@ def _seeded(seed: int) -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder | None, outside: Outside) -> None:
+def _release(module: nn.Module, places: Sequence[Place], recorder: Recorder, outside: Outside) -> None:
     """Replace the leaves by tensors on meta, and recorded tensors in attributes and closures by real ones."""
-    on_meta: dict[int, Tensor] = {}
-    kept: list[Tensor] = []  # so that no id is used again
+    on_meta: dict[Tensor, Tensor] = {}
 
-    def release(x: Tensor) -> None:
-        if id(x) not in on_meta:
+    def release(x: Tensor) -> Tensor:
+        if x not in on_meta:
             y: Tensor = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-            on_meta[id(x)] = nn.Parameter(y, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else y
-            kept.append(x)
+            on_meta[x] = nn.Parameter(y, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else y
+        return on_meta[x]
 
     for place in places:
-        release(place.holder[place.key])
+        release(place.value)
     for part in module.modules():
         for name in _computed_by_hooks(part):
             if isinstance(x := vars(part).get(name), Tensor):
                 release(x)
     errors: list[ShardingError] = []
 
-    storages = {storage_id(x): place.leaf for place in places if (x := place.holder[place.key]).layout is torch.strided}
+    storages = {storage_id(x): place.leaf for place in places if (x := place.value).layout is torch.strided}
 
     def leaf_of(x: Tensor) -> str | None:
         return storages.get(storage_id(x)) if x.layout is torch.strided else None
 
-    def is_replaced(x: Tensor) -> bool:
-        return (id(x) in on_meta or isinstance(x, FakeTensor) or leaf_of(x) is not None
-                or (recorder is not None and recorder.is_recorded(x)))  # fmt: skip
+    def is_replaced(x: Any) -> bool:
+        return isinstance(x, Tensor) and (x in on_meta or isinstance(x, FakeTensor) or leaf_of(x) is not None
+                                          or recorder.is_recorded(x))  # fmt: skip
 
     def replace(name: str, path: trees.Path, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not is_replaced(x) or id(x) in on_meta:
-            return on_meta.get(id(x), x)
+        if not is_replaced(x):
+            return x
+        if x in on_meta:
+            return on_meta[x]
         label = trees.show(name, path)
         if leaf := leaf_of(x):
-            errors.append(fail(f"defer: {label}: is a view of {leaf!r}, and each call has another tensor for that leaf",
-                               fix="make the view in forward"))  # fmt: skip
-            return x
-        if recorder is None:
-            return x
-        if reason := recorder.why_unrecorded(x):
-            errors.append(fail(f"defer: {label}: {reason[0]}", fix=reason[1]))
-            return x
-        if not draws(recorder.node(x)):
+            why = f"is a view of {leaf!r}, and each call has another tensor for that leaf", "make the view in forward"
+        elif unrecorded := recorder.why_unrecorded(x):
+            why = unrecorded
+        elif not draws(recorder.node(x)):
             return recorder.value(x, label)
-        if storage_id(x) in recorder.on_meta:
-            release(x)
-            return on_meta[id(x)]
-        errors.append(fail(f"defer: {label}: is drawn, and neither a parameter nor a buffer",
-                           fix=f"make it a buffer, with persistent=False; or {EAGER}"))  # fmt: skip
+        elif storage_id(x) in recorder.on_meta:
+            return release(x)
+        else:
+            why = ("is drawn, and neither a parameter nor a buffer",
+                   f"make it a buffer, with persistent=False; or {EAGER}")  # fmt: skip
+        errors.append(fail(f"defer: {label}: {why[0]}", fix=why[1]))
         return x
 
-    parts: list[tuple[str, Any]] = list(module.named_modules())
     found = list(reachable(module, outside.objects))
     variables = {id(c): f"{name} of {f.__qualname__}" for f in found if isinstance(f, FunctionType)
                  for name, c in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)}  # fmt: skip
-    parts += [(type(x).__name__, x) for x in found
-              if hasattr(x, "__dict__") and not isinstance(x, (nn.Module, Tensor))]  # fmt: skip
-    for prefix, part in parts:
-        for key, x in list(vars(part).items()):
-            if key not in MODULE_ATTRIBUTES and any(map(is_replaced, tensors_in(x))):  # others keep their containers
-                name = f"{prefix}.{key}" if prefix else key
-                part.__dict__[key] = _in_place(x, trees.map_with_path(functools.partial(replace, name), x))
+    slots = [(f"{prefix}.{key}" if prefix else key, Slot(vars(m), key))
+             for prefix, m in module.named_modules() for key in vars(m)]  # fmt: skip
+    slots += [(f"{type(x).__name__}.{key}", Slot(vars(x), key)) for x in found
+              if hasattr(x, "__dict__") and not isinstance(x, (nn.Module, Tensor)) for key in vars(x)]  # fmt: skip
     for x in found:
         if isinstance(x, (FunctionType, CellType, functools.partial)):
+            name = variables.get(id(x)) or f"an argument of {getattr(x, '__qualname__', type(x).__name__)}"
             named = x.keywords if isinstance(x, functools.partial) else getattr(x, "__kwdefaults__", None) or {}
-            for slot, y in [(Slot(h, key), y) for h in (x, named) for key, y in items(h)]:
-                if any(map(is_replaced, tensors_in(y))):
-                    name = variables.get(id(x)) or f"an argument of {getattr(x, '__qualname__', type(x).__name__)}"
-                    slot[None] = _in_place(y, trees.map_with_path(functools.partial(replace, name), y))
+            slots += [(name, Slot(holder, key)) for holder in (x, named) for key, _ in items(holder)]
+    for name, slot in slots:
+        x = slot.value
+        if slot.key not in MODULE_ATTRIBUTES and any(map(is_replaced, trees.leaves(x))):  # others keep their containers
+            slot.put(_in_place(x, trees.map_with_path(functools.partial(replace, name), x)))
     raise_all(errors)
     for place in places:
-        place.holder[place.key] = on_meta[id(place.holder[place.key])]
+        place.put(on_meta[place.value])
 
 
 def _in_place(x: Any, new: Any) -> Any:
@@ -330,18 +324,16 @@ class Reference:
         return f"reference(seed={self.seed})"
 
 
-def _describe(leaves: Leaves, nodes: Mapping[str, Node], budget: int) -> tuple[Tree, dict[str, int]]:
+def _describe(leaves: Leaves, recorder: Recorder, budget: int) -> tuple[Tree, dict[str, int]]:
     owners: dict[int, tuple[str, int]] = {}  # id of a draw -> (the first leaf computed from it, its number there)
     tree: Tree = {"params": {}, "buffers": {}}
     computed_in_full: dict[str, int] = {}
     errors: list[ShardingError] = []
-    for kind, names in leaves.items():
-        for name in names:
-            node, count = nodes[name], 0
-            for draw in draws(node):
-                if id(draw) not in owners:
-                    owners[id(draw)] = (f"{kind}.{name}", count)
-                    count += 1
+    for kind, named in leaves.items():
+        for name, x in named.items():
+            node = recorder.node(x)
+            for number, draw in enumerate([draw for draw in draws(node) if id(draw) not in owners]):
+                owners[id(draw)] = f"{kind}.{name}", number
             tree[kind][name] = _describe_leaf(kind, name, node, owners)
             if size := _bytes_in_full(node):
                 computed_in_full[name] = size

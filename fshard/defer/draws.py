@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,26 +30,14 @@ from .distributions import MAX_RANDINT_RANGE, distribution_of, draw_box
 Read = tuple[int, Any]  # a Python number computed only from draws, and the number of draws before
 
 
-def draw_error(what: str, *notes: str, fix: str, **facts: object) -> ShardingError:
-    """Return an error that names the line of the module's code."""
-    return fail(what, *place_and_source(site()), *notes, fix=fix, **facts)
-
-
-@dataclass(frozen=True)
-class Examples:
-    """The dim of a drawn tensor that has the examples, `each` entries for one."""
-
-    dim: int
-    each: int
-
-
 @dataclass(frozen=True)
 class Drawn:
-    """One draw of a probe: its shape, with a prime number of examples, and the dim of these; None if no dim has."""
+    """One draw of a probe: its shape, with a prime number of examples, and the dim that has them."""
 
     op: str
     shape: tuple[int, ...]
-    examples: Examples | None
+    dim: int | None  # None: no dim has examples
+    each: int  # entries of one example in that dim
 
 
 @dataclass(frozen=True)
@@ -59,6 +47,18 @@ class Probe:
     draws: Sequence[Drawn]
     read: Sequence[Read]  # the drawn numbers that forward read, to skip a layer or not
     failure: ShardingError | None  # of a run that could not go on; only a draw needs to know
+
+
+Expected = Callable[[Sequence[Read], int], Probe]
+
+
+class SplitDim(NamedTuple):
+    """A split dim of a draw: this rank's part begins at `start`."""
+
+    dim: int
+    full: int  # size, on all ranks
+    start: int
+    axes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,10 @@ class Batch:
     total: int
     dim: int | None = None  # of the examples in every draw, if no probe finds it
 
+    def split(self, dim: int, each: int) -> SplitDim:
+        """Return this rank's part of a dim that has `each` entries for an example."""
+        return SplitDim(dim, each * self.total, each * self.start, self.axes)
+
 
 @dataclass(frozen=True)
 class Features:
@@ -81,18 +85,15 @@ class Features:
     coords: tuple[int, ...]
     numbers: frozenset[int]  # of the features, of each dim of a parameter that the axes split
 
-    def split(self, dim: int, ndim: int, full: int, part: int) -> bool:
-        """Return whether `part` is this rank's size of a dim with features, or with heads of them.
+    def split(self, dim: int, ndim: int, full: int, size: int) -> SplitDim | None:
+        """Return this rank's part of a dim with features, or with heads of them; None if `size` is not its size.
 
         A dim where they are flattened with others may have that size too, but a rank's part of it is not a range: dim 0
         of several is [B*heads], and another product divides no number of features, as a rule.
         """
         is_features = (dim > 0 or ndim == 1) and any(n % max(1, full) == 0 for n in self.numbers)
-        return is_features and self.part(full)[1] == part
-
-    def part(self, n: int) -> tuple[int, int]:
-        """Return (start, length) of this rank's part of n features."""
-        return part_range(n, self.sizes, self.coords)
+        start, length = part_range(full, self.sizes, self.coords)
+        return SplitDim(dim, full, start, self.axes) if is_features and length == size else None
 
 
 # --- the mode ---------------------------------------------------------------------------------------------------
@@ -111,41 +112,37 @@ class Draws(OperationMode):  # type: ignore[no-untyped-call]
     Args:
         name: of the function, for errors.
         batch: this rank's part of the batch; None where nothing is split.
-        probes: the draws that may be expected, of a split batch; they differ in the numbers that forward reads.
-        find: makes another probe, by the key of this call, and adds it to those.
+        expected: from the numbers that forward has read, and the number of draws, to a probe that read the same, and so
+            makes the same draws so far.
         features: the axes that may split other dims than the examples'; the probes know the sizes of these dims.
     """
 
     def __init__(
-        self, name: str, key: Tensor, batch: Batch | None = None, probes: Sequence[Probe] | None = None,
-        find: Callable[[], Probe] | None = None, features: Sequence[Features] = (),
+        self, name: str, key: Tensor, batch: Batch | None = None, expected: Expected | None = None,
+        features: Sequence[Features] = (),
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
-        self.name, self.key, self.batch, self.probes, self.find = name, key, batch, probes, find
-        self.features = features
+        self.name, self.key, self.batch, self.expected, self.features = name, key, batch, expected, features
         self.number = 0
         self.read: list[Read] = []
         self._drawn: Any = WeakTensorKeyDictionary()  # tensors made only of draws
 
+    def error(self, what: str, *notes: str, fix: str) -> ShardingError:
+        """Return an error that names the function, and the line of the module's code."""
+        return fail(f"{self.name}: {what}", *place_and_source(site()), *notes, fix=fix)
+
     def resumed(self, number: int) -> Draws:
-        other = Draws(self.name, self.key, self.batch, self.probes, self.find, self.features)
+        other = Draws(self.name, self.key, self.batch, self.expected, self.features)
         other.number, other.read = number, [r for r in self.read if r[0] <= number]
         return other
 
     def check_number(self) -> None:
         """Raise ShardingError after a call that drew fewer times than expected."""
-        if self.probes is None or self.batch is None or not self.batch.count:
+        if self.expected is None or self.batch is None or not self.batch.count:
             return
-        found = self._probe()
+        found = self.expected(self.read, self.number)
         if found.failure is None and self.number < len(found.draws):
             raise self._unexpected(f"{self.number} draws were made", f"{len(found.draws)}")
-
-    def _probe(self) -> Probe:
-        """Return a probe that read what this call has read, and so makes the same draws so far."""
-        assert self.probes is not None
-        assert self.find is not None
-        known = (probe for probe in self.probes if [r for r in probe.read if r[0] <= self.number] == self.read)
-        return next(known, None) or self.find()
 
     def _unexpected(self, here: str, there: str) -> ShardingError:
         axes = " or ".join(str(f.axes) for f in self.features)
@@ -153,7 +150,7 @@ class Draws(OperationMode):  # type: ignore[no-untyped-call]
             f"this rank has no part of the features that {axes} splits, and torch draws nothing for it",
             "they are flattened with another dim, and a rank's part is no range of it",
             *["axes whose parts have one size cannot be told apart"] * (len(self.features) > 1)) if axes]  # fmt: skip
-        return draw_error(f"{self.name}: {here}, and {there} in a run with another number of examples",
+        return self.error(f"{here}, and {there} in a run with another number of examples",
                           "the draws of forward depend on that number, or on values, and may differ between ranks",
                           *split, fix="draw as often, and in the same shapes, for any batch: for all examples at once"
                           )  # fmt: skip
@@ -195,7 +192,7 @@ class Draws(OperationMode):  # type: ignore[no-untyped-call]
         if off or any(x.is_meta for x in tensors_in(*args)):
             return func(*args, **kwargs)
         if values.get("generator") is not None:
-            raise draw_error(f"{self.name}: {name} draws from a generator of its own, and key= cannot replace it",
+            raise self.error(f"{name} draws from a generator of its own, and key= cannot replace it",
                              "its numbers depend on the process and on earlier draws",
                              fix="leave generator= out: the numbers are then drawn by key")  # fmt: skip
         return rule(self, name, values)
@@ -214,80 +211,68 @@ class Draws(OperationMode):  # type: ignore[no-untyped-call]
                 out = bernoulli_box(key, full, box, p=args[0], device=device).to(dtype)
             else:
                 out = draw_box(distribution, args, key, full, box, dtype, device)
-        if types is not None and self.batch is not None:
-            types.set_draw_type(out, op, self.key, axes, shared=self.batch.axes)
-        elif types is not None:
-            types.set_draw_type(out, op, self.key, ())
-        if self.probes is not None and not axes and out.numel() == 1:
+        if types is not None:
+            types.set_draw_type(out, op, self.key, axes, shared=() if self.batch is None else self.batch.axes)
+        if self.expected is not None and not axes and out.numel() == 1:
             self._drawn[out] = None
         return out
 
     def _part(self, op: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Box, tuple[str, ...]]:
         """Return the global shape of a draw, this rank's box of it, and the axes that split it."""
-        if self.batch is None:
-            return shape, full_box(shape), ()
-        full, box = list(shape), list(full_box(shape))
-        axes: tuple[str, ...] = ()
-        if self.probes is None:
-            examples = self._stated(op, shape, self.batch)
-        else:
-            examples, split = self._found(op, shape)
-            for dim, (n, over) in split.items():
-                start, length = over.part(n)
-                full[dim], box[dim], axes = n, slice(start, start + length), (*axes, *over.axes)
-        if examples is not None:
-            n = examples.each
-            full[examples.dim] = n * self.batch.total
-            box[examples.dim] = slice(n * self.batch.start, n * (self.batch.start + self.batch.count))
-            axes = (*self.batch.axes, *axes)
-        return tuple(full), tuple(box), axes
+        full, box, axes = list(shape), list(full_box(shape)), list[str]()
+        for split in self._splits(op, shape):
+            full[split.dim], box[split.dim] = split.full, slice(split.start, split.start + shape[split.dim])
+            axes += split.axes
+        return tuple(full), tuple(box), tuple(axes)
 
-    def _found(self, op: str, shape: tuple[int, ...]) -> tuple[Examples | None, dict[int, tuple[int, Features]]]:
-        """Return the dim of the examples that the probe found, and the (size, axes) of each dim of split features."""
-        assert self.batch is not None
-        probe = self._probe()
+    def _splits(self, op: str, shape: tuple[int, ...]) -> list[SplitDim]:
+        """Return the split dims of a draw, from this rank's `shape`."""
+        if self.batch is None:
+            return []
+        if self.expected is None:
+            return self._stated(op, shape, self.batch)
+        probe = self.expected(self.read, self.number)
         if probe.failure is not None:
             raise probe.failure
         last = len(probe.draws) if not self.batch.count else self.number + 1  # torch may draw nothing for no examples
         for number, drawn in enumerate(probe.draws[self.number : last], self.number):
-            expected = list(drawn.shape)
-            if drawn.examples:
-                expected[drawn.examples.dim] = drawn.examples.each * self.batch.count
-            split = self._split(op, shape, expected, drawn.examples)
-            if op == drawn.op and split is not None:
+            found = self._splits_from(drawn, shape, self.batch)
+            if op == drawn.op and found is not None:
                 self.number = number
-                return drawn.examples, split
-        found = [f"{drawn.op} of {list(drawn.shape)}" for drawn in probe.draws[self.number : self.number + 1]]
-        raise self._unexpected(f"draw {self.number} is {op} of {list(shape)}", found[0] if found else "there is none")
+                return found
+        there = [f"{drawn.op} of {list(drawn.shape)}" for drawn in probe.draws[self.number : self.number + 1]]
+        raise self._unexpected(f"draw {self.number} is {op} of {list(shape)}", there[0] if there else "there is none")
 
-    def _split(
-        self, op: str, shape: tuple[int, ...], expected: Sequence[int], examples: Examples | None
-    ) -> dict[int, tuple[int, Features]] | None:
-        """Return the (size, axes) of each dim whose part `shape` has; None if it is another shape."""
-        out: dict[int, tuple[int, Features]] = {}
-        if len(shape) != len(expected):
+    def _splits_from(self, drawn: Drawn, shape: tuple[int, ...], batch: Batch) -> list[SplitDim] | None:
+        """Return the split dims, if this rank's `shape` is a part of a draw that a probe found; else None."""
+        if len(shape) != len(drawn.shape):
             return None
-        for dim, (n, full) in enumerate(zip(shape, expected, strict=True)):
-            over = [f for f in self.features if n != full and f.split(dim, len(shape), full, n)]
-            if n != full and (len(over) != 1 or op == "randperm" or (examples and dim == examples.dim)):
+        out = []
+        for dim, (n, full) in enumerate(zip(shape, drawn.shape, strict=True)):
+            if dim == drawn.dim:
+                found = [batch.split(dim, drawn.each)] if n == drawn.each * batch.count else []
+            elif n != full:
+                found = [part for f in self.features if (part := f.split(dim, len(shape), full, n)) is not None]
+            else:
+                continue
+            if len(found) != 1 or drawn.op == "randperm":
                 return None
-            if n != full:
-                out[dim] = full, over[0]
+            out += found
         return out
 
-    def _stated(self, op: str, shape: tuple[int, ...], batch: Batch) -> Examples | None:
+    def _stated(self, op: str, shape: tuple[int, ...], batch: Batch) -> list[SplitDim]:
         """Return the dim that was given as the dim of the examples."""
         dim = batch.dim or 0
         if not shape:
-            return None
+            return []
         n = shape[dim] if -len(shape) <= dim < len(shape) else None
         if n is None or (n % batch.count if batch.count else n):
             what = "no such dim" if n is None else f"{n} entries, of {batch.count} examples"
-            raise draw_error(f"{self.name}: draw {self.number} is {op} of {list(shape)}, whose dim {dim} has {what}",
+            raise self.error(f"draw {self.number} is {op} of {list(shape)}, whose dim {dim} has {what}",
                              "a draw for some of the examples at a time is not the same on every mesh",
                              fix="draws_over(axis), without probe=False, finds the dim of each draw; or a rate of 0"
                              )  # fmt: skip
-        return Examples(dim % len(shape), n // max(1, batch.count))
+        return [batch.split(dim % len(shape), n // max(1, batch.count))]
 
 
 # --- the operations ---------------------------------------------------------------------------------------------
@@ -305,17 +290,20 @@ def rule_of(func: Any) -> Rule | None:
     return _refuse if out_variant else _RULES.get(schema.name.split("::")[-1], _refuse)
 
 
+_REFUSED = {  # a part of an operation's name -> how it draws, and a fix
+    "attention": ("its dropout inside a fused kernel, where key= cannot reach it",
+                  ("with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): around the call; or, for models of "
+                   'Hugging Face, attn_implementation="eager"')),
+    "rnn": ("its dropout inside a kernel, where key= cannot reach it",
+            "with torch.backends.cudnn.flags(enabled=False): around the call"),
+    "": ("in a way that key= cannot replace",
+         "draw by torch.rand, torch.randn, torch.randint, torch.bernoulli or dropout; apply.eval() draws nothing"),
+}  # fmt: skip
+
+
 def _refuse(draws: Draws, name: str, values: Values) -> Any:
-    if "attention" in name:
-        raise draw_error(f"{draws.name}: {name} draws its dropout inside a fused kernel, where key= cannot reach it",
-                         fix="with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): around the call; or, for models of "
-                         'Hugging Face, attn_implementation="eager"')  # fmt: skip
-    if "rnn" in name:
-        raise draw_error(f"{draws.name}: {name} draws its dropout inside a kernel, where key= cannot reach it",
-                         fix="with torch.backends.cudnn.flags(enabled=False): around the call")  # fmt: skip
-    raise draw_error(f"{draws.name}: {name} draws in a way that key= cannot replace",
-                     fix="draw by torch.rand, torch.randn, torch.randint, torch.bernoulli or dropout; "
-                     "apply.eval() draws nothing")  # fmt: skip
+    how, fix = next(refused for part, refused in _REFUSED.items() if part in name)
+    raise draws.error(f"{name} draws {how}", fix=fix)
 
 
 def _bernoulli(draws: Draws, name: str, v: Values) -> Tensor:
@@ -326,7 +314,7 @@ def _bernoulli(draws: Draws, name: str, v: Values) -> Tensor:
         drawn = drawn < (x if p is None else p)
     else:
         if not 0 <= p <= 1:
-            raise draw_error(f"{draws.name}: {name}: p={p} is not a probability", fix="0 <= p <= 1")
+            raise draws.error(f"{name}: p={p} is not a probability", fix="0 <= p <= 1")
         drawn = draws.numbers(name, x.shape, "bernoulli", p, dtype=torch.bool, device=x.device, like=x)
     return (x if name.endswith("_") else torch.empty_like(x)).copy_(drawn)
 
@@ -345,7 +333,7 @@ def _numbers(draws: Draws, name: str, v: Values) -> Tensor:
     found = distribution_of(name.removesuffix("_"), v, dtype)
     assert found is not None
     if found[0] == "randint" and not 0 < found[2] - found[1] <= MAX_RANDINT_RANGE:
-        raise draw_error(f"{draws.name}: {name} of range({found[1]}, {found[2]})", fix="0 < high - low <= 2^32")
+        raise draws.error(f"{name} of range({found[1]}, {found[2]})", fix="0 < high - low <= 2^32")
     if x is None:
         return draws.numbers(name, v["size"] if "size" in v else (v["n"],), *found, dtype=dtype, device=_device(v))
     drawn = draws.numbers(name, x.shape, *found, dtype=dtype, device=v.get("device") or x.device, like=x)

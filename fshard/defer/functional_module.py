@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fshard import tree
 from fshard._core.ops import differentiable_dtype
 from fshard._core.region import checker, has_values, in_region
-from fshard._core.torch import in_transform
+from fshard._core.torch import in_transform, unwrapped, version_of
 from fshard._core.weight import Leaf, Weight, is_weight
 from fshard.errors import ShardingError, checked, fail, join_limited, no_attribute, raise_all
 from fshard.random import check_key
@@ -33,11 +33,11 @@ from .batch_statistics import UNSET, BatchStatistics, without_process_group
 from .draws import Draws
 from .module_copy import ModuleCopy, copy_module
 from .module_leaves import Named, in_memory_order, leaves_at, memory_orders, places_of, tensors_of
-from .probe import Fake
+from .probe import fake_like
 from .references import Outside, Seen, reachable
 from .replaced import Replace, Replaced
-from .stand_ins import adapted_as, between_calls, detached, in_module
-from .units import Fill, Pure, Units, UnshardedByUnit, choose_units, leaves_of_units, shapes_of
+from .stand_ins import BetweenCalls, adapted_as, detached, in_module
+from .units import Fill, Pure, RunningUnits, Units, UnshardedByUnit, choose_units, leaves_of_units, shapes_of
 
 # Attributes of modules, and the expressions here, of `apply, tree = fs.defer(constructor)`.
 _NAMES_ELSEWHERE = {
@@ -299,14 +299,10 @@ class Apply(Pure):
         return f"Apply({type(self.module).__name__})"
 
     def run(
-        self, params: Named, buffers: Named, args: tuple[Any, ...], kwargs: dict[str, Any], calls: Any = None,
-        in_units: Named | None = None, fill: Fill | None = None,
+        self, params: Named, buffers: Named, args: tuple[Any, ...], kwargs: dict[str, Any],
+        units: RunningUnits | None = None,
     ) -> tuple[Any, dict[str, Tensor], list[str]]:  # fmt: skip
-        """Return the result of forward, the buffers after it, and the names of the buffers that it changed.
-
-        With `calls` (`UnitCalls`) the units run by it, `in_units` has placeholders for their leaves, and `fill` makes
-        the leaves of their tensors.
-        """
+        """Return the result of forward, the buffers after it, and the names of the buffers that it changed."""
         if torch.compiler.is_dynamo_compiling():
             what = "replaced modules" if self._replaced.by else \
                 "adapted parameters" if any(map(is_weight, params.values())) else \
@@ -314,7 +310,7 @@ class Apply(Pure):
             if what:
                 raise fail(f"{self!r}: {what} cannot be compiled", fix="call it outside torch.compile")
         params, buffers = in_memory_order(params, self.orders), in_memory_order(buffers, self.orders)
-        draws, named = None, in_module({**params, **(in_units or {})}, self._replaced.splits)
+        draws, named = None, in_module({**params, **(units.outside if units else {})}, self._replaced.splits)
         if self._key is not None:
             run_on_fakes = functools.partial(self._run_on_fakes, named, buffers)
             leaves_in_all = [*named.values(), *buffers.values()]
@@ -326,13 +322,11 @@ class Apply(Pure):
             named = {p.name: leaves[p.kind][p.leaf] for p in self._places}
             out = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
             return out, {**copies, **{p.leaf: named[p.name] for p in self._places if p.kind == "buffers"}}, []
-        versions = {name: refusals.version(x) for name, x in copies.items()}
+        versions = {name: version_of(unwrapped(x)) for name, x in copies.items()}
         mine = self._take_copy()
-        for p in (*mine.places, *mine.references):
-            p.holder[p.key] = leaves[p.kind][p.leaf]
-        mine.units.calls, mine.units.keep = calls, functools.partial(self._keep_unit, mine, draws)
-        mine.units.fill = fill
-        guard: Any = None if "writes" in self._done else refusals.ParameterWrites(repr(self), params)
+        for p in mine.slots:
+            p.put(leaves[p.kind][p.leaf])
+        guard = None if "writes" in self._done else refusals.ParameterWrites(repr(self), params)
         stored_before = [seen.tensors() for seen in self._seen]
 
         def has_all_values() -> bool:
@@ -341,30 +335,28 @@ class Apply(Pure):
         if guard is not None and has_all_values():
             made = {name: x for name, ref in self._outside.made.items() if (x := ref()) is not None}
             guard.refuse_reads([*self._leaves.values(), made], {**params, **buffers})
-        if guard is not None:
-            mine.units.watch = guard.watch
-        is_first = self._is_first_differentiated(calls, params, args, kwargs)
+        if units is not None:
+            watch = contextlib.nullcontext if guard is None else guard.watch
+            units = replace(units, keep=functools.partial(self._keep_unit, mine, draws, units.fill), watch=watch)
+            mine.units.running = units
+        is_first = self._is_first_differentiated(units, params, args, kwargs)
         refusal: Any = refusals.RefuseCheckpoint(repr(self)) if is_first else None
-        nothing = contextlib.nullcontext()
+        nothing: Any = contextlib.nullcontext()
         try:
             with refusal or nothing, guard or nothing, draws or nothing, self._statistics(mine):
                 out = mine.module(*args, **kwargs)
             if draws is not None:
                 draws.check_number()
-            if guard is not None:
-                guard.check_storages()
         except Exception as e:  # the state of the copy is unknown, so the copy is not used again
-            if guard is not None and guard.read not in (None, e):
-                raise guard.read from e
             self._explain(e, params, buffers, (args, kwargs))
             raise
         self._done |= {"writes"} if refusal is None else {"writes", "checkpoint"}
         for seen, before in zip(self._seen, stored_before, strict=True):
             if any(all(x is not y for y in before) for x in seen.tensors()):
                 raise seen.stored(repr(self))
-        after, replaced = dict(copies), list(mine.units.replaced)
+        after, replaced = dict(copies), [] if units is None else units.replaced
         for p in mine.places:
-            x = p.holder.get(p.key)
+            x = p.value
             if p.kind == "buffers" and x is not None and x is not copies[p.leaf]:
                 after[p.leaf] = x
             if p.kind == "params" and isinstance(x, nn.Parameter) and x is not leaves["params"][p.leaf]:
@@ -379,7 +371,8 @@ class Apply(Pure):
             raise refusals.not_of_the_call(f"{self!r}: {valueless} has no values: it was computed from tensors of the "
                                            "module that the constructor made")  # fmt: skip
         state = {name: x for name, x in after.items() if name not in self.transient}
-        changed = [name for name, x in state.items() if x is not copies[name] or refusals.version(x) != versions[name]]
+        changed = [name for name, x in state.items()
+                   if x is not copies[name] or version_of(unwrapped(x)) != versions[name]]  # fmt: skip
         if not changed and "values" not in self._done:  # torch's batch_norm does not count all its writes as versions
             changed = [name for name, x in state.items() if not refusals.equal_values(x, buffers[name])]
             if not changed:
@@ -396,21 +389,21 @@ class Apply(Pure):
             return BatchStatistics(repr(self), mine.module, self._norms_over)
         return contextlib.nullcontext()
 
-    def _is_first_differentiated(self, calls: Any, *arguments: Any) -> bool:
+    def _is_first_differentiated(self, units: RunningUnits | None, *arguments: Any) -> bool:
         """Return whether a call may have a backward, and no call before had one."""
         if "checkpoint" in self._done or not torch.is_grad_enabled():
             return False
-        if in_transform() or (calls is not None and any(any(u.differentiated) for u in calls.units.values())):
+        if in_transform() or (units is not None and any(any(u.differentiated) for u in units.calls.units.values())):
             return True
         return any(x.requires_grad for x in tree.leaves(arguments) if isinstance(x, Tensor))
 
-    def _run_on_fakes(self, params: Named, buffers: Named, fake: Fake, args: Any, kwargs: Any) -> None:
+    def _run_on_fakes(self, params: Named, buffers: Named, args: Any, kwargs: Any) -> None:
         """Run forward on fake tensors with the shapes of these leaves, unsharded."""
         mine = self._take_copy()
         self._replaced.remove(mine.module)
-        for p in (*mine.places, *mine.references):
+        for p in mine.slots:
             x, split = (params if p.kind == "params" else buffers)[p.leaf], self._replaced.splits.get(p.leaf)
-            p.holder[p.key] = fake(x, x.shape if split is None else split.shape)
+            p.put(fake_like(x, x.shape if split is None else split.shape))
         mine.module(*args, **kwargs)
         mine.contents.restore()
         self._give_back(mine)
@@ -493,7 +486,7 @@ class Apply(Pure):
         """Return a copy of the module that no other call is using, and that no other thread has used.
 
         Other threads may be in backward: an operation that they do again, on a copy that a call uses, would be on the
-        leaves of this call. On a copy that no call uses it is an error (`between_calls`).
+        leaves of this call. On a copy that no call uses it is an error (`BetweenCalls`).
         """
         try:
             return self._copies_of_thread.pop()
@@ -522,45 +515,43 @@ class Apply(Pure):
 
     @functools.cached_property
     def _between_calls(self) -> dict[str, Tensor]:
-        return {name: between_calls(repr(self), name, x) for named in self._leaves.values()
-                for name, x in named.items()}  # fmt: skip
+        return {name: BetweenCalls.like(name, x.shape, x.dtype, x.device, ", between calls", apply=repr(self))
+                for named in self._leaves.values() for name, x in named.items()}  # fmt: skip
 
     def _give_back(self, mine: ModuleCopy) -> None:
-        mine.units.calls, mine.units.keep, mine.units.watch, mine.units.replaced = None, str, contextlib.nullcontext, []
-        mine.units.fill = None
+        mine.units.running = None
         for p in mine.references:
-            p.holder[p.key] = self._between_calls[p.leaf]
+            p.put(self._between_calls[p.leaf])
         self._copies_of_thread.append(mine)
 
     def _keep_unit(
-        self, mine: ModuleCopy, draws: Draws | None, name: str
+        self, mine: ModuleCopy, draws: Draws | None, fill: Fill, name: str
     ) -> Callable[[Sequence[Tensor], Any, Any, Any], None]:
         """Return a function that repeats a call of a unit, once, with the present values of the other leaves in it."""
         modules = dict(mine.module.get_submodule(name).named_modules())
         holders = {id(holder) for m in modules.values() for holder in (m._parameters, m._buffers)}
+        holders |= {id(p.holder) for p in mine.references}
         # What this call has changed before: attributes are arguments too.
         changed = {key: new for key, m in modules.items() if (new := mine.contents.changed_attributes(m))}
         changed = tree.map(lambda x: detached(x) if isinstance(x, Tensor) else x, changed)
-        leaves = set(self.units[name])
-        now: dict[str, Tensor] = {}
-        number, fill = 0 if draws is None else draws.number, mine.units.fill
-        for p in (*mine.places, *mine.references):
-            if (id(p.holder) in holders or p in mine.references) and not (p.kind == "params" and p.leaf in leaves):
-                x = p.holder[p.key]
-                now[p.name] = x.clone() if p.kind == "buffers" else detached(x)  # forward may update a buffer
+        number, leaves = 0 if draws is None else draws.number, set(self.units[name])
+        # Forward may update a buffer.
+        now = {p.name: p.value.clone() if p.kind == "buffers" else detached(p.value)
+               for p in mine.slots if id(p.holder) in holders and (p.kind == "buffers" or p.leaf not in leaves)
+               }  # fmt: skip
 
         def repeat(leaves: Sequence[Tensor], args: Any, kwargs: Any, calls: Any) -> None:
             copy = self._take_copy()
             before = copy.unit_contents(name)
-            for p in (*copy.places, *copy.references):
+            for p in copy.slots:
                 if p.name in now:
-                    p.holder[p.key] = now[p.name]
+                    p.put(now[p.name])
             for key, new in changed.items():
                 vars(copy.module.get_submodule(f"{name}.{key}" if key else name)).update(new)
-            copy.units.calls, copy.units.fill = calls, fill
+            copy.units.running = running = RunningUnits(calls, fill)
             try:
                 with contextlib.nullcontext() if draws is None else draws.resumed(number), self._statistics(copy):
-                    copy.units.run(name, leaves, args, kwargs)
+                    copy.units.run(running, name, leaves, args, kwargs)
             finally:
                 before.restore()
                 self._give_back(copy)

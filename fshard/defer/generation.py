@@ -61,7 +61,7 @@ def generate(
     Raises ShardingError for options that do not exist, are out of range or contradict each other, for an
     encoder-decoder without a start, and for a model that gives no logits.
     """
-    model = _Model.from_apply(apply, getattr(apply, "module", None) if module is None else module)
+    model = _Model.from_module(getattr(apply, "module", None) if module is None else module)
     chosen = Options.of(with_tokens(options, model.eos, model.pad, model.size))
     check_ids("generate", ids)
     if mask is not None and mask.shape != ids.shape:
@@ -100,7 +100,7 @@ class _Model(NamedTuple):
     size: int | None
 
     @classmethod
-    def from_apply(cls, apply: object, module: object) -> _Model:
+    def from_module(cls, module: object) -> _Model:
         if not isinstance(module, nn.Module):
             raise must_be("generate: apply.module", "a Module", module,
                           "pass module=apply.module, of the Apply of defer")  # fmt: skip

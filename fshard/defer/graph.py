@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard._core.operations import tensors_in
 
 from .strided_view import Shape, StridedView
 
@@ -123,8 +124,10 @@ class Op(Node):
     output: int
 
 
-def tensors_in(x: Any) -> list[Tensor]:
-    return [y for y in tree.leaves(x) if isinstance(y, Tensor)]
+def computed(name: str, func: Callable[..., Any], shape: Shape, dtype: torch.dtype, *inputs: Node) -> Op:
+    """Return the value of `func(*inputs)`."""
+    slots = tuple(map(InputSlot, range(len(inputs))))
+    return Op(shape, dtype, Call(name, func, slots, {}, inputs), 0)
 
 
 # --- questions about a graph ----------------------------------------------------------------------------------
@@ -180,10 +183,8 @@ def step_name(node: Node) -> str:
 def view(node: Node, region: StridedView) -> Node:
     if region.is_identity:
         return node
-    if isinstance(node, Full):
-        return Full(region.shape, node.dtype, node.value)
-    if isinstance(node, Uninitialized):
-        return Uninitialized(region.shape, node.dtype)
+    if isinstance(node, (Full, Uninitialized)):
+        return replace(node, shape=region.shape)
     if isinstance(node, Write) and node.region == region:
         return node.value
     return View(region.shape, node.dtype, node, region)
@@ -195,7 +196,7 @@ def reshape(node: Node, shape: Shape) -> Node:
     if isinstance(node, Reshape):
         return reshape(node.source, shape)
     if isinstance(node, Full):
-        return Full(shape, node.dtype, node.value)
+        return replace(node, shape=shape)
     return Reshape(shape, node.dtype, node)
 
 

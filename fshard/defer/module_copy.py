@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fshard.errors import fail
 
 from .module_leaves import MODULE_ATTRIBUTES, Place
-from .references import Outside, Slot, contents_of, copy_with_functions, items, reachable
+from .references import Outside, contents_of, copy_with_functions, items, reachable
 from .stand_ins import Split
 from .units import UnitForwards
 
@@ -25,17 +25,15 @@ class Contents:
         containers: list[Any] = [x for x in objects if isinstance(x, (dict, list, set))]
         self._cells = [(x, contents_of(x)) for x in objects if isinstance(x, CellType)]
         self._empty = [x for x in containers if not x]  # nearly all: dicts of hooks
-        self._contents = [(x, copy.copy(x)) for x in containers if x]
-        self._before = {id(x): before for x, before in self._contents}
+        self._contents = {id(x): (x, copy.copy(x)) for x in containers if x}
 
     def is_changed(self, x: Any) -> bool:
         """Return whether a container that was there has other contents."""
-        before = self._before.get(id(x))
-        return bool(x) if before is None else not _same_objects(x, before)
+        return not _same_objects(*self._contents[id(x)]) if id(x) in self._contents else bool(x)
 
     def changed_attributes(self, m: nn.Module) -> dict[str, Any]:
         """Return the attributes of a module that were assigned, or whose contents were changed; no functions."""
-        before = self._before.get(id(vars(m)), vars(m))
+        _, before = self._contents.get(id(vars(m)), (m, vars(m)))
         out: dict[str, Any] = {}
         for name, x in vars(m).items():
             if name not in before or x is not before[name]:
@@ -49,7 +47,7 @@ class Contents:
         if any(map(len, self._empty)):
             for x in self._empty:
                 x.clear()
-        for x, before in self._contents:
+        for x, before in self._contents.values():
             if not _same_objects(x, before):
                 x.clear()
                 x.extend(before) if isinstance(x, list) else x.update(before)
@@ -72,9 +70,10 @@ class ModuleCopy:
         self.module, self.places, self._shared = module, places, shared
         objects = list(reachable(module, shared))
         self.references = _references(objects, places)
-        for p in (*places, *self.references):
-            p.holder[p.key] = between_calls[p.leaf]
-        self.units = UnitForwards(module, units, (*places, *self.references), splits)
+        self.slots = (*places, *self.references)
+        for p in self.slots:
+            p.put(between_calls[p.leaf])
+        self.units = UnitForwards(module, units, self.slots, splits)
         self.contents = Contents(objects)
         self._unit_contents: dict[str, Contents] = {}
 
@@ -94,12 +93,12 @@ def _same_objects(x: Any, before: Any) -> bool:
 
 def _references(objects: Sequence[Any], places: Sequence[Place]) -> list[Place]:
     """Return a place for each slot that has a leaf, beyond the dicts of parameters and buffers."""
-    leaves = {id(p.holder[p.key]): p for p in places}
+    leaves = {id(p.value): p for p in places}
     holders = {id(p.holder) for p in places}
-    found = [(Slot(x, key), leaves[id(y)]) for x in objects if id(x) not in holders
+    found = [(x, key, leaves[id(y)]) for x in objects if id(x) not in holders
              for key, y in items(x) if id(y) in leaves]  # fmt: skip
-    return [Place(slot, "", (f"{p.leaf}, reference {i}",), p.leaf, p.kind, p.transient)  # type: ignore[arg-type]
-            for i, (slot, p) in enumerate(found)]  # fmt: skip
+    return [Place(holder, key, (f"{p.leaf}, reference {i}",), p.leaf, p.kind, p.transient)
+            for i, (holder, key, p) in enumerate(found)]  # fmt: skip
 
 
 def copy_module(module: nn.Module, outside: Outside) -> Any:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from fshard import tree
 
+from .references import Slot
+
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # of all modules: parameters, buffers, modules, hooks
 
 Named = Mapping[str, Tensor]
@@ -19,14 +21,12 @@ Leaves = dict[str, dict[str, Tensor]]  # by kind ("params", "buffers") and name
 
 
 @dataclass(frozen=True)
-class Place:
+class Place(Slot):
     """One entry of a module's parameters or buffers: its dotted names, and the name of the leaf it uses.
 
     A module that its parents have more than once (`Sequential(a, relu, a)`) gives each of its entries more names.
     """
 
-    holder: dict[str, Any]
-    key: str
     names: tuple[str, ...]
     leaf: str
     kind: str  # "params" or "buffers"
@@ -91,7 +91,7 @@ def in_memory_order(named: Mapping[str, Any], orders: Mapping[str, list[int]]) -
 def leaves_at(places: Sequence[Place]) -> Leaves:
     leaves: Leaves = {"params": {}, "buffers": {}}
     for p in places:
-        leaves[p.kind].setdefault(p.leaf, p.holder[p.key])
+        leaves[p.kind].setdefault(p.leaf, p.value)
     return leaves
 
 

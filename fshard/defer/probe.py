@@ -29,7 +29,7 @@ from fshard.spec import full_box, short_dtype
 
 from .aten_rules import values_of
 from .distributions import draw_box
-from .draws import Drawn, Draws, Examples, Probe, draw_error, rule_of
+from .draws import Drawn, Draws, Probe, rule_of
 
 _REORDER = {"index", "index_select", "gather", "sort", "argsort", "topk", "flip", "roll"}
 
@@ -104,7 +104,7 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
         return dim in [d % args[0].ndim for d in dims]
 
     def _interleaved(self, what: str, x: Tensor) -> ShardingError:
-        return draw_error(f"{self.name}: {what} {self._shown(x)}, in which the entries of one example are not together",
+        return self.error(f"{what} {self._shown(x)}, in which the entries of one example are not together",
                           "B is the number of examples; a rank's examples are not a range of this dim",
                           fix="keep the batch in a separate dim, or flatten [B, T], not [T, B]")  # fmt: skip
 
@@ -121,15 +121,15 @@ class _ProbingDraws(Draws):  # type: ignore[no-untyped-call]
         dims = [d for d, n in enumerate(shape) if n and n % self.prime == 0]
         out = torch.empty(tuple(shape), dtype=dtype, device=device)
         if len(dims) > 1:
-            raise draw_error(f"{self.name}: {op} of {self._shown(out)} draws a number for each pair of examples",
+            raise self.error(f"{op} of {self._shown(out)} draws a number for each pair of examples",
                              fix="draw for each example: the batch in one dim")  # fmt: skip
         if (op == "randperm" and dims) or any(type(a) is int and a and a % self.prime == 0 for a in args):
-            raise draw_error(f"{self.name}: {op} draws positions among all examples, and each rank has a part of them",
+            raise self.error(f"{op} draws positions among all examples, and each rank has a part of them",
                              fix="choose within each example")  # fmt: skip
         if like is not None and self._factor(like) != 1:
             raise self._interleaved(f"{op} of", like)
-        examples = Examples(dims[0], shape[dims[0]] // self.prime) if dims else None
-        self.found.append(Drawn(op, tuple(shape), examples))
+        dim = dims[0] if dims else None
+        self.found.append(Drawn(op, tuple(shape), dim, 0 if dim is None else shape[dim] // self.prime))
         if not dims and out.numel() == 1:
             with without_modes():
                 key = fold_in(self.key, self.number)
@@ -148,11 +148,13 @@ def prime_for(sizes: Iterator[int]) -> int:
     return next(n for n in primes if all(m % n for m in known))
 
 
-Fake = Callable[[Tensor, Sequence[int]], Tensor]  # a fake tensor like a real one, of another shape
+def fake_like(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return a tensor like another one, of another shape: in a probe a fake one."""
+    return torch.empty(tuple(sizes), dtype=x.dtype, device=x.device)
 
 
-def probe(name: str, key: Tensor, prime: int, run: Callable[[Fake], Any]) -> Probe:
-    """Find the draws of forward, which `run` runs on tensors that it makes by a `Fake`, with `prime` examples."""
+def probe(name: str, key: Tensor, prime: int, run: Callable[[], Any]) -> Probe:
+    """Find the draws of forward, which `run` runs on tensors that it makes by `fake_like`, with `prime` examples."""
     before = _numpy_state()
     found = _probe_once(name, key, prime, run)
     if not _same(before, _numpy_state()):
@@ -160,15 +162,12 @@ def probe(name: str, key: Tensor, prime: int, run: Callable[[Fake], Any]) -> Pro
     return found
 
 
-def _probe_once(name: str, key: Tensor, prime: int, run: Callable[[Fake], Any], of_numpy: bool = False) -> Probe:
+def _probe_once(name: str, key: Tensor, prime: int, run: Callable[[], Any], of_numpy: bool = False) -> Probe:
     fakes: Any = FakeTensorMode(allow_non_fake_inputs=True)
     mode = _ProbingDraws(name, key, prime)
     foreign: list[ShardingError] = []
     failure: ShardingError | None = None
     before = _numpy_state()
-
-    def fake(x: Tensor, sizes: Sequence[int]) -> Tensor:
-        return torch.empty(tuple(sizes), dtype=x.dtype, device=x.device)
 
     def watch(frame: FrameType, event: str, arg: Any) -> None:
         if event == "c_call" and isinstance(getattr(arg, "__self__", None), random.Random):
@@ -181,7 +180,7 @@ def _probe_once(name: str, key: Tensor, prime: int, run: Callable[[Fake], Any], 
          torch.no_grad(), fakes, mode:  # fmt: skip
         sys.setprofile(watch)
         try:
-            run(fake)
+            run()
         except ShardingError:
             raise
         except Exception as e:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fshard import tree
 from fshard._core.callsite import place_and_source, site
-from fshard._core.operations import OperationMode
+from fshard._core.operations import OperationMode, tensors_in
 from fshard._core.torch import FakeTensor, FakeTensorMode, replace_trunc_normal, schema_of, storage_id, without_modes
 from fshard.errors import ShardingError, fail
 from fshard.spec import full_box
@@ -61,13 +61,12 @@ def why_valueless(x: Tensor) -> tuple[str, str] | None:
 
 
 @contextlib.contextmanager
-def recording(budget: int) -> Iterator[Recorder]:
+def recording(recorder: Recorder) -> Iterator[None]:
     """Record the operations of this thread."""
-    recorder = Recorder(budget)
     fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
     reads: Any = MemoryAccess(recorder)
     with _patched(recorder), fake, recorder, reads:
-        yield recorder
+        yield
 
 
 @dataclass
@@ -100,8 +99,7 @@ class RecordedStorage:
         if found is not None:
             return graph.view(graph.reshape(self.value, found[0]), found[1])
         alias = self._alias(x)
-        call = graph.Call("as_strided", lambda base: alias(base)[1], (graph.InputSlot(0),), {}, (self.value,))
-        return graph.Op(shape, x.dtype, call, 0)
+        return graph.computed("as_strided", lambda base: alias(base)[1], shape, x.dtype, self.value)
 
     def write(self, x: Tensor, value: graph.Node) -> None:
         if x.numel() == 0:
@@ -117,8 +115,7 @@ class RecordedStorage:
             part.copy_(new)
             return base
 
-        call = graph.Call("write as_strided", put, (graph.InputSlot(0), graph.InputSlot(1)), {}, (old, value))
-        self.value = graph.Op(old.shape, old.dtype, call, 0)
+        self.value = graph.computed("write as_strided", put, old.shape, old.dtype, old, value)
 
     def _alias(self, x: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """Return a function from the full value to (a copy of it, the view of this copy with the place of `x`)."""
@@ -149,7 +146,7 @@ class Recorder(OperationMode):  # type: ignore[no-untyped-call]
         return self._storage_of(x) is not None
 
     def _storage_of(self, x: Tensor) -> RecordedStorage | None:
-        return self._storages.get(storage_id(x)) if x.layout is torch.strided else None
+        return self._storages.get(storage_id(x)) if x.layout is torch.strided and not is_lazy(x) else None
 
     def node(self, x: Tensor) -> graph.Node:
         """Return the current value of a tensor. Raises ShardingError if it has none, with the line that executes."""
@@ -219,7 +216,7 @@ class Recorder(OperationMode):  # type: ignore[no-untyped-call]
         kwargs = dict(kwargs)
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        tensors = graph.tensors_in((args, kwargs))
+        tensors = tensors_in(args, kwargs)
         is_draw = torch.Tag.nondeterministic_seeded in func.tags
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")  # the mesh decides the device
@@ -269,19 +266,16 @@ class Recorder(OperationMode):  # type: ignore[no-untyped-call]
             return target
         if is_draw:
             raise _no_distribution(op)
-        call = op.call()
-        pairs = zip(tree.leaves((op.args, op.kwargs)), tree.leaves((call.args, call.kwargs)), strict=False)
-        slots = {id(x): y.index for x, y in pairs if isinstance(y, graph.InputSlot)}
-        results = graph.tensors_in(out := _run(op))
-        aliased = [r.alias_info is not None for r in schema_of(op.func).returns]
-        for i, (x, is_target) in enumerate(zip(results, aliased, strict=False)):  # batch norm returns new tensors too
-            if not is_target:
+        call, inputs = op.call(), [id(x) for x in op.inputs]
+        results = tensors_in(out := _run(op))
+        remaining, returned = iter(targets), list[Tensor]()
+        for i, (x, returns) in enumerate(zip(results, schema_of(op.func).returns, strict=False)):
+            if returns.alias_info is None:  # batch norm returns new tensors too
                 self._new(x, graph.Op(tuple(x.shape), x.dtype, call, i))
+            returned.append(x if returns.alias_info is None else next(remaining))
         for x in targets:
-            output = 0 if op.inplace and len(targets) == 1 else len(results) + slots[id(x)]
+            output = len(results) + inputs.index(id(x))
             self.write(x, aten_rules.fold_constant(graph.Op(tuple(x.shape), x.dtype, call, output)))
-        remaining = iter(targets)
-        returned = [next(remaining) if is_target else x for x, is_target in zip(results, aliased, strict=False)]
         return returned[0] if isinstance(out, Tensor) else type(out)(returned) if results else out
 
     def _record_new(self, op: AtenCall, is_draw: bool) -> Any:
@@ -299,7 +293,7 @@ class Recorder(OperationMode):  # type: ignore[no-untyped-call]
                 full = torch.eye(*a.shape[-2:], dtype=a.dtype).expand(a.shape), torch.zeros(b.shape, dtype=b.dtype)
                 found = op.func(*full, *op.args[2:], **op.kwargs)
             out = tuple(torch.empty(x.shape, dtype=x.dtype) for x in found)
-        results = graph.tensors_in(out)
+        results = tensors_in(out)
         for x in results:
             if x.layout is not torch.strided:
                 raise recording_error(f"{op.name} returns a tensor of layout {x.layout}",
@@ -318,14 +312,15 @@ class Recorder(OperationMode):  # type: ignore[no-untyped-call]
 
     def _drawn(self, op: AtenCall, shape: Shape, dtype: torch.dtype) -> graph.Node:
         """Return the value that an operation draws: by the leaf's key, or exactly as a generator that it is passed."""
-        if op.generator is None:
-            value = aten_rules.drawn_value(op, shape, dtype)
-        else:
-            value = aten_rules.generated_value(op, shape, dtype, graph.constant(op.generator.get_state()))
-            if value is not None:
-                self.advance(op.generator, value, f"{op.name}(generator=)")
+        if op.generator is None and (drawn := aten_rules.drawn_by_position(op, shape, dtype)) is not None:
+            return drawn
+        seed = (graph.Draw((), torch.int64, "randint", aten_rules.SEEDS) if op.generator is None else
+                graph.constant(op.generator.get_state()))  # fmt: skip
+        value = aten_rules.generated_value(op, shape, dtype, seed)
         if value is None:
             raise _no_distribution(op)
+        if op.generator is not None:
+            self.advance(op.generator, value, f"{op.name}(generator=)")
         return value
 
     def advance(self, generator: torch.Generator, value: graph.Op, what: str) -> None:
@@ -336,11 +331,10 @@ class Recorder(OperationMode):  # type: ignore[no-untyped-call]
 
     def _run_on_values(self, op: AtenCall) -> Any:
         """Run an operation whose result the constructor reads, on values that do not depend on draws."""
-        tensors = graph.tensors_in((op.args, op.kwargs))
-        if not schema_of(op.func).returns and any(graph.draws(self.node(x)) for x in tensors):
+        if not schema_of(op.func).returns and any(graph.draws(self.node(x)) for x in op.inputs):
             return None  # a check of numbers, as of the result of a matrix inverse: `fs.validate` checks leaves
         what = {"_local_scalar_dense": ".item()", "equal": "torch.equal()"}.get(op.name, f"{op.name}()")
-        values = {id(x): self.value(x, what) for x in tensors}
+        values = {id(x): self.value(x, what) for x in op.inputs}
         replace = lambda x: values[id(x)] if isinstance(x, Tensor) else x  # noqa: E731
         with without_modes():
             return op.func(*tree.map(replace, op.args), **tree.map(replace, op.kwargs))
@@ -372,8 +366,8 @@ def _lazily_negated(x: Tensor, value: graph.Node) -> graph.Node:
     """Turn the value of memory into the value of a tensor, or the reverse: torch conjugates and negates lazily."""
     for lazy, op in ((x.is_conj(), torch.ops.aten.conj_physical), (x.is_neg(), torch.ops.aten.neg)):
         if lazy:
-            call = graph.Call(op.__name__, op.default, (graph.InputSlot(0),), {}, (value,))
-            value = aten_rules.fold_constant(graph.Op(value.shape, value.dtype, call, 0))
+            value = graph.computed(op.__name__, op.default, value.shape, value.dtype, value)
+            value = aten_rules.fold_constant(value)
     return value
 
 
@@ -402,11 +396,11 @@ class MemoryAccess(TorchFunctionMode):
             kwargs["device"] = torch.device("cpu")
         rule = _MEMORY_RULES.get(func)
         is_recorded = self.recorder.is_recorded
-        if rule is not None and args and (rule is _deepcopy or any(map(is_recorded, graph.tensors_in(args[0])))):
+        if rule is not None and args and (rule is _deepcopy or any(map(is_recorded, tensors_in(args[0])))):
             return rule(self.recorder, *args, **kwargs)
         out = func(*args, **kwargs)
         if to_meta:
-            self.recorder.on_meta.update(map(storage_id, graph.tensors_in(out)))
+            self.recorder.on_meta.update(map(storage_id, tensors_in(out)))
         return out
 
 

@@ -14,15 +14,15 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
+from fshard import tree
 from fshard._core.callsite import Site, is_own_file, names_in, place_and_source
 from fshard.errors import ShardingError, fail
-
-from .graph import tensors_in
 
 
 def reachable(
@@ -44,24 +44,9 @@ def reachable(
         yield x
         if isinstance(x, Tensor) or (isinstance(x, FunctionType) and (not closures or _is_global(x))):
             continue
-        if isinstance(x, Mapping):
-            pending += x.values()
-        elif isinstance(x, (list, tuple, set, frozenset, deque)):
-            pending.extend(iter(x))  # `+=` would call the `__len__` of a subclass, and e3nn's raises
-        elif isinstance(x, type):
-            pending += vars(x).values()
-        elif isinstance(x, MethodType):
-            pending.append(x.__self__)
-            if not _is_of_class(x):
-                pending.append(x.__func__)
-        elif isinstance(x, BuiltinMethodType):
-            pending.append(x.__self__)
-        elif isinstance(x, functools.partial):
-            pending += [x.func, *x.args, x.keywords]
-        elif isinstance(x, FunctionType):
-            pending += [x.__closure__, x.__defaults__, x.__kwdefaults__]
-        elif isinstance(x, CellType):
-            pending.append(contents_of(x))
+        of = next((of for kind, of in _CONTENTS.items() if isinstance(x, kind)), None)
+        if of is not None:
+            pending.extend(iter(of(x)))  # `+=` would call the `__len__` of a subclass, and e3nn's raises
         if hasattr(x, "__dict__") and not isinstance(x, type):
             pending.append(x.__dict__)
 
@@ -86,22 +71,34 @@ def contents_of(cell: CellType) -> Any:
         return None
 
 
+_CONTENTS: dict[Any, Callable[[Any], Iterable[Any]]] = {  # the objects that an object of a class has
+    Mapping: lambda x: x.values(),
+    (list, tuple, set, frozenset, deque): lambda x: x,
+    type: lambda x: vars(x).values(),
+    MethodType: lambda x: (x.__self__,) if _is_of_class(x) else (x.__self__, x.__func__),
+    BuiltinMethodType: lambda x: (x.__self__,),
+    functools.partial: lambda x: (x.func, *x.args, x.keywords),
+    FunctionType: lambda x: (x.__closure__, x.__defaults__, x.__kwdefaults__),
+    CellType: lambda x: (contents_of(x),),
+}
+
+
+@dataclass(frozen=True)
 class Slot:
-    """A place of an object in a list, a dict, a closure, or the arguments of a function, as a dict of one entry."""
+    """A place of an object in a list, a dict, a closure, or the arguments of a function."""
 
-    def __init__(self, holder: Any, key: Any) -> None:
-        self.holder, self.key = holder, key
+    holder: Any
+    key: Any
 
-    def __getitem__(self, _: Any) -> Any:
-        return _items(self.holder)[self.key]
-
-    def get(self, _: Any) -> Any:
+    @property
+    def value(self) -> Any:
+        """The object that is there now; None if there is none."""
         try:
-            return self[_]
+            return _items(self.holder)[self.key]
         except LookupError:
             return None
 
-    def __setitem__(self, _: Any, x: Any) -> None:
+    def put(self, x: Any) -> None:
         if isinstance(self.holder, (dict, list)):
             self.holder[self.key] = x
         elif isinstance(self.holder, CellType):
@@ -157,7 +154,7 @@ def copy_with_functions(root: Any, outside: Mapping[int, Any]) -> Any:
         for x in list(reachable(out, memo)):  # and not into the original
             for key, value in list(items(x)):
                 if (bound := _bound(value, memo)) is not value:
-                    Slot(x, key)[None] = bound
+                    Slot(x, key).put(bound)
     return out
 
 
@@ -236,7 +233,8 @@ class Seen:
 
     def tensors(self) -> list[Tensor]:
         x = self._value()
-        return tensors_in(x if isinstance(x, (dict, list, Tensor)) else getattr(x, "__dict__", None))
+        held = x if isinstance(x, (dict, list, Tensor)) else getattr(x, "__dict__", None)
+        return [y for y in tree.leaves(held) if isinstance(y, Tensor)]
 
     def stored(self, name: str) -> ShardingError:
         """Return the error of a forward that stores a tensor in it."""

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fshard._core.callsite import place_and_source, site, user_frame
-from fshard._core.operations import OperationMode
-from fshard._core.torch import FakeTensor, in_transform, storage_id, unwrapped, version_of
+from fshard._core.operations import OperationMode, tensors_in
+from fshard._core.torch import FakeTensor, in_transform, storage_id, unwrapped
 from fshard.errors import ShardingError, fail
 
 from .aten_rules import written_tensors
-from .graph import tensors_in
 from .module_leaves import Named, tensors_of
 
 
@@ -30,9 +29,7 @@ class ParameterWrites(OperationMode):  # type: ignore[no-untyped-call]
         self.name = name
         self.skeleton: dict[Any, str] | None = None  # storage -> leaf, of the module that a constructor made
         self.read: ShardingError | None = None  # of one of these: views cannot raise it
-        self.before: dict[str, tuple[Tensor, Tensor, Any]] = {}
-        self.ranges: dict[Any, list[tuple[int, int, str]]] = {}  # storage -> (first byte, end, name) of each parameter
-        self._add(params)
+        self.watched = _memory_of(params)
 
     def refuse_reads(self, skeletons: Sequence[Named], given: Named) -> None:
         """Refuse operations on the leaves of the module that a call is not given: they have no values, or old ones."""
@@ -40,35 +37,33 @@ class ParameterWrites(OperationMode):  # type: ignore[no-untyped-call]
         self.skeleton = {storage_id(x): name for named in skeletons for name, x in named.items()
                          if x.layout is torch.strided and storage_id(x) not in present}  # fmt: skip
 
-    def _add(self, params: Named) -> None:
-        plain = {name: unwrapped(x) for name, x in tensors_of(params).items()}
-        new = {k: (x, x.detach(), storage_id(x)) for k, x in plain.items() if x.layout is torch.strided}
-        self.before = self.before | new
-        self.ranges = dict(self.ranges)
-        for name, (x, _, storage) in new.items():
-            start = int(x.storage_offset()) * x.itemsize
-            # The leaves of a unit are parts of one storage.
-            self.ranges[storage] = [*self.ranges.get(storage, ()), (start, start + int(x.nbytes), name)]
-
     @contextlib.contextmanager
     def watch(self, params: Named) -> Iterator[None]:
         """Refuse writes to these too: gathered leaves of a unit, while it runs. Their memory is used again later."""
-        before = self.before, self.ranges
-        self._add(params)
+        before = self.watched
+        self.watched = before | _memory_of(params)
         try:
             yield
             self.check_storages()
         finally:
-            self.before, self.ranges = before
+            self.watched = before
+
+    def __exit__(self, kind: Any, e: BaseException | None, traceback: Any) -> None:
+        super().__exit__(kind, e, traceback)  # type: ignore[no-untyped-call]
+        if e is None:
+            self.check_storages()
+        elif isinstance(e, Exception) and self.read not in (None, e):
+            raise self.read from e
 
     def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for x in written_tensors(func, args, kwargs):
-            at = x.storage_offset() * x.itemsize if x.layout is torch.strided else -1
-            for start, end, name in self.ranges.get(storage_id(x), ()) if at >= 0 else ():
-                if start <= at < end:
+            written = storage_id(x) if x.layout is torch.strided else None
+            for name, (_, data, storage) in self.watched.items():
+                # The leaves of a unit are parts of one storage.
+                if storage == written and 0 <= _first_byte(x) - _first_byte(data) < data.nbytes:
                     raise self._error(name, str(func))
         if self.skeleton is not None and self.read is None:
-            for x in tensors_in((args, kwargs)):
+            for x in tensors_in(args, kwargs):
                 leaf = self.skeleton.get(storage_id(x)) if x.layout is torch.strided else None
                 if leaf or isinstance(x, FakeTensor):
                     of = repr(leaf) if leaf else "a tensor that is neither a leaf nor an attribute"
@@ -80,8 +75,8 @@ class ParameterWrites(OperationMode):  # type: ignore[no-untyped-call]
         """Raise ShardingError if forward set the `.data` of a parameter, without an operation, or read other leaves."""
         if self.read is not None:
             raise self.read
-        for name, (x, data, n) in self.before.items():
-            if storage_id(x) != n:
+        for name, (x, data, storage) in self.watched.items():
+            if storage_id(x) != storage:
                 x.data = data
                 raise self._error(name, "params.data = ...")
 
@@ -92,8 +87,14 @@ class ParameterWrites(OperationMode):  # type: ignore[no-untyped-call]
                     "configuration; or apply.eval(), if it is done only in training")  # fmt: skip
 
 
-def version(x: Tensor) -> int:
-    return version_of(unwrapped(x))
+def _memory_of(params: Named) -> dict[str, tuple[Tensor, Tensor, int]]:
+    """Return each parameter, another tensor with its present memory, and the storage of that."""
+    plain = {name: unwrapped(x) for name, x in tensors_of(params).items()}
+    return {name: (x, x.detach(), storage_id(x)) for name, x in plain.items() if x.layout is torch.strided}
+
+
+def _first_byte(x: Tensor) -> int:
+    return int(x.storage_offset()) * x.itemsize
 
 
 def equal_values(x: Tensor, y: Tensor) -> bool:
@@ -101,7 +102,7 @@ def equal_values(x: Tensor, y: Tensor) -> bool:
     x, y = unwrapped(x.detach()), unwrapped(y.detach())
     if x is y or x.is_meta or isinstance(x, FakeTensor):
         return True
-    return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())  # NaN equals NaN
+    return x.shape == y.shape and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
 
 
 # --- tensors without values: of a module other than the call's ---------------------------------------------------

@@ -37,9 +37,7 @@ class Replaced:
     @staticmethod
     def from_module(module: nn.Module, replace: Replace, places: Sequence[Place]) -> Replaced:
         """Choose the submodules that the globs and classes match; the first of several that match one counts."""
-        named = {id(m): name for name, m in module.named_modules()}  # the first names
-        chosen, errors, by_class = _matched(module, {} if replace is None else replace, named)
-        by = {named[key]: replacement for key, replacement in chosen.items()}
+        by, errors, by_class = _matched(module, {} if replace is None else replace)
         specs_in: dict[str, dict[str, P]] = {}
         unreplaced: dict[str, str] = {}
         for name, replacement in by.items():
@@ -62,7 +60,7 @@ class Replaced:
                             f"{by[outer]} computes all of {outer!r}", fix="replace one of them")
                        for outer in by if name.startswith(f"{outer}.")]  # fmt: skip
         raise_all(errors)
-        specs, users = _specs_of_leaves(module, by, specs_in, places)
+        specs, users = _specs_of_leaves(by, specs_in, places)
         leaves = leaves_at(places)
         splits = {
             leaf: Split(tuple(leaves["params"][leaf].shape), spec, *_users(leaf, users[leaf], by, places))
@@ -97,16 +95,17 @@ class Replaced:
 
 
 def _matched(
-    module: nn.Module, replace: Mapping[Any, Replacement], named: Mapping[int, str]
-) -> tuple[dict[int, Replacement], list[ShardingError], set[str]]:
-    """Return the replacement of each submodule, by id, the errors of the globs, and the names that a class chose."""
+    module: nn.Module, replace: Mapping[Any, Replacement]
+) -> tuple[dict[str, Replacement], list[ShardingError], set[str]]:
+    """Return the replacements by the first names of submodules, the errors of globs, and the names of classes' ones."""
     if not isinstance(replace, Mapping):
         raise must_be("defer: replace", "a dict of globs and replacements", replace,
                       '{"fc": fs.nn.column_linear("model")}')  # fmt: skip
     raise_all([must_be(f"defer: replace[{glob!r}]", "a Replacement", x, "fs.nn.column_linear(axis), or another one")
                for glob, x in replace.items() if not isinstance(x, Replacement)])  # fmt: skip
-    chosen: dict[int, Replacement] = {}
+    chosen: dict[str, Replacement] = {}
     used, by_class = set[Any](), set[str]()
+    first_names = {id(m): name for name, m in module.named_modules()}
     names = [prefix[:-1] for prefix, _ in named_modules(module) if prefix]
     for name in names:
         m = module.get_submodule(name)
@@ -115,11 +114,11 @@ def _matched(
         if glob is None:
             continue
         used.add(glob)
-        key = id(m)
-        by_class |= {named[key]} if isinstance(glob, type) else set()
-        if chosen.setdefault(key, replace[glob]) is not replace[glob]:
-            raise fail(f"defer: replace: {named[key]!r} and {name!r} are one module, and globs replace it by "
-                       f"{chosen[key]} and by {replace[glob]}", fix="one replacement for all names of a module"
+        first = first_names[id(m)]
+        by_class |= {first} if isinstance(glob, type) else set()
+        if chosen.setdefault(first, replace[glob]) is not replace[glob]:
+            raise fail(f"defer: replace: {first!r} and {name!r} are one module, and globs replace it by "
+                       f"{chosen[first]} and by {replace[glob]}", fix="one replacement for all names of a module"
                        )  # fmt: skip
     errors = []
     for glob in replace:
@@ -193,20 +192,19 @@ def _parameters(m: nn.Module) -> dict[str, Tensor]:
 
 
 def _specs_of_leaves(
-    module: nn.Module, by: Mapping[str, Replacement], specs_in: Mapping[str, Mapping[str, P]], places: Sequence[Place]
+    by: Mapping[str, Replacement], specs_in: Mapping[str, Mapping[str, P]], places: Sequence[Place]
 ) -> tuple[dict[str, P], dict[str, list[str]]]:
     """Return the spec of each leaf of a replaced module, and the names of the modules. Raises for ties that differ."""
-    leaf_of = {(id(p.holder), p.key): p.leaf for p in places}
+    place_of = {name: p for p in places for name in p.names}
     specs: dict[str, P] = {}
     users: dict[str, list[str]] = {}
     errors = []
     for name, of_module in specs_in.items():
         for key, spec in of_module.items():
-            path, _, last = key.rpartition(".")
-            holder = module.get_submodule(f"{name}.{path}" if path else name)._parameters
-            leaf = leaf_of[id(holder), last]
+            place = place_of[f"{name}.{key}"]
+            leaf = place.leaf
             users.setdefault(leaf, []).append(name)
-            if not same_placement(specs.setdefault(leaf, spec), spec, len(holder[last].shape)):  # type: ignore[union-attr]
+            if not same_placement(specs.setdefault(leaf, spec), spec, len(place.value.shape)):
                 first = users[leaf][0]
                 errors.append(fail(f"defer: replace: {leaf!r} is one tensor of {first!r} and {name!r}, placed in two "
                                    "ways", **{first: f"{specs[leaf]}, by {by[first]}", name: f"{spec}, by {by[name]}"},

@@ -80,14 +80,10 @@ class Replay:
         in_steps = not isinstance(self.root, (graph.Draw, graph.Full)) and all(map(is_local, nodes))
         threads = threads_to_fill(math.prod(sizes), self.device) if in_steps else 0
         chunk = _CHUNK // max(1, threads)
-
-        def at_once() -> Tensor:
-            with torch.no_grad():
-                return self.evaluate(self.root, box).to(dtype).contiguous()
-
         if math.prod(sizes) <= chunk or isinstance(self.root, (graph.Draw, graph.Full)):
-            with one_compute_thread(then=torch.get_num_threads()) if threads else contextlib.nullcontext():
-                return at_once()
+            one_thread = one_compute_thread(then=torch.get_num_threads()) if threads else contextlib.nullcontext()
+            with one_thread, torch.no_grad():
+                return self.evaluate(self.root, box).to(dtype).contiguous()
         out = torch.empty(sizes, dtype=dtype, device=self.device)
         dim = next(d for d, n in enumerate(sizes) if n > 1)
         step = max(1, chunk * sizes[dim] // math.prod(sizes))

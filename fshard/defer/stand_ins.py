@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -39,19 +38,21 @@ class StandIn(Tensor):
 
     leaf: str
     note: str  # why the leaf is not here, for its repr
-    error: Callable[[str], ShardingError]
     _device: torch.device
 
     @classmethod
     def like(
         cls, leaf: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, note: str,
-        error: Callable[[str], ShardingError], memory: Tensor | None = None,
+        memory: Tensor | None = None, **attributes: Any,
     ) -> Self:  # fmt: skip
         with without_modes():  # of a dry run, whose fake tensors have no subclass
             flat = torch.empty(math.prod(shape), dtype=dtype, device="meta") if memory is None else memory
             out = flat[: math.prod(shape)].view(tuple(shape)).as_subclass(cls)
-        out.leaf, out.note, out.error, out._device = leaf, note, error, device
+        vars(out).update(attributes, leaf=leaf, note=note, _device=device)
         return out
+
+    def error(self, operation: str) -> ShardingError:
+        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -74,7 +75,14 @@ class StandIn(Tensor):
 class OutsideUnit(StandIn):
     """A leaf of a unit outside of the unit's forward. An operation on it uses `value(leaf)`, if there is a function."""
 
+    unit: str
     value: Callable[[str], Tensor] | None
+
+    def error(self, operation: str) -> ShardingError:
+        return fail(f"{self.leaf!r} of unit {self.unit!r} is used outside of the unit's forward, by {operation}",
+                    "it is gathered only while the unit runs",
+                    fix=f"leave {self.unit!r} out of units=, or choose the module that uses the leaf there; or "
+                    "units=None")  # fmt: skip
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.value is None or func is torch.autograd.grad:
@@ -107,32 +115,16 @@ def path_to(shards: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def outside_unit(
-    unit: str, leaf: str, full: Any, device: torch.device, memory: Tensor | None, value: Callable[[str], Tensor] | None
-) -> OutsideUnit:  # fmt: skip
-    """Return what a module has outside of a unit's forward in the place of the unit's leaf."""
+class BetweenCalls(StandIn):
+    """A leaf of a module that no call uses: an operation on it belongs to a call that has ended."""
 
-    def error(operation: str) -> ShardingError:
-        return fail(f"{leaf!r} of unit {unit!r} is used outside of the unit's forward, by {operation}",
-                    "it is gathered only while the unit runs",
-                    fix=f"leave {unit!r} out of units=, or choose the module that uses the leaf there; or units=None"
-                    )  # fmt: skip
+    apply: str
 
-    out = OutsideUnit.like(leaf, full.shape, full.dtype, device, f" of unit {unit}", error, memory)
-    out.value = value
-    return out
-
-
-def between_calls(apply: str, leaf: str, x: Tensor) -> StandIn:
-    """Return a leaf of a module that no call uses: an operation on it belongs to a call that has ended."""
-
-    def error(operation: str) -> ShardingError:
-        return recomputed(f"{apply}: {leaf!r} is used by {operation} after forward has ended",
+    def error(self, operation: str) -> ShardingError:
+        return recomputed(f"{self.apply}: {self.leaf!r} is used by {operation} after forward has ended",
                           "a module has the leaves of a call while its forward runs; "
                           "torch.utils.checkpoint, and an adjoint method, run a part of it again in backward"
                           )  # fmt: skip
-
-    return StandIn.like(leaf, x.shape, x.dtype, x.device, ", between calls", error)
 
 
 class AdaptedParameter(StandIn):
@@ -145,10 +137,17 @@ class AdaptedParameter(StandIn):
 
     @staticmethod
     def from_weight(leaf: str, weight: Weight) -> AdaptedParameter:
-        device, error = tree.leaves(weight)[0].device, functools.partial(_adapter_error, leaf, weight)
-        out = AdaptedParameter.like(leaf, weight.shape, weight.dtype, device, ", adapted", error)
-        out.weight = weight
-        return out
+        device = tree.leaves(weight)[0].device
+        return AdaptedParameter.like(leaf, weight.shape, weight.dtype, device, ", adapted", weight=weight)
+
+    def error(self, operation: str) -> ShardingError:
+        if self._layout is None:
+            return fail(f"{self.leaf!r} is of type {type(self.weight).__name__}, and used by {operation}",
+                        "in a deferred module only an adapter of a layer stands for it",
+                        fix="exclude its module in lora.quantize, or adapt it")  # fmt: skip
+        return fail(f"{self.leaf!r} is adapted, and used by {operation}, which adapters do not take part in",
+                    "they do in nn.Linear, nn.Embedding and transformers' Conv1D",
+                    fix="exclude its module from the adapter's targets")  # fmt: skip
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rules: dict[Any, Callable[..., Any]] = {
@@ -194,16 +193,6 @@ class AdaptedParameter(StandIn):
         return self.weight.embed(ids, **options)
 
 
-def _adapter_error(leaf: str, weight: Weight, operation: str) -> ShardingError:
-    if getattr(weight, "layout", None) is None:
-        return fail(f"{leaf!r} is of type {type(weight).__name__}, and used by {operation}",
-                    "in a deferred module only an adapter of a layer stands for it",
-                    fix="exclude its module in lora.quantize, or adapt it")  # fmt: skip
-    return fail(f"{leaf!r} is adapted, and used by {operation}, which adapters do not take part in",
-                "they do in nn.Linear, nn.Embedding and transformers' Conv1D",
-                fix="exclude its module from the adapter's targets")  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Split:
     """A parameter of replaced modules that mesh axes split: its full shape, its spec, and the texts of errors."""
@@ -222,15 +211,14 @@ class SplitParameter(StandIn):
 
     @staticmethod
     def from_part(leaf: str, part: Tensor, split: Split) -> SplitParameter:
-        def error(operation: str) -> ShardingError:
-            where = f", as {split.others}" if split.others else ""
-            return fail(f"{leaf!r} is split by replace= ({split.by}), and used by {operation} outside of the forward "
-                        f"of these modules{where}", "a rank has only its part of the parameter",
-                        fix="replace every module that uses it, or none of them")  # fmt: skip
+        note = f", split by {split.spec}"
+        return SplitParameter.like(leaf, split.shape, part.dtype, part.device, note, part=part, placed=split)
 
-        out = SplitParameter.like(leaf, split.shape, part.dtype, part.device, f", split by {split.spec}", error)
-        out.part, out.placed = part, split
-        return out
+    def error(self, operation: str) -> ShardingError:
+        where = f", as {self.placed.others}" if self.placed.others else ""
+        return fail(f"{self.leaf!r} is split by replace= ({self.placed.by}), and used by {operation} outside of the "
+                    f"forward of these modules{where}", "a rank has only its part of the parameter",
+                    fix="replace every module that uses it, or none of them")  # fmt: skip
 
 
 def detached(x: Tensor) -> Tensor:
@@ -251,6 +239,11 @@ def in_module(params: Mapping[str, Any], splits: Mapping[str, Split]) -> dict[st
     return out
 
 
+_LAYOUTS: dict[Any, Literal["oi", "table", "io"]] = {  # of the weights of modules, by class or its name
+    nn.Linear: "oi", nn.Embedding: "table", "Conv1D": "io",  # of transformers: [in, out]
+}  # fmt: skip
+
+
 def adapted_as(module: nn.Module, places: Sequence[Place]) -> dict[str, Leaf]:
     """Return how adapters see each parameter, by the module that has it under its first name."""
     out: dict[str, Leaf] = {}
@@ -259,15 +252,11 @@ def adapted_as(module: nn.Module, places: Sequence[Place]) -> dict[str, Leaf]:
             continue
         name, _, part = p.leaf.rpartition(".")
         m = module.get_submodule(p.name.removesuffix(p.key).rstrip("."))
-        kinds = {c.__name__ for c in type(m).__mro__}
-        if part != "weight" or p.holder[p.key].ndim != 2:
+        layouts = [_LAYOUTS[kind] for c in type(m).__mro__ for kind in (c, c.__name__) if kind in _LAYOUTS]
+        if part != "weight" or p.value.ndim != 2:
             out[p.leaf] = Leaf(name, part, why=f"it is the {part} of a {type(m).__name__}")
-        elif isinstance(m, nn.Linear):
-            out[p.leaf] = Leaf(name, part, "oi")
-        elif isinstance(m, nn.Embedding):
-            out[p.leaf] = Leaf(name, part, "table")
-        elif "Conv1D" in kinds:  # of transformers: [in, out]
-            out[p.leaf] = Leaf(name, part, "io")
-        else:
+        elif not layouts:
             out[p.leaf] = Leaf(name, part, why=f"its module is a {type(m).__name__}")
+        else:
+            out[p.leaf] = Leaf(name, part, layouts[0])
     return out

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from fshard.schedule.unshard import Route, placements, routes, unshard
 from fshard.spec import Axis, P, is_spec, matches
 
 from .module_leaves import Named, Place, in_memory_order
-from .stand_ins import Split, in_module, outside_unit, path_to
+from .stand_ins import OutsideUnit, Split, in_module, path_to
 
 Units = str | int | Callable[[str, nn.Module], bool] | Sequence[str] | None
 
@@ -127,9 +128,20 @@ def shapes_of(named: Mapping[str, Any]) -> dict[str, Any]:
 # --- the forward of units -------------------------------------------------------------------------------------
 
 
-Watch = Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[Any]]
 # (unit, its gathered tensors) -> its leaves; without tensors, leaves that are gathered once and kept
 Fill = Callable[[str, Sequence[Tensor] | None], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class RunningUnits:
+    """The schedule and the leaves of the units of one call."""
+
+    calls: Any  # `UnitCalls`
+    fill: Fill
+    outside: Named = field(default_factory=dict)  # what the module has of their leaves outside of their forwards
+    keep: Callable[[str], Any] = str  # from a unit's name to a function that repeats its call
+    watch: Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    replaced: list[str] = field(default_factory=list)  # parameters that the forward of a unit has replaced
 
 
 def _with_hooks(m: nn.Module) -> Callable[..., Any]:
@@ -151,64 +163,53 @@ def _with_hooks(m: nn.Module) -> Callable[..., Any]:
 class UnitForwards:
     """The forwards of the units in one copy of a module, which run by the schedule of the call that is running."""
 
-    __slots__ = ("_original", "_places", "_splits", "calls", "fill", "keep", "replaced", "watch")
-
     def __init__(
-        self,
-        module: nn.Module,
-        units: Mapping[str, Sequence[str]],
-        places: Sequence[Place],
+        self, module: nn.Module, units: Mapping[str, Sequence[str]], places: Sequence[Place],
         splits: Mapping[str, Split],
-    ) -> None:
-        self._splits = splits
-        self.calls: Any = None  # None: a call with full leaves
-        self.keep: Callable[[str], Any] = str
-        self.watch: Watch = contextlib.nullcontext
-        self.fill: Any = None  # `Fill`
-        self.replaced: list[str] = []  # parameters that the forward of a unit has replaced
+    ) -> None:  # fmt: skip
+        self._units, self._splits = units, splits
+        self.running: RunningUnits | None = None  # None: a call with full leaves
         self._original: dict[str, Callable[..., Any]] = {}
         by_leaf: dict[str, list[Place]] = {}
         for p in places:
             if p.kind == "params":
                 by_leaf.setdefault(p.leaf, []).append(p)
-        self._places = {name: [by_leaf[leaf] for leaf in leaves] for name, leaves in units.items()}
+        self._places = {name: [p for leaf in leaves for p in by_leaf[leaf]] for name, leaves in units.items()}
         for name in units:
             m = module.get_submodule(name)
             self._original[name] = _with_hooks(m) if m._forward_pre_hooks or m._forward_hooks else m.forward
             m.forward = functools.partial(self._forward, name)
 
     def _forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        if self.calls is None or name not in self.calls.units:
+        running = self.running
+        if running is None or name not in running.calls.units:
             return self._original[name](*args, **kwargs)
-        keep = functools.partial(self.keep, name)
+        run = functools.partial(self.run, running, name)
         if in_transform():
-            return self.run(name, None, args, kwargs)
+            return run(None, args, kwargs)
         try:
-            return self.calls.run(name, functools.partial(self.run, name), args, kwargs, keep)
+            return running.calls.run(name, run, args, kwargs, functools.partial(running.keep, name))
         except RuntimeError as e:
             if any(text in str(e) for text in ("support saved tensor hooks", "invalid python storage")):
                 raise fail(f"unit {name!r} calls a transform of torch.func inside its forward, which cannot trace the "
                            "release of leaves", fix="choose the modules inside it; or units=None") from e  # fmt: skip
             raise
 
-    def run(self, name: str, tensors: Sequence[Tensor] | None, args: Any, kwargs: Any) -> Any:
+    def run(self, running: RunningUnits, name: str, tensors: Sequence[Tensor] | None, args: Any, kwargs: Any) -> Any:
         """Run the forward of a unit with the leaves that these tensors are, or with those that the call keeps."""
-        places = self._places[name]
-        given = {ps[0].leaf: x for ps, x in zip(places, self.fill(name, tensors), strict=True)}
-        leaves = list(in_module(given, self._splits).values())
-        outside = [[p.holder[p.key] for p in ps] for ps in places]
-        for ps, x in zip(places, leaves, strict=True):
-            for p in ps:
-                p.holder[p.key] = x
+        given = dict(zip(self._units[name], running.fill(name, tensors), strict=True))
+        leaves = in_module(given, self._splits)
+        outside = [(p, p.value) for p in self._places[name]]
+        for p, _ in outside:
+            p.put(leaves[p.leaf])
         try:
-            with self.watch(given):
+            with running.watch(given):
                 return self._original[name](*args, **kwargs)
         finally:
-            for ps, xs, leaf in zip(places, outside, leaves, strict=True):
-                for p, x in zip(ps, xs, strict=True):
-                    if isinstance(new := p.holder.get(p.key), nn.Parameter) and new is not leaf:
-                        self.replaced.append(p.leaf)
-                    p.holder[p.key] = x
+            for p, x in outside:
+                if isinstance(p.value, nn.Parameter) and p.value is not leaves[p.leaf]:
+                    running.replaced.append(p.leaf)
+                p.put(x)
 
 
 class Pure:
@@ -273,7 +274,7 @@ class UnshardedByUnit(Pure):
         # Neither a compiler nor a transform of torch.func can trace a schedule.
         is_traced = torch.compiler.is_dynamo_compiling() or in_transform() or any(map(has_tangent, tree.leaves(named)))
         if is_traced or not apply.units:
-            return apply.run(self._full(named, self._specs), self._full_buffers(buffers), args, kwargs)
+            return apply.run(self._full(named, self._specs), unshard(dict(buffers), P(), self._axis), args, kwargs)
         refuse_saved_tensor_hooks("apply.unshard")
         flat = tree.broadcast(self._specs, named, name="apply.unshard: specs", leaf=is_spec, is_leaf=is_weight)
         specs: Any = tree.unflatten(tree.flatten(named, is_weight)[1], flat)
@@ -283,7 +284,7 @@ class UnshardedByUnit(Pure):
         in_units -= {leaf for name, leaves in apply.units.items() if name not in units for leaf in leaves}
         root = [leaf for leaf in named if leaf not in in_units]
         full = self._full({leaf: named[leaf] for leaf in root}, {leaf: specs[leaf] for leaf in root})
-        full_buffers = self._full_buffers(buffers)
+        full_buffers = unshard(dict(buffers), P(), self._axis)
         records, known = torch.is_grad_enabled(), dict[str, Any]()
 
         def kept(unit: str, leaf: str) -> Any:
@@ -300,27 +301,29 @@ class UnshardedByUnit(Pure):
             parts = iter([x if part is None else part for part, x in zip(unit.plan.slices, unit.shards, strict=True)])
             for leaf in apply.units[name]:
                 x = params[leaf]
-                full_leaf = tree.map(lambda _, parts=parts: next(parts), x) if is_weight(x) else next(parts)
+                full_leaf = tree.map(lambda _, parts=parts: next(parts), x)
                 by_size = apply.are_units_by_size and not is_weight(x) and not apply.specs["params"][leaf].axes
                 value = functools.partial(kept, name) if by_size else None
                 if leaf in in_units:
                     memory = memories(x.dtype) if isinstance(x, Tensor) and x.requires_grad else None
-                    placeholders[leaf] = outside_unit(name, leaf, full_leaf, here.device, memory, value)
+                    placeholders[leaf] = OutsideUnit.like(
+                        leaf, full_leaf.shape, full_leaf.dtype, here.device, f" of unit {name}", memory, unit=name,
+                        value=value,
+                    )  # fmt: skip
         calls = UnitCalls(UnitSchedule(here, units, self._options), shards)
-        result = apply.run(full, full_buffers, args, kwargs, calls, placeholders, self._fill(units, params, kept))
+        running = RunningUnits(calls, self._fill(units, params, kept), placeholders)
+        result = apply.run(full, full_buffers, args, kwargs, running)
         calls.end()
         return result
 
-    def _fill(self, units: Mapping[str, Unit], params: Named, kept: Callable[[str, str], Any]) -> Fill:
+    def _fill(self, units: Mapping[str, Unit], params: Any, kept: Callable[[str, str], Any]) -> Fill:
         """Return the function that makes the leaves of a unit of its gathered tensors."""
-        leaves: dict[str, Any] = {name: [params[leaf] for leaf in self._apply.units[name]] for name in units}
-        structures = {name: tree.structure(xs) for name, xs in leaves.items() if any(map(is_weight, xs))}
+        structures = {name: tree.flatten([params[leaf] for leaf in self._apply.units[name]])[1] for name in units}
 
         def fill(name: str, tensors: Sequence[Tensor] | None) -> Sequence[Any]:
             if tensors is None:
                 return [kept(name, leaf) for leaf in self._apply.units[name]]
-            xs = tree.unflatten(structures[name], tensors) if name in structures else tensors
-            named = dict(zip(self._apply.units[name], xs, strict=True))
+            named = dict(zip(self._apply.units[name], tree.unflatten(structures[name], tensors), strict=True))
             return list(in_memory_order(named, self._apply.orders).values())
 
         return fill
@@ -328,9 +331,6 @@ class UnshardedByUnit(Pure):
     def _full(self, params: dict[str, Tensor], specs: Any) -> Any:
         shapes = {name: self._shapes[name] for name in params}
         return unshard(params, specs, self._axis, shapes=shapes, dtype=self._dtype, reduce_dtype=self._reduce_dtype)
-
-    def _full_buffers(self, buffers: Named) -> Any:
-        return unshard(dict(buffers), P(), self._axis)
 
     def _units(self, here: Region, params: Named, specs: Any, not_units: set[str]) -> dict[str, Unit]:
         """Return the leaves of each unit and their buckets, without units that have a leaf gathered along two dims."""

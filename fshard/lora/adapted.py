@@ -30,19 +30,17 @@ def sum_of_factors(leaf: Leaf, a: Tensor, b: Tensor) -> Tensor:
 class AdaptedWeight(Weight):
     """Base class of a matrix `base`, a tensor or a Weight, with a few numbers that train."""
 
-    base: Any  # [in.., out..]; flattened as its user asks
+    base: Tensor | Weight  # [in.., out..]; flattened as its user asks
     leaf: Leaf
     inputs: int  # the number of input dims of the base, as flattened now
 
     @property
     def shape(self) -> torch.Size:
-        shape: torch.Size = self.base.shape
-        return shape
+        return self.base.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.base.dtype
-        return dtype
+        return self.base.dtype
 
     def base_parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
         """Return the parts of the base: several if it is a Weight."""

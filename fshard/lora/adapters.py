@@ -17,7 +17,7 @@ from fshard.sharded import key_of
 from fshard.spec import Box, full_box
 
 from .config import Config
-from .targets import Of, Targets, factor_shapes, named_leaves, specs_by_name, specs_of
+from .targets import Of, Targets, factor_shapes, named_leaves, specs_of
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,7 @@ def init(cfg: Config, params: Any, *, of: Of = None, key: Tensor | None = None) 
 
     Raises ShardingError listing targets that name no module, with names like them, and targets that are not matrices.
     """
-    named = named_leaves("lora.init", params)
-    targets = Targets.among("lora.init", cfg, named, of)
+    targets = Targets.among("lora.init", cfg, named_leaves("lora.init", params), of)
     out = {name: _factors(cfg, leaf, tuple(x.shape)) for name, (leaf, x) in targets.adapted.items()}
     errors: list[ShardingError] = []
     rows: list[tuple[str, Any, Leaf | None]] = [(name, x, None) for name, x in targets.copied.items()]
@@ -82,7 +81,7 @@ def init(cfg: Config, params: Any, *, of: Of = None, key: Tensor | None = None) 
     for name, x, leaf in rows:
         part = "value" if leaf is None else "magnitude"
         if isinstance(x, Deferred):
-            leaf_key = None if key is None else key_of(x, named[name][0], key)
+            leaf_key = None if key is None else key_of(x, targets.named[name][0], key)
             shape, dtype = (x.shape, x.dtype) if leaf is None else (leaf.split(x.shape)[1], torch.float32)
             made: Any = Deferred(shape, dtype, _OfBase(x, leaf_key, name, leaf))
         elif isinstance(x, Tensor):
@@ -121,11 +120,8 @@ def specs(cfg: Config, params: Any, specs: Any, *, of: Of = None) -> dict[str, d
     >>> fs.lora.specs(fs.lora.Config(["up"]), described, {"up": P(None, "model")})
     {'up': {'a': P(), 'b': P(None, 'model')}}
     """
-    named = named_leaves("lora.specs", params)
-    targets = Targets.among("lora.specs", cfg, named, of)
-    by_name = specs_by_name("lora.specs", named, params, specs)
-    out = {}
-    for name, (leaf, x) in targets.adapted.items():
-        parts = specs_of(leaf, by_name[name], x.ndim, f"lora.specs: specs of {name!r}")
-        out[name] = parts if cfg.dora else {part: parts[part] for part in ("a", "b")}
+    targets = Targets.among("lora.specs", cfg, named_leaves("lora.specs", params), of)
+    by_name = targets.specs(params, specs)
+    out = {name: specs_of(leaf, by_name[name], x.ndim, cfg.dora, f"lora.specs: specs of {name!r}")
+           for name, (leaf, x) in targets.adapted.items()}  # fmt: skip
     return {**out, **{name: {"value": by_name[name]} for name in targets.copied}}

@@ -73,20 +73,19 @@ class Config:
         if self.parameters and (self.dropout or self.dora):
             errors.append(fail(f"lora.Config: parameters={self.parameters!r}, dropout={self.dropout}, dora={self.dora}",
                                fix="parameters without dropout and dora, as in PEFT"))  # fmt: skip
-        for name, rank in {"rank": self.rank, **{f"ranks[{k!r}]": r for k, r in self.ranks.items()}}.items():
-            if rank < 1:
-                errors.append(fail(f"lora.Config: {name}={rank}", fix="1 or more"))
-        for name, alpha in {"alpha": self.alpha, **{f"alphas[{k!r}]": a for k, a in self.alphas.items()}}.items():
-            if not math.isfinite(alpha):
-                errors.append(fail(f"lora.Config: {name}={alpha}", fix="a finite number"))
+        ranks = {"rank": self.rank, **{f"ranks[{k!r}]": r for k, r in self.ranks.items()}}
+        alphas = {"alpha": self.alpha, **{f"alphas[{k!r}]": a for k, a in self.alphas.items()}}
+        errors += [fail(f"lora.Config: {name}={r}", fix="1 or more") for name, r in ranks.items() if r < 1]
+        errors += [fail(f"lora.Config: {name}={a}", fix="a finite number")
+                   for name, a in alphas.items() if not math.isfinite(a)]  # fmt: skip
         if not 0 <= self.dropout < 1:
             errors.append(fail(f"lora.Config: dropout={self.dropout}", fix="0 or more, less than 1"))
         patterns = {f"{name}={value!r}": value for name in ("targets", "exclude")
                     if isinstance(value := getattr(self, name), str)}  # fmt: skip
-        patterns |= {f"{name}[{key!r}]": key for name in ("ranks", "alphas") for key in getattr(self, name)}
+        patterns |= {f"{name}[{key!r}]": ending(key) for name in ("ranks", "alphas") for key in getattr(self, name)}
         for label, pattern in patterns.items():
             try:
-                re.compile(ending(pattern) if "[" in label.partition("=")[0] else pattern)
+                re.compile(pattern)
             except (re.error, OverflowError, RecursionError) as e:
                 errors.append(fail(f"lora.Config: {label} is no regular expression", str(e),
                                    fix="escape its special characters, or pass a list of names"))  # fmt: skip

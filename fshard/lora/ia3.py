@@ -22,14 +22,14 @@ from typing import Any
 from torch import Tensor
 
 from fshard import init as initial
-from fshard import lora, tree
-from fshard._core.weight import Leaf, Part, is_weight
+from fshard import lora
+from fshard._core.weight import Leaf, Part
 from fshard.collectives import pvary
 from fshard.errors import ShardingError, checked, fail, raise_all
 from fshard.spec import Axis, P, describe
 
 from .adapted import AdaptedWeight, aligned, given_specs, model_axes, placement
-from .targets import Of, Targets, check_adapters, named_leaves, specs_by_name
+from .targets import Of, Targets, check_adapters, named_leaves
 
 
 @checked
@@ -94,10 +94,10 @@ def init(cfg: Config, params: Any, *, of: Of = None, key: Tensor | None = None) 
 
     Raises ShardingError listing targets that name no layer, and targets that are not layers.
     """
-    leaves = _targets("ia3.init", cfg, named_leaves("ia3.init", params), of)
+    targets = _targets("ia3.init", cfg, params, of)
     copies = {name: parts for name, parts in lora.init(cfg.named, params, of=of, key=key).items() if "value" in parts}
     scales = {name: {"scale": initial.ones(_of_side(cfg, leaf, tuple(x.shape)))}
-              for name, (leaf, x) in leaves.adapted.items()}  # fmt: skip
+              for name, (leaf, x) in targets.adapted.items()}  # fmt: skip
     return {**scales, **copies}
 
 
@@ -112,11 +112,11 @@ def specs(cfg: Config, params: Any, specs: Any, *, of: Of = None) -> dict[str, d
     >>> fs.ia3.specs(fs.ia3.Config(["up"]), {"up": fs.init.zeros((4, 6))}, {"up": P(None, "model")})
     {'up': {'scale': P('model')}}
     """
-    named = named_leaves("ia3.specs", params)
-    leaves = _targets("ia3.specs", cfg, named, of)
-    by_name = specs_by_name("ia3.specs", named, params, specs)
-    out = {name: {"scale": _scale_spec(cfg, name, leaf, x.ndim, by_name)} for name, (leaf, x) in leaves.adapted.items()}
-    return {**out, **{name: {"value": by_name[name]} for name in leaves.copied}}
+    targets = _targets("ia3.specs", cfg, params, of)
+    by_name = targets.specs(params, specs)
+    out = {name: {"scale": _scale_spec(cfg, name, leaf, x.ndim, by_name)}
+           for name, (leaf, x) in targets.adapted.items()}  # fmt: skip
+    return {**out, **{name: {"value": by_name[name]} for name in targets.copied}}
 
 
 @checked
@@ -143,11 +143,10 @@ def apply(
 
     Raises ShardingError listing every scale that is missing, of no layer, or of another number of dims.
     """
-    named = named_leaves("ia3.apply", params)
-    targets, over = _targets("ia3.apply", cfg, named, of), model_axes("ia3.apply", model, specs)
+    targets, over = _targets("ia3.apply", cfg, params, of), model_axes("ia3.apply", model, specs)
     wanted = {name: {"scale": len(_of_side(cfg, leaf, tuple(x.shape)))} for name, (leaf, x) in targets.adapted.items()}
-    check_adapters("ia3.apply", targets, named, adapters, wanted, (Tensor,))
-    by_name = {} if specs is None else specs_by_name("ia3.apply", named, params, specs)
+    check_adapters(targets, adapters, wanted, (Tensor,))
+    by_name = targets.specs(params, specs)
     given = given_specs("ia3.apply", adapters, adapter_specs)
     placed = {}
     for name, (leaf, x) in targets.adapted.items():  # as the bias that is multiplied: over all axes, and not varied
@@ -158,7 +157,7 @@ def apply(
     scales, errors = aligned("ia3.apply", adapters, unvaried, given)
     raise_all(errors)
     found: dict[str, Any] = {name: adapters[name]["value"] for name in targets.copied}
-    values = {name: x for name, (_, x) in named.items()}
+    values = {name: x for name, (_, x) in targets.named.items()}
     for name, (leaf, x) in targets.adapted.items():
         scale = scales[name]["scale"]
         bias = _bias_of(name, values)
@@ -167,7 +166,7 @@ def apply(
         where = placed[name, "scale"]
         scale = pvary(scale, tuple(a for a in where.varied if a in over) or None)
         found[name] = ScaledWeight(x, scale, leaf, leaf.inputs, cfg.scales_inputs(leaf.module), where.spec)
-    return tree.unflatten(tree.flatten(params, is_weight)[1], [found.get(name, x) for name, x in values.items()])
+    return targets.replaced(params, found)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -207,9 +206,9 @@ class ScaledWeight(AdaptedWeight):
         return y if b is None else y + b
 
 
-def _targets(verb: str, cfg: Config, named: Mapping[str, tuple[tree.Path, Any]], of: Of) -> Targets:
+def _targets(verb: str, cfg: Config, params: Any, of: Of) -> Targets:
     """Find the leaves. Raises ShardingError for names of no module, or of no linear layer."""
-    found = Targets.among(verb, cfg.named, named, of)
+    found = Targets.among(verb, cfg.named, named_leaves(verb, params), of)
     raise_all([fail(f"{verb}: {name!r} is a table of embeddings, which has no scale", module=leaf.module,
                     fix="name linear layers, or exclude it")
                for name, (leaf, _) in found.adapted.items() if leaf.layout == "table"])  # fmt: skip

@@ -59,9 +59,8 @@ class Int8(Weight):
 
     def parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
         outputs = None if spec is None else _outputs_of(spec, self.ndim, self.inputs, self.layout)
-        if shape is None:
-            return [(spec, None), (outputs, None)]
-        return [(spec, tuple(shape)), (outputs, split_dims(tuple(shape), self.inputs, self.layout)[1])]
+        sizes = None if shape is None else split_dims(tuple(shape), self.inputs, self.layout)[1]
+        return [(spec, None if shape is None else tuple(shape)), (outputs, sizes)]
 
     def flatten(self, start: int = 0, end: int = -1) -> Int8:
         if self.layout == "oi":  # the weight of a module, which flattens none
@@ -168,14 +167,15 @@ def quantize(
         raise fail("lora.quantize: called inside shard_map, where every leaf is a local part", fix="call it outside")
     tree.check_leaves("lora.quantize", "params", params, (Tensor, Deferred, Sharded))
     named = named_leaves("lora.quantize", params)
-    chosen = Targets.among("lora.quantize", Config(targets, exclude=exclude), named, of).adapted
+    found = Targets.among("lora.quantize", Config(targets, exclude=exclude), named, of)
+    chosen = found.adapted
     raise_all([error for name, (leaf, x) in chosen.items()
                for error in _errors(tree.show("params", named[name][0]), leaf, x)])  # fmt: skip
     made = _quantize_placed({name: (x, leaf) for name, (leaf, x) in chosen.items() if isinstance(x, Sharded)})
     for name, (leaf, x) in chosen.items():
         if name not in made:
             made[name] = (_quantize_described if isinstance(x, Deferred) else _of_tensor)(name, x, leaf)
-    return tree.unflatten(tree.flatten(params, is_weight)[1], [made.get(name, x) for name, (_, x) in named.items()])
+    return found.replaced(params, made)
 
 
 @checked

@@ -18,7 +18,7 @@ from fshard import nn, random, tree
 from fshard._core.microbatch import flattened_rows
 from fshard._core.ops import known_sizes
 from fshard._core.region import known_axes, region
-from fshard._core.weight import Leaf, Part, Weight, is_weight
+from fshard._core.weight import Leaf, Part, Weight
 from fshard.collectives import psum, pvary
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.nn.decoding import global_batch
@@ -27,7 +27,7 @@ from fshard.spec import Axis, P, describe, names_of, same_placement, total
 
 from .adapted import AdaptedWeight, Placement, aligned, given_specs, model_axes, placement, sum_of_factors
 from .config import Config, check_weight
-from .targets import Adapted, Of, another_shape, checked_leaves, factor_shapes, named_leaves, specs_by_name, specs_of
+from .targets import Adapted, Of, Targets, another_shape, by_part, checked_leaves, factor_shapes, named_leaves, specs_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -61,10 +61,10 @@ class LoraWeight(AdaptedWeight):
     batch: int | None
 
     def parts(self, spec: P | None, shape: Sequence[int] | None) -> list[Part]:
-        known = None if shape is None else self.leaf.split(tuple(shape))
-        sizes = [None] * 3 if known is None else [(*known[0], self.rank), (self.rank, *known[1]), known[1]]
-        factors = list(zip(self.specs, sizes, strict=True))
-        factors = factors if self.magnitude is not None else factors[:2]
+        shapes: Any = [None] * len(self.specs)
+        if shape is not None:
+            shapes = by_part(self.leaf, tuple(shape), self.rank, self.magnitude is not None).values()
+        factors = zip(self.specs, shapes, strict=True)
         return [*self.base_parts(spec, shape), *factors, *([] if self.key is None else [(None, None)])]
 
     def transpose(self, first: int, second: int) -> Any:
@@ -195,11 +195,10 @@ def apply(
     check_weight("lora.apply", weight)
     if batch is not None and batch < 0:
         raise fail(f"lora.apply: batch={batch}", fix="the number of rows on all ranks")
-    named = named_leaves("lora.apply", params)
     over = model_axes("lora.apply", model, specs)
-    leaves = checked_leaves("lora.apply", cfg, named, adapters, of, (Tensor,))
-    base_specs = {} if specs is None else specs_by_name("lora.apply", named, params, specs)
-    factors, placed = _aligned(cfg, leaves, adapters, base_specs, adapter_specs, over)
+    targets = Targets.among("lora.apply", cfg, named_leaves("lora.apply", params), of)
+    leaves = checked_leaves(targets, cfg, adapters, (Tensor,))
+    factors, placed = _aligned(cfg, leaves, adapters, targets.specs(params, specs), adapter_specs, over)
     has_dropout = cfg.dropout > 0 and key is not None
     sizes = _input_sizes(factors, placed, leaves, shapes) if has_dropout else {}
     found: dict[str, Any] = {}
@@ -216,7 +215,7 @@ def apply(
             rank=cfg.rank_of(leaf.module), specs=tuple(where.spec for where in placed[name].parts.values()),
             split=(data, placed[name].inputs, placed[name].outputs), sizes=sizes.get(name, ()), batch=batch,
         )  # fmt: skip
-    return tree.unflatten(tree.flatten(params, is_weight)[1], [found.get(name, x) for name, (_, x) in named.items()])
+    return targets.replaced(params, found)
 
 
 class _Placed(NamedTuple):
@@ -228,15 +227,13 @@ class _Placed(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)  # `apply` asks for each leaf in every step
-def _placed(
-    leaf: Leaf, ndim: int, base: P, given: tuple[P | None, P | None, P | None], model: tuple[str, ...]
-) -> _Placed:
+def _placed(leaf: Leaf, ndim: int, base: P, given: tuple[P | None, ...], model: tuple[str, ...]) -> _Placed:
     """Return the placement of the factors of a leaf, by its spec and their `given` ones: by default its placement."""
-    wanted = specs_of(leaf, base, ndim, "specs")
+    dora = len(given) == 3
+    wanted = specs_of(leaf, base, ndim, dora, "specs")
     inputs, outputs = leaf.split(tuple(tuple(a for a in axes if a in model) for axes in base.parts(ndim)))
-    ndims = {"a": len(inputs) + 1, "b": len(outputs) + 1, "magnitude": len(outputs)}
-    parts = {part: placement(part, wanted[part], spec, base, ndims[part], model)
-             for part, spec in zip(ndims, given, strict=True)}  # fmt: skip
+    parts = {part: placement(part, wanted[part], spec, base, len(dims), model) for (part, dims), spec
+             in zip(by_part(leaf, tuple(range(ndim)), None, dora).items(), given, strict=True)}  # fmt: skip
     return _Placed(parts, tuple(axes or None for axes in inputs), tuple(a for axes in outputs for a in axes) or None)
 
 
@@ -256,10 +253,10 @@ def _aligned(
                 errors.append(fail(f"lora.apply: adapters[{name!r}]['value'] replaces a leaf with another spec",
                                    value=spec, leaf=base, fix="the specs of lora.specs"))  # fmt: skip
             continue
-        a, b, magnitude = (given.get((name, part)) for part in ("a", "b", "magnitude"))
         over = (*model, *base.axes) if leaf.is_summed else model
         try:
-            here = placed[name] = _placed(leaf, x.ndim, base, (a, b, magnitude), over)
+            own = tuple(given.get((name, part)) for part in sorted(factors))
+            here = placed[name] = _placed(leaf, x.ndim, base, own, over)
         except ShardingError as e:
             errors.append(ShardingError(f"lora.apply: {name!r}: {e}"))
             continue

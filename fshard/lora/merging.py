@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard._core.region import in_region
-from fshard._core.weight import Leaf, is_weight
+from fshard._core.weight import Leaf
 from fshard.collectives import psum
 from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.reshard import reshard
@@ -24,7 +24,7 @@ from fshard.spec import P
 from .adapted import sum_of_factors
 from .config import Config, check_weight
 from .int8 import Int8
-from .targets import Adapted, Of, another_shape, checked_leaves, factor_shapes, named_leaves, specs_of
+from .targets import Adapted, Of, Targets, another_shape, checked_leaves, factor_shapes, named_leaves, specs_of
 
 # (weight, s A B, the factors, the leaf, the axes that split its inputs) -> the new weight
 _Change = Callable[[Tensor, Tensor, Mapping[str, Tensor], Leaf, tuple[str, ...]], Tensor]
@@ -112,23 +112,22 @@ def _changed(
     """Return the parameters with each adapted leaf changed; with `safe`, refuse those that are not finite."""
     if in_region():
         raise fail(f"{verb}: inside shard_map", fix="call it on placed leaves, outside; inside, use lora.apply")
-    named = named_leaves(verb, params)
     check_weight(verb, weight)
-    leaves = checked_leaves(verb, cfg, named, adapters, of, (Tensor, Sharded))
+    targets = Targets.among(verb, cfg, named_leaves(verb, params), of)
+    leaves = checked_leaves(targets, cfg, adapters, (Tensor, Sharded))
     raise_all([e for found in leaves for e in _shape_errors(verb, cfg, found, adapters[found.name])])
     meshes = [x.mesh for _, _, x, _ in leaves if isinstance(x, Sharded)]
     raise_all([_not_mergeable(verb, path, x, bool(meshes))
                for _, path, x, _ in leaves if not isinstance(x, Sharded if meshes else Tensor)])  # fmt: skip
     bases = {name: x for name, _, x, _ in leaves}
-    described = {name: leaf for name, _, _, leaf in leaves}
     specs = {name: x.spec if isinstance(x, Sharded) else P() for name, x in bases.items()}
-    own_specs = {name: {part: specs[name] if leaf is None else specs_of(leaf, specs[name], x.ndim, "specs")[part]
-                        for part in adapters[name]} for name, _, x, leaf in leaves}  # fmt: skip
+    own_specs = {name: {"value": specs[name]} if leaf is None else
+                 specs_of(leaf, specs[name], x.ndim, cfg.dora, "specs") for name, _, x, leaf in leaves}  # fmt: skip
 
     def step(bases: Any, local: Any) -> Any:
         out, wrong = {}, {}
-        for name, w in bases.items():
-            leaf, spec = described[name], specs[name]
+        for name, _, _, leaf in leaves:
+            w, spec = bases[name], specs[name]
             if leaf is None:
                 out[name] = local[name]["value"].to(w.dtype, copy=True)
             else:
@@ -140,19 +139,17 @@ def _changed(
                 wrong[name] = psum((~out[name].isfinite()).sum(), spec.axes or None)
         return out, wrong
 
+    factors = {name: adapters[name] for name in bases}
     if meshes:
-        factors = {name: adapters[name] for name in bases}
         step = shard_map(step, mesh=meshes[0], in_specs=(specs, own_specs), out_specs=(specs, P()))
         are_placed = all(isinstance(x, Sharded) for x in tree.leaves(factors))
         factors = reshard(factors, own_specs) if are_placed else device_put(factors, own_specs, meshes[0])
-        new, wrong = step(bases, factors)
-    else:
-        new, wrong = step(bases, adapters)
+    new, wrong = step(bases, factors)
     has_values = not meshes or meshes[0].kind != "abstract"
     raise_all([fail(f"{verb}: {tree.show('params', path)} would not be finite", f"{int(wrong[name])} elements",
                     fix="look for what made the adapter diverge; safe=False merges it anyway")
                for name, path, _, _ in leaves if safe and has_values and int(wrong[name])])  # fmt: skip
-    return tree.unflatten(tree.flatten(params, is_weight)[1], [new.get(name, x) for name, (_, x) in named.items()])
+    return targets.replaced(params, new)
 
 
 def _not_mergeable(verb: str, path: tree.Path, x: Any, placed: bool) -> ShardingError:

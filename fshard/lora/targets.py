@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -64,6 +64,8 @@ def leaf_of(of: Of, path: tree.Path, ndim: int) -> Leaf:
 class Targets(NamedTuple):
     """The leaves of a tree that take part in an adapter, by dotted path."""
 
+    verb: str  # of errors
+    named: Mapping[str, tuple[tree.Path, Any]]  # all leaves
     adapted: dict[str, tuple[Leaf, Any]]
     copied: dict[str, Any]  # biases and modules that train in full
 
@@ -71,8 +73,20 @@ class Targets(NamedTuple):
     def among(verb: str, cfg: Config, named: Mapping[str, tuple[tree.Path, Any]], of: Of) -> Targets:
         """Find them among the leaves of `named_leaves`."""
         adapted, copied = _chosen(verb, cfg, of, tuple([(path, x.ndim) for path, x in named.values()]))
-        return Targets({name: (leaf, named[name][1]) for name, leaf in adapted.items()},
+        return Targets(verb, named, {name: (leaf, named[name][1]) for name, leaf in adapted.items()},
                        {name: named[name][1] for name in copied})  # fmt: skip
+
+    def specs(self, params: Any, specs: Any) -> dict[str, P]:
+        """Return the spec of each leaf of the tree; `specs` may be a prefix; none for None."""
+        if specs is None:
+            return {}
+        flat = tree.broadcast(specs, params, name=f"{self.verb}: specs", leaf=is_spec, is_leaf=is_weight)
+        return dict(zip(self.named, flat, strict=True))
+
+    def replaced(self, params: Any, new: Mapping[str, Any]) -> Any:
+        """Return the tree with new leaves."""
+        leaves = [new.get(name, x) for name, (_, x) in self.named.items()]
+        return tree.unflatten(tree.flatten(params, is_weight)[1], leaves)
 
 
 @functools.lru_cache(maxsize=32)  # `apply` asks in every step
@@ -155,11 +169,10 @@ def near(name: str, modules: list[str]) -> list[str]:
     return [next(m for m, end in ends.items() if end == c) for c in close]
 
 
-def specs_of(leaf: Leaf, spec: P, ndim: int, label: str) -> dict[str, P]:
+def specs_of(leaf: Leaf, spec: P, ndim: int, dora: bool, label: str) -> dict[str, P]:
     """Return the specs of factors that are placed like their base: a as its inputs, b as its outputs."""
-    inputs, outputs = leaf.split(parts_of(label, spec, ndim))
-    entries = {"a": inputs, "b": (None, *outputs), "magnitude": outputs}
-    return {part: spec.with_entries(*of_part, memory="device") for part, of_part in entries.items()}
+    parts = by_part(leaf, parts_of(label, spec, ndim), None, dora)
+    return {part: spec.with_entries(*entries, memory="device") for part, entries in parts.items()}
 
 
 def parts_of(label: str, spec: P, ndim: int) -> tuple[tuple[str, ...], ...]:
@@ -192,38 +205,36 @@ def named_leaves(verb: str, params: Any) -> dict[str, tuple[tree.Path, Any]]:
     return out
 
 
-def specs_by_name(verb: str, named: Iterable[str], params: Any, specs: Any) -> dict[str, P]:
-    """Return the spec of each leaf of `named_leaves(params)`; `specs` may be a prefix."""
-    flat = tree.broadcast(specs, params, name=f"{verb}: specs", leaf=is_spec, is_leaf=is_weight)
-    return dict(zip(named, flat, strict=True))
-
-
 def checked_leaves(
-    verb: str, cfg: Config, named: Mapping[str, tuple[tree.Path, Any]], adapters: Mapping[str, Mapping[str, Any]],
-    of: Of, kinds: tuple[type, ...],
-) -> list[Adapted]:  # fmt: skip
+    targets: Targets, cfg: Config, adapters: Mapping[str, Mapping[str, Any]], kinds: tuple[type, ...]
+) -> list[Adapted]:
     """Return the leaves that have an adapter, whose leaves are of these `kinds`. Raise what `check_adapters` raises."""
-    targets = Targets.among(verb, cfg, named, of)
     wanted = {name: {part: len(shape) for part, shape in factor_shapes(cfg, leaf, tuple(x.shape)).items()}
               for name, (leaf, x) in targets.adapted.items()}  # fmt: skip
-    check_adapters(verb, targets, named, adapters, wanted, kinds, config=f": this one has dora={cfg.dora}")
-    return [Adapted(name, *named[name], targets.adapted.get(name, (None,))[0]) for name in adapters]
+    check_adapters(targets, adapters, wanted, kinds, config=f": this one has dora={cfg.dora}")
+    return [Adapted(name, *targets.named[name], targets.adapted.get(name, (None,))[0]) for name in adapters]
 
 
 def factor_shapes(cfg: Config, leaf: Leaf, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the factors of a leaf: a [in.., r], b [r, out..], and with DoRA magnitude [out..]."""
-    (inputs, outputs), rank = leaf.split(shape), cfg.rank_of(leaf.module)
-    return {"a": (*inputs, rank), "b": (rank, *outputs), **({"magnitude": outputs} if cfg.dora else {})}
+    """Return the shapes of the factors of a leaf."""
+    return by_part(leaf, shape, cfg.rank_of(leaf.module), cfg.dora)
+
+
+def by_part(leaf: Leaf, entries: tuple[Any, ...], rank: Any, dora: bool) -> dict[str, tuple[Any, ...]]:
+    """Split one entry for each dim of a leaf: a [in.., r], b [r, out..], and with DoRA magnitude [out..]."""
+    inputs, outputs = leaf.split(entries)
+    return {"a": (*inputs, rank), "b": (rank, *outputs), **({"magnitude": outputs} if dora else {})}
 
 
 def check_adapters(
-    verb: str, targets: Targets, named: Mapping[str, tuple[tree.Path, Any]], adapters: Mapping[str, Any],
-    wanted: Mapping[str, Mapping[str, int]], kinds: tuple[type, ...], config: str = "",
+    targets: Targets, adapters: Mapping[str, Any], wanted: Mapping[str, Mapping[str, int]], kinds: tuple[type, ...],
+    config: str = "",
 ) -> None:  # fmt: skip
     """Raise ShardingError, listing every adapter that is missing, of no leaf, or whose tensors do not fit its leaf.
 
     `wanted` has the number of dims of each tensor of the adapted leaves.
     """
+    verb, named = targets.verb, targets.named
     module, words = verb.partition(".")[0], " or ".join(kind.__name__ for kind in kinds)
     wanted = {**wanted, **{name: {"value": x.ndim} for name, x in targets.copied.items()}}
     errors = [fail(f"{verb}: adapters[{name!r}] is missing",
