@@ -186,11 +186,7 @@ def _adamw(columns: Columns, lr: Any, count: Tensor, b1: float, b2: float, eps: 
                  maximize=False)  # fmt: skip
 
 
-def _adam(columns: Columns, lr: Any, count: Tensor, b1: float, b2: float, eps: float) -> None:
-    _adamw(columns, lr, count, b1, b2, eps, 0.0)
-
-
-_KERNELS: dict[str, Callable[..., None]] = {"sgd": _sgd, "adam": _adam, "adamw": _adamw}
+_KERNELS: dict[str, Callable[..., None]] = {"sgd": _sgd, "adam": _adamw, "adamw": _adamw}
 _NUMBERS = {rule: tuple(inspect.signature(kernel).parameters)[3:] for rule, kernel in _KERNELS.items()}
 
 
