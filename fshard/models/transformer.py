@@ -22,7 +22,7 @@ from fshard._core.ops import Gather, Vary
 from fshard._core.region import live_axis, region
 from fshard._core.weight import Weight, is_weight
 from fshard.collectives import all_gather, pmax, pslice, psum, psum_scatter, pvary
-from fshard.errors import checked, fail, must_be, raise_all
+from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.nn import decoding, rope
 from fshard.nn.decoding import Decoder, Options, global_batch
 from fshard.nn.decoding.options import with_tokens
@@ -33,6 +33,7 @@ from fshard.schedule.scan import scan
 from fshard.schedule.unshard import make_whole, unshard
 from fshard.spec import Axis, P, any_on_host, is_spec, names_of
 
+from .activations import activation_errors
 from .kv_cache import Cache, KeyValues, Tokens, append_to_cache
 
 # A block: its unsharded parameters, x, its key, its cached keys and values[, its own argument] -> x and the
@@ -256,6 +257,17 @@ def check_numbers(verb: str, cfg: Any, *, own: Sequence[str] = ()) -> None:
             below = f", less than {most}" * (is_rate or n >= most)
             errors.append(fail(f"{verb}: {name}={n}", fix=f"{least} or more{below}"))
     raise_all(errors)
+
+
+def config_errors(
+    verb: str, cfg: Any, width: str = "hidden_size", heads: str = "num_attention_heads", activation: str = "hidden_act",
+    *, own: Sequence[str] = (),
+) -> list[ShardingError]:  # fmt: skip
+    """Check the numbers of a config; return the errors of the fields of these names."""
+    check_numbers(verb, cfg, own=own)
+    d, h = getattr(cfg, width), getattr(cfg, heads)
+    uneven = fail(f"{verb}: the heads must divide the width", f"{d} % {h} = {d % h}", **{width: d, heads: h})
+    return [uneven] * bool(d % h) + activation_errors(verb, activation, getattr(cfg, activation))
 
 
 def check_params(params: Any, described: Any, label: str = "params") -> None:
