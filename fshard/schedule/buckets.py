@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fshard._core.host_memory import copy_to_device, start_copy_to_device, start_copy_to_host
-from fshard._core.ops import Gather, Map, Precision, Slice, Vary, gather_layout, run_map
+from fshard._core.ops import Gather, Precision, Slice, Vary, gather_layout, run_map, start_map
 from fshard._core.protocol import PendingTransfer
 from fshard._core.region import Region, checker
 from fshard._core.torch import foreach_copy_
@@ -289,19 +289,11 @@ def start_reduce(bucket: Bucket, which: Sequence[int], grads: list[Tensor]) -> P
     if bucket.cast is not None:
         grads = [g.to(bucket.cast.summed) for g in grads]
     first = scatter or total
-    pending = _start(first, grads) if first is not None else lambda: grads
+    pending = start_map(first, grads) if first is not None else lambda: grads
 
-    def wait() -> list[Tensor]:
+    def wait() -> Any:
         out = pending() if bucket.cast is None else [g.to(bucket.cast.stored) for g in pending()]
-        out = out if scatter is None or total is None else _start(total, out)()
+        out = out if scatter is None or total is None else start_map(total, out)()
         return [start_copy_to_host(g) for g in out] if bucket.host else out
 
     return wait
-
-
-def _start(m: Map, xs: list[Tensor]) -> PendingTransfer:
-    """Start a sum over the ranks; in a checked call and on an abstract mesh, complete it at once."""
-    if checker() is not None or not m.comm.is_scheduled:
-        out = list(run_map(m, xs))
-        return lambda: out
-    return m.start(xs)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._core.region import known_axes, live_axes, region
+from fshard._core.region import live_axis, region
 from fshard._core.torch import any_tangent, in_transform
 from fshard._core.weight import is_weight
 from fshard.errors import ShardingError, checked, fail, must_be
@@ -91,7 +91,7 @@ def scan(
     blocks = _Blocks.from_args(params, specs, each.unbind() if isinstance(each, Tensor) else each, shapes)
     if not len(blocks):
         return (x, []) if has_aux else x
-    live = axis is not None and live_axes(region("scan").comm, known_axes("scan", region(), axis))
+    live = live_axis("scan", axis)
     host = not live and any_on_host(specs)
     split = _check_pair if has_aux else _check_single if not isinstance(x, tuple) else lambda x: (x, None)
     plans = None
