@@ -118,16 +118,15 @@ class Layout:
         parts = {name: params[name] for name in names if name in params}
         wanted = {name: described[name] for name in names}
         check_params(parts, wanted)
-        part_specs: Any = P() if specs is None else {name: spec_of(specs, name) for name in names}
+        part_specs = {name: P() if specs is None else spec_of(specs, name) for name in names}
         axis = self.unsharded(part_specs)
         if not axis and not any_on_host(part_specs):  # without a collective, so also outside a region
             on_one_device: dict[str, Any] = make_whole(parts, part_specs, axis, dtype=self.dtype)
             return on_one_device
 
         def gather(names: Sequence[str]) -> dict[str, Any]:
-            own = part_specs if is_spec(part_specs) else {name: part_specs[name] for name in names}
-            out: dict[str, Any] = unshard({name: parts[name] for name in names}, own, axis,
-                                          shapes={name: wanted[name] for name in names}, dtype=self.dtype,
+            some, some_specs, shapes = ({name: of[name] for name in names} for of in (parts, part_specs, wanted))
+            out: dict[str, Any] = unshard(some, some_specs, axis, shapes=shapes, dtype=self.dtype,
                                           reduce_dtype=self.reduce_dtype)  # fmt: skip
             return out
 

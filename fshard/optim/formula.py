@@ -382,31 +382,20 @@ def like_params(name: str, params: Any, trees: Sequence[tuple[str, Any]]) -> tup
 def _refuse(name: str, params: Any, treedef: Any, flat: Sequence[tuple[str, Any, list[Tensor], Any]]) -> None:
     """Raise, with every leaf whose path, shape or dtype is not its parameter's."""
     expected = {tree.show("", path): p for path, p in tree.leaves_with_path(params)}
-    errors = [
-        fail(f"{name}: params{path}: {describe(p)} is not floating", fix="keep it in another tree")
-        for path, p in expected.items()
-        if not p.is_floating_point()
-    ]
-    for label, other, _, structure in flat:
-        got = {tree.show("", path): x for path, x in tree.leaves_with_path(other)}
+    errors = [fail(f"{name}: params{path}: {describe(p)} is not floating", fix="keep it in another tree")
+              for path, p in expected.items() if not p.is_floating_point()]  # fmt: skip
+    for label, other, xs, structure in flat:
         if structure != treedef:
-            errors.append(
-                fail(
-                    f"{name}: {label}: not a tree like params",
-                    f"missing  {', '.join(path for path in expected if path not in got) or 'nothing'}",
-                    f"extra    {', '.join(path for path in got if path not in expected) or 'nothing'}",
-                    fix="gradients and state of exactly these params, in the same containers",
-                )
-            )
+            got = [tree.show("", path) for path, _ in tree.leaves_with_path(other)]
+            errors.append(fail(f"{name}: {label}: not a tree like params",
+                               f"missing  {', '.join(path for path in expected if path not in got) or 'nothing'}",
+                               f"extra    {', '.join(path for path in got if path not in expected) or 'nothing'}",
+                               fix="gradients and state of exactly these params, in the same containers"))  # fmt: skip
             continue
-        errors += [
-            fail(
-                f"{name}: {label}{path}: is {describe(x)}, its parameter {describe(expected[path])}",
-                fix="give it that shape and dtype"
-                if label == "grads" or x.numel() >= expected[path].numel()
-                else "a state of parameters split alike; or fs.optim.zero, for a state that is split more",
-            )
-            for path, x in got.items()
-            if (x.shape, x.dtype) != (expected[path].shape, expected[path].dtype)
-        ]
+        for (path, p), x in zip(expected.items(), xs, strict=True):
+            if (x.shape, x.dtype) != (p.shape, p.dtype):
+                splits_more = label != "grads" and x.numel() < p.numel()
+                fix = ("a state of parameters split alike; or fs.optim.zero, for a state that is split more"
+                       if splits_more else "give it that shape and dtype")  # fmt: skip
+                errors.append(fail(f"{name}: {label}{path}: is {describe(x)}, its parameter {describe(p)}", fix=fix))
     raise_all(errors)

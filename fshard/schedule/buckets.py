@@ -176,7 +176,7 @@ class BufferPool:
         if not any(sizes):
             return []
         if not region.comm.is_scheduled:
-            return [GatherBuffer(torch.empty(0), torch.empty(0)) for _ in sizes]
+            return [GatherBuffer.allocate(0, region.host) for _ in sizes]
         free = sorted((b for b in self.free if b.write.device == region.device), key=lambda b: b.write.numel())
         taken: dict[int, GatherBuffer] = {}
         for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

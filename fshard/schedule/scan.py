@@ -115,7 +115,9 @@ def scan(
         if remat:
             check_captured("scan", block, _EACH)
         x, outs = _plain_loop(block, blocks, x, unsharded, split, remat)
-    return (x, blocks.like_params(outs)) if has_aux else x
+    if not has_aux:
+        return x
+    return x, tree.map(lambda *each: torch.stack(each), *outs) if blocks.stacked else outs
 
 
 @dataclass(frozen=True)
@@ -158,10 +160,6 @@ class _Blocks:
                     known[kind] = plan
             plans.append(plan)
         return plans
-
-    def like_params(self, outs: list[Any]) -> Any:
-        """Return the outputs of the blocks in a list or stacked, as the parameters are."""
-        return tree.map(lambda *xs: torch.stack(xs), *outs) if self.stacked else outs
 
 
 def _as_lists(params: Sequence[Any], specs: Any, shapes: Any) -> tuple[Any, Any, Any]:
