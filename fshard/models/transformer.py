@@ -282,15 +282,16 @@ def check_params(params: Any, described: Any, label: str = "params") -> None:
                                              for x, d in zip(leaves, wanted, strict=True)):  # fmt: skip
         return
     have, want = dict(tree.leaves_with_path(params, is_weight)), dict(tree.leaves_with_path(described))
-    errors = [fail(f"{tree.show(label, path)}: is missing", f"the model has {want[path]!r} there",
-                   fix="pass the full tree of init, or of load, with the same config")
-              for path in want if path not in have]  # fmt: skip
-    errors += [fail(f"{tree.show(label, path)}: is more than the model has", leaf=repr(have[path])[:60],
-                    fix="pass the config of these parameters")
-               for path in have if path not in want]  # fmt: skip
-    for path in [path for path in have if path in want]:
-        x, where = have[path], tree.show(label, path)
-        if not isinstance(x, (Tensor, Weight)):
+    errors = []
+    for path in dict.fromkeys([*want, *have]):
+        x, where = have.get(path), tree.show(label, path)
+        if path not in have:
+            errors.append(fail(f"{where}: is missing", f"the model has {want[path]!r} there",
+                               fix="pass the full tree of init, or of load, with the same config"))  # fmt: skip
+        elif path not in want:
+            errors.append(fail(f"{where}: is more than the model has", leaf=repr(x)[:60],
+                               fix="pass the config of these parameters"))  # fmt: skip
+        elif not isinstance(x, (Tensor, Weight)):
             errors.append(must_be(where, "a Tensor", x))
         elif x.ndim != want[path].ndim:
             errors.append(fail(f"{where}: a leaf of {x.ndim} dims", shape=list(x.shape), model=repr(want[path])))
