@@ -70,8 +70,7 @@ LEAVES = Leaves({  # the matrices in the file are [in, out], as here
     }),
     **layer("ln_f", "transformer.ln_f", "d", "d"),
     "head.w": leaf("lm_head.weight", "v d -> d v"),
-}, blocks=lambda cfg: {"h": cfg.n_layer}, has=lambda cfg, name, _: name != "head.w" or not cfg.tie_word_embeddings,
-   std=_std,
+}, blocks=lambda cfg: {"h": cfg.n_layer}, std=_std,
    sizes=lambda cfg: {"v": cfg.vocab_size, "t": cfg.n_positions, "d": cfg.n_embd, "c": 3, "h": cfg.n_head,
                       "k": cfg.n_embd // cfg.n_head, "f": cfg.n_inner or 4 * cfg.n_embd})  # fmt: skip
 

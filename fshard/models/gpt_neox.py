@@ -65,12 +65,6 @@ class Config:
         rope.frequencies(self.rope_parameters, width, self.max_position_embeddings)  # raises for wrong ones
 
 
-def _has(cfg: Config, name: str, _: int) -> bool:
-    if name == "head.w":
-        return not cfg.tie_word_embeddings
-    return cfg.attention_bias or name not in ("qkv.b", "proj.b")
-
-
 _HEADS = ("lm_head.weight", "embed_out.weight")  # in memory transformers 5 uses the first, in files the second
 LEAVES = Leaves({  # the matrices in the file are [out, in]; q, k and v are interleaved by head
     "wte": leaf("gpt_neox.embed_in.weight", "v d"),
@@ -84,7 +78,8 @@ LEAVES = Leaves({  # the matrices in the file are [out, in]; q, k and v are inte
     }),
     **layer("ln_f", "gpt_neox.final_layer_norm", "d", "d"),
     "head.w": leaf("embed_out.weight", "v d -> d v"),
-}, blocks=lambda cfg: {"h": cfg.num_hidden_layers}, has=_has,
+}, blocks=lambda cfg: {"h": cfg.num_hidden_layers},
+   has=lambda cfg, name, _: cfg.attention_bias or name not in ("qkv.b", "proj.b"),
    sizes=lambda cfg: {"v": cfg.vocab_size, "d": cfg.hidden_size, "c": 3, "h": cfg.num_attention_heads,
                       "k": cfg.hidden_size // cfg.num_attention_heads, "f": cfg.intermediate_size})  # fmt: skip
 

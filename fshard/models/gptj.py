@@ -73,7 +73,7 @@ LEAVES = Leaves({  # the matrices in the file are [out, in]
     }),
     **layer("ln_f", "transformer.ln_f", "d", "d"),
     **layer("head", "lm_head", "v d -> d v", "v"),
-}, blocks=lambda cfg: {"h": cfg.n_layer}, has=lambda cfg, name, _: name != "head.w" or not cfg.tie_word_embeddings,
+}, blocks=lambda cfg: {"h": cfg.n_layer},
    sizes=lambda cfg: {"v": cfg.vocab_size, "d": cfg.n_embd, "h": cfg.n_head, "k": cfg.n_embd // cfg.n_head,
                       "f": cfg.n_inner or 4 * cfg.n_embd})  # fmt: skip
 

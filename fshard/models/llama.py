@@ -113,7 +113,7 @@ def has(cfg: BaseConfig, name: str, _: int) -> bool:
     part, last = name.partition(".")[::2]
     if last == "b":
         return part in cfg.biased
-    return cfg.qk_norm if part in ("q_norm", "k_norm") else part != "head" or not cfg.tie_word_embeddings
+    return cfg.qk_norm or part not in ("q_norm", "k_norm")
 
 
 def decoder_leaves(mlp: Mapping[str, Leaf]) -> dict[str, Leaf]:

@@ -150,9 +150,7 @@ def _leaves() -> dict[str, Leaf]:
 def _has(cfg: Config, name: str, _: int) -> bool:
     if name in ("mlp.up.w", "mlp.gate.w", "mlp.linear.w"):
         return cfg.gated != (name == "mlp.up.w")
-    if name.endswith("bias"):
-        return cfg.shares_positions != (name == "attn.bias")
-    return name != "head.w" or not cfg.tie_word_embeddings
+    return not name.endswith("bias") or cfg.shares_positions != (name == "attn.bias")
 
 
 def _std(cfg: Config, name: str) -> float:
