@@ -317,7 +317,7 @@ def _with_cache(*args: Any, **options: Any) -> tuple[Tensor, dict[str, Any], lis
     return x, top, [cached for cached, _ in outs]
 
 
-apply, states = decoder_of(BaseConfig, init, llama.pieces, forward=_with_cache)
+apply, states = decoder_of(BaseConfig, init, pieces, forward=_with_cache)
 loss, generate = functions_of(apply, Config, losses)
 
 

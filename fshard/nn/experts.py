@@ -189,10 +189,9 @@ def mixture(
     experts, weights = routing.experts, routing.weights
     if method != "partial":
         x, experts, weights = all_gather((x, experts, weights), axis)
-    if compiling and not (x.dtype == torch.bfloat16 and all(_has_kernel(leaf) for leaf in leaves)):
-        out = _of_every_token(x, experts, weights, params, run, start, here, e)
-    else:
-        out = _of_its_tokens(x, experts, weights, params, run, start, here, e)
+    lacks_kernel = compiling and not (x.dtype == torch.bfloat16 and all(_has_kernel(leaf) for leaf in leaves))
+    compute = _of_every_token if lacks_kernel else _of_its_tokens
+    out = compute(x, experts, weights, params, run, start, here, e)
     return out if method == "partial" else psum_scatter(out, axis)
 
 
