@@ -21,10 +21,10 @@ from fshard.errors import checked, fail, must_be, raise_all
 from fshard.interop.hf import WeightHeaders
 from fshard.nn.decoding import check_ids
 
-from .activations import ACTIVATIONS, activation_errors
+from .activations import ACTIVATIONS
 from .hf_files import ModelFile, file_functions
 from .leaves import Leaves, in_blocks, layer, leaf, specs_of
-from .transformer import ONE_DEVICE, Layout, apply_blocks, check_numbers, flat_linear, project_heads, shapes_of
+from .transformer import ONE_DEVICE, Layout, apply_blocks, config_errors, flat_linear, project_heads, shapes_of
 
 _EMBEDDINGS = ("word", "position", "type", "ln")
 _HEADS = {"mlm": "cls.predictions.", "pooler": "pooler.", "nsp": "cls.seq_relationship."}  # prefixes of their tensors
@@ -61,12 +61,7 @@ class Config:
     nsp: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers("bert.Config", self, own=("pad_token_id",))
-        d, h, pad, errors = self.hidden_size, self.num_attention_heads, self.pad_token_id, []
-        if d % h:
-            errors.append(fail("bert.Config: the heads must divide the width", f"{d} % {h} = {d % h}",
-                               hidden_size=d, num_attention_heads=h))  # fmt: skip
-        errors += activation_errors("bert.Config", "hidden_act", self.hidden_act)
+        errors, pad = config_errors("bert.Config", self, own=("pad_token_id",)), self.pad_token_id
         if pad is not None and not 0 <= pad < self.vocab_size:
             errors.append(fail(f"bert.Config: pad_token_id={pad} is not in a vocabulary of {self.vocab_size}",
                                fix="one of its words, or None"))  # fmt: skip

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fshard.errors import checked, fail, raise_all
+from fshard.errors import checked, raise_all
 
-from .activations import ACTIVATIONS, activation_errors
+from .activations import ACTIVATIONS
 from .hf_files import ModelFile, file_functions
 from .kv_cache import Cache, KeyValues
 from .leaves import Leaves, in_blocks, init_of, layer, leaf, specs_of
-from .transformer import Layout, Run, check_numbers, decoder_of, functions_of, pieces_of, split_qkv
+from .transformer import Layout, Run, config_errors, decoder_of, functions_of, pieces_of, split_qkv
 
 
 @checked
@@ -49,11 +49,7 @@ class Config:
     tie_word_embeddings: bool = True
 
     def __post_init__(self) -> None:
-        raise_all(activation_errors("gpt2.Config", "activation_function", self.activation_function))
-        check_numbers("gpt2.Config", self)
-        if self.n_embd % self.n_head:
-            raise fail("gpt2.Config: the heads must divide the width", f"{self.n_embd} % {self.n_head} = "
-                       f"{self.n_embd % self.n_head}", n_embd=self.n_embd, n_head=self.n_head)  # fmt: skip
+        raise_all(config_errors("gpt2.Config", self, "n_embd", "n_head", "activation_function"))
 
 
 def _std(cfg: Config, name: str) -> float:
@@ -74,8 +70,7 @@ LEAVES = Leaves({  # the matrices in the file are [in, out], as here
     }),
     **layer("ln_f", "transformer.ln_f", "d", "d"),
     "head.w": leaf("lm_head.weight", "v d -> d v"),
-}, blocks=lambda cfg: {"h": cfg.n_layer}, has=lambda cfg, name, _: name != "head.w" or not cfg.tie_word_embeddings,
-   std=_std,
+}, blocks=lambda cfg: {"h": cfg.n_layer}, std=_std,
    sizes=lambda cfg: {"v": cfg.vocab_size, "t": cfg.n_positions, "d": cfg.n_embd, "c": 3, "h": cfg.n_head,
                       "k": cfg.n_embd // cfg.n_head, "f": cfg.n_inner or 4 * cfg.n_embd})  # fmt: skip
 

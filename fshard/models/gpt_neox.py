@@ -15,14 +15,14 @@ from torch import Tensor
 
 from fshard import nn
 from fshard.collectives import pvary
-from fshard.errors import checked, fail, raise_all
+from fshard.errors import checked, raise_all
 from fshard.nn import rope
 
-from .activations import ACTIVATIONS, activation_errors
+from .activations import ACTIVATIONS
 from .hf_files import ModelFile, file_functions
 from .kv_cache import Cache, KeyValues
 from .leaves import Leaves, in_blocks, init_of, layer, leaf, specs_of
-from .transformer import Layout, Run, check_numbers, decoder_of, flat_linear, functions_of, pieces_of, split_qkv
+from .transformer import Layout, Run, config_errors, decoder_of, flat_linear, functions_of, pieces_of, split_qkv
 
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
 
@@ -59,20 +59,10 @@ class Config:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        check_numbers("gpt_neox.Config", self)
-        d, h = self.hidden_size, self.num_attention_heads
-        if d % h:
-            raise fail("gpt_neox.Config: the heads must divide the width", f"{d} % {h} = {d % h}", hidden_size=d,
-                       num_attention_heads=h)  # fmt: skip
-        raise_all(activation_errors("gpt_neox.Config", "hidden_act", self.hidden_act))
+        raise_all(config_errors("gpt_neox.Config", self))
         object.__setattr__(self, "rope_parameters", {**_ROPE, **self.rope_parameters})
-        rope.frequencies(self.rope_parameters, d // h, self.max_position_embeddings)  # raises for wrong ones
-
-
-def _has(cfg: Config, name: str, _: int) -> bool:
-    if name == "head.w":
-        return not cfg.tie_word_embeddings
-    return cfg.attention_bias or name not in ("qkv.b", "proj.b")
+        width = self.hidden_size // self.num_attention_heads
+        rope.frequencies(self.rope_parameters, width, self.max_position_embeddings)  # raises for wrong ones
 
 
 _HEADS = ("lm_head.weight", "embed_out.weight")  # in memory transformers 5 uses the first, in files the second
@@ -88,7 +78,8 @@ LEAVES = Leaves({  # the matrices in the file are [out, in]; q, k and v are inte
     }),
     **layer("ln_f", "gpt_neox.final_layer_norm", "d", "d"),
     "head.w": leaf("embed_out.weight", "v d -> d v"),
-}, blocks=lambda cfg: {"h": cfg.num_hidden_layers}, has=_has,
+}, blocks=lambda cfg: {"h": cfg.num_hidden_layers},
+   has=lambda cfg, name, _: cfg.attention_bias or name not in ("qkv.b", "proj.b"),
    sizes=lambda cfg: {"v": cfg.vocab_size, "d": cfg.hidden_size, "c": 3, "h": cfg.num_attention_heads,
                       "k": cfg.hidden_size // cfg.num_attention_heads, "f": cfg.intermediate_size})  # fmt: skip
 

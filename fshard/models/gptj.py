@@ -17,11 +17,11 @@ from fshard import nn
 from fshard.errors import checked, fail, raise_all
 from fshard.nn import rope
 
-from .activations import ACTIVATIONS, activation_errors
+from .activations import ACTIVATIONS
 from .hf_files import ModelFile, file_functions
 from .kv_cache import Cache, KeyValues
 from .leaves import Leaves, in_blocks, init_of, layer, leaf, specs_of
-from .transformer import Layout, Run, check_numbers, decoder_of, functions_of, pieces_of, project_heads
+from .transformer import Layout, Run, config_errors, decoder_of, functions_of, pieces_of, project_heads
 
 
 @checked
@@ -52,11 +52,8 @@ class Config:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        raise_all(activation_errors("gptj.Config", "activation_function", self.activation_function))
-        check_numbers("gptj.Config", self, own=("rotary_dim",))
-        if self.n_embd % self.n_head:
-            raise fail("gptj.Config: the heads must divide the width", f"{self.n_embd} % {self.n_head} = "
-                       f"{self.n_embd % self.n_head}", n_embd=self.n_embd, n_head=self.n_head)  # fmt: skip
+        errors = config_errors("gptj.Config", self, "n_embd", "n_head", "activation_function", own=("rotary_dim",))
+        raise_all(errors)
         width = self.n_embd // self.n_head
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= width:
             raise fail(f"gptj.Config: rotary_dim={self.rotary_dim}",
@@ -76,7 +73,7 @@ LEAVES = Leaves({  # the matrices in the file are [out, in]
     }),
     **layer("ln_f", "transformer.ln_f", "d", "d"),
     **layer("head", "lm_head", "v d -> d v", "v"),
-}, blocks=lambda cfg: {"h": cfg.n_layer}, has=lambda cfg, name, _: name != "head.w" or not cfg.tie_word_embeddings,
+}, blocks=lambda cfg: {"h": cfg.n_layer},
    sizes=lambda cfg: {"v": cfg.vocab_size, "d": cfg.n_embd, "h": cfg.n_head, "k": cfg.n_embd // cfg.n_head,
                       "f": cfg.n_inner or 4 * cfg.n_embd})  # fmt: skip
 

@@ -323,10 +323,8 @@ def load(path: StrPath) -> tuple[Config, Any]:
     Raises ShardingError listing every tensor that is missing, of another shape, or not part of the model.
     """
     cfg = config(path)
-    model = _model_of(cfg.base)
-    return cfg, read(
-        path, init(cfg), lambda p: theirs(p, cfg), prefix=model.module.FILE.prefix, ignored=model.module.FILE.ignored
-    )
+    file = _model_of(cfg.base).module.FILE
+    return cfg, read(path, init(cfg), lambda p: theirs(p, cfg), prefix=file.prefix, ignored=file.ignored)
 
 
 @checked

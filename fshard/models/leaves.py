@@ -56,8 +56,9 @@ def in_blocks(ours: str, name: str, leaves: Mapping[str, Leaf]) -> dict[str, Lea
 class Leaves:
     """The leaves of a model by name; `blocks` are the lists of blocks of a config, and their numbers.
 
-    `has(cfg, name, i)` is False for leaves that a config does not have; `name` is the one inside block `i`. `sizes` has
-    the sizes of dims by their letters, `std` is the standard deviation of a matrix, and `scale` the value of norms.
+    `has(cfg, name, i)` is False for leaves that a config does not have, but for a tied head; `name` is the one inside
+    block `i`. `sizes` has the sizes of dims by their letters, `std` is the standard deviation of a matrix, and `scale`
+    the value of norms.
     """
 
     table: Mapping[str, Leaf]
@@ -88,6 +89,8 @@ class Leaves:
         out: dict[str, Any] = {}
         blocks = self.blocks(cfg)
         for name, x in self.table.items():
+            if name == "head.w" and cfg.tie_word_embeddings:  # it is the table of embeddings
+                continue
             stack, star, inner = name.partition(".*.")
             for i in range(blocks[stack] if star else 1):
                 if not self.has(cfg, inner or name, i):

@@ -113,7 +113,7 @@ def has(cfg: BaseConfig, name: str, _: int) -> bool:
     part, last = name.partition(".")[::2]
     if last == "b":
         return part in cfg.biased
-    return cfg.qk_norm if part in ("q_norm", "k_norm") else part != "head" or not cfg.tie_word_embeddings
+    return cfg.qk_norm or part not in ("q_norm", "k_norm")
 
 
 def decoder_leaves(mlp: Mapping[str, Leaf]) -> dict[str, Leaf]:
@@ -183,10 +183,11 @@ def _block(
     return x + run.layout.row_linear(h, p["down"]["w"], p["down"].get("b")), cached
 
 
-def pieces_with(block: Callable[..., Any], each: Callable[[BaseConfig], Any]) -> Callable[..., Any]:
-    """Make the `pieces` of a decoder with another block; see `pieces_of`."""
-    return pieces_of(block, lambda run, top, x: norm(run, x, top["norm_f"]), rates=("attention_dropout",), each=each,
-                     rotary=lambda cfg: (cfg.rope_parameters, cfg.width, cfg.max_position_embeddings))  # fmt: skip
+def pieces_with(block: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the `pieces` of a decoder with another block, which takes its window; see `pieces_of`."""
+    return pieces_of(block, lambda run, top, x: norm(run, x, top["norm_f"]), rates=("attention_dropout",),
+                     rotary=lambda cfg: (cfg.rope_parameters, cfg.width, cfg.max_position_embeddings),
+                     each=lambda cfg: [(window,) for window in cfg.windows])  # fmt: skip
 
 
 def hidden_units(cfg: BaseConfig, p: Any, h: Tensor) -> Tensor:
@@ -194,7 +195,7 @@ def hidden_units(cfg: BaseConfig, p: Any, h: Tensor) -> Tensor:
     return ACTIVATIONS[cfg.hidden_act](flat_linear(h, p["gate"])) * flat_linear(h, p["up"])
 
 
-pieces = pieces_with(_block, lambda cfg: [(window,) for window in cfg.windows])
+pieces = pieces_with(_block)
 apply, states = decoder_of(BaseConfig, init, pieces)
 loss, generate = functions_of(apply, Config)
 

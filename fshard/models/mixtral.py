@@ -191,20 +191,6 @@ def losses(
 # --- the mixture ----------------------------------------------------------------------------------------------
 
 
-def pieces(
-    cfg: BaseConfig, ids: Tensor, *, layout: Layout, key: Tensor | None, mask: Tokens,
-    each: Sequence[tuple[Any, ...]] = (),
-) -> Pieces:  # fmt: skip
-    """Return the parts of the model on ids [B@data, T]: a block returns keys and values, and sums of the router.
-
-    `each` has more arguments for each block.
-    """
-    block = functools.partial(_block, counted=None if mask.real is None else layout.time_slice(mask.real))
-    own = [(window, *more) for window, more in zip(cfg.windows, each or [()] * cfg.num_hidden_layers, strict=True)]
-    parts: Pieces = llama.pieces_with(block, lambda _: own)(cfg, ids, layout=layout, key=key, mask=mask)
-    return parts
-
-
 def _forward(
     cfg: BaseConfig, params: Any, ids: Tensor, names: Sequence[str], *, layout: Layout, specs: Any,
     key: Tensor | None, mask: Tokens, **options: Any,
@@ -225,8 +211,10 @@ def _forward(
         params, specs, described = (
             {**x, "h": [{**block, "experts": {}} for block in x["h"]]} for x in (params, specs, described)
         )
-    run = pieces(cfg, ids, layout=layout, key=key, mask=mask, each=each)
-    return run.run(params, names, described=described, specs=specs, key=key, has_aux=True, **options)
+    parts: Pieces = pieces(cfg, ids, layout=layout, key=key, mask=mask)
+    if each:
+        parts = parts._replace(each=[(*own, *more) for own, more in zip(parts.each or (), each, strict=True)])
+    return parts.run(params, names, described=described, specs=specs, key=key, has_aux=True, **options)
 
 
 def splits_by_data(layout: Layout) -> bool:
@@ -251,7 +239,7 @@ def unshard_experts(experts: Any, *, specs: Any, described: Any, layout: Layout)
 
 def _block(
     run: Run, p: Any, x: Tensor, key: Tensor | None, cached: KeyValues | None, window: int | None,
-    unshard_experts: Callable[[Any], Any] | None = None, experts: Any = None, *, counted: Tensor | None,
+    unshard_experts: Callable[[Any], Any] | None = None, experts: Any = None,
 ) -> tuple[Tensor, tuple[KeyValues | None, RouterSums]]:  # fmt: skip
     """Compute x + attention(norm(x)), then x + mixture(norm(x)); x [B, T, D]{I model}, or [B, T@model, D]."""
     cfg, layout, t = run.cfg, run.layout, run.tokens.t
@@ -261,7 +249,8 @@ def _block(
         return x + layout.leave(_mlp(cfg, p, layout.enter(h, t))), (cached, no_sums(cfg, x))
     w, b = p["router"]["w"], p["router"].get("b")
     routing = cfg.route(nn.linear(h, layout.replicated(w)).flatten(0, 1), None if b is None else layout.replicated(b))
-    sums = router_sums(routing, None if counted is None else counted.flatten())
+    real = run.tokens.real
+    sums = router_sums(routing, None if real is None else layout.time_slice(real).flatten())
     experts = p["experts"] if unshard_experts is None else unshard_experts(experts)
     over, model = set(names_of(layout.experts)), set(names_of(layout.model))
     if over & model and over - model:
@@ -274,6 +263,9 @@ def _block(
     out = _mixture(cfg, experts, h.flatten(0, 1), routing, layout).view(h.shape)
     out = out + _mlp(cfg, p["shared"], h) if "shared" in p else out
     return x + layout.leave(out), (cached, sums)
+
+
+pieces = llama.pieces_with(_block)
 
 
 def no_sums(cfg: BaseConfig, x: Tensor) -> RouterSums:
@@ -325,7 +317,7 @@ def _with_cache(*args: Any, **options: Any) -> tuple[Tensor, dict[str, Any], lis
     return x, top, [cached for cached, _ in outs]
 
 
-apply, states = decoder_of(BaseConfig, init, llama.pieces, forward=_with_cache)
+apply, states = decoder_of(BaseConfig, init, pieces, forward=_with_cache)
 loss, generate = functions_of(apply, Config, losses)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from fshard import init as initial
 from fshard import nn, tree
 from fshard._core.files.io import StrPath
+from fshard._core.ops import own_range
 from fshard._core.region import region
 from fshard.collectives import all_gather, pvary
 from fshard.errors import checked, fail, raise_all
@@ -27,7 +28,7 @@ from fshard.nn.decoding import global_batch
 from fshard.schedule import scan
 from fshard.schedule.options import BackwardPrefetch, Release
 from fshard.schedule.unshard import make_whole
-from fshard.spec import Axis, P, describe, is_spec, names_of, part_lengths, part_range
+from fshard.spec import Axis, P, describe, is_spec, names_of, part_lengths
 
 from .activations import ACTIVATIONS, activation_errors
 from .hf_files import ModelFile, file_functions
@@ -144,14 +145,12 @@ class Layout:
         """Return the number of images after the gather, of which this rank has `n`."""
         if self.examples is None:
             return global_batch("resnet", n, self.gathered, word="Layout(examples=)")
-        here = region("resnet")
-        sizes, coords = ([of[a] for a in names_of(self.data)] for of in (here.sizes, here.coords))
-        if part_range(self.examples, sizes, coords)[1] != n:
+        if own_range("resnet", self.examples, self.data)[1] != n:
+            sizes = [region().sizes[a] for a in names_of(self.data)]
             raise fail(f"resnet: Layout(examples={self.examples}), and this rank has {n} images",
                        f"{self.examples} over {self.data!r} splits into {part_lengths(self.examples, sizes)}",
                        fix="the number of images on all ranks")  # fmt: skip
-        split = len(self.batch)
-        return part_range(self.examples, sizes[:split], coords[:split])[1]
+        return own_range("resnet", self.examples, self.batch)[1]
 
 
 ONE_DEVICE = Layout()

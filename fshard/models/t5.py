@@ -150,9 +150,7 @@ def _leaves() -> dict[str, Leaf]:
 def _has(cfg: Config, name: str, _: int) -> bool:
     if name in ("mlp.up.w", "mlp.gate.w", "mlp.linear.w"):
         return cfg.gated != (name == "mlp.up.w")
-    if name.endswith("bias"):
-        return cfg.shares_positions != (name == "attn.bias")
-    return name != "head.w" or not cfg.tie_word_embeddings
+    return not name.endswith("bias") or cfg.shares_positions != (name == "attn.bias")
 
 
 def _std(cfg: Config, name: str) -> float:
@@ -205,7 +203,7 @@ def apply(
         logits: Tensor = decode(cfg, params, states, decoder_ids, layout=replace(layout, context=None), specs=specs,
                                 key=key, remat=remat, mask=mask, decoder_mask=decoder_mask)  # fmt: skip
         return logits
-    call = _Call.of(cfg, params, ids, layout, specs, key, remat, ("wte", *_STACKS, *_head(cfg)))
+    call = _Call.of(cfg, params, ids, layout, specs, key, remat, tuple(shapes_of(init, cfg)))
     source = layout.enter(_encode(call, ids, mask), ids.shape[1])  # once for all blocks
     return _decode(call, source, decoder_ids, mask, decoder_mask, None)[0]
 
@@ -242,17 +240,14 @@ def decode(
     torch.Size([2, 4, 32])
     """
     layout.refuse_context("t5.decode")
-    call = _Call.of(cfg, params, decoder_ids, layout, specs, key, remat, ("wte", "decoder", *_head(cfg)))
+    names = tuple(name for name in shapes_of(init, cfg) if name != "encoder")
+    call = _Call.of(cfg, params, decoder_ids, layout, specs, key, remat, names)
     logits, cache = _decode(call, pvary(states, layout.model), decoder_ids, mask, decoder_mask, cache)
     return logits if cache is None else (logits, cache)
 
 
-def _head(cfg: Config) -> tuple[str, ...]:
-    return () if cfg.tie_word_embeddings else ("head",)
-
-
 class _Call(NamedTuple):
-    """The arguments of a call, the described parameters, and those outside of the blocks, unsharded."""
+    """The arguments of a call, and the parameters outside of the blocks, unsharded."""
 
     cfg: Config
     params: Any
@@ -260,7 +255,6 @@ class _Call(NamedTuple):
     specs: Any
     key: Tensor | None
     remat: bool
-    described: Any
     top: dict[str, Any]
 
     @staticmethod
@@ -271,9 +265,8 @@ class _Call(NamedTuple):
         """Unshard the named parts of the parameters; ids [B, ...] have this rank's batch."""
         check_ids("t5", ids)
         layout = layout.with_batch(ids, key, cfg.dropout_rate)
-        described = shapes_of(init, cfg)
-        top = layout.unshard(names, _without_blocks(params), _without_blocks(specs), _without_blocks(described))
-        return _Call(cfg, params, layout, specs, key, remat, described, top)
+        trees = (_without_blocks(parts) for parts in (params, specs, shapes_of(init, cfg)))
+        return _Call(cfg, params, layout, specs, key, remat, layout.unshard(names, *trees))
 
 
 def _without_blocks(parts: Any) -> Any:
@@ -408,7 +401,7 @@ def _run_stack(
     bias = (stack.bias(own["bias"]),) if cfg.shares_positions else ()
     (x, *_), blocks = apply_blocks(
         functools.partial(_block, stack), call.params[name], (x, *bias, *source), layout=layout,
-        described=call.described[name], specs=None if call.specs is None else spec_of(call.specs, name), key=key,
+        described=shapes_of(init, cfg)[name], specs=None if call.specs is None else spec_of(call.specs, name), key=key,
         remat=call.remat, cache=cache, label=f"params[{name!r}]",
     )  # fmt: skip
     return stack.dropout(stack.norm(x, own["norm_f"]), key, "final"), blocks

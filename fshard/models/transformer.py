@@ -22,7 +22,7 @@ from fshard._core.ops import Gather, Vary
 from fshard._core.region import live_axis, region
 from fshard._core.weight import Weight, is_weight
 from fshard.collectives import all_gather, pmax, pslice, psum, psum_scatter, pvary
-from fshard.errors import checked, fail, must_be, raise_all
+from fshard.errors import ShardingError, checked, fail, must_be, raise_all
 from fshard.nn import decoding, rope
 from fshard.nn.decoding import Decoder, Options, global_batch
 from fshard.nn.decoding.options import with_tokens
@@ -33,6 +33,7 @@ from fshard.schedule.scan import scan
 from fshard.schedule.unshard import make_whole, unshard
 from fshard.spec import Axis, P, any_on_host, is_spec, names_of
 
+from .activations import activation_errors
 from .kv_cache import Cache, KeyValues, Tokens, append_to_cache
 
 # A block: its unsharded parameters, x, its key, its cached keys and values[, its own argument] -> x and the
@@ -117,16 +118,15 @@ class Layout:
         parts = {name: params[name] for name in names if name in params}
         wanted = {name: described[name] for name in names}
         check_params(parts, wanted)
-        part_specs: Any = P() if specs is None else {name: spec_of(specs, name) for name in names}
+        part_specs = {name: P() if specs is None else spec_of(specs, name) for name in names}
         axis = self.unsharded(part_specs)
         if not axis and not any_on_host(part_specs):  # without a collective, so also outside a region
             on_one_device: dict[str, Any] = make_whole(parts, part_specs, axis, dtype=self.dtype)
             return on_one_device
 
         def gather(names: Sequence[str]) -> dict[str, Any]:
-            own = part_specs if is_spec(part_specs) else {name: part_specs[name] for name in names}
-            out: dict[str, Any] = unshard({name: parts[name] for name in names}, own, axis,
-                                          shapes={name: wanted[name] for name in names}, dtype=self.dtype,
+            some, some_specs, shapes = ({name: of[name] for name in names} for of in (parts, part_specs, wanted))
+            out: dict[str, Any] = unshard(some, some_specs, axis, shapes=shapes, dtype=self.dtype,
                                           reduce_dtype=self.reduce_dtype)  # fmt: skip
             return out
 
@@ -258,6 +258,17 @@ def check_numbers(verb: str, cfg: Any, *, own: Sequence[str] = ()) -> None:
     raise_all(errors)
 
 
+def config_errors(
+    verb: str, cfg: Any, width: str = "hidden_size", heads: str = "num_attention_heads", activation: str = "hidden_act",
+    *, own: Sequence[str] = (),
+) -> list[ShardingError]:  # fmt: skip
+    """Check the numbers of a config; return the errors of the fields of these names."""
+    check_numbers(verb, cfg, own=own)
+    d, h = getattr(cfg, width), getattr(cfg, heads)
+    uneven = fail(f"{verb}: the heads must divide the width", f"{d} % {h} = {d % h}", **{width: d, heads: h})
+    return [uneven] * bool(d % h) + activation_errors(verb, activation, getattr(cfg, activation))
+
+
 def check_params(params: Any, described: Any, label: str = "params") -> None:
     """Raise ShardingError unless `params` has the leaves of the described tree: tensors or Weights of as many dims.
 
@@ -271,15 +282,16 @@ def check_params(params: Any, described: Any, label: str = "params") -> None:
                                              for x, d in zip(leaves, wanted, strict=True)):  # fmt: skip
         return
     have, want = dict(tree.leaves_with_path(params, is_weight)), dict(tree.leaves_with_path(described))
-    errors = [fail(f"{tree.show(label, path)}: is missing", f"the model has {want[path]!r} there",
-                   fix="pass the full tree of init, or of load, with the same config")
-              for path in want if path not in have]  # fmt: skip
-    errors += [fail(f"{tree.show(label, path)}: is more than the model has", leaf=repr(have[path])[:60],
-                    fix="pass the config of these parameters")
-               for path in have if path not in want]  # fmt: skip
-    for path in [path for path in have if path in want]:
-        x, where = have[path], tree.show(label, path)
-        if not isinstance(x, (Tensor, Weight)):
+    errors = []
+    for path in dict.fromkeys([*want, *have]):
+        x, where = have.get(path), tree.show(label, path)
+        if path not in have:
+            errors.append(fail(f"{where}: is missing", f"the model has {want[path]!r} there",
+                               fix="pass the full tree of init, or of load, with the same config"))  # fmt: skip
+        elif path not in want:
+            errors.append(fail(f"{where}: is more than the model has", leaf=repr(x)[:60],
+                               fix="pass the config of these parameters"))  # fmt: skip
+        elif not isinstance(x, (Tensor, Weight)):
             errors.append(must_be(where, "a Tensor", x))
         elif x.ndim != want[path].ndim:
             errors.append(fail(f"{where}: a leaf of {x.ndim} dims", shape=list(x.shape), model=repr(want[path])))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fshard._core.region import axes_of_own_values, known_axes, live_axes, region
+from fshard._core.region import axes_of_own_values, live_axis
 from fshard._core.torch import FakeTensor, in_transform, unwrapped
 from fshard.collectives import psum, pvary
 from fshard.errors import checked, fail, must_be
@@ -103,9 +103,7 @@ def normalize_batch(
     """Normalize by the statistics of the batch: (y, mean [C], unbiased variance [C])."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     values = math.prod((len(x), *x.shape[2:]))  # of each channel on this rank
-    here = region(label) if over else None
-    is_local = here is None or not live_axes(here.comm, known_axes(label, here, over))
-    if is_local and values > 1 and _has_kernel(x):
+    if not live_axis(label, over) and values > 1 and _has_kernel(x):
         mean, var = (torch.zeros(x.shape[1], dtype=dtype, device=x.device) for _ in range(2))
         y = _kernel(x, mean, var, w, b, eps, train=True)  # which writes mean and var
         return y, *psum((mean, var), over)  # of one rank: for their types

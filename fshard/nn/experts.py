@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fshard import tree
 from fshard._core.ops import Counts, evenly, exchange_rows, host_numbers, own_range, tally
-from fshard._core.region import device_type, has_values, known_axes, live_axes, region
+from fshard._core.region import device_type, has_values, known_axes, live_axis, region
 from fshard.collectives import all_gather, all_to_all, psum, psum_scatter
 from fshard.errors import checked, fail, shown
 from fshard.spec import Axis, names_of, part_lengths
@@ -189,10 +189,9 @@ def mixture(
     experts, weights = routing.experts, routing.weights
     if method != "partial":
         x, experts, weights = all_gather((x, experts, weights), axis)
-    if compiling and not (x.dtype == torch.bfloat16 and all(_has_kernel(leaf) for leaf in leaves)):
-        out = _of_every_token(x, experts, weights, params, run, start, here, e)
-    else:
-        out = _of_its_tokens(x, experts, weights, params, run, start, here, e)
+    lacks_kernel = compiling and not (x.dtype == torch.bfloat16 and all(_has_kernel(leaf) for leaf in leaves))
+    compute = _of_every_token if lacks_kernel else _of_its_tokens
+    out = compute(x, experts, weights, params, run, start, here, e)
     return out if method == "partial" else psum_scatter(out, axis)
 
 
@@ -233,12 +232,8 @@ def _has_kernel(w: Tensor) -> bool:
 
 def _by_rows(x: Tensor, routing: Routing, params: Any, run: Run, axis: Axis, here: int) -> Tensor:
     (n_tokens, k), e = routing.experts.shape, routing.probabilities.shape[-1]
-    axes: tuple[str, ...] = ()
-    sizes: list[int] = []
-    if names_of(axis):
-        current = region("nn.mixture")
-        axes = live_axes(current.comm, known_axes("nn.mixture", current, axis))
-        sizes = [current.sizes[a] for a in axes]
+    axes = names_of(live_axis("nn.mixture", axis))
+    sizes = [region().sizes[a] for a in axes]
     # 1. Sort the pairs of token and expert by expert, and exchange their numbers.
     pairs = routing.experts.flatten()
     order = pairs.argsort(stable=True)

@@ -233,25 +233,8 @@ class _Once(torch.autograd.Function):
         return split, tuple([None if y is None else 0 for y in outs])
 
 
-class _Fused(_Once):
-    @staticmethod
-    def forward(f: Any, *xs: Any) -> Any:
-        return f.forward(*xs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.f, *tensors = inputs
-        ctx.origin = site() if is_observed() else None
-        ctx.save_for_backward(*tensors, *output)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, *apply_function(ctx.f.verb, _FusedBackward, ctx.f, ctx.origin, *ctx.saved_tensors, *grads)
-
-
 class _Traced(torch.autograd.Function):
-    """`_Fused` for dynamo, which refuses a jvp, a vmap and arguments without names."""
+    """A function for dynamo, which refuses a jvp, a vmap and arguments without names."""
 
     @staticmethod
     def forward(f: Any, q: Tensor, k: Tensor, v: Tensor, extra: Tensor | None) -> Any:
@@ -266,6 +249,20 @@ class _Traced(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
         q, k, v, extra, out, lse = ctx.saved_tensors
         return None, *ctx.f.backward(q, k, v, extra, out, lse, d_out, d_lse)
+
+
+class _Fused(_Once, _Traced):
+    """The same function for autograd and torch.func, whose backward pass is a function too."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _Traced.setup_context(ctx, inputs, output)
+        ctx.origin = site() if is_observed() else None
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return None, *apply_function(ctx.f.verb, _FusedBackward, ctx.f, ctx.origin, *ctx.saved_tensors, *grads)
 
 
 class _FusedBackward(_Once):

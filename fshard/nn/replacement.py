@@ -160,29 +160,27 @@ def _built_in(
 # --- linear layers ----------------------------------------------------------------------------------------------
 
 
-def _is_transposed(of: Any) -> bool:
-    """Return whether a linear layer stores [F, D]: torch's does, and transformers' Conv1D has [D, F]."""
-    return isinstance(of, torch.nn.Linear)
-
-
-def _sizes(of: Any) -> tuple[int, int]:
-    """Return the numbers of inputs and of outputs of a linear layer."""
-    first, second = of.weight.shape
-    return (second, first) if _is_transposed(of) else (first, second)
+def _dims(of: Any) -> tuple[int, int]:
+    """Return the dims of inputs and of outputs in the weight of a linear layer: torch's is [F, D], Conv1D's [D, F]."""
+    return (1, 0) if isinstance(of, torch.nn.Linear) else (0, 1)
 
 
 def _column_specs(of: Any, *, axis: Axes) -> dict[str, P]:
-    weight = P(axis) if _is_transposed(of) else P(None, axis)
+    weight = _split(_dims(of)[1], axis)
     return {"weight": weight} if of.bias is None else {"weight": weight, "bias": P(axis)}
 
 
 def _row_specs(of: Any, *, axis: Axes) -> dict[str, P]:
-    return {"weight": P(None, axis) if _is_transposed(of) else P(axis)}
+    return {"weight": _split(_dims(of)[0], axis)}
+
+
+def _split(dim: int, axis: Axes) -> P:
+    return P(*[None] * dim, axis)
 
 
 def _product(leaves: Mapping[str, Tensor], of: Any) -> Product:
     w = leaves["weight"]
-    return lambda x, b: F.linear(x, w, b) if _is_transposed(of) else add_bias(torch.matmul(x, w), b)
+    return lambda x, b: F.linear(x, w, b) if isinstance(of, torch.nn.Linear) else add_bias(torch.matmul(x, w), b)
 
 
 def _check_inputs(x: Tensor, expected: int, fix: str) -> None:
@@ -191,19 +189,19 @@ def _check_inputs(x: Tensor, expected: int, fix: str) -> None:
 
 
 def _column_linear(leaves: Mapping[str, Tensor], input: Tensor, *, of: Any, axis: Axes, out: Form) -> Tensor:
-    inputs, outputs = _sizes(of)
+    inputs, outputs = (of.weight.shape[d] for d in _dims(of))
     _check_inputs(input, inputs, "features that an axis splits are the input of row_linear(axis, input='split')")
     return column_product(_product(leaves, of), input, leaves.get("bias"), axis, out=out, size=outputs)
 
 
 def _row_linear(leaves: Mapping[str, Tensor], input: Tensor, *, of: Any, axis: Axes) -> Tensor:
-    _check_inputs(input, _sizes(of)[0], "input='split', if the layer before has out='split'")
+    _check_inputs(input, of.weight.shape[_dims(of)[0]], "input='split', if the layer before has out='split'")
     return row_product(_product(leaves, of), pslice(input, axis, -1), leaves.get("bias"), axis, out="whole")
 
 
 def _row_linear_of_parts(leaves: Mapping[str, Tensor], input: Tensor, *, of: Any, axis: Axes) -> Tensor:
-    _check_inputs(input, leaves["weight"].shape[1 if _is_transposed(of) else 0],
-                  "out='split' for the layer before, or leave input= out")  # fmt: skip
+    inputs = leaves["weight"].shape[_dims(of)[0]]
+    _check_inputs(input, inputs, "out='split' for the layer before, or leave input= out")
     return row_product(_product(leaves, of), input, leaves.get("bias"), axis, out="whole")
 
 
@@ -218,7 +216,7 @@ def _table_specs(of: Any, *, dim: int, axis: Axes) -> dict[str, P]:
     ):
         if value is not None and value is not False:
             raise fail(f"it has {name}={value}", why, fix=f"construct it without {name}")
-    return {"weight": P(*[None] * dim, axis)}
+    return {"weight": _split(dim, axis)}
 
 
 def _embedding(

@@ -18,9 +18,9 @@ from torch import Tensor
 from fshard import tree
 from fshard._core.ops import Counts, dim_of, exchange_rows, global_size
 from fshard._core.protocol import index_of
-from fshard._core.region import known_axes, live_axes, region
+from fshard._core.region import known_axes, live_axis, region
 from fshard.errors import checked, fail, must_be
-from fshard.spec import Axis, P, part_lengths, part_range
+from fshard.spec import Axis, P, names_of, part_lengths, part_range
 
 Order = Literal["zigzag", "contiguous"]
 
@@ -121,7 +121,7 @@ def from_zigzag(x: Any, axis: Axis, dim: int = 1, *, size: int | None = None) ->
 
 
 def _reorder(verb: str, x: Any, axis: Axis, dim: int, size: int | None) -> Any:
-    axes = live_axes(region(verb).comm, known_axes(verb, region(verb), axis))
+    axes = names_of(live_axis(verb, axis))
     orders: tuple[Order, Order] = ("contiguous", "zigzag") if verb == "to_zigzag" else ("zigzag", "contiguous")
 
     def move(x: Any) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.collectives import pvary
-from fshard.errors import checked, fail
+from fshard.errors import a_type, checked, fail
 from fshard.spec import P
 
 from .formula import Optimizer, Transform, scalar_like
@@ -28,38 +28,39 @@ def chain(*steps: Transform | Optimizer) -> Optimizer:
     Raises ShardingError for an optimizer that sums or unscales the gradients itself: the transforms go inside of it.
     """
     kinds = [Transform] * (len(steps) - 1) + [Optimizer]
-    article = {Transform: "a Transform", Optimizer: "an Optimizer"}
-    wrong = [f"step {i} is {s!r}, not {article[kinds[i]]}" for i, s in enumerate(steps) if not isinstance(s, kinds[i])]
+    wrong = [f"step {i} is {s!r}, not {a_type(kind)}" for i, (s, kind) in enumerate(zip(steps, kinds, strict=False))
+             if not isinstance(s, kind)]  # fmt: skip
     if wrong or not steps:
-        raise fail(
-            f"chain: {wrong[0] if wrong else 'no steps'}",
-            fix="transforms, then one optimizer: chain(clip_by_global_norm(1.0, specs), adamw(3e-4))",
-        )
-    refuse_outside_of_sum("chain", steps[-1], len(steps) > 1)
-    if len(steps) > 1 and steps[-1].unscales:  # type: ignore[union-attr]  # the last is an Optimizer
-        raise fail(f"chain: {steps[-1].name} takes scaled gradients, and {steps[0].name} before it would read those",
+        raise fail(f"chain: {wrong[0] if wrong else 'no steps'}",
+                   fix="transforms, then one optimizer: chain(clip_by_global_norm(1.0, specs), adamw(3e-4))"
+                   )  # fmt: skip
+    parts: list[Any] = list(steps)
+    *transforms, optimizer = parts
+    refuse_outside_of_sum("chain", optimizer, bool(transforms))
+    if transforms and optimizer.unscales:
+        raise fail(f"chain: {optimizer.name} takes scaled gradients, and {steps[0].name} before it would read those",
                    fix="inside of it: scale.guard(chain(...), specs)")  # fmt: skip
     names = ", ".join(s.name for s in steps)
     # If the last transform only scales, the optimizer scales: that saves a second tree of gradients.
-    factors_of = getattr(steps[-2], "factors", None) if len(steps) > 1 else None
-    scaled = getattr(steps[-1], "scaled", None) if factors_of is not None else None
+    scale = transforms.pop() if transforms and transforms[-1].factors and optimizer.scaled else None
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         if not isinstance(state, (tuple, list)) or len(state) != len(steps):
             raise fail(f"chain({names}): the state is not its state", fix="state = opt.init(params)")
-        value, new = grads, []
-        for s, old in list(zip(steps, state, strict=True))[: None if scaled is None else -2]:
-            value, changed = s.update(value, old, params)
+        new = []
+        for s, old in zip(transforms, state, strict=False):
+            grads, changed = s.update(grads, old, params)
             new.append(changed)
-        if factors_of is not None and scaled is not None:
-            factors, changed = factors_of(value, state[-2], params)
-            value, last = scaled(value, state[-1], params, factors)
-            new += [changed, last]
-        return value, tuple(new)  # `value` is now the parameters
+        if scale is None:
+            params, last = optimizer.update(grads, state[-1], params)
+            return params, (*new, last)
+        factors, changed = scale.factors(grads, state[-2], params)
+        params, last = optimizer.scaled(grads, state[-1], params, factors)
+        return params, (*new, changed, last)
 
     return Optimizer(lambda params: tuple(s.init(params) for s in steps), update,
                      lambda specs: tuple(s.specs(specs) for s in steps), f"chain({names})",
-                     reads_leaf=getattr(steps[-1], "reads_leaf", False))  # fmt: skip
+                     reads_leaf=optimizer.reads_leaf)  # fmt: skip
 
 
 def refuse_outside_of_sum(verb: str, optimizer: Any, reads: bool = True) -> None:

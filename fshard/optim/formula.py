@@ -171,7 +171,7 @@ def make_optimizer(
     """Return the optimizer of `from_formula`, with the fused kernel of its name, if there is one for these numbers.
 
     The kernel works in place and fast. The formula is for leaves that a gradient or a vmap passes through, and for
-    dtypes without a kernel. Moments of other shapes, by `shapes`, are the same on every rank, in float32 or
+    dtypes without a kernel. With `shapes`, which has all moments, these are the same on every rank, in float32 or
     better.
     """
     shapes = shapes or {}
@@ -185,17 +185,15 @@ def make_optimizer(
         leaves, treedef = tree.check_leaves(f"{name}.init", "params", params, (Tensor, Deferred, Sharded))
         state = {"count": scalar_like(params, 0, torch.int64)}
         for moment in moments:
-            shape_of = shapes.get(moment)
-            made = map(_zeros, leaves) if shape_of is None else [
-                _zeros_of_shape(x, spec, shape_of)
-                for x, spec in zip(leaves, _leaf_specs(name, specs, params), strict=True)]  # fmt: skip
+            made = [_zeros_of_shape(x, spec, shapes[moment])
+                    for x, spec in zip(leaves, _leaf_specs(name, specs, params), strict=True)
+                    ] if shapes else map(_zeros, leaves)  # fmt: skip
             state[moment] = tree.unflatten(treedef, made)
         return state
 
     def state_specs(param_specs: Any) -> Any:
         tree.check_leaves(f"{name}.specs", "param_specs", param_specs, P)
-        return {"count": P(), **{moment: tree.map(lambda _: P(), param_specs) if moment in shapes else param_specs
-                                 for moment in moments}}  # fmt: skip
+        return {"count": P(), **dict.fromkeys(moments, tree.map(lambda _: P(), param_specs) if shapes else param_specs)}
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         return scaled(grads, state, params, [])
@@ -341,14 +339,14 @@ def _columns(
                    got=keys, expected=sorted(["count", *moments]))  # fmt: skip
     if not isinstance(state["count"], Tensor):
         raise must_be(f"{name}: state['count']", "a Tensor", state["count"])
-    alike = [k for k in moments if k not in shapes]
-    columns, treedef = like_params(name, params, [("grads", grads), *[(f"state[{k!r}]", state[k]) for k in alike]])
-    found = dict(zip(alike, columns[2:], strict=True))
-    for k in shapes:
-        found[k], structure = tree.flatten(state[k])
-        if structure != treedef or not all(isinstance(x, Tensor) for x in found[k]):
-            raise fail(f"{name}: state[{k!r}]: not a tree like params", fix="state = opt.init(params)")
-    return [*columns[:2], *[found[k] for k in moments]], treedef
+    trees = [(f"state[{k!r}]", state[k]) for k in moments]
+    columns, treedef = like_params(name, params, [("grads", grads), *([] if shapes else trees)])
+    for label, moment in trees if shapes else []:
+        leaves, structure = tree.flatten(moment)
+        if structure != treedef or not all(isinstance(x, Tensor) for x in leaves):
+            raise fail(f"{name}: {label}: not a tree like params", fix="state = opt.init(params)")
+        columns.append(leaves)
+    return columns, treedef
 
 
 def state_owners(optimizer: Optimizer, params: Any) -> tuple[list[int | None], Any]:
@@ -382,31 +380,20 @@ def like_params(name: str, params: Any, trees: Sequence[tuple[str, Any]]) -> tup
 def _refuse(name: str, params: Any, treedef: Any, flat: Sequence[tuple[str, Any, list[Tensor], Any]]) -> None:
     """Raise, with every leaf whose path, shape or dtype is not its parameter's."""
     expected = {tree.show("", path): p for path, p in tree.leaves_with_path(params)}
-    errors = [
-        fail(f"{name}: params{path}: {describe(p)} is not floating", fix="keep it in another tree")
-        for path, p in expected.items()
-        if not p.is_floating_point()
-    ]
-    for label, other, _, structure in flat:
-        got = {tree.show("", path): x for path, x in tree.leaves_with_path(other)}
+    errors = [fail(f"{name}: params{path}: {describe(p)} is not floating", fix="keep it in another tree")
+              for path, p in expected.items() if not p.is_floating_point()]  # fmt: skip
+    for label, other, xs, structure in flat:
         if structure != treedef:
-            errors.append(
-                fail(
-                    f"{name}: {label}: not a tree like params",
-                    f"missing  {', '.join(path for path in expected if path not in got) or 'nothing'}",
-                    f"extra    {', '.join(path for path in got if path not in expected) or 'nothing'}",
-                    fix="gradients and state of exactly these params, in the same containers",
-                )
-            )
+            got = [tree.show("", path) for path, _ in tree.leaves_with_path(other)]
+            errors.append(fail(f"{name}: {label}: not a tree like params",
+                               f"missing  {', '.join(path for path in expected if path not in got) or 'nothing'}",
+                               f"extra    {', '.join(path for path in got if path not in expected) or 'nothing'}",
+                               fix="gradients and state of exactly these params, in the same containers"))  # fmt: skip
             continue
-        errors += [
-            fail(
-                f"{name}: {label}{path}: is {describe(x)}, its parameter {describe(expected[path])}",
-                fix="give it that shape and dtype"
-                if label == "grads" or x.numel() >= expected[path].numel()
-                else "a state of parameters split alike; or fs.optim.zero, for a state that is split more",
-            )
-            for path, x in got.items()
-            if (x.shape, x.dtype) != (expected[path].shape, expected[path].dtype)
-        ]
+        for (path, p), x in zip(expected.items(), xs, strict=True):
+            if (x.shape, x.dtype) != (p.shape, p.dtype):
+                splits_more = label != "grads" and x.numel() < p.numel()
+                fix = ("a state of parameters split alike; or fs.optim.zero, for a state that is split more"
+                       if splits_more else "give it that shape and dtype")  # fmt: skip
+                errors.append(fail(f"{name}: {label}{path}: is {describe(x)}, its parameter {describe(p)}", fix=fix))
     raise_all(errors)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from fshard._core.torch import fused_adamw_, in_transform, is_batched
 from fshard.errors import fail
 from fshard.grad import is_differentiated
 
+T = TypeVar("T")
 Columns = list[list[Tensor]]  # parameters, gradients, then each kind of moment: one list each, leaves in one order
 GRADS = 1  # the column of gradients, which are only read
 
@@ -72,7 +73,11 @@ def groups_on_device(
     """
     device = columns[0][leaves[0]].device
     remote = {(k, i) for k, column in enumerate(columns) for i in leaves if column[i].device != device}
-    groups = _group_by_bytes(columns, leaves, remote) if remote else [leaves]
+
+    def nbytes(i: int) -> int:
+        return sum(column[i].nbytes for k, column in enumerate(columns) if (k, i) in remote)
+
+    groups = [*_groups(leaves, nbytes, _GROUP_BYTES)] if remote else [leaves]
     pending = _start_copies(columns, groups[0], remote, is_donated)
     for at, group in enumerate(groups):
         ready = pending()
@@ -92,18 +97,18 @@ def copy_back(x: Tensor, old: Tensor, is_donated: Callable[[Tensor], bool]) -> T
     return start_copy_to_host(x) if old.device == host_device() else x.to(old.device)
 
 
-def _group_by_bytes(columns: Columns, leaves: Sequence[int], remote: set[tuple[int, int]]) -> list[list[int]]:
-    """Split leaves into groups of one leaf, or of at most `_GROUP_BYTES` to copy."""
-    groups: list[list[int]] = [[]]
+def _groups(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Cut items into groups of neighbours: of one item, or of at most `most` by the sum of their sizes."""
+    group: list[T] = []
     total = 0
-    for i in leaves:
-        nbytes = sum(column[i].nbytes for k, column in enumerate(columns) if (k, i) in remote)
-        if groups[-1] and total + nbytes > _GROUP_BYTES:
-            groups.append([])
-            total = 0
-        groups[-1].append(i)
-        total += nbytes
-    return groups
+    for item in items:
+        n = size(item)
+        if group and total + n > most:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += n
+    yield group
 
 
 def _start_copies(
@@ -186,11 +191,7 @@ def _adamw(columns: Columns, lr: Any, count: Tensor, b1: float, b2: float, eps: 
                  maximize=False)  # fmt: skip
 
 
-def _adam(columns: Columns, lr: Any, count: Tensor, b1: float, b2: float, eps: float) -> None:
-    _adamw(columns, lr, count, b1, b2, eps, 0.0)
-
-
-_KERNELS: dict[str, Callable[..., None]] = {"sgd": _sgd, "adam": _adam, "adamw": _adamw}
+_KERNELS: dict[str, Callable[..., None]] = {"sgd": _sgd, "adam": _adamw, "adamw": _adamw}
 _NUMBERS = {rule: tuple(inspect.signature(kernel).parameters)[3:] for rule, kernel in _KERNELS.items()}
 
 
@@ -223,19 +224,10 @@ def _pieces(columns: Columns, factors: Sequence[Tensor]) -> Iterator[tuple[Colum
     if sum(sizes) <= most or (not factors and all(g.is_contiguous() for g in columns[GRADS])):
         yield columns, factors
         return
-    pieces: Columns = [[] for _ in columns]
-    scales: list[Tensor] = []
-    used = 0
-    for i in range(len(sizes)):
-        for row in _split_leaf([column[i] for column in columns], most):
-            if used + row[GRADS].numel() > most and pieces[0]:
-                yield pieces, scales
-                pieces, scales, used = [[] for _ in columns], [], 0
-            for column, x in zip(pieces, row, strict=True):
-                column.append(x)
-            scales += factors[i : i + 1]
-            used += row[GRADS].numel()
-    yield pieces, scales
+    rows = ((row, factors[i : i + 1]) for i, leaf in enumerate(zip(*columns, strict=True))
+            for row in _split_leaf(list(leaf), most))  # fmt: skip
+    for group in _groups(rows, lambda piece: piece[0][GRADS].numel(), most):
+        yield list(map(list, zip(*[row for row, _ in group], strict=True))), [f for _, scale in group for f in scale]
 
 
 def _split_leaf(row: list[Tensor], most: int) -> Iterator[list[Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.errors import ShardingError, checked, fail, raise_all
+from fshard.errors import checked, fail, raise_all
 from fshard.spec import P, describe
 
 from .formula import Mask, Optimizer, join_parts, take_part
@@ -56,23 +56,17 @@ def muon(
                             momentum=momentum, weight_decay=weight_decay)  # fmt: skip
 
     def init(params: Any) -> Any:
-        raise_all([_not_a_matrix(f"muon: {tree.show('params', path)}", x)
+        raise_all([fail(f"muon: {tree.show('params', path)} is {describe(x)}, not a matrix",
+                        fix="fs.partition: muon for the matrices, adamw for the other leaves")
                    for path, x in tree.leaves_with_path(params) if getattr(x, "ndim", 2) != 2])  # fmt: skip
         return opt.init(params)
 
     return replace(opt, init=init)
 
 
-def _not_a_matrix(label: str, x: Any) -> ShardingError:
-    return fail(f"{label} is {describe(x)}, not a matrix",
-                fix="fs.partition: muon for the matrices, adamw for the other leaves")  # fmt: skip
-
-
 def _muon(
     p: Tensor, g: Tensor, m: Tensor, *, lr: Tensor, count: Tensor, spec: P, momentum: float, weight_decay: float
 ) -> tuple[Tensor, ...]:
-    if p.ndim != 2:
-        raise _not_a_matrix("muon: a leaf", p)
     m = m + (g - m) * (1 - momentum)
     step = g + (m - g) * momentum
     step = join_parts(step, spec)

@@ -97,7 +97,8 @@ def adam(lr: float | Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float
 
     Source: Kingma & Ba, 2015, "Adam: a method for stochastic optimization".
     """
-    return checked_optimizer("adam", ("m", "v"), _adam, lr=lr, below_one=BETAS, b1=b1, b2=b2, eps=eps)
+    return checked_optimizer("adam", ("m", "v"), _adam, lr=lr, below_one=BETAS, b1=b1, b2=b2, eps=eps,
+                             weight_decay=0.0)  # fmt: skip
 
 
 @checked
@@ -126,7 +127,7 @@ def adamw(
 
 def _adam(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, *, lr: Tensor, count: Tensor, b1: float, b2: float, eps: float,
-    weight_decay: float = 0.0,
+    weight_decay: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     t = count.to(torch.float64)
     step, root = (lr / (1 - b1**t)).to(p.dtype), (1 - b2**t).sqrt().to(p.dtype)

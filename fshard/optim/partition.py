@@ -62,24 +62,15 @@ def _match(paths: Sequence[tree.Path], globs: Sequence[str], errors: list[Shardi
     for glob in globs:
         found = [matches(part, glob.split(".")) for part in parts]
         if not any(found):
-            fix = next(
-                (
-                    f"{wider!r} matches {where}"
-                    for wider, where in _wider(glob)
-                    if any(matches(part, wider.split(".")) for part in parts)
-                ),
-                "correct it, or leave it out",
-            )
-            leaves = join_limited(names, 4) or "none"
-            errors.append(
-                fail(f"partition: rules: {glob!r} matches no leaf of the tree", f"its leaves are {leaves}", fix=fix)
-            )
+            errors.append(fail(f"partition: rules: {glob!r} matches no leaf of the tree",
+                               f"its leaves are {join_limited(names, 4) or 'none'}",
+                               fix=_wider(glob, parts) or "correct it, or leave it out"))  # fmt: skip
         selected = [a or b for a, b in zip(selected, found, strict=True)]
     return selected
 
 
-def _wider(glob: str) -> list[tuple[str, str]]:
-    """Return globs that match more than one that matches nothing, and where.
+def _wider(glob: str, paths: Sequence[Sequence[str]]) -> str:
+    """Return a fix of a glob that matches nothing: one that matches more, and where, if there is one.
 
     A leaf of a module is named by several parts: PEFT's `...q.lora_A.default.weight` is below `lora_A`, and `*.lora_*`
     or `**lora_*`, which match it as a text or a file's name, do not match it by parts.
@@ -88,8 +79,11 @@ def _wider(glob: str) -> list[tuple[str, str]]:
     while len(parts) > 1 and parts[0] in ("*", "**"):
         del parts[0]
     anywhere = ".".join(["**", *parts])
-    return [(f"{glob}.**", "every leaf below it"), (anywhere, "it at any depth"),
-            (f"{anywhere}.**", "it at any depth, and every leaf below it")]  # fmt: skip
+    for wider, where in ((f"{glob}.**", "every leaf below it"), (anywhere, "it at any depth"),
+                         (f"{anywhere}.**", "it at any depth, and every leaf below it")):  # fmt: skip
+        if any(matches(path, wider.split(".")) for path in paths):
+            return f"{wider!r} matches {where}"
+    return ""
 
 
 def _is_true(path: tree.Path, answer: Any, errors: list[ShardingError]) -> bool:

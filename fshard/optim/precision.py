@@ -145,8 +145,7 @@ class LossScale:
         # Half precision is widened: the inverse of the scale may be too small for it.
         wide = [g if g.dtype.itemsize >= 4 else g.float() for g in leaves]
         new = [(x * inverses[g.device]).to(g.dtype) for x, g in zip(wide, leaves, strict=True)]
-        axes = [tuple(sorted(names)) for names in axes_of(verb, "grads", grads, specs)]
-        return tree.unflatten(treedef, new), _all_finite(new, axes)
+        return tree.unflatten(treedef, new), _all_finite(new, axes_of(verb, "grads", grads, specs))
 
     @checked
     def adjust(self, state: Any, finite: Tensor) -> Any:
@@ -208,17 +207,13 @@ def _checked_state(verb: str, state: Any, *names: str) -> Any:
 
 def _all_finite(xs: list[Tensor], axes: list[tuple[str, ...]]) -> Tensor:
     """Return whether all elements are finite on all ranks of the axes over which the tensors vary: [] bool."""
-    groups: dict[Any, list[Tensor]] = {}
-    for x, names in zip(xs, axes, strict=True):
-        if x.numel():
-            real = torch.view_as_real(x) if x.is_complex() else x
-            groups.setdefault((names, x.dtype, x.device), []).append(real)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for x in xs:
+        if x.numel():  # by the largest absolute value: one pass, and no mask in memory
+            largest = torch.linalg.vector_norm(torch.view_as_real(x) if x.is_complex() else x, math.inf)
+            by_device.setdefault(x.device, []).append(largest.isfinite())
     device = common_device(xs)
     all_axes = tuple(sorted({a for names in axes for a in names}))
-    results = [pvary(torch.ones((), dtype=torch.bool, device=device), all_axes)]  # for ranks whose parts are all empty
-    for group in groups.values():
-        # By the largest absolute value of each tensor: one pass, and no mask in memory.
-        finite = [torch.linalg.vector_norm(x, math.inf).isfinite() for x in group]
-        results.append(torch.stack(finite).all().to(device))
-    good = torch.stack(results).all()
+    no_parts = pvary(torch.ones((), dtype=torch.bool, device=device), all_axes)  # of a rank whose parts are all empty
+    good = torch.stack([no_parts, *[torch.stack(group).all().to(device) for group in by_device.values()]]).all()
     return psum((~good).to(torch.int32), all_axes) == 0 if all_axes else good

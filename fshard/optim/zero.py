@@ -189,12 +189,11 @@ def _joined(xs: Sequence[Tensor], parts: Sequence[_Part], old: Sequence[Tensor])
     # A check needs tensors of two types, a compiler functions without writes, and a gradient the old values.
     direct = region("zero").comm.direct and region("zero").comm.is_scheduled and checker() is None
 
-    def gather(m: Map, xs: Sequence[Tensor], at: Sequence[int]) -> Sequence[Tensor]:
-        if not direct or not isinstance(m, GatherInvariant) or any(map(is_differentiated, xs)):
+    def gather(m: Any, xs: Sequence[Tensor], at: Sequence[int]) -> Any:
+        if not direct or any(map(is_differentiated, xs)):
             return apply_map(m, xs)
-        return m.start(
-            xs, [old[i] if reuse[i] and old[i].is_contiguous() else old[i].new_empty(old[i].shape) for i in at]
-        )()
+        into = [old[i] if reuse[i] and old[i].is_contiguous() else old[i].new_empty(old[i].shape) for i in at]
+        return m.start(xs, into)()
 
     out = _apply(GatherInvariant, xs, parts, [p.axes for p in parts], gather)
     return [p.copy_(x) if again and x is not p else x for x, p, again in zip(out, old, reuse, strict=True)]

@@ -76,10 +76,9 @@ def load(path: Path | None) -> Sentiment:
     first = dict.fromkeys(text for text, _, _ in rows)  # a text that appears twice would be on both sides
     rows = [row for row in rows if first.pop(row[0], 0) is None]
     words = sorted({label for _, label, _ in rows})
-    held_out = np.array([_is_held_out(group) for _, _, group in rows], dtype=bool)
-    familiar = ~held_out & np.array(
-        [zlib.crc32(group.encode()) // HELD_OUT % 2 == 0 for _, _, group in rows], dtype=bool
-    )
+    numbers = np.array([_number_of(group) for *_, group in rows], dtype=np.int64)
+    held_out = numbers % HELD_OUT == 0
+    familiar = ~held_out & (numbers // HELD_OUT % 2 == 0)
     where = f"--data {path}" if path else "the corpus"
     if len(words) < 2:
         raise Refusal(f"{where}: it has {len(words)} labels: give two or more")
@@ -90,8 +89,8 @@ def load(path: Path | None) -> Sentiment:
     return Sentiment([text for text, *_ in rows], labels, held_out, familiar, words, more)
 
 
-def _is_held_out(group: str) -> bool:
-    return zlib.crc32(group.encode()) % HELD_OUT == 0
+def _number_of(group: str) -> int:
+    return zlib.crc32(group.encode())
 
 
 def installed() -> Path | None:
@@ -109,7 +108,7 @@ def _corpus() -> tuple[list[tuple[str, str, str]], list[str]]:
     text = bz2.decompress(file.read_bytes()).decode()
     rows = list(csv.DictReader(io.StringIO(text)))
     reviews = [(r["text"], WORDS[r["category"]], r["movie_name"]) for r in rows if r["category"] in WORDS]
-    plots = [r["text"] for r in rows if r["category"] == "plot" and not _is_held_out(r["movie_name"])]
+    plots = [r["text"] for r in rows if r["category"] == "plot" and _number_of(r["movie_name"]) % HELD_OUT]
     return reviews, [s for plot in plots for s in re.split(r"(?<=[.!?])\s+", plot) if len(s) > 20]
 
 

@@ -31,16 +31,7 @@ from fshard._core.transfers import is_observed, recomputing, transposing
 from fshard.errors import fail
 from fshard.grad import Rest, fill_tensors, split_tensors
 
-from .buckets import (
-    BucketPlan,
-    GatherBuffer,
-    buffer_pool,
-    keep_parts,
-    plan_kept,
-    start_copy,
-    start_gather,
-    start_reduce,
-)
+from .buckets import BucketPlan, GatherBuffer, buffer_pool, start_copy, start_gather, start_reduce
 from .options import GatherOptions
 from .overlap import make_writable, refuse_transforms_of_backward
 from .recompute import DiscardedTensors, UnderHooksError, autocast_of, needs_saved_tensors, refuse_saved_tensor_hooks
@@ -224,12 +215,11 @@ class Executor:
                 elif graph.discarded is not None:
                     graph.discarded.recompute(functools.partial(self._recompute_block, i, weights, x))
                 self.block_inputs[i] = self.graphs[i] = None
-                shapes = [w.shape for w in weights]
                 grads = iter(_input_grads(graph, dy))
                 del graph, weights
                 dp, dx, each_grads[i] = (flat.take_grads(grads) for flat in (self.params[i], x, self.each[i]))
                 others = [*dy, *dx, *each_grads[i]]
-                pending.append(self._start_reduces(i, dp, shapes, param_grads[i], others))
+                pending.append(self._start_reduces(i, dp, param_grads[i], others))
                 del dp, dy, others
                 if self.options.backward_prefetch == "post":
                     self._start_gathers(i - 1, -1, first - 1, 0)
@@ -254,9 +244,8 @@ class Executor:
         return replace(x, tensors=self.input_copies.pop(i)())
 
     def _start_reduces(
-        self, i: int, dp: list[Tensor | None], shapes: Sequence[torch.Size], grads: list[Tensor | None],
-        others: Sequence[Tensor | None],
-    ) -> Callable[[], None]:  # fmt: skip
+        self, i: int, dp: list[Tensor | None], grads: list[Tensor | None], others: Sequence[Tensor | None]
+    ) -> Callable[[], None]:
         """Start to sum the gradients `dp` of a block over the ranks, without overwriting `others`.
 
         The returned function waits, and writes the sums into `grads`.
@@ -265,9 +254,8 @@ class Executor:
         pending: list[tuple[list[int], PendingTransfer]] = []
         used = {storage_key(t) for t in others if t is not None}
         for leaf, differentiated in enumerate(params.differentiated):
-            if differentiated and dp[leaf] is None:  # this rank did not use the leaf, but another may have
-                dtype = params.tensors[leaf].dtype
-                dp[leaf] = torch.zeros(shapes[leaf], dtype=dtype, device=self.region.device)
+            if differentiated and dp[leaf] is None:
+                dp[leaf] = self.plans[i].zero_gradient(params.tensors, leaf, self.region.device)
         grads[:] = dp
         for bucket in self.plans[i].buckets:
             chosen = [k for k, leaf in enumerate(bucket.which) if params.differentiated[leaf]]
@@ -321,9 +309,9 @@ class Executor:
     def _keep(self, i: int, weights: Sequence[Tensor]) -> None:
         """Keep parts of a block's weights for backward, by `release`, unless its buffer keeps all of them."""
         if self.options.kept_axes and i < self.n - len(self.buffers):
-            plan = plan_kept(self.plans[i], self.options.kept_axes)
-            if plan is not None:
-                self.kept[i] = plan, keep_parts(self.plans[i], plan, weights, self.params[i].tensors)
+            kept = self.plans[i].keep_parts(self.options.kept_axes, weights, self.params[i].tensors)
+            if kept is not None:
+                self.kept[i] = kept
 
     def _is_gathered(self, i: int) -> bool:
         """Return whether the weights of a block are gathered, or their gather is pending."""

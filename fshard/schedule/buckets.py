@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fshard._core.host_memory import copy_to_device, start_copy_to_device, start_copy_to_host
-from fshard._core.ops import Gather, Map, Precision, Slice, Vary, gather_layout, run_map
+from fshard._core.ops import Gather, Precision, Slice, Vary, gather_layout, run_map, start_map
 from fshard._core.protocol import PendingTransfer
 from fshard._core.region import Region, checker
 from fshard._core.torch import foreach_copy_
@@ -52,6 +52,32 @@ class BucketPlan:
     slices: tuple[BufferSlice | None, ...]
     nbytes: int
 
+    def keep_parts(
+        self, axes: Sequence[str], gathered: Sequence[Tensor], shards: Sequence[Tensor]
+    ) -> tuple[BucketPlan, list[Tensor]] | None:
+        """Return what a released block is gathered from over `axes`, into the same slices, and the plan of that.
+
+        These are copies of this rank's parts of gathered leaves. A leaf that is gathered only over `axes`, or not over
+        any of them, is gathered from its shard again; `None` if all are.
+        """
+        buckets, parts = list(self.buckets), list(shards)
+        for k, bucket in enumerate(buckets):
+            over = () if bucket.gather is None else tuple(a for a in bucket.gather.axes if a in axes)
+            if bucket.gather is not None and over and over != bucket.gather.axes:
+                layout = tuple((dim, total(size)) for dim, size in bucket.gather.layout)
+                gather = replace(bucket.gather, axes=over, layout=layout)
+                buckets[k] = replace(bucket, gather=gather, vary=None, cast=None, host=False)
+                local = Slice(gather.comm, over, layout).run([gathered[i] for i in bucket.which])
+                for i, part in zip(bucket.which, local, strict=True):
+                    parts[i] = part.clone(memory_format=torch.contiguous_format)
+        return None if tuple(buckets) == self.buckets else (replace(self, buckets=tuple(buckets)), parts)
+
+    def zero_gradient(self, shards: Sequence[Tensor], leaf: int, device: torch.device) -> Tensor:
+        """Return the gradient of a leaf that this rank did not use; another rank may have used it."""
+        part, x = self.slices[leaf], shards[leaf]
+        shape, dtype = (x.shape, x.dtype) if part is None else (part.shape, part.dtype)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
 
 def plan_buckets(
     region: Region, leaves: Sequence[Tensor], leaf_routes: Sequence[Route], dtype: torch.dtype | None = None,
@@ -82,37 +108,6 @@ def plan_buckets(
         if axes or vary or cast or host:
             buckets.append(Bucket(tuple(which), gather, Vary(region.comm, vary) if vary else None, cast, host))
     return BucketPlan(tuple(buckets), tuple(slices), end)
-
-
-# --- weights that stay split over some axes between forward and backward ---
-
-
-def plan_kept(plan: BucketPlan, axes: Sequence[str]) -> BucketPlan | None:
-    """Return the plan that gathers a block from the parts of `keep_parts`, into the same slices; `None` without parts.
-
-    A leaf is gathered from its shards again if it is gathered only over `axes`, or not over any of them.
-    """
-    buckets = list(plan.buckets)
-    for k, bucket in enumerate(buckets):
-        over = () if bucket.gather is None else tuple(a for a in bucket.gather.axes if a in axes)
-        if bucket.gather is not None and over and over != bucket.gather.axes:
-            layout = tuple((dim, total(size)) for dim, size in bucket.gather.layout)
-            gather = replace(bucket.gather, axes=over, layout=layout)
-            buckets[k] = replace(bucket, gather=gather, vary=None, cast=None, host=False)
-    return None if tuple(buckets) == plan.buckets else replace(plan, buckets=tuple(buckets))
-
-
-def keep_parts(
-    plan: BucketPlan, kept: BucketPlan, gathered: Sequence[Tensor], shards: Sequence[Tensor]
-) -> list[Tensor]:  # fmt: skip
-    """Return the tensors that `kept` gathers: copies of this rank's parts of gathered leaves, or their shards."""
-    out = list(shards)
-    for before, after in zip(plan.buckets, kept.buckets, strict=True):
-        if after is not before and after.gather is not None:
-            local = Slice(after.gather.comm, after.gather.axes, after.gather.layout)
-            for i, part in zip(after.which, local.run([gathered[i] for i in after.which]), strict=True):
-                out[i] = part.clone(memory_format=torch.contiguous_format)
-    return out
 
 
 # --- buffers, kept from call to call ---
@@ -181,7 +176,7 @@ class BufferPool:
         if not any(sizes):
             return []
         if not region.comm.is_scheduled:
-            return [GatherBuffer(torch.empty(0), torch.empty(0)) for _ in sizes]
+            return [GatherBuffer.allocate(0, region.host) for _ in sizes]
         free = sorted((b for b in self.free if b.write.device == region.device), key=lambda b: b.write.numel())
         taken: dict[int, GatherBuffer] = {}
         for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -294,19 +289,11 @@ def start_reduce(bucket: Bucket, which: Sequence[int], grads: list[Tensor]) -> P
     if bucket.cast is not None:
         grads = [g.to(bucket.cast.summed) for g in grads]
     first = scatter or total
-    pending = _start(first, grads) if first is not None else lambda: grads
+    pending = start_map(first, grads) if first is not None else lambda: grads
 
-    def wait() -> list[Tensor]:
+    def wait() -> Any:
         out = pending() if bucket.cast is None else [g.to(bucket.cast.stored) for g in pending()]
-        out = out if scatter is None or total is None else _start(total, out)()
+        out = out if scatter is None or total is None else start_map(total, out)()
         return [start_copy_to_host(g) for g in out] if bucket.host else out
 
     return wait
-
-
-def _start(m: Map, xs: list[Tensor]) -> PendingTransfer:
-    """Start a sum over the ranks; in a checked call and on an abstract mesh, complete it at once."""
-    if checker() is not None or not m.comm.is_scheduled:
-        out = list(run_map(m, xs))
-        return lambda: out
-    return m.start(xs)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard._core.region import known_axes, live_axes, region
+from fshard._core.region import live_axis, region
 from fshard._core.torch import any_tangent, in_transform
 from fshard._core.weight import is_weight
 from fshard.errors import ShardingError, checked, fail, must_be
@@ -88,10 +87,10 @@ def scan(
     tree.check_leaves("scan", "params", params, Tensor)
     if isinstance(params, Tensor) and not (isinstance(x, Tensor) or specs is None or is_spec(specs)):
         raise _swapped(f"params is {describe(params)}, one tensor, and x and specs are trees")
-    blocks = _Blocks.from_args(params, specs, each.unbind() if isinstance(each, Tensor) else each, shapes)
-    if not len(blocks):
+    blocks = _blocks(params, specs, each.unbind() if isinstance(each, Tensor) else each, shapes)
+    if not blocks:
         return (x, []) if has_aux else x
-    live = axis is not None and live_axes(region("scan").comm, known_axes("scan", region(), axis))
+    live = live_axis("scan", axis)
     host = not live and any_on_host(specs)
     split = _check_pair if has_aux else _check_single if not isinstance(x, tuple) else lambda x: (x, None)
     plans = None
@@ -99,69 +98,68 @@ def scan(
     if (live or host or offload) and not (
         torch.compiler.is_dynamo_compiling() or in_transform() or any_tangent(split_tensors((params, x, each))[0])
     ):
-        plans = blocks.plans(axis, dtype, reduce_dtype)
-    if plans is not None:
+        plans = _plans(blocks, axis, dtype, reduce_dtype)
+    if plans is not None or remat:
         check_captured("scan", block, _EACH)
+    if plans is not None:
         step = lambda p, x, extra: split(_run(block, p, x, extra))  # noqa: E731
-        flat_x, nothing, *flat_params = map(FlatTree.from_tree, (x, (), *blocks.params))
-        flat_each = [FlatTree.from_tree(extra) if extra else nothing for extra in blocks.each]
+        block_params, block_each = [b.params for b in blocks], [b.each for b in blocks]
+        flat_x, nothing, *flat_params = map(FlatTree.from_tree, (x, (), *block_params))
+        flat_each = [FlatTree.from_tree(extra) if extra else nothing for extra in block_each]
         executor = Executor(region("scan"), step, flat_x, flat_params, flat_each, plans, options)
-        x, outs = run_blocks(executor, x, blocks.params, blocks.each)
-    else:
+        x, outs = run_blocks(executor, x, block_params, block_each)
+    else:  # the definition that every schedule must equal
+        outs = []
+        for b in blocks:
 
-        def unsharded(p: Any, specs: Any, shapes: Any) -> Any:
-            return make_whole(p, specs, axis, shapes=shapes, dtype=dtype, reduce_dtype=reduce_dtype)
+            def run(p: Any, x: Any, extra: Any, specs: Any = b.specs, shapes: Any = b.shapes) -> Any:
+                p = make_whole(p, specs, axis, shapes=shapes, dtype=dtype, reduce_dtype=reduce_dtype)
+                return _run(block, p, x, extra)
 
-        if remat:
-            check_captured("scan", block, _EACH)
-        x, outs = _plain_loop(block, blocks, x, unsharded, split, remat)
-    return (x, blocks.like_params(outs)) if has_aux else x
+            x, out = split((rematerialize(run) if remat else run)(b.params, x, b.each))
+            outs.append(out)
+    if not has_aux:
+        return x
+    return x, outs if isinstance(params, (list, tuple)) else tree.map(lambda *each: torch.stack(each), *outs)
 
 
-@dataclass(frozen=True)
-class _Blocks:
-    """The arguments of each block: its parameters, their specs and shapes, and its extra argument."""
+class _BlockArgs(NamedTuple):
+    """The arguments of a block: its parameters, their specs and shapes, and its extra argument, if there is one."""
 
-    params: Sequence[Any]
-    specs: Sequence[Any]
-    shapes: Sequence[Any]
-    each: Sequence[tuple[Any, ...]]  # of length 0 or 1
-    stacked: bool
+    params: Any
+    specs: Any
+    shapes: Any
+    each: tuple[Any, ...]
 
-    @staticmethod
-    def from_args(params: Any, specs: Any, each: Sequence[Any] | None, shapes: Any) -> _Blocks:
-        stacked = not isinstance(params, (list, tuple))
-        rows, spec_rows, shape_rows = (_unstack if stacked else _as_lists)(params, specs, shapes)
-        if each is not None and len(each) != len(rows):
-            raise fail(f"scan: each has {len(each)} trees for {len(rows)} blocks", fix="one for each block")
-        extra = [()] * len(rows) if each is None else [(one,) for one in each]
-        return _Blocks(rows, spec_rows, shape_rows, extra, stacked)
 
-    def __len__(self) -> int:
-        return len(self.params)
+def _blocks(params: Any, specs: Any, each: Sequence[Any] | None, shapes: Any) -> list[_BlockArgs]:
+    rows = (_as_lists if isinstance(params, (list, tuple)) else _unstack)(params, specs, shapes)
+    n = len(rows[0])
+    if each is not None and len(each) != n:
+        raise fail(f"scan: each has {len(each)} trees for {n} blocks", fix="one for each block")
+    return list(map(_BlockArgs, *rows, [()] * n if each is None else [(one,) for one in each]))
 
-    def plans(self, axis: Axis, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> list[BucketPlan] | None:
-        """Return the buckets of each block; `None` if a leaf is gathered along two dims, which has no schedule."""
-        current, plans = region("scan"), []
-        known: dict[Any, BucketPlan] = {}  # most blocks are alike
-        for p, specs, shapes in zip(self.params, self.specs, self.shapes, strict=True):
-            leaves = tree.leaves(p)
-            leaf_specs, sizes = placements("scan", p, specs, shapes)
-            kind = (*leaf_specs, *sizes, *[(x.shape, x.dtype, x.device) for x in leaves])
-            plan = known.get(kind)
+
+def _plans(
+    blocks: Sequence[_BlockArgs], axis: Axis, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> list[BucketPlan] | None:
+    """Return the buckets of each block; `None` if a leaf is gathered along two dims, which has no schedule."""
+    current, plans = region("scan"), []
+    known: dict[Any, BucketPlan] = {}  # most blocks are alike
+    for block in blocks:
+        leaves = tree.leaves(block.params)
+        leaf_specs, sizes = placements("scan", block.params, block.specs, block.shapes)
+        kind = (*leaf_specs, *sizes, *[(x.shape, x.dtype, x.device) for x in leaves])
+        plan = known.get(kind)
+        if plan is None:
+            leaf_routes = routes("scan", current, block.params, leaves, leaf_specs, axis, sizes)
+            plan = plan_buckets(current, leaves, leaf_routes, dtype, reduce_dtype)
             if plan is None:
-                leaf_routes = routes("scan", current, p, leaves, leaf_specs, axis, sizes)
-                plan = plan_buckets(current, leaves, leaf_routes, dtype, reduce_dtype)
-                if plan is None:
-                    return None
-                if not current.uneven:  # else equal parts here may be unequal ones elsewhere, and ranks exchange sizes
-                    known[kind] = plan
-            plans.append(plan)
-        return plans
-
-    def like_params(self, outs: list[Any]) -> Any:
-        """Return the outputs of the blocks in a list or stacked, as the parameters are."""
-        return tree.map(lambda *xs: torch.stack(xs), *outs) if self.stacked else outs
+                return None
+            if not current.uneven:  # else equal parts here may be unequal ones elsewhere, and ranks exchange sizes
+                known[kind] = plan
+        plans.append(plan)
+    return plans
 
 
 def _as_lists(params: Sequence[Any], specs: Any, shapes: Any) -> tuple[Any, Any, Any]:
@@ -243,19 +241,3 @@ def _swapped(why: str) -> ShardingError:
     return fail("scan: the arguments seem to be in the order of lax.scan", why,
                 fix="fs.scan(block, params, x, specs=, axis=, each=), with block(params, x), which returns x"
                 )  # fmt: skip
-
-
-def _plain_loop(
-    block: Block, blocks: _Blocks, x: Any, unsharded: Callable[[Any, Any, Any], Any],
-    split: Callable[[Any], tuple[Any, Any]], remat: bool,
-) -> tuple[Any, list[Any]]:  # fmt: skip
-    """Run the blocks without a schedule: the definition that every schedule must equal."""
-    outs = []
-    for p, specs, shapes, extra in zip(blocks.params, blocks.specs, blocks.shapes, blocks.each, strict=True):
-
-        def run(p: Any, x: Any, extra: Any, specs: Any = specs, shapes: Any = shapes) -> Any:
-            return _run(block, unsharded(p, specs, shapes), x, extra)
-
-        x, out = split((rematerialize(run) if remat else run)(p, x, extra))
-        outs.append(out)
-    return x, outs

@@ -54,7 +54,7 @@ from fshard._core.transfers import is_observed, transfer_count, transposing
 from fshard.errors import fail
 from fshard.grad import fill_tensors, split_tensors
 
-from .buckets import BucketPlan, GatherBuffer, keep_parts, plan_kept, start_copy, start_gather, start_reduce
+from .buckets import BucketPlan, GatherBuffer, start_copy, start_gather, start_reduce
 from .options import GatherOptions
 from .overlap import refuse_transforms_of_backward
 from .recompute import SavedTensor, autocast_of, refill
@@ -229,9 +229,9 @@ class UnitSchedule:
         """Keep parts of a unit's leaves for backward, by `release`."""
         unit, at = self.units[name], self.latest.get(name)
         if self.options.kept_axes and name not in self.kept and at is not None and self.calls[at].saved:
-            plan = plan_kept(unit.plan, self.options.kept_axes)
-            if plan is not None:
-                self.kept[name] = plan, keep_parts(unit.plan, plan, self.ready[name].wait(), unit.shards)
+            kept = unit.plan.keep_parts(self.options.kept_axes, self.ready[name].wait(), unit.shards)
+            if kept is not None:
+                self.kept[name] = kept
 
     def end_forward(self) -> None:
         """Free all gathered leaves."""
@@ -372,7 +372,8 @@ class UnitSchedule:
                 left.difference_update(leaves)
                 if not chosen:
                     continue
-                parts = [self._zeros(unit, leaf) if (g := filled.pop(leaf)) is None else g for leaf in leaves]
+                parts = [unit.plan.zero_gradient(unit.shards, leaf, self.region.device) if g is None else g
+                         for leaf in leaves for g in [filled.pop(leaf)]]  # fmt: skip
                 if bucket.gather is None and bucket.vary is not None:  # a sum in place; others may use the gradient
                     parts = [g.clone(memory_format=torch.contiguous_format) for g in parts]
                 started.append((leaves, start_reduce(bucket, chosen, [g.contiguous() for g in parts])))
@@ -410,12 +411,6 @@ class UnitSchedule:
     def _add(self, name: str, leaf: int, g: Tensor) -> None:
         before = self.sums.get((name, leaf))
         self.sums[name, leaf] = g if before is None else before + g
-
-    def _zeros(self, unit: Unit, leaf: int) -> Tensor:
-        """Return the gradient of a leaf that this rank did not use; another rank may have used it."""
-        part, x = unit.plan.slices[leaf], unit.shards[leaf]
-        shape, dtype = (x.shape, x.dtype) if part is None else (part.shape, part.dtype)
-        return torch.zeros(shape, dtype=dtype, device=self.region.device)
 
     def _transposing(self) -> contextlib.AbstractContextManager[None]:
         return transposing(self.origin) if self.origin else contextlib.nullcontext()

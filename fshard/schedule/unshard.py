@@ -65,8 +65,13 @@ def unshard(
         xs = [out[i] for i in which]
         for i, x in zip(which, _apply(Vary(current.comm, axes), cast, xs) if axes else _cast(xs, cast), strict=True):
             out[i] = x
-    for parts in gather.values():
-        _gather_leaves(current, parts, casts, out)
+    for axes, parts in gather.items():
+        for group in by_dtype([out[i] for i, _ in parts]):
+            which, joins = [parts[k][0] for k in group], [parts[k][1] for k in group]
+            xs = [out[i] for i in which]
+            layout = gather_layout("unshard", axes, xs, [j.dim for j in joins], [j.size for j in joins])
+            for i, x in zip(which, _apply(Gather(current.comm, axes, layout), casts[which[0]], xs), strict=True):
+                out[i] = x
     return tree.unflatten(treedef, out)
 
 
@@ -180,22 +185,3 @@ def placements(
         shape = None if like is None else tuple(like.shape)
         parts += x.parts(spec, shape) if isinstance(x, Weight) else [(spec, shape)]
     return [spec for spec, _ in parts], [shape for _, shape in parts]
-
-
-def _gather_leaves(
-    region: Region, which: list[tuple[int, Joined]], casts: Sequence[Precision | None], out: list[Tensor]
-) -> None:
-    """Gather leaves over the same axes, in one transfer per dtype; two transfers if a leaf is split on two dims."""
-    axes = which[0][1].axes
-    while which:
-        first: dict[int, Joined] = {}
-        for i, joined in which:
-            first.setdefault(i, joined)
-        which = [(i, joined) for i, joined in which if joined is not first[i]]
-        leaves = list(first)
-        for group in by_dtype([out[i] for i in leaves]):
-            members = [leaves[g] for g in group]
-            xs, joins = [out[i] for i in members], [first[i] for i in members]
-            layout = gather_layout("unshard", axes, xs, [j.dim for j in joins], [j.size for j in joins])
-            for i, y in zip(members, _apply(Gather(region.comm, axes, layout), casts[members[0]], xs), strict=True):
-                out[i] = y

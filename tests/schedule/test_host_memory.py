@@ -136,11 +136,11 @@ def test_no_operation_takes_tensors_of_two_memories(kind: str, params: bool | st
 
 
 def test_unused_host_leaf_has_a_gradient_in_host_memory(monkeypatch: Any) -> None:
-    def start(m: Any, xs: list[Tensor], start: Any = buckets._start) -> Any:
+    def start(m: Any, xs: list[Tensor], start: Any = buckets.start_map) -> Any:
         assert devices(xs) == {"meta"}
         return start(m, xs)
 
-    monkeypatch.setattr(buckets, "_start", start)
+    monkeypatch.setattr(buckets, "start_map", start)
     mesh = fs.make_mesh(kind="abstract", device=DEVICE, data=2)
     specs = [on_host({"used": P("data"), "not": P(None, "data")})] * 3
     p = fs.materialize([{"used": fs.init.ones((4, 4)), "not": fs.init.ones((2, 6))}] * 3, specs, mesh, key=fs.key(0))
