@@ -20,8 +20,8 @@ from fshard._core.transfers import Split, Transfer, transfer
 from .description import Description
 from .functional import FunctionalGroup
 from .gloo import PendingMessages, Work
+from .group import GroupComm
 from .p2p import PeerGroup
-from .process import GroupComm
 
 _MOST_PEERS = 16  # ranks up to which messages between pairs are planned one by one; of more, collectives
 
@@ -46,7 +46,7 @@ class AbstractComm(GroupComm):
         self.is_scheduled = is_scheduled
         self._transfers, self._peers = transfers, peers
 
-    def _group(self, axes: Axes, x: Tensor) -> PeerGroup | FunctionalGroup:
+    def _group(self, axes: Axes, device: torch.device) -> PeerGroup | FunctionalGroup:
         sizes, me = [self.sizes[a] for a in axes], index_of(axes, self.sizes, self.coords)
         n = size_of(axes, self.sizes)
         if self._peers and n <= _MOST_PEERS:
@@ -58,9 +58,6 @@ class AbstractComm(GroupComm):
         if self._transfers is not None:  # else it records nothing
             self._transfers.append(transfer(self, op, xs, axes, split))
             super()._note(op, xs, axes, split)
-
-    def agree(self, what: str, axes: Axes, device: torch.device) -> None:
-        pass  # there is one rank
 
     def with_all_texts(
         self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]

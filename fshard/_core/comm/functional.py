@@ -142,7 +142,7 @@ class FunctionalGroup:
 
         return wait
 
-    def reduce(self, xs: Sequence[Tensor], *, fresh: bool = False) -> PendingTransfer:
+    def reduce(self, xs: Sequence[Tensor], fresh: bool) -> PendingTransfer:
         started = self._start(_ops.all_reduce, pack(xs), "sum", self.name)
 
         def wait() -> list[Tensor]:

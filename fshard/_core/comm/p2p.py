@@ -79,7 +79,7 @@ class PeerGroup:
                        pack_messages(mine, contiguous=False))  # fmt: skip
         return lambda: unpack_messages(parts.reduce("sum"), mine)
 
-    def reduce(self, xs: Sequence[Tensor], op: str = "sum", *, fresh: bool = False) -> PendingTransfer:
+    def reduce(self, xs: Sequence[Tensor], fresh: bool, op: str = "sum") -> PendingTransfer:
         n, me, description = len(self.ranks), self.me, self._describe(reduction(op), xs)
         flats = [x.view(-1) for x in pack_messages(xs)]
         read_only = {storage_key(x) for x in xs} if fresh else set()
@@ -122,7 +122,7 @@ class PeerGroup:
         return wait
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        return self.reduce([x], op, fresh=True)()[0]
+        return self.reduce([x], True, op)()[0]
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = _empty(x, (len(self.ranks), *x.shape))
