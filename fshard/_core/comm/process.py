@@ -52,7 +52,7 @@ class ProcessComm(GroupComm):
         if self._connections is not None and self.direct and device.type == "cpu":
             if axes not in self._peers:
                 ranks, me = ranks_over(axes, self.sizes, self.coords), index_of(axes, self.sizes, self.coords)
-                self._peers[axes] = PeerGroup(self._connections, axes, ranks, me, [self.sizes[a] for a in axes])
+                self._peers[axes] = PeerGroup(self._connections, ranks, me, axes, [self.sizes[a] for a in axes])
             return self._peers[axes]
         # Dynamo traces this, and each transfer on CUDA runs it: no tensors, and no list of ranks.
         axes = tuple(a for a in axes if self.sizes[a] > 1)
