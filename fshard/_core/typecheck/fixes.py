@@ -13,15 +13,7 @@ from torch import Tensor
 from fshard._core import callsite
 from fshard._core.torch import unwrapped
 
-from .suggestion import (
-    called_at,
-    executing,
-    line_without_call,
-    qualified_name,
-    rewritten,
-    with_axis,
-    with_first_operand,
-)
+from .suggestion import Expression, called_at, executing, qualified_name, rewritten
 from .types import Facts, Operand, Partial, Reduction, TensorInfo, show_type
 
 CAPTURED = "a captured tensor"
@@ -98,7 +90,7 @@ class Scene:
     def without_pvary(self, o: Operand) -> str | None:
         """Return the line without the pvary that made an operand; `None` if it is elsewhere."""
         node = self.node(o) if o.info.op == "pvary" else None
-        return self.expression.unwrapped(node) if self.expression and node else None
+        return self.expression.without_call(node=node) if self.expression and node else None
 
     def line_with(self, verb: str, *operands: tuple[Operand, str]) -> str:
         """Return the line with a call around each operand, over its axes; else the calls, to make before the line."""
@@ -168,7 +160,7 @@ def fix_before_vmap(checker: Facts, leaf: Operand, axes: str) -> str:
 
 def reduced_over_another_axis(r: Reduction, axes: Sequence[str]) -> Fix:
     """Return the fix of an earlier reduction that was meant to be over other axes."""
-    line = rewritten(r.site, lambda source: with_axis(source, axes_source([r.axis]), axes_source(axes)))
+    line = rewritten(r.site, lambda at: at.with_axis(axes_source([r.axis]), axes_source(axes)))
     return Fix(line or f"name {axes_text(axes)} there", f"the {r.verb} there is to be over {axes_text(axes)}", r.site)
 
 
@@ -185,10 +177,10 @@ def fixes_of_superfluous_sums(info: TensorInfo, axes: Sequence[str]) -> list[Fix
             continue
         if others:
             old = axes_source([x.axis for x in info.history.reductions if x.site == r.site])
-            line = rewritten(r.site, functools.partial(with_axis, old=old, new=axes_source(others)))
+            line = rewritten(r.site, functools.partial(Expression.with_axis, old=old, new=axes_source(others)))
             fixes.append(Fix(line or f"leave {r.axis!r} out there", f"the psum there is not over {r.axis!r}", r.site))
         elif product:
-            line = line_without_call(r.site)
+            line = rewritten(r.site, Expression.without_call_of_statement)
             fixes.append(Fix(line or "leave it out", "the psum there is one too many", r.site))
     return fixes
 
@@ -230,15 +222,15 @@ def _fix_of_cross_entropy(checker: Facts, x: Operand, axes: Sequence[str]) -> Fi
     if not (called and name) or (mixed.intersection(axes) and name != "axis"):
         return None
 
-    def rebuild(source: str) -> str | None:
-        if f"{name}=" in source:
+    def rewrite(at: Expression) -> str | None:
+        if f"{name}=" in at.text:
             return None
         ours = qualified_name(callsite.user_frame(), "nn") + ".cross_entropy"
-        text = source if is_ours else source.replace(called, ours, 1)
-        return f"{text.removesuffix(')')}, {name}={axes_source(axes)})"
+        text = at.text if is_ours else at.text.replace(called, ours, 1)
+        return at.with_text(f"{text.removesuffix(')')}, {name}={axes_source(axes)})")
 
     here = x.info.site.line if x.info.site else 0
-    line = rewritten(site, rebuild)
+    line = rewritten(site, rewrite)
     return Fix(line, "", site if site and site.line != here else None) if line else None
 
 
@@ -251,7 +243,7 @@ def fix_of_gather(x: TensorInfo, axes: Sequence[str], line: int) -> Fix | None:
     called = called_at(site)
     if called is not None and called.rpartition(".")[2] != "all_gather":  # of unshard, which gathers on the way
         return None
-    text = rewritten(site, lambda source: f'{source.removesuffix(")")}, to="invariant")')
+    text = rewritten(site, lambda at: at.with_text(f'{at.text.removesuffix(")")}, to="invariant")'))
     return Fix(text or 'fs.all_gather(..., to="invariant")', "", site if site and site.line != line else None)
 
 
@@ -279,7 +271,7 @@ def _fix_of_reduction(p: Partial, axes: Sequence[str], site: callsite.Site | Non
         return Fix(call_at(p.site, p.verb, axes), _WHOLE[p.verb], site)
     name = qualified_name(callsite.user_frame(), "all_gather")
     arguments = f'{axes_source(axes)}, {-1 if p.dim is None else p.dim}, to="invariant"'
-    line = rewritten(p.site, lambda source: with_first_operand(source, lambda x: f"{name}({x}, {arguments})"))
+    line = rewritten(p.site, lambda at: at.with_first_operand(lambda x: f"{name}({x}, {arguments})"))
     text = line or f"{name}(..., {arguments}) before this line"
     return Fix(text, f"{axes_text(axes)} splits what {p.op} reduces", site)
 
@@ -291,7 +283,7 @@ def call_at(site: callsite.Site | None, verb: str, axes: Sequence[str], *more: s
     """Return a line with a call around the expression that is at a place."""
     name = qualified_name(callsite.user_frame(), verb)
     arguments = ", ".join((axes_source(axes), *more))
-    return rewritten(site, lambda source: f"{name}({source}, {arguments})") or f"{name}(..., {arguments})"
+    return rewritten(site, lambda at: at.with_text(f"{name}({at.text}, {arguments})")) or f"{name}(..., {arguments})"
 
 
 def mixed_axes(invariant: TensorInfo, varying: TensorInfo) -> list[str]:

@@ -33,7 +33,7 @@ from .fixes import (
     mixed_axes,
     reduced_over_another_axis,
 )
-from .suggestion import called_at, mean_of_all, qualified_name, rewritten, sliced_operand, with_picked_operand
+from .suggestion import Expression, called_at, qualified_name, rewritten
 from .types import Facts, GlobalShape, History, Mixture, MixtureText, Operand, TensorInfo, show_type
 
 _SHOWN_RESULTS = 4
@@ -151,11 +151,11 @@ def _with_pvary_of_leaf(site: callsite.Site | None, axes: Sequence[str]) -> str:
     """Return a line that makes a tensor with a pvary of it, which leaves it a leaf."""
     pvary = f"{qualified_name(callsite.user_frame(), 'pvary')}({{}}, {axes_source(axes)})"
 
-    def rebuild(source: str) -> str:
-        plain = source.replace(", requires_grad=True", "")
-        return pvary.format(plain) + (".requires_grad_()" if plain != source else "")
+    def rewrite(at: Expression) -> str | None:
+        plain = at.text.replace(", requires_grad=True", "")
+        return at.with_text(pvary.format(plain) + (".requires_grad_()" if plain != at.text else ""))
 
-    return rewritten(site, rebuild) or f"{pvary.format('...')} where it is made"
+    return rewritten(site, rewrite) or f"{pvary.format('...')} where it is made"
 
 
 def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, varying: Operand) -> ShardingError:
@@ -396,7 +396,7 @@ def number_differs(
     if op == "pmean of a mean":
         return _error(site, f"{op} over {axis!r}, of different counts of values", rows,
                       "a mean of means is the mean only of equal counts",
-                      fix=rewritten(site if isinstance(site, callsite.Site) else None, mean_of_all) or
+                      fix=rewritten(site if isinstance(site, callsite.Site) else None, Expression.mean_of_all) or
                       f"divide the sum of all values by their number, each of them a psum over {axis!r}")  # fmt: skip
     if isinstance(numbers[0][1][0], GlobalShape):
         what = "shape" if op.startswith("random.") else "size"
@@ -436,10 +436,10 @@ def _fix_of_picked_part(site: callsite.Site | str | None, axes: Sequence[str], d
     """
     source = axes_source(axes)
 
-    def pick(text: str) -> str | None:
-        if dim is not None and (x := sliced_operand(text, dim)):
-            return f"fs.pslice({x}, {source}{f', {dim}' if dim else ''})"
-        return with_picked_operand(text, lambda x: f"fs.pvary({x}, {source})")
+    def pick(at: Expression) -> str | None:
+        if dim is not None and (x := at.sliced_operand(dim)):
+            return at.with_text(f"fs.pslice({x}, {source}{f', {dim}' if dim else ''})")
+        return at.with_picked_operand(lambda x: f"fs.pvary({x}, {source})")
 
     site = site if isinstance(site, callsite.Site) else None  # a str is from another process
     line = rewritten(site, pick)
@@ -481,7 +481,7 @@ def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[
         is_written = (called_at(r.site) or "psum").endswith("psum")  # and not in a batch norm
         of_products = any(p.op == "matmul" and r.axis in p.axes for p in x.info.history.partials)
         if r.verb == "psum" and r.axis in axes and is_written and not of_products:
-            line = rewritten(r.site, lambda source: source.replace("psum(", "pmean(", 1))
+            line = rewritten(r.site, lambda at: at.with_text(at.text.replace("psum(", "pmean(", 1)))
             choices.append(Fix(line or "use pmean there", "the psum there is to be a mean", r.site))
     if verb == "pvary" and scene.site in checker.pvaried:
         why = f"{why}\nat an earlier run of this line the value did not vary over {axes_text(axes)}"
@@ -517,8 +517,7 @@ def parts_of_gradient_reduced(
 ) -> ShardingError:  # fmt: skip
     """Word the error of a psum or pmean of a gradient that the axes split."""
     scene, over = Scene(checker), axes_text(axes)
-    called = scene.expression.called() if scene.expression else None
-    line = scene.expression.without_call(lambda sources: sources[0]) if scene.expression and called == verb else None
+    line = scene.expression.without_call() if scene.expression and scene.expression.called() == verb else None
     return _error(scene.site, f"{verb} over {over} of a gradient whose dim {dim} is split over {over}", [scene.row(x)],
                   f"each rank has other elements of it, and the {verb} would mix them: the gradient of a split leaf is "
                   "complete", f"of a mean over the ranks the loss is fs.pmean(loss, {axes_source(axes)})",

@@ -165,7 +165,7 @@ CALLS = [
 def test_call_is_replaced_by_its_argument(program: str, line: str | None) -> None:
     def without_call(frame: FrameType) -> str | None:
         expression = executing(frame)
-        return expression and expression.without_call(lambda args: args[0])
+        return expression and expression.without_call()
 
     assert run(program, values(), without_call) == line
 
