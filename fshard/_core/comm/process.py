@@ -41,7 +41,8 @@ class ProcessComm(GroupComm):
         if self._axes:
             world = dist.group.WORLD
             assert world is not None
-            timeout = timeout or _timeout(world)
+            # Groups made later do not inherit the timeout that the job was started with.
+            timeout = timeout or timeout_of(backend_of(world, "cuda" if dist.get_backend() == "nccl" else "cpu"))
             self._world_name = world.group_name
             self._group_name = _process_groups(timeout)
             self._grid = (id(world), *((axis, sizes[axis], coords[axis]) for axis in self._axes))
@@ -116,11 +117,6 @@ def _process_groups(timeout: datetime.timedelta) -> Callable[[Axes, tuple[Any, .
         return names[axes]
 
     return group_name
-
-
-def _timeout(world: dist.ProcessGroup) -> Any:
-    """Timeout that the job was started with, which groups made later do not inherit."""
-    return timeout_of(backend_of(world, "cuda" if dist.get_backend() == "nccl" else "cpu"))
 
 
 def _gloo_backend(group: dist.ProcessGroup) -> Any:

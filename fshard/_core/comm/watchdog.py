@@ -320,10 +320,15 @@ def call_at_exit(leave: Callable[[bool], None], fail: Callable[[], None]) -> Non
         leave(raising or (getattr(sys, "last_value", None) is not before and not _is_interactive()))
 
     sys.excepthook = excepthook
+    run_at_exit(at_exit)
+
+
+def run_at_exit(f: Callable[[], None]) -> None:
+    """Call `f` when the program ends, after its threads."""
     if multiprocessing.parent_process() is None:
-        atexit.register(at_exit)
+        atexit.register(f)
     else:  # such a process may end by os._exit, after its finalizers
-        multiprocessing.util.Finalize(None, at_exit, exitpriority=0)
+        multiprocessing.util.Finalize(None, f, exitpriority=0)
 
 
 def _is_interactive() -> bool:
