@@ -235,7 +235,7 @@ def _explain(d: Difference, evidence: Evidence) -> tuple[_SortKey, list[str]]:
         ratio, mask = found
         which = f"{count} are wrong{_format_box(wrong)}, each" if mask is wrong else "every value is"
         lines.append(f"{which} {ratio:.4g} times what it should be")
-        return (1.0, order[1]), lines + [factors[ratio]] * (ratio in factors)
+        return (1.0, order[1]), lines + [text for factor, text in factors.items() if factor == ratio]
     for i in (i for i in range(x.ndim) if x.shape[i] > 1):
         if float((error - error.mean(i, keepdim=True)).abs().max()) < 1e-2 * float(error.abs().max()):
             return order, [*lines, f"the error is the same all along dim {i}, as of a bias that every rank adds"]
@@ -246,7 +246,7 @@ def _explain(d: Difference, evidence: Evidence) -> tuple[_SortKey, list[str]]:
         found = _constant_ratio(x - old, y - old, wrong, factors, lambda a, b: equal(a + old, b + old))
         if found and (ratio := found[0]) >= 0:
             lines.append(f"its change from {name} is {ratio:.4g} times what it should be")
-            return (1.0, order[1]), lines + [factors[ratio]] * (ratio in factors)
+            return (1.0, order[1]), lines + [text for factor, text in factors.items() if factor == ratio]
         step, expected_step = (x - old)[wrong], (y - old)[wrong]
         if max_finite_magnitude(step + expected_step) <= 1e-2 * max_finite_magnitude(expected_step):
             lines.append(f"the change of {count} from {name} has the other sign{_format_box(wrong)}")
