@@ -165,8 +165,6 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
     n, name = size_of(axes, scene.checker.sizes), scene.known_name(draw) or "the draw"
     rows = [scene.row(draw, name), scene.row(other, scene.known_name(other) or "the other operand")]
     known = scene.known_name(other)
-    if draw is invariant and op in ("add", "sub") and draw.tensor.shape == other.tensor.shape:
-        return _noise_added(scene, axes, op, draw, other, rows)
     if draw is invariant:
         what = f"{op} of a random draw that is the same on every rank of {over} with a varying operand"
         why = f"the {n} ranks hold different parts, and would all use the same random numbers"
@@ -175,7 +173,9 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
                 "each rank is to have numbers of its own"),
             Fix(scene.line_with("pvary", (draw, source)), "all ranks are to use the same numbers"),
         ]  # fmt: skip
-        if (called_at(scene.site) or "").endswith("dropout"):
+        if op in ("add", "sub") and draw.tensor.shape == other.tensor.shape:
+            why, fixes = _reason_and_fixes_of_noise(scene, axes, op, draw, name, other, rows[1][0])
+        elif (called_at(scene.site) or "").endswith("dropout"):
             spec = f"P({source}) if {over} splits dim 0"
             if len(other.info.type.varying) > 1:
                 spec = f"P(...), with {axes_text(sorted(other.info.type.varying))} at the dims that they split"
@@ -191,34 +191,31 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
     return _error(scene.site, what, rows, why, *_drawn_at(scene, draw, name), fix=fix_lines(fixes))
 
 
-def _noise_added(
-    scene: Scene, axes: Sequence[str], op: str, draw: Operand, other: Operand, rows: Sequence[tuple[str, str]]
-) -> ShardingError:
-    """Word the error of a draw that is the same on every rank and is added to a value that varies.
+def _reason_and_fixes_of_noise(
+    scene: Scene, axes: Sequence[str], op: str, draw: Operand, name: str, other: Operand, to: str
+) -> tuple[str, list[Fix]]:
+    """Return why a draw that is the same on every rank is not to be added to a value that varies, and the fixes.
 
     A pvary is never right here: the sum over ranks would have the numbers n times, and parts would all use the same.
     """
-    (name, _), (to, _), over, add = *rows, axes_text(axes), "subtract" if op == "sub" else "add"
+    over, add = axes_text(axes), "subtract" if op == "sub" else "add"
     verb = scene.expression.reduced_by() if scene.expression else ""
-    what = f"{op} of a random draw that is the same on every rank of {over} with a varying operand"
     if verb in ("psum", "pmean"):
         n = size_of(axes, scene.checker.sizes)
         times = f", so the sum has it {n} times" if verb == "psum" else ""
-        why = f"each of the {n} ranks of {over} adds {name} to its part{times}"
         moved = scene.expression.moved_out_of_sum(scene.node(draw)) if scene.expression else None
-        fix = moved or f"{add} {name} after the {verb}, and not before it"
-    else:
-        parts = f"different parts of {to}{'' if other.info.name else ', or parts of a sum'}"
-        why = f"the ranks hold {parts}, and would all use the same random numbers"
-        spec_fix = f"name {over} in the spec of the draw, and pass its global shape"
-        after = Fix(f"{add} {name} after the psum of {to}, and not before it", IS_SUM)
-        fixes = [after, Fix(spec_fix, f"each rank has other elements of {to}")]
-        if verb:  # psum_scatter
-            fixes = [Fix(f"{spec_fix}; and {add} {name} after the {verb}, and not before it")]
-        elif other.info.name:
-            fixes = fixes[1:]
-        fix = fix_lines(fixes if other.info.history.partials else fixes[::-1])
-    return _error(scene.site, what, rows, why, *_drawn_at(scene, draw, name), fix=fix)
+        return (f"each of the {n} ranks of {over} adds {name} to its part{times}",
+                [Fix(moved or f"{add} {name} after the {verb}, and not before it")])  # fmt: skip
+    parts = f"different parts of {to}{'' if other.info.name else ', or parts of a sum'}"
+    spec_fix = f"name {over} in the spec of the draw, and pass its global shape"
+    fixes = [Fix(f"{add} {name} after the psum of {to}, and not before it", IS_SUM),
+             Fix(spec_fix, f"each rank has other elements of {to}")]  # fmt: skip
+    if verb:  # psum_scatter
+        fixes = [Fix(f"{spec_fix}; and {add} {name} after the {verb}, and not before it")]
+    elif other.info.name:
+        fixes = fixes[1:]
+    why = f"the ranks hold {parts}, and would all use the same random numbers"
+    return why, fixes if other.info.history.partials else fixes[::-1]
 
 
 def _drawn_at(scene: Scene, draw: Operand, name: str) -> list[str]:
@@ -384,40 +381,36 @@ def number_differs(
     op: str, site: callsite.Site | str | None, axis: str, numbers: Sequence[tuple[str, tuple[Any, ...]]]
 ) -> ShardingError:
     """Word the error of an invariant value computed from a Python number that differs between ranks."""
+    rows, parts = [(rank, ", ".join(map(repr, values))) for rank, values in numbers], [values for _, values in numbers]
+    what = f"{op} of a value that is invariant over {axis!r} with a number that differs between its ranks"
+    why = "types do not cover Python numbers: the result is typed as invariant and is not"
+    same = Fix(f"use the same number on every rank of {axis!r}", "the result is to be one value")
     if op in ("pvary", "pslice"):  # of a tensor that starts at another element on each rank
         rows = [(rank, f"from element {offsets[0]}") for rank, offsets in numbers]
-        return _error(site, f"{op} of a different part, on each rank of {axis!r}, of an invariant value", rows,
-                      "types do not cover Python numbers: a part picked by a number is typed as the same on all ranks",
-                      fix=fix_lines([
-                          Fix(f'fs.pslice(x, "{axis}")', "it picks the part of each rank"),
-                          Fix("pick the same part on every rank", "the result is to be one value"),
-                      ]))  # fmt: skip
-    rows = [(rank, ", ".join(map(repr, values))) for rank, values in numbers]
-    if op == "pmean of a mean":
-        return _error(site, f"{op} over {axis!r}, of different counts of values", rows,
-                      "a mean of means is the mean only of equal counts",
-                      fix=rewritten(site if isinstance(site, callsite.Site) else None, Expression.mean_of_all) or
-                      f"divide the sum of all values by their number, each of them a psum over {axis!r}")  # fmt: skip
-    if isinstance(numbers[0][1][0], GlobalShape):
-        what = "shape" if op.startswith("random.") else "size"
-        return _error(site, f"{op} with a global {what} that differs between ranks of {axis!r}", rows,
-                      "each takes its part of another array: a local size times fs.axis_size is the global size only "
-                      "where the axis divides it",
-                      fix=fix_lines([
-                          Fix(f'fs.global_shape(x, P("{axis}"))', f"x is a tensor that {axis!r} splits"),
-                          Fix("use the same one on every rank", "it is of another array"),
-                      ]))  # fmt: skip
-    same = Fix(f"use the same number on every rank of {axis!r}", "the result is to be one value")
-    if op in _PICKS:
-        first, *_ = parts = [values for _, values in numbers]
+        what = f"{op} of a different part, on each rank of {axis!r}, of an invariant value"
+        why = "types do not cover Python numbers: a part picked by a number is typed as the same on all ranks"
+        fixes = [Fix(f'fs.pslice(x, "{axis}")', "it picks the part of each rank"),
+                 Fix("pick the same part on every rank", "the result is to be one value")]  # fmt: skip
+    elif op == "pmean of a mean":
+        what = f"{op} over {axis!r}, of different counts of values"
+        why = "a mean of means is the mean only of equal counts"
+        line = rewritten(site, Expression.mean_of_all) if isinstance(site, callsite.Site) else None
+        fixes = [Fix(line or f"divide the sum of all values by their number, each of them a psum over {axis!r}")]
+    elif isinstance(parts[0][0], GlobalShape):
+        which = "shape" if op.startswith("random.") else "size"
+        what = f"{op} with a global {which} that differs between ranks of {axis!r}"
+        why = ("each takes its part of another array: a local size times fs.axis_size is the global size only "
+               "where the axis divides it")  # fmt: skip
+        fixes = [Fix(f'fs.global_shape(x, P("{axis}"))', f"x is a tensor that {axis!r} splits"),
+                 Fix("use the same one on every rank", "it is of another array")]  # fmt: skip
+    elif op in _PICKS:
+        first = parts[0]
         size = first[2] - first[1] if op == "slice" else 0
         equal = size > 0 and all(x == (first[0], i * size, (i + 1) * size, 1) for i, x in enumerate(parts))
         fixes = [_fix_of_picked_part(site, [axis], first[0] if equal else None)._replace(site=None), same]
     else:
         fixes = [same, Fix(f'apply fs.pvary(..., "{axis}") to the operand of {op}', "the ranks are to differ")]
-    return _error(site, f"{op} of a value that is invariant over {axis!r} with a number that differs between its ranks",
-                  rows, "types do not cover Python numbers: the result is typed as invariant and is not",
-                  fix=fix_lines(fixes))  # fmt: skip
+    return _error(site, what, rows, why, fix=fix_lines(fixes))
 
 
 def _fixes_of_picks(checker: Facts, axes: Sequence[str], here: callsite.Site | None) -> list[Fix]:
@@ -581,10 +574,9 @@ def loss_varies(checker: Facts, x: Tensor, loss: Operand, leaf: Operand, axes: S
     else:
         why = f"each of the {n} ranks would differentiate its own loss, and {parameter} has one gradient"
         fix = fix_of_partial(checker, loss, axes)
-    what, site = f"the loss that is differentiated varies over {axes_text(axes)}", loss.info.site
-    if callsite.package_of(site):
-        return _error(callsite.site(), what, rows, f"the loss was made at {site}", why, fix=fix)
-    return _error(site or callsite.site(), what, rows, why, fix=fix)
+    where, made = _place_of("the loss", loss.info.site, callsite.site())
+    what = f"the loss that is differentiated varies over {axes_text(axes)}"
+    return _error(where, what, rows, *made, why, fix=fix)
 
 
 def loss_of_gathered_varies(checker: Facts, loss: Operand, leaf: Operand, axes: Sequence[str]) -> ShardingError:
@@ -661,10 +653,11 @@ def results_have_wrong_type(
     table = [(path, f"{show_type(o)}    out spec {spec}") for path, o, spec in rows[:_SHOWN_RESULTS]]
     if len(rows) > _SHOWN_RESULTS:
         table.append(("...", f"and {len(rows) - _SHOWN_RESULTS} more"))
+    where, made = _place_of(path, x.info.site, name)
     if parted := _parted(x.info.history, axes):
         what = f"{subject} {'were' if many else 'was'} computed from a part of a gradient on each rank of {over}"
         why, fix = parted
-        return _error(name if callsite.package_of(x.info.site) else x.info.site or name, what, table, why, fix=fix)
+        return _error(where, what, table, why, fix=fix)
     if extra:
         what = f"{subject} {vary} over {over}, which {'their out specs do' if many else 'its out spec does'} not name"
         update = update_of(x, extra)
@@ -679,9 +672,7 @@ def results_have_wrong_type(
         without = [Fix(m.text.without_pvary, "both operands are the same on every rank", m.site)
                    for m in x.info.history.mixtures if m.axis in extra and m.text.without_pvary]  # fmt: skip
         fix = "\n  or, ".join(filter(None, (fix, fix_lines(without))))
-        if callsite.package_of(x.info.site):
-            return _error(name, what, table, f"{path} was made at {x.info.site}", why, *notes, fix=fix)
-        return _error(x.info.site or name, what, table, why, *notes, fix=fix)
+        return _error(where, what, table, *made, why, *notes, fix=fix)
     named = "their out specs name" if many else "its out spec names"
     what = f"{subject} {are} invariant over {over}, which {named}"
     why = f"the result would be {n} equal copies, and would have another size on another mesh"
@@ -699,6 +690,15 @@ def results_have_wrong_type(
 
 def _parameter(info: TensorInfo) -> str:
     return info.name or (CAPTURED if info.is_captured else "a parameter")
+
+
+def _place_of(
+    subject: str, site: callsite.Site | None, default: callsite.Site | str | None
+) -> tuple[callsite.Site | str | None, list[str]]:
+    """Return the place of an error about a value made at `site`; of one made in an installed package, also a note."""
+    if callsite.package_of(site):
+        return default, [f"{subject} was made at {site}"]
+    return site or default, []
 
 
 def _reason_for_pvary(n: int, axes: Sequence[str], use: str) -> list[str]:
