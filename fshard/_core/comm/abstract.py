@@ -77,7 +77,7 @@ class _UnsentMessages(PendingMessages):
         return dict.fromkeys(self._entered, 0)
 
     def _start(self, verb: str, x: Tensor, r: int, tag: int) -> Work:
-        return Work(None, r, x)
+        return Work(None, r, x, tag)
 
     def _wait_for_works(self) -> None:
         self.works.clear()

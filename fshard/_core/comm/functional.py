@@ -96,8 +96,13 @@ class FunctionalGroup:
             if source == target == self.me:
                 foreach_copy_(out, list(xs))
             elif self.me in (source, target):
-                ys = [x.contiguous() for x in xs] if source == self.me else out
-                operations += self._messages(ys, target if source == self.me else source, source == self.me)
+                is_sent = source == self.me
+                peer, group = self._group_rank(target if is_sent else source), group_named(self.name)
+                for x in [x.contiguous() for x in xs] if is_sent else out:
+                    x = torch.view_as_real(x) if x.is_complex() else x
+                    operations.append(
+                        dist.P2POp(dist.isend if is_sent else dist.irecv, x, group=group, group_peer=peer)
+                    )
         works = call_distributed(dist.batch_isend_irecv, operations) if operations else []
 
         def wait() -> list[Tensor]:
@@ -106,12 +111,6 @@ class FunctionalGroup:
             return out
 
         return wait
-
-    def _messages(self, xs: Sequence[Tensor], position: int, is_sent: bool) -> list[dist.P2POp]:
-        """Describe the messages of these tensors, to or from the rank at a position."""
-        group, op = group_named(self.name), dist.isend if is_sent else dist.irecv
-        parts = [torch.view_as_real(x) if x.is_complex() else x for x in xs]
-        return [dist.P2POp(op, x, group=group, group_peer=self._group_rank(position)) for x in parts]
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Dims) -> PendingTransfer:
         widths = column_counts(into, dims, self.sizes)

@@ -39,6 +39,7 @@ class Work(NamedTuple):
     work: Any
     peer: int
     tensor: Tensor
+    tag: int
 
 
 @dataclass(eq=False)
@@ -96,7 +97,6 @@ class PendingMessages:
         self.works: list[Work] = []
         self._peers, self._entered = peers, range(n) if entered is None else entered
         self._headers: list[Work] = []
-        self._sent_headers: set[int] = set()  # ids of tensors of `works`
         self._received: dict[int, Tensor] = {}  # the header from each peer
         self._awaited = me  # the peer that is waited for
         self._packed: list[tuple[Tensor, list[Tensor]]] = []  # received buffers, and the tensors packed in each
@@ -130,7 +130,6 @@ class PendingMessages:
                 self._received[r] = torch.empty(message.shape, dtype=torch.uint8, device="cpu")
                 self._headers.append(self._start("recv", self._received[r], r, HEADER_TAG))
                 self.works.append(self._start("send", message, r, HEADER_TAG))
-                self._sent_headers.add(id(message))
             rank = self._peers.ranks[r]
             tags[r] = _FIRST_TAG + (number << 14) + connections.started[rank] % _NUMBERS
             connections.started[rank] += 1
@@ -147,7 +146,7 @@ class PendingMessages:
 
     def _start(self, verb: str, x: Tensor, r: int, tag: int) -> Work:
         start = getattr(self._peers.connections.backend, verb)
-        return Work(call_distributed(start, [x], self._peers.ranks[r], tag), r, x)
+        return Work(call_distributed(start, [x], self._peers.ranks[r], tag), r, x, tag)
 
     def wait(self) -> None:
         """Wait until all is sent and received. Raises ShardingError if a peer has failed, left, or sends another."""
@@ -174,8 +173,7 @@ class PendingMessages:
         wrong = {r: counts_in(header) for r, header in received.items()
                  if self._counts and r not in different and counts_in(header) != self._counts[r][::-1]}  # fmt: skip
         if failed := {*different, *wrong}:  # the messages to and from these peers will never match
-            sent = self._sent_headers
-            self.works = [work for work in self.works if id(work.tensor) in sent or work.peer not in failed]
+            self.works = [work for work in self.works if work.tag == HEADER_TAG or work.peer not in failed]
         if different:
             raise disagreement(self.description, {r: received.get(r) for r in sorted(self._entered)})
         for r, (sends, expects) in wrong.items():

@@ -508,11 +508,11 @@ class Checker(OperationMode, Facts):
         firsts = [(o.info.site, p) for o in operands for p in o.info.history.partials[:1]]
         is_product_of_sums = len(firsts) == len(operands) > 1 and all(p.axes and p.site == site for site, p in firsts)
         if op.completed_by and not is_product_of_sums:
-            dim, ndim = op.reduced_dim(args, kwargs), operands[0].tensor.ndim
-            to_scalar = ndim > 0 and (dim is None or ndim == 1) and op.name != "matmul"
             reduced = operands[-2:] if op.name == "matmul" else operands[:1]  # before them, a matrix to add
             axes = frozenset[str].intersection(*(o.info.type.varying - o.info.history.copies for o in reduced))
-            return Partial(op.name, op.completing(args, kwargs), callsite.site(), axes, dim, to_scalar), *known[:1]
+            return Partial(
+                op.name, op.completing(args, kwargs), callsite.site(), axes, op.reduced_dim(args, kwargs)
+            ), *known[:1]
         return known
 
     def _note_blocks(self, x: Operand, w: Operand) -> None:
@@ -536,7 +536,7 @@ class Checker(OperationMode, Facts):
         direct = all(o.info.site in (p.site, site) for p, o in found.items())  # sum() begins with 0 + x
         if direct and len(verbs) == 1 and len(found) == len(operands) and op.name in _LINEAR:
             axes = frozenset[str].intersection(*(p.axes for p in found))
-            return (Partial(op.name, verbs.pop(), site, axes, None, True),)
+            return (Partial(op.name, verbs.pop(), site, axes, None),)
         return tuple(found)[:2]
 
     def _mix(

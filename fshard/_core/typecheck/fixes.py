@@ -13,7 +13,7 @@ from torch import Tensor
 from fshard._core import callsite
 from fshard._core.torch import unwrapped
 
-from .suggestion import Expression, called_at, executing, qualified_name, rewritten
+from .suggestion import Expression, called_at, qualified_name, rewritten
 from .types import Facts, Operand, Partial, Reduction, TensorInfo, show_type
 
 CAPTURED = "a captured tensor"
@@ -37,7 +37,8 @@ class Scene:
     ) -> None:
         self.checker, self._op = checker, op
         self.frame = callsite.caller_of_models(frame or callsite.user_frame())
-        self.site, self.expression = callsite.site(self.frame), executing(self.frame)
+        self.site = callsite.site(self.frame)
+        self.expression = Expression(self.site, self.frame)
         self._positions = {id(o.tensor): i for i, o in reversed(list(enumerate(operands)))}
         self._nodes: dict[int, Any] = {}  # by the id of the tensor of an operand, which lives as long as its line runs
 
@@ -56,14 +57,14 @@ class Scene:
         def is_operand(x: object) -> bool:
             return isinstance(x, Tensor) and (unwrapped(x) is o.tensor or self.checker.info(x).root == o.info.root > 0)
 
-        if self.expression and (key := id(o.tensor)) not in self._nodes:
+        if (key := id(o.tensor)) not in self._nodes:
             self._nodes[key] = self.expression.find(is_operand, self._positions.get(key, -1), self._op)
-        return self._nodes.get(id(o.tensor))
+        return self._nodes[key]
 
     def known_name(self, o: Operand) -> str | None:
         """Return the source text of an operand, or its path among the arguments."""
         node = self.node(o)
-        return self.expression.source(node) if self.expression and node else o.info.name
+        return self.expression.source(node) if node else o.info.name
 
     def name(self, o: Operand) -> str:
         """Return the source text of an operand, else its path, else the operation that made it."""
@@ -75,14 +76,14 @@ class Scene:
         name, path, node = name or self.name(o), o.info.name, self.node(o)
         if o.info.is_captured and name != CAPTURED:
             path = "captured"
-        tensor = self.expression.value(node) if self.expression and node else None
+        tensor = self.expression.value(node)
         text = show_type(o, tensor.shape if isinstance(tensor, Tensor) else None)
         return name, text if path is None or path.replace("'", '"') == name.replace("'", '"') else f"{text}    {path}"
 
     def is_batched(self, o: Operand, other: Operand) -> bool:
         """Return whether an operand has a dim in front that the user's code does not see, and another has none."""
         nodes = self.node(o), self.node(other)
-        values = [self.expression.value(node) if self.expression and node else None for node in nodes]
+        values = list(map(self.expression.value, nodes))
         hidden = [x.tensor.ndim - value.ndim if isinstance(value, Tensor) else 0
                   for x, value in zip((o, other), values, strict=True)]  # fmt: skip
         return hidden[0] == 0 < hidden[1]
@@ -90,12 +91,12 @@ class Scene:
     def without_pvary(self, o: Operand) -> str | None:
         """Return the line without the pvary that made an operand; `None` if it is elsewhere."""
         node = self.node(o) if o.info.op == "pvary" else None
-        return self.expression.without_call(node=node) if self.expression and node else None
+        return self.expression.without_call(node=node) if node else None
 
     def line_with(self, verb: str, *operands: tuple[Operand, str]) -> str:
         """Return the line with a call around each operand, over its axes; else the calls, to make before the line."""
         nodes = [self.node(o) for o, _ in operands]
-        if self.expression and all(nodes):
+        if all(nodes):
             changes = [(node, self.call(verb, self.expression.source(node), axes))
                        for node, (_, axes) in zip(nodes, operands, strict=True)]  # fmt: skip
             line = self.expression.replaced(*changes)
@@ -151,7 +152,7 @@ def fix_before_vmap(checker: Facts, leaf: Operand, axes: str) -> str:
     frame = frame and callsite.user_frame(frame)
     scene = Scene(checker, frame=frame)
     node = scene.node(leaf)
-    line = scene.expression and node and scene.expression.replaced(
+    line = node and scene.expression.replaced(
         (node, scene.call("pvary", scene.expression.source(node), axes))
     )  # fmt: skip
     advice = f"{scene.call('pvary', leaf.info.name or '...', axes)} before torch.func.vmap, and not inside it"

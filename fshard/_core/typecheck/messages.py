@@ -67,7 +67,7 @@ def invariant_mixed_with_varying(
     if axis in invariant.info.type.drawn | varying.info.type.drawn:
         return _random_draw_mixed(scene, axis, op, invariant, varying)
     is_bias = op in ("add", "sub") or (op == "matmul" and len(operands) == 3 and invariant.tensor is operands[0].tensor)
-    if is_bias and scene.expression and scene.expression.reduced_by().startswith("psum"):
+    if is_bias and scene.expression.reduced_by().startswith("psum"):
         n, name = size_of(axes, checker.sizes), scene.name(invariant)
         notes = [f"each of the {n} ranks of {axes_text(axes)} adds {name} to its part, so the sum has it {n} times"]
         fix = scene.expression.moved_out_of_sum(scene.node(invariant)) or f"add {name} after the sum, and not before it"
@@ -199,11 +199,11 @@ def _reason_and_fixes_of_noise(
     A pvary is never right here: the sum over ranks would have the numbers n times, and parts would all use the same.
     """
     over, add = axes_text(axes), "subtract" if op == "sub" else "add"
-    verb = scene.expression.reduced_by() if scene.expression else ""
+    verb = scene.expression.reduced_by()
     if verb in ("psum", "pmean"):
         n = size_of(axes, scene.checker.sizes)
         times = f", so the sum has it {n} times" if verb == "psum" else ""
-        moved = scene.expression.moved_out_of_sum(scene.node(draw)) if scene.expression else None
+        moved = scene.expression.moved_out_of_sum(scene.node(draw))
         return (f"each of the {n} ranks of {over} adds {name} to its part{times}",
                 [Fix(moved or f"{add} {name} after the {verb}, and not before it")])  # fmt: skip
     parts = f"different parts of {to}{'' if other.info.name else ', or parts of a sum'}"
@@ -281,8 +281,7 @@ def placed_written(checker: Facts, op: str, x: Operand, operands: Sequence[Opera
     """Word the error of an operation that writes to a placed leaf of the caller, which is not donated."""
     scene = Scene(checker, [x, *operands], op)
     name = scene.name(x)
-    line = scene.expression and scene.expression.out_of_place()
-    fixes = [Fix(line or f"{name} = {name}.clone() before this line"),
+    fixes = [Fix(scene.expression.out_of_place() or f"{name} = {name}.clone() before this line"),
              Fix("fs.shard_map(..., donate=the argument's position)", f"the caller needs {name} no more")]  # fmt: skip
     return _error(scene.site, f"{op} writes to {name}, a placed leaf that the caller keeps", [scene.row(x)],
                   "an argument is not written to unless it is donated", fix=fix_lines(fixes))  # fmt: skip
@@ -460,11 +459,11 @@ def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[
         return copies_differ(checker, update, axes, f"{scene.name(x)} varies at the {verb} of {scene.site}", [])
     drop, operand = _fix_of_superfluous(scene, m, x, axes)
     other_axes = [a for a in m.axes if a not in axes]
-    called = scene.expression.called() if scene.expression else None
+    called = scene.expression.called()
     meant = sorted(x.info.type.varying if m.takes == "V" else x.info.type.invariant)
     choices = []
     is_twice = x.info.op == verb and x.tensor.ndim > 0
-    if not other_axes and meant and scene.expression and len(axes) == 1 and called == verb and not is_twice:
+    if not other_axes and meant and len(axes) == 1 and called == verb and not is_twice:
         moved = scene.expression.with_axis(axes_source(axes), axes_source(meant))
         state = "varies" if m.takes == "V" else "does not"
         choices += [Fix(moved, f"{axes_text(meant)} is meant, over which the value {state}")] if moved else []
@@ -510,7 +509,7 @@ def parts_of_gradient_reduced(
 ) -> ShardingError:  # fmt: skip
     """Word the error of a psum or pmean of a gradient that the axes split."""
     scene, over = Scene(checker), axes_text(axes)
-    line = scene.expression.without_call() if scene.expression and scene.expression.called() == verb else None
+    line = scene.expression.without_call() if scene.expression.called() == verb else None
     return _error(scene.site, f"{verb} over {over} of a gradient whose dim {dim} is split over {over}", [scene.row(x)],
                   f"each rank has other elements of it, and the {verb} would mix them: the gradient of a split leaf is "
                   "complete", f"of a mean over the ranks the loss is fs.pmean(loss, {axes_source(axes)})",
@@ -520,7 +519,7 @@ def parts_of_gradient_reduced(
 def _fix_of_superfluous(scene: Scene, m: Any, x: Operand, axes: Sequence[str]) -> tuple[str, str | None]:
     """Return the fix of a collective that is one too many over `axes`, and its operand as the line has it."""
     verb, over = m.verb, axes_text(axes)
-    called = scene.expression.called() if scene.expression else None
+    called = scene.expression.called()
     arguments: list[str] = []
 
     def narrowed(sources: list[str]) -> str:
@@ -528,7 +527,7 @@ def _fix_of_superfluous(scene: Scene, m: Any, x: Operand, axes: Sequence[str]) -
         other_axes = [a for a in m.axes if a not in axes]
         return scene.call(verb, sources[0], axes_source(other_axes)) if other_axes else sources[0]
 
-    line = scene.expression.without_call(narrowed) if scene.expression and called == verb else None
+    line = scene.expression.without_call(narrowed) if called == verb else None
     operand = arguments[0] if arguments else None
     if called not in (None, verb):
         if verb == "pvary" and (x.info.name or called.rpartition(".")[2] in ("unshard", "scan")):

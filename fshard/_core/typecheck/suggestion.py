@@ -35,24 +35,33 @@ _parsing = threading.Lock()  # the parser of Python 3.11 counts its depth for al
 
 
 class Expression:
-    """The expression or augmented assignment at a place. Raises LookupError where its source is missing.
+    """The expression or augmented assignment at a place, without a node where its source is missing or was edited.
 
     Its names have values in the `frame` that executes it. The lines that its methods return have code in the place of
     the expression, or of a part; they are `None` where that cannot be written.
     """
 
-    def __init__(self, site: Site, frame: FrameType | None = None) -> None:
+    def __init__(self, site: Site | None, frame: FrameType | None = None) -> None:
+        self.node: Any = None
+        self._line: bytes | None = None  # if it can be rewritten
+        self._frame, self._code, self._preceding = frame, "", ""
+        if site is not None:
+            with contextlib.suppress(LookupError, SyntaxError, ValueError, RecursionError, MemoryError):
+                self._read(site)
+
+    def _read(self, site: Site) -> None:
         first, last, start, end = site.columns
-        lines = text_of(site.file, frame and frame.f_globals).encode().splitlines()
+        lines = text_of(site.file, self._frame and self._frame.f_globals).encode().splitlines()
         if first is None or last is None or start is None or end is None or last > len(lines):
-            raise LookupError
+            return
         code = b"\n".join([*lines[first - 1 : last - 1], lines[last - 1][:end]])[start:].decode()
-        self._frame, (self._code, self.node) = frame, _parse(code)
+        self._code, node = _parse(code)
         self._preceding = b"\n".join([*lines[: first - 1], lines[first - 1][:start]]).decode()
         # Neither several lines nor an assignment to x[0], which must not become one to pvary(x)[0], can be rewritten.
         stores = dis.opname[site.code.co_code[site.lasti]].startswith(("STORE", "DELETE"))
         self._line = _without_comment(lines[first - 1]) if first == last and not stores else None
         self._start = start - (len(self._code) - len(code)) // 2  # column of the parsed code
+        self.node = node
 
     @property
     def text(self) -> str:
@@ -69,7 +78,7 @@ class Expression:
 
         `position` is the tensor's among the operands of the operation `op`; -1 if it is unknown.
         """
-        node = next((part for part in _parts(self.node) if is_it(self.value(part))), None)
+        node = next((part for part in _parts(self.node) if is_it(self.value(part))), None) if self.node else None
         if node is None and position >= 0:
             node = next(iter(self._operands(op)[position:]), None)
         return node if node is not None and node.lineno == node.end_lineno else None
@@ -234,22 +243,10 @@ class Expression:
         return line[: self._start + node.col_offset].decode(), line[self._start + node.end_col_offset :].decode()
 
 
-def executing(frame: FrameType | None) -> Expression | None:
-    """Return the expression that a frame executes; `None` where its source is missing or was edited."""
-    return None if frame is None else _expression(Site(frame.f_code, frame.f_lasti), frame)
-
-
-def _expression(site: Site, frame: FrameType | None = None) -> Expression | None:
-    try:
-        return Expression(site, frame)
-    except (LookupError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-
-
 def rewritten(site: Site | None, rewrite: Callable[[Expression], str | None]) -> str | None:
     """Return `rewrite(the expression at a place)`; `None` where its line is unknown, or is one of several."""
-    at = site and _expression(site)
-    return rewrite(at) if at and at.is_in_a_line else None
+    at = Expression(site)
+    return rewrite(at) if at.is_in_a_line else None
 
 
 def called_at(site: Site | None) -> str | None:

@@ -72,7 +72,6 @@ class Partial(NamedTuple):
     site: Site | None
     axes: frozenset[str]  # those that may split the dims
     dim: int | None  # that is reduced; None for all
-    to_scalar: bool
     averaged: int = 0  # number of values of a mean
 
 
