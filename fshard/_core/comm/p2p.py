@@ -6,6 +6,7 @@ reduces in the order of the ranks, so the results have the same bits on all of t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class PeerGroup(Peers):
 
     messages = PendingMessages  # a class: each transfer makes one
 
-    @property
+    @functools.cached_property
     def others(self) -> list[int]:
         return [r for r in range(len(self.ranks)) if r != self.me]
 

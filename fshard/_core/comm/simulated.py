@@ -55,23 +55,6 @@ class _Message(NamedTuple):
     number: int
 
 
-class _End:
-    """The end of a run. A signal may interrupt the wait at any place: a threading.Event may then keep its lock."""
-
-    def __init__(self) -> None:
-        self._is_set, self._lock = False, threading.Lock()
-        self._lock.acquire()
-
-    def set(self) -> None:
-        """Let the caller go on; once."""
-        self._is_set = True
-        self._lock.release()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the end, and return whether it has come."""
-        return self._is_set or self._lock.acquire(timeout=seconds) or self._is_set
-
-
 class _Run:
     """One run of all ranks, which take turns: one runs until it waits in a collective or ends, then the next one.
 
@@ -90,7 +73,8 @@ class _Run:
         self.interrupted = False
         self.mail: dict[_Message, tuple[Any, tuple[Any, ...], Site | None]] = {}  # sent, and not received yet
         self.awaited: dict[_Message, int] = {}  # by the rank that waits
-        self.ended = _End()
+        self._is_over, self._until_over = False, threading.Lock()
+        self._until_over.acquire()
         self.failure: BaseException | None = None
         self.states = RankStates(n)
         self.process = os.getpid()
@@ -173,6 +157,18 @@ class _Run:
             self.waiting.clear()
         if self.ready:
             self.wake[self.ready.popleft()]()
+
+    def end(self) -> None:
+        """Let the caller go on; once."""
+        self._is_over = True
+        self._until_over.release()
+
+    def wait_for_end(self, seconds: float) -> bool:
+        """Wait for the end, and return whether it has come.
+
+        A signal may interrupt the wait at any place: a threading.Event may then keep its lock.
+        """
+        return self._is_over or self._until_over.acquire(timeout=seconds) or self._is_over
 
     def stop_if_failed(self) -> None:
         if self.failure is not None:
@@ -355,7 +351,7 @@ def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
         if run.interrupted:
             dismiss(threads[rank])
         if is_last:
-            run.ended.set()
+            run.end()
 
     with torch_for_ranks:
         threads = take_threads(n)
@@ -364,7 +360,7 @@ def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
                 job = functools.partial(copy_context().run, rank_main, rank, dict(zip(sizes, at, strict=True)))
                 run.wake.append(functools.partial(threads[rank].jobs.put, job))
             run.start_next()
-            while not run.ended.wait(_PATIENCE):
+            while not run.wait_for_end(_PATIENCE):
                 pass  # Python misses a signal that arrives just before a wait begins
         except BaseException as e:  # an interrupt of the caller
             _interrupt(run, threads, e)
@@ -399,7 +395,7 @@ def _interrupt(run: _Run, threads: Sequence[RankThread], e: BaseException) -> No
         for _ in range(_ATTEMPTS):  # the user's code may catch one
             if (rank := run.running) is not None:  # else the next rank finds the failure at its turn
                 threads[rank].interrupt()
-            if run.ended.wait(_PATIENCE):
+            if run.wait_for_end(_PATIENCE):
                 return
         e.add_note(f"rank {run.running} has not ended yet; its thread ends after the call that it is in")
     finally:
