@@ -19,7 +19,7 @@ from fshard._core.transfers import Split, Transfer, transfer
 from .description import Description
 from .functional import FunctionalGroup
 from .gloo import PendingMessages, Work
-from .group import GroupComm
+from .group import GroupComm, Pairs, TakeTexts
 from .p2p import PeerGroup
 
 _MOST_PEERS = 16  # ranks up to which messages between pairs are planned one by one; of more, collectives
@@ -58,9 +58,7 @@ class AbstractComm(GroupComm):
             self._transfers.append(transfer(self, op, xs, axes, split))
             super()._note(op, xs, axes, split)
 
-    def with_all_texts(
-        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
-    ) -> None:  # fmt: skip
+    def with_all_texts(self, text: str, verb: str, device: torch.device, f: TakeTexts) -> None:
         if not self.is_scheduled:  # a plan runs the program several times, and prints nothing
             f({index_of(tuple(self.sizes), self.sizes, self.coords): text})
 
@@ -114,9 +112,7 @@ class _UnsentCollectives(FunctionalGroup):
     def _compare_counts(self, device: torch.device, send: Sequence[int], receive: Sequence[int]) -> None:
         """Compare nothing: the other ranks' counts are not here."""
 
-    def send(
-        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], series: Series | None = None
-    ) -> PendingTransfer:  # fmt: skip
+    def send(self, xs: Sequence[Tensor], pairs: Pairs, series: Series | None) -> PendingTransfer:
         out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs]
         return lambda: out
 

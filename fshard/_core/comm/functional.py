@@ -16,6 +16,7 @@ from fshard._core.torch import foreach_copy_, functional_collectives, group_name
 from fshard.errors import fail
 
 from .description import counts_differ
+from .group import Pairs
 
 _ops = functional_collectives
 
@@ -73,7 +74,7 @@ class FunctionalGroup:
         for source, target in (sent != received.t()).nonzero().tolist():
             raise counts_differ(source, target, int(sent[source, target]), int(received[target, source]))
 
-    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
+    def permute(self, x: Tensor, pairs: Pairs) -> Tensor:
         if x.is_complex():
             return torch.view_as_complex(self.permute(torch.view_as_real(x), pairs))
         sent, received = [0] * self.n, [0] * self.n
@@ -86,9 +87,7 @@ class FunctionalGroup:
         out = self._wait(self._start(_ops.all_to_all_single, flat, received, sent, self.name))
         return out.view(x.shape) if sum(received) == x.numel() else torch.zeros_like(x)
 
-    def send(
-        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], series: Series | None = None
-    ) -> PendingTransfer:  # fmt: skip
+    def send(self, xs: Sequence[Tensor], pairs: Pairs, series: Series | None) -> PendingTransfer:
         """Start messages between pairs of ranks."""
         out = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in xs]
         operations = []

@@ -30,6 +30,7 @@ HEADER_TAG = 1 << 20
 _FIRST_TAG = 1 << 30
 _NUMBERS = 1 << 13  # more than there are pending transfers
 
+ByPeer = Mapping[int, Sequence[Tensor]]
 Counts = Mapping[int, tuple[int, int]]  # by peer: the numbers of rows that are sent to it, and received from it
 
 
@@ -88,9 +89,9 @@ class PendingMessages:
     """
 
     def __init__(
-        self, peers: Peers, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
-        incoming: Mapping[int, Sequence[Tensor]], second_round_of: PendingMessages | None = None,
-        counts: Counts | None = None, entered: Collection[int] | None = None, compared: bool = True,
+        self, peers: Peers, description: Description, outgoing: ByPeer, incoming: ByPeer,
+        second_round_of: PendingMessages | None = None, counts: Counts | None = None,
+        entered: Collection[int] | None = None, compared: bool = True,
     ) -> None:  # fmt: skip
         n, me = len(peers.ranks), peers.me
         self.description, self._counts = description, counts

@@ -11,6 +11,9 @@ from torch import Tensor
 from fshard._core.protocol import Axes, Comm, Dims, PendingTransfer, Series
 from fshard._core.transfers import Split, Transfer, note, reduction, transfer
 
+Pairs = Sequence[tuple[int, int]]  # of ranks: source and target
+TakeTexts = Callable[[Mapping[int, str]], None]  # of each rank
+
 
 class GroupComm:
     """A comm whose verbs are verbs of groups, which take no axes: each goes through `_block`, or `_start`."""
@@ -58,7 +61,7 @@ class GroupComm:
     ) -> Tensor:  # fmt: skip
         return self._block("all_to_all_rows", x, axes, send, receive, exchanged, split=send)
 
-    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
+    def permute(self, x: Tensor, pairs: Pairs, axes: Axes) -> Tensor:
         return self._block("permute", x, axes, pairs, split=pairs)
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Dims, axes: Axes) -> PendingTransfer:
@@ -70,9 +73,7 @@ class GroupComm:
     def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
         return self._start("reduce", xs, axes, fresh, op="all_reduce")
 
-    def send(
-        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes, series: Series | None = None
-    ) -> PendingTransfer:  # fmt: skip
+    def send(self, xs: Sequence[Tensor], pairs: Pairs, axes: Axes, series: Series | None = None) -> PendingTransfer:
         return self._start("send", xs, axes, pairs, series, op="send", split=pairs)
 
 
@@ -116,9 +117,7 @@ class TimedComm(GroupComm):
     def agree(self, what: str, axes: Axes, device: torch.device) -> None:
         self._comm.agree(what, axes, device)
 
-    def with_all_texts(
-        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
-    ) -> None:  # fmt: skip
+    def with_all_texts(self, text: str, verb: str, device: torch.device, f: TakeTexts) -> None:
         number = self._watch.begin_transfer(None, [], [])
         self._comm.with_all_texts(text, verb, device, f)
         self._watch.end_transfer(number, [])

@@ -7,7 +7,7 @@ reduces in the order of the ranks, so the results have the same bits on all of t
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ from fshard._core.transfers import reduction
 from fshard.spec import part_lengths
 
 from .description import Description, describe_transfer
-from .gloo import Peers, PendingMessages, pack_messages, unpack_messages
+from .gloo import ByPeer, Peers, PendingMessages, pack_messages, unpack_messages
+from .group import Pairs
 
 _WHOLE = 1 << 14  # bytes up to which every rank reduces everything: half the bytes are not worth a second round
 
@@ -140,13 +141,12 @@ class PeerGroup(Peers):
         messages.wait()
         return out
 
-    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
+    def permute(self, x: Tensor, pairs: Pairs) -> Tensor:
         return self.send([x], pairs, entered=range(len(self.ranks)))()[0].contiguous()
 
     def send(
-        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], series: Series | None = None,
-        entered: Collection[int] | None = None,
-    ) -> PendingTransfer:  # fmt: skip
+        self, xs: Sequence[Tensor], pairs: Pairs, series: Series | None = None, entered: Collection[int] | None = None
+    ) -> PendingTransfer:
         """Exchange messages only with the ranks that a pair names with this one, or with all the `entered` ones."""
         me = self.me
         targets = {target for source, target in pairs if source == me}
@@ -172,8 +172,8 @@ class _Parts:
     """The parts of a reduction: this rank's, and the pending ones of each other rank."""
 
     def __init__(
-        self, peers: PeerGroup, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
-        mine: Sequence[Tensor], buffers: Mapping[int, Sequence[Tensor]] | None = None,
+        self, peers: PeerGroup, description: Description, outgoing: ByPeer, mine: Sequence[Tensor],
+        buffers: ByPeer | None = None,
     ) -> None:  # fmt: skip
         received = buffers or {r: [_empty(x, x.shape) for x in mine] for r in peers.others}
         self._parts = list(zip(*(xs for _, xs in sorted({**received, peers.me: mine}.items())), strict=True))

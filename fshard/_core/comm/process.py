@@ -18,7 +18,7 @@ from fshard._core.transfers import call_site
 from .description import Description, disagreement
 from .functional import FunctionalGroup, call_distributed
 from .gloo import GlooConnections
-from .group import GroupComm
+from .group import GroupComm, TakeTexts
 from .p2p import PeerGroup
 
 
@@ -83,9 +83,7 @@ class ProcessComm(GroupComm):
             me = index_of(axes, self.sizes, self.coords)
             raise disagreement(mine, {i: None if i == me else header for i, header in enumerate(headers)})
 
-    def with_all_texts(
-        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
-    ) -> None:  # fmt: skip
+    def with_all_texts(self, text: str, verb: str, device: torch.device, f: TakeTexts) -> None:
         mine = torch.frombuffer(bytearray(f"{text}\n".encode()), dtype=torch.uint8).to(device)
         texts = [mine]
         if self._axes:

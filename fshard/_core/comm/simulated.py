@@ -26,7 +26,7 @@ from fshard._core.transfers import call_site, reduction
 from fshard.errors import ShardingError, fail
 
 from .description import counts_differ
-from .group import GroupComm
+from .group import GroupComm, Pairs, TakeTexts
 from .rank_states import RankStates, torch_for_ranks
 from .rank_threads import Abandoned, RankThread, dismiss, give_back, take_threads
 
@@ -199,9 +199,7 @@ class SimulatedComm(GroupComm):
         self.sizes, self.coords, self._run = sizes, coords, run
         self._group = functools.cache(functools.partial(_ThreadGroup, run, Counter(), sizes, coords))
 
-    def with_all_texts(
-        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
-    ) -> None:  # fmt: skip
+    def with_all_texts(self, text: str, verb: str, device: torch.device, f: TakeTexts) -> None:
         def call(texts: list[str]) -> list[None]:  # on the last rank to enter, while the others wait
             f(dict(enumerate(texts)))
             return [None] * len(texts)
@@ -249,7 +247,7 @@ class _ThreadGroup:
         facts = ("rows", *x.shape[1:]), x.dtype
         return self.run.exchange(self, "all_to_all_rows", (x, send, receive), combine, *facts)
 
-    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
+    def permute(self, x: Tensor, pairs: Pairs) -> Tensor:
         def combine(xs: list[Tensor]) -> list[Tensor]:
             source = {target: xs[source] for source, target in pairs}
             return [source[i].clone() if i in source else torch.zeros_like(x) for i, x in enumerate(xs)]
@@ -282,9 +280,7 @@ class _ThreadGroup:
             foreach_copy_(list(xs), reduced)
         return lambda: reduced if fresh else list(xs)
 
-    def send(
-        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], series: Series | None
-    ) -> PendingTransfer:  # fmt: skip
+    def send(self, xs: Sequence[Tensor], pairs: Pairs, series: Series | None) -> PendingTransfer:
         ranks, rank, shapes = self.ranks, self.rank, [list(x.shape) for x in xs]
         signature = ("permute", self.axes, shapes[0] if len(xs) == 1 else shapes, xs[0].dtype, tuple(pairs))
         numbers = {r: self.started[r] for r in {ranks[i] for pair in pairs if self.me in pair for i in pair}}
