@@ -375,7 +375,7 @@ class Checker(OperationMode, Facts):
 
     def _run_on_tensors(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = [Operand(x, self._info_of_plain(x)) for x in op.read(args, kwargs)]
-        if op.uses_torch_generator is not None and op.uses_torch_generator(args, kwargs):
+        if op.is_random and op.uses_torch_generator(args, kwargs):
             raise messages.draw_from_torch_generator(op.name)
         if op.of_some_value and op.lacks_a_value(args, kwargs):
             raise messages.reduction_of_no_value(op.name, args[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,9 +73,8 @@ class Operation:
         lists_written = [a for _, a in writes if _is_list(a) and a.name not in _SHARED_SCALARS]
         self.lists_written = len(lists_written) if self.on_lists else 0
         self.of_some_value = name in _OF_SOME_VALUE  # it has no result of an argument without elements
-        is_random = torch.Tag.nondeterministic_seeded in tags
-        # Asked for each call; None: never.
-        self.uses_torch_generator = _generator_use(schema_name, schema) if is_random else None
+        self.is_random = torch.Tag.nondeterministic_seeded in tags
+        self._rates = ("dropout_p", "dropout", *(["p"] if "dropout" in schema_name else []))  # arguments
         # Name and default of each argument; whether it is a shape.
         self.arguments = [(a.name, a.default_value, a.name in _SHAPES) for a in arguments]
 
@@ -94,6 +92,16 @@ class Operation:
         dim = self._values(args, kwargs).get("dim")
         dims = [dim] if isinstance(dim, int) else dim
         return not dims or any(args[0].shape[d] == 0 for d in dims)
+
+    def uses_torch_generator(self, args: Args, kwargs: Kwargs) -> bool:
+        """Return whether a call of a random operation draws from torch's generator."""
+        values = self._values(args, kwargs)
+        if values.get("generator") is not None or values.get("training") is False:
+            return False
+        if any(x.is_meta for x in args if isinstance(x, Tensor)):  # nothing is drawn on meta
+            return False
+        rate = next((name for name, *_ in self.arguments if name in self._rates), None)
+        return rate is None or (values.get(rate, 0.0) > 0 and values.get("train", True) is not False)
 
     def completing(self, args: Args, kwargs: Kwargs) -> str:
         """Return the collective that completes the result of a call; of a loss it depends on the reduction."""
@@ -159,18 +167,3 @@ def _user_name(name: str) -> str:
     if "scaled_dot_product" in name:
         return "attention" if "backward" not in name else "the backward of attention"
     return _USER_NAMES.get(name, name.strip("_"))
-
-
-def _generator_use(name: str, schema: Any) -> Callable[[Args, Kwargs], bool]:
-    names = [a.name for a in schema.arguments]
-    rate = next((n for n in ("dropout_p", "dropout") if n in names), "p" if "dropout" in name else None)
-
-    def uses_torch_generator(args: Args, kwargs: Kwargs) -> bool:
-        values = {**dict(zip(names, args, strict=False)), **kwargs}
-        if values.get("generator") is not None or values.get("training") is False:
-            return False
-        if any(x.is_meta for x in args if isinstance(x, Tensor)):  # nothing is drawn on meta
-            return False
-        return rate is None or (values.get(rate, 0.0) > 0 and values.get("train", True) is not False)
-
-    return uses_torch_generator
