@@ -82,32 +82,30 @@ class Scene:
 
     def is_batched(self, o: Operand, other: Operand) -> bool:
         """Return whether an operand has a dim in front that the user's code does not see, and another has none."""
-        nodes = self.node(o), self.node(other)
-        values = list(map(self.expression.value, nodes))
-        hidden = [x.tensor.ndim - value.ndim if isinstance(value, Tensor) else 0
-                  for x, value in zip((o, other), values, strict=True)]  # fmt: skip
-        return hidden[0] == 0 < hidden[1]
+
+        def hidden_dims(x: Operand) -> int:
+            value = self.expression.value(self.node(x))
+            return x.tensor.ndim - value.ndim if isinstance(value, Tensor) else 0
+
+        return hidden_dims(o) == 0 < hidden_dims(other)
 
     def without_pvary(self, o: Operand) -> str | None:
         """Return the line without the pvary that made an operand; `None` if it is elsewhere."""
         node = self.node(o) if o.info.op == "pvary" else None
         return self.expression.without_call(node=node) if node else None
 
-    def line_with(self, verb: str, *operands: tuple[Operand, str]) -> str:
-        """Return the line with a call around each operand, over its axes; else the calls, to make before the line."""
-        nodes = [self.node(o) for o, _ in operands]
-        if all(nodes):
-            changes = [(node, self.call(verb, self.expression.source(node), axes))
-                       for node, (_, axes) in zip(nodes, operands, strict=True)]  # fmt: skip
-            line = self.expression.replaced(*changes)
-            if line:
-                return line
-        return ", and ".join(self.call_before(verb, o, axes) for o, axes in operands)
+    def with_calls(self, verb: str, *operands: tuple[Operand, str]) -> str | None:
+        """Return the line with a call around each operand, over its axes; `None` where it cannot be rewritten."""
+        nodes = [(self.node(o), axes) for o, axes in operands]
+        calls = [(node, self.call(verb, self.expression.source(node), axes)) for node, axes in nodes if node]
+        return self.expression.replaced(*calls) if len(calls) == len(nodes) else None
 
-    def call_before(self, verb: str, o: Operand, axes: str) -> str:
-        """Return the advice to call a function on an operand before the line."""
+    def line_with(self, verb: str, *operands: tuple[Operand, str]) -> str:
+        """Return the line `with_calls`, or else the advice to make the calls before it."""
         which = "invariant operand" if verb == "pvary" else "varying operand"
-        return f"apply {self.call(verb, self.known_name(o) or '...', axes)} to the {which} before this line"
+        calls = [self.call(verb, self.known_name(o) or "...", axes) for o, axes in operands]
+        advice = ", and ".join(f"apply {call} to the {which} before this line" for call in calls)
+        return self.with_calls(verb, *operands) or advice
 
 
 class Fix(NamedTuple):
@@ -151,10 +149,7 @@ def fix_before_vmap(checker: Facts, leaf: Operand, axes: str) -> str:
         frame = frame.f_back
     frame = frame and callsite.user_frame(frame)
     scene = Scene(checker, frame=frame)
-    node = scene.node(leaf)
-    line = node and scene.expression.replaced(
-        (node, scene.call("pvary", scene.expression.source(node), axes))
-    )  # fmt: skip
+    line = scene.with_calls("pvary", (leaf, axes))
     advice = f"{scene.call('pvary', leaf.info.name or '...', axes)} before torch.func.vmap, and not inside it"
     return fix_lines([Fix(line, "", scene.site) if line else Fix(advice)])
 

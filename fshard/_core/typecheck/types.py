@@ -36,9 +36,7 @@ class History(NamedTuple):
     reductions: tuple[Reduction, ...] = ()  # made it invariant: at most one for each axis
     partials: tuple[Partial, ...] = ()  # the last two reductions of a dim that a value that varies was computed from
     copies: frozenset[str] = NONE  # axes over which a value varies only by pvary: each rank has a copy of one value
-    gathers: tuple[
-        Reduction, ...
-    ] = ()  # all_gathers, by which it varies over an axis and by nothing else: at most one each
+    gathers: tuple[Reduction, ...] = ()  # all_gathers, by which it varies over an axis and by nothing else
     like: frozenset[str] = NONE  # axes of a free value that was made like one that varies over them (zeros_like)
     # (axis, collective before the loss: pvary or all_gather) of the gradients in it that have a part on each rank
     parted: frozenset[tuple[str, str]] = frozenset()
