@@ -42,11 +42,6 @@ class Scene:
         self._positions = {id(o.tensor): i for i, o in reversed(list(enumerate(operands)))}
         self._nodes: dict[int, Any] = {}  # by the id of the tensor of an operand, which lives as long as its line runs
 
-    @property
-    def line(self) -> int:
-        """Line number, from 1; 0 if there is none."""
-        return self.site.line if self.site else 0
-
     def call(self, verb: str, *args: str) -> str:
         """Return the source of a call, as the user's imports spell it: `fs.pvary(x, "data")`."""
         return f"{qualified_name(self.frame, verb)}({', '.join(args)})"
@@ -192,9 +187,9 @@ def fix_of_partial(checker: Facts, x: Operand, axes: Sequence[str]) -> str:
         loss = f"{name.removesuffix('pmean')}nn.cross_entropy(logits, targets, over={axes_source(axes)})"
         return fix_lines([Fix(f"{name}(..., {axes_source(axes)}) of what {package} returns to your code", IS_MEAN),
                           Fix(f"{loss} in your code", "counts differ, as with padding")])  # fmt: skip
-    if fix := fix_of_gather(x.info, axes, here.line if here else 0) or _fix_of_cross_entropy(checker, x, axes):
+    if fix := fix_of_gather(x.info, axes, here) or _fix_of_cross_entropy(checker, x, axes):
         return fix_lines([fix])
-    fixes = fixes_of_partials(x.info, axes, here.line if here else 0)
+    fixes = fixes_of_partials(x.info, axes, here)
     if (called_at(here) or "").endswith(".update"):  # of an optimizer: a mean of weights is another training
         return fix_lines(fixes) or f"sum the gradients over {axes_text(axes)} before the update"
     if not fixes:
@@ -225,12 +220,11 @@ def _fix_of_cross_entropy(checker: Facts, x: Operand, axes: Sequence[str]) -> Fi
         text = at.text if is_ours else at.text.replace(called, ours, 1)
         return at.with_text(f"{text.removesuffix(')')}, {name}={axes_source(axes)})")
 
-    here = x.info.site.line if x.info.site else 0
     line = rewritten(site, rewrite)
-    return Fix(line, "", site if site and site.line != here else None) if line else None
+    return Fix(line, "", _elsewhere(site, x.info.site)) if line else None
 
 
-def fix_of_gather(x: TensorInfo, axes: Sequence[str], line: int) -> Fix | None:
+def fix_of_gather(x: TensorInfo, axes: Sequence[str], here: callsite.Site | None = None) -> Fix | None:
     """Return the fix of a value that varies over the axes only by an all_gather, and must not: at the all_gather."""
     sites = {r.site for r in x.history.gathers if r.axis in axes}
     if len(sites) != 1 or not set(axes) <= {r.axis for r in x.history.gathers}:
@@ -240,10 +234,10 @@ def fix_of_gather(x: TensorInfo, axes: Sequence[str], line: int) -> Fix | None:
     if called is not None and called.rpartition(".")[2] != "all_gather":  # of unshard, which gathers on the way
         return None
     text = rewritten(site, lambda at: at.with_text(f'{at.text.removesuffix(")")}, to="invariant")'))
-    return Fix(text or 'fs.all_gather(..., to="invariant")', "", site if site and site.line != line else None)
+    return Fix(text or 'fs.all_gather(..., to="invariant")', "", _elsewhere(site, here))
 
 
-def fixes_of_partials(x: TensorInfo, axes: Sequence[str], line: int) -> list[Fix]:
+def fixes_of_partials(x: TensorInfo, axes: Sequence[str], here: callsite.Site | None) -> list[Fix]:
     """Return the fixes of operations that reduced a dim on the way to a value, if the axes may split it."""
     partials = [p for p in x.history.partials if p.axes & set(axes)]
     if [p.verb for p in partials] == ["pmean", "psum"]:  # the mean of a sum that has a part on each rank
@@ -253,8 +247,13 @@ def fixes_of_partials(x: TensorInfo, axes: Sequence[str], line: int) -> list[Fix
         partials = [p for p in partials if p.verb != "pmean"]
     if any(r.verb == "pmean" for r in x.history.reductions):  # an accuracy: the other axis splits what argmax reduces
         partials.sort(key=lambda p: p.verb != "all_gather")
-    fixes = [_fix_of_reduction(p, axes, p.site if p.site and p.site.line != line else None) for p in partials]
+    fixes = [_fix_of_reduction(p, axes, _elsewhere(p.site, here)) for p in partials]
     return list(dict.fromkeys(fixes))
+
+
+def _elsewhere(site: callsite.Site | None, here: callsite.Site | None) -> callsite.Site | None:
+    """Return a place, if it is not on the line of the error."""
+    return site if site and (here is None or site.line != here.line) else None
 
 
 def _fix_of_reduction(p: Partial, axes: Sequence[str], site: callsite.Site | None) -> Fix:

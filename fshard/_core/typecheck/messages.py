@@ -109,7 +109,7 @@ def _reason_and_fix(
     if scene.is_batched(invariant, varying):
         why = f"each of the {n} ranks of {axes_text(axes)} has different examples, with a gradient for each of them"
         return [why], fix_before_vmap(scene.checker, invariant, source)
-    gathered = fix_of_gather(varying.info, axes, scene.line)
+    gathered = fix_of_gather(varying.info, axes, scene.site)
     if gathered and not scene.checker.differentiated(varying.tensor):
         choices = [
             gathered._replace(condition=f"{many} is the same on every rank"),
@@ -122,7 +122,7 @@ def _reason_and_fix(
     notes += [f"the same is true of {scene.name(o)} and the ranks of {axes_text(more)}" for o, all_axes in to_vary
               if (more := [a for a in all_axes if o is not invariant or a not in axes])]  # fmt: skip
     choices = [Fix(scene.line_with("pvary", *((o, axes_source(all_axes)) for o, all_axes in to_vary)))]
-    partials = fixes_of_partials(varying.info, axes, scene.line)
+    partials = fixes_of_partials(varying.info, axes, scene.site)
     reduced = any(r.axis in axes for r in invariant.info.history.reductions)
     if op in ("add", "sub") and partials and (reduced or partials[0].site is None):
         choices = [*partials[:1], Fix(choices[0].text, f"each rank is to keep its own {many}")]
@@ -321,7 +321,7 @@ def copies_differ(
     name, n, over = m.text.rows[0][0], size_of(axes, checker.sizes), axes_text(axes)
     cause = (m.earlier or m).varying
     if cause.type.differentiable or cause.history.partials:
-        fixes = fixes_of_partials(m.varying, axes, m.site.line)
+        fixes = fixes_of_partials(m.varying, axes, m.site)
         fixes = fixes or [Fix(m.text.pmean, IS_MEAN), Fix(m.text.psum, IS_SUM)]
         fixes += [reduced_over_another_axis(r, axes) for r in m.varying.history.reductions
                   if r.axis in m.invariant.type.varying]  # fmt: skip
@@ -448,8 +448,7 @@ def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[
     why = _WRONG_COLLECTIVE[verb].format(n=size_of(axes, checker.sizes))
     if m.origin is not None:
         state = f"does not vary over {axes_text(axes)}" if m.takes == "V" else f"varies over {axes_text(axes)} already"
-        line = m.origin.line
-        gathers = [fix_of_gather(mixture.varying, axes, line) for mixture in _index_mixtures(checker, axes)]
+        gathers = [fix_of_gather(mixture.varying, axes, m.origin) for mixture in _index_mixtures(checker, axes)]
         fixes = list(dict.fromkeys(filter(None, gathers)))
         return _error(m.origin, f"the gradient of this collective's result {state}", [("gradient", show_type(x))],
                       *_index_notes(checker, axes), f"the transpose of this collective is {verb}: {why}",
@@ -484,7 +483,7 @@ def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[
         choices.append(Fix(line, "a number of each rank, which types do not cover, picked or made its value"))
     if set(axes) & x.info.type.drawn:
         choices.append(Fix(f"name {axes_text(axes)} in the spec of the draw", "each rank is to draw its part"))
-    if verb == "pvary" and (gather := fix_of_gather(x.info, axes, scene.site.line if scene.site else 0)):
+    if verb == "pvary" and (gather := fix_of_gather(x.info, axes, scene.site)):
         choices.append(gather)
     choices = (_fixes_of_picks(checker, axes, scene.site) if m.takes == "V" else []) + choices
     superfluous = Fix(drop, f"the {verb} is one too many" if choices else "")
@@ -665,7 +664,7 @@ def results_have_wrong_type(
         notes = [f"{path} varies since {m.site}: {m.op} of {m.text.rows[0][0]} with {m.text.rows[1][0]}"
                  for m in x.info.history.mixtures if m.axis in extra]  # fmt: skip
         differ = f"the {n} ranks would return different values, and the out spec declares one value"
-        why, fix = _GATHERED if fix_of_gather(x.info, axes, 0) else differ, fix_of_partial(checker, x, axes)
+        why, fix = _GATHERED if fix_of_gather(x.info, axes) else differ, fix_of_partial(checker, x, axes)
         if any(o.info.op.endswith("batch_norm") for _, o, _ in rows):
             fix = f"apply.batch_norm_over({axes_source(extra)}), of all rows; or fs.pmean of the returned buffers"
         without = [Fix(m.text.without_pvary, "both operands are the same on every rank", m.site)
