@@ -11,8 +11,8 @@ from torch import Tensor
 from fshard._core.protocol import Axes, Comm, Dims, PendingTransfer, Series
 from fshard._core.transfers import Split, Transfer, note, reduction, transfer
 
-Pairs = Sequence[tuple[int, int]]  # of ranks: source and target
-TakeTexts = Callable[[Mapping[int, str]], None]  # of each rank
+Pairs = Sequence[tuple[int, int]]  # of positions on the axes: source and target
+TakeTexts = Callable[[Mapping[int, str]], None]  # takes the text of each rank
 
 
 class GroupComm:
