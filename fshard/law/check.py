@@ -19,7 +19,7 @@ from fshard._core.display import page
 from fshard._core.protocol import index_of
 from fshard._core.transfers import Transfer, groups_of, transfer_rows, transfer_table
 from fshard._core.typecheck import same_numbers
-from fshard.errors import ShardingError, checked, fail, join_limited, raise_all
+from fshard.errors import ShardingError, checked, fail, join_limited, number_of, raise_all
 from fshard.init import Deferred
 from fshard.mesh import Mesh
 from fshard.shard_map import DryRun, ShardMapped, dry_run
@@ -74,11 +74,9 @@ class Checked:
 
     def _title(self) -> str:
         n = math.prod(self.mesh.values())
-        count = f"{len(self.transfers)} transfers" if len(self.transfers) != 1 else "1 transfer"
-        sent = size(sum(t.sent for t in self.transfers))
-        at, each = f", at each position of {', '.join(self.branches_on)}", "rank 0"
-        if not self.branches_on:
-            at, each = "", "each"
+        count, sent = number_of(len(self.transfers), "transfer"), size(sum(t.sent for t in self.transfers))
+        at = f", at each position of {', '.join(self.branches_on)}" if self.branches_on else ""
+        each = "rank 0" if at else "each"
         return f"checked on {n} ranks ({format_axes(self.mesh)}){at}: {each} makes {count} and sends {sent}"
 
     def _uneven_rows(self) -> list[str]:

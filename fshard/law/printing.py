@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -139,12 +141,9 @@ def _boxes(found: Iterable[Coords], axes: Sequence[str]) -> list[str]:
     """
     if not axes:
         return [""]
-    rests: dict[int, list[Coords]] = {}
-    for first, *rest in sorted(found):
-        rests.setdefault(first, []).append(tuple(rest))
-    firsts: dict[tuple[Coords, ...], list[int]] = {}
-    for first, rest_of in rests.items():
-        firsts.setdefault(tuple(rest_of), []).append(first)
+    firsts: dict[tuple[Coords, ...], list[int]] = {}  # by all that follow them
+    for first, group in itertools.groupby(sorted(found), key=operator.itemgetter(0)):
+        firsts.setdefault(tuple(coords[1:] for coords in group), []).append(first)
     names = {coords: f"{axes[0]}={format_runs(at, separator=',', dash='..')}" for coords, at in firsts.items()}
     return [", ".join(filter(None, (names[coords], box))) for coords in firsts for box in _boxes(coords, axes[1:])]
 

@@ -180,12 +180,9 @@ class _Leaf:
         return repr(x) if isinstance(x, (Deferred, *SCALARS)) else f"a {type(x).__name__}"
 
     def fail(self, what: str, *notes: str, fix: str) -> ShardingError:
-        facts: dict[str, object] = {"leaf": describe(self.x, self.spec)}
-        if self.initializer:
-            facts["described as"] = self.initializer
-        if self.mesh:
-            facts["mesh"] = format_axes(self.mesh.axes)
-        return fail(f"{self.label} {what}", *notes, fix=fix, **facts)
+        facts = {"leaf": describe(self.x, self.spec), "described as": self.initializer,
+                 "mesh": format_axes(self.mesh.axes) if self.mesh else ""}  # fmt: skip
+        return fail(f"{self.label} {what}", *notes, fix=fix, **{name: x for name, x in facts.items() if x})
 
     def no_values_error(self) -> ShardingError | None:
         """Return the error of a leaf that has no values in this process."""

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -126,24 +126,15 @@ def verify(
         positions = [examples] if isinstance(examples, int) else list(examples)
         runs += [(f"{f._name} (with the examples in another order)", a) for a in _in_other_orders(f, args, positions)]
     outcomes = [_compare_meshes(f, name, a, others, rtol, atol, bitwise, locate) for name, a in runs]
-    return Verified(
-        tuple(map(format_axes, [f.mesh.axes, *others])),
-        outcomes[0][0],
-        max(error for _, error, *_ in outcomes),
-        tuple(dict.fromkeys(name for _, _, noise, _ in outcomes for name in noise)),
-        len(runs),
-        outcomes[0][3],
-    )
+    noise = tuple(dict.fromkeys(name for out in outcomes for name in out.noise))
+    return replace(outcomes[0], error=max(out.error for out in outcomes), noise=noise, orders=len(runs))
 
 
 def _compare_meshes(
     f: ShardMapped, name: str, args: tuple[Any, ...], others: Sequence[Sizes], rtol: Any, atol: Any, bitwise: bool,
     locate: bool,
-) -> tuple[int, float, list[str], tuple[str, ...]]:  # fmt: skip
-    """Return the number of leaves, the largest error, the leaves that are noise, and those that are unchanged.
-
-    Raises if leaves differ, or if all leaves of an argument are unchanged.
-    """
+) -> Verified:  # fmt: skip
+    """Compare one order of the examples. Raises if leaves differ, or if all leaves of an argument are unchanged."""
     f._compare_arguments(args)
     axes = f.mesh.axes
     full_args = device_get(args)
@@ -194,7 +185,8 @@ def _compare_meshes(
             raise ShardingError(first_text)
     raise_all(mismatched_replicas)
     unchanged = _unchanged(f, name, args, full_args, got, earlier)
-    return len(names) - 1 - len(unchanged), worst, only_noise, tuple(names[i] for i in unchanged)
+    return Verified(tuple(map(format_axes, [axes, *others])), len(names) - 1 - len(unchanged), worst, tuple(only_noise),
+                    unchanged=tuple(names[i] for i in unchanged))  # fmt: skip
 
 
 def _unchanged(

@@ -19,6 +19,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import P
 from fshard._core.comm import TimedComm
+from fshard._core.comm.group import GroupComm
 from fshard._core.transfers import Transfer
 from fshard.models import gpt2
 from fshard.planning import Operation, Start, Wait, measure
@@ -285,14 +286,17 @@ def test_transfer_lasts_from_its_start_to_the_end_of_the_wait_for_it() -> None:
 def test_timed_comm_reports_each_start_and_wait_around_those_of_its_comm() -> None:
     log: list[str] = []
 
-    class Inner:
-        sizes, coords, has_values, is_scheduled = {"data": 2}, {"data": 0}, True, True
+    class Inner(GroupComm):
+        sizes, coords, _note = {"data": 2}, {"data": 0}, lambda *_: None
+
+        def _group(self, *_: Any) -> Any:
+            return self
 
         def gather(self, *_: Any) -> Any:
             log.append("gather")
             return lambda: log.append("waited") or ["result"]  # type: ignore[func-returns-value]
 
-        def all_reduce(self, *_: Any) -> str:
+        def all_reduce(self, *_: Any) -> Any:
             log.append("all_reduce")
             return "result"
 

@@ -7,11 +7,11 @@ and `abstract` with shapes only. Nothing outside this package, but `mesh`, depen
 from .abstract import AbstractComm, fake_tensors, run_on_meta, silent_comm
 from .functional import call_distributed
 from .gloo import GlooConnections
+from .group import TimedComm, Watch
 from .meeting import OTHER_PORT
 from .preemption import handle_signals, stop_agreement, take_signal
 from .process import ProcessComm
 from .simulated import simulate
-from .timed import TimedComm, Watch
 from .watchdog import SLOW, Wait, Watchdog, call_at_exit, start_watchdog
 
 __all__ = [

@@ -7,7 +7,6 @@ transfer, its buffers and their lifetimes need no second description.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from fshard._core.transfers import Split, Transfer, transfer
 from .description import Description
 from .functional import FunctionalGroup
 from .gloo import PendingMessages, Work
+from .group import GroupComm, Pairs, TakeTexts
 from .p2p import PeerGroup
-from .process import GroupComm
 
 _MOST_PEERS = 16  # ranks up to which messages between pairs are planned one by one; of more, collectives
 
@@ -46,11 +45,11 @@ class AbstractComm(GroupComm):
         self.is_scheduled = is_scheduled
         self._transfers, self._peers = transfers, peers
 
-    def _group(self, axes: Axes, x: Tensor) -> PeerGroup | FunctionalGroup:
+    def _group(self, axes: Axes, device: torch.device) -> PeerGroup | FunctionalGroup:
         sizes, me = [self.sizes[a] for a in axes], index_of(axes, self.sizes, self.coords)
         n = size_of(axes, self.sizes)
         if self._peers and n <= _MOST_PEERS:
-            return _UnsentPeers(None, axes, range(n), me, sizes)  # type: ignore[arg-type]
+            return _UnsentPeers(None, range(n), me, axes, sizes)  # type: ignore[arg-type]
         order = sorted(range(len(axes)), key=lambda i: list(self.sizes).index(axes[i]))
         return _UnsentCollectives("", sizes, me, order)
 
@@ -59,12 +58,7 @@ class AbstractComm(GroupComm):
             self._transfers.append(transfer(self, op, xs, axes, split))
             super()._note(op, xs, axes, split)
 
-    def agree(self, what: str, axes: Axes, device: torch.device) -> None:
-        pass  # there is one rank
-
-    def with_all_texts(
-        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
-    ) -> None:  # fmt: skip
+    def with_all_texts(self, text: str, verb: str, device: torch.device, f: TakeTexts) -> None:
         if not self.is_scheduled:  # a plan runs the program several times, and prints nothing
             f({index_of(tuple(self.sizes), self.sizes, self.coords): text})
 
@@ -77,32 +71,23 @@ def silent_comm(place: Place) -> AbstractComm:
 class _UnsentMessages(PendingMessages):
     """Messages whose buffers exist until the wait, and that are not sent."""
 
-    def __init__(
-        self, ranks: Sequence[int], me: int, outgoing: Mapping[int, Sequence[Tensor]],
-        incoming: Mapping[int, Sequence[Tensor]],
-    ) -> None:  # fmt: skip
-        nowhere: Any = SimpleNamespace(send=None, recv=None)
-        connections: Any = SimpleNamespace(backend=nowhere, rank=me, size=len(ranks), abandoned=[])
-        super().__init__(connections, ranks, None, outgoing, incoming)  # type: ignore[arg-type]
-
     def _exchange_headers(self, compared: bool) -> dict[int, int]:
-        return dict.fromkeys(self._ranks, 0)
+        return dict.fromkeys(self._entered, 0)
 
-    def _start(self, send_or_receive: Any, x: Tensor, rank: int, tag: int) -> Work:
-        return Work(None, rank, x)
+    def _start(self, verb: str, x: Tensor, r: int, tag: int) -> Work:
+        return Work(None, r, x, tag)
 
     def _wait_for_works(self) -> None:
         self.works.clear()
+
+    def __del__(self) -> None:
+        pass  # a transfer that is dropped before the wait has nothing to receive
 
 
 class _UnsentPeers(PeerGroup):
     """Pairs of ranks that exchange no messages."""
 
-    def _exchange(
-        self, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
-        incoming: Mapping[int, Sequence[Tensor]], *_: Any, **__: Any,
-    ) -> PendingMessages:  # fmt: skip
-        return _UnsentMessages(self.ranks, self.me, outgoing, incoming)
+    messages = _UnsentMessages
 
     def _describe(self, op: str, xs: Sequence[Tensor], details: Sequence[Any] = ()) -> Description:
         return None  # type: ignore[return-value]
@@ -127,9 +112,7 @@ class _UnsentCollectives(FunctionalGroup):
     def _compare_counts(self, device: torch.device, send: Sequence[int], receive: Sequence[int]) -> None:
         """Compare nothing: the other ranks' counts are not here."""
 
-    def send(
-        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], series: Series | None = None
-    ) -> PendingTransfer:  # fmt: skip
+    def send(self, xs: Sequence[Tensor], pairs: Pairs, series: Series | None) -> PendingTransfer:
         out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs]
         return lambda: out
 

@@ -16,6 +16,7 @@ from fshard._core.torch import foreach_copy_, functional_collectives, group_name
 from fshard.errors import fail
 
 from .description import counts_differ
+from .group import Pairs
 
 _ops = functional_collectives
 
@@ -73,7 +74,7 @@ class FunctionalGroup:
         for source, target in (sent != received.t()).nonzero().tolist():
             raise counts_differ(source, target, int(sent[source, target]), int(received[target, source]))
 
-    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
+    def permute(self, x: Tensor, pairs: Pairs) -> Tensor:
         if x.is_complex():
             return torch.view_as_complex(self.permute(torch.view_as_real(x), pairs))
         sent, received = [0] * self.n, [0] * self.n
@@ -86,9 +87,7 @@ class FunctionalGroup:
         out = self._wait(self._start(_ops.all_to_all_single, flat, received, sent, self.name))
         return out.view(x.shape) if sum(received) == x.numel() else torch.zeros_like(x)
 
-    def send(
-        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], series: Series | None = None
-    ) -> PendingTransfer:  # fmt: skip
+    def send(self, xs: Sequence[Tensor], pairs: Pairs, series: Series | None) -> PendingTransfer:
         """Start messages between pairs of ranks."""
         out = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in xs]
         operations = []
@@ -96,8 +95,13 @@ class FunctionalGroup:
             if source == target == self.me:
                 foreach_copy_(out, list(xs))
             elif self.me in (source, target):
-                ys = [x.contiguous() for x in xs] if source == self.me else out
-                operations += self._messages(ys, target if source == self.me else source, source == self.me)
+                is_sent = source == self.me
+                peer, group = self._group_rank(target if is_sent else source), group_named(self.name)
+                for x in [x.contiguous() for x in xs] if is_sent else out:
+                    x = torch.view_as_real(x) if x.is_complex() else x
+                    operations.append(
+                        dist.P2POp(dist.isend if is_sent else dist.irecv, x, group=group, group_peer=peer)
+                    )
         works = call_distributed(dist.batch_isend_irecv, operations) if operations else []
 
         def wait() -> list[Tensor]:
@@ -106,12 +110,6 @@ class FunctionalGroup:
             return out
 
         return wait
-
-    def _messages(self, xs: Sequence[Tensor], position: int, is_sent: bool) -> list[dist.P2POp]:
-        """Describe the messages of these tensors, to or from the rank at a position."""
-        group, op = group_named(self.name), dist.isend if is_sent else dist.irecv
-        parts = [torch.view_as_real(x) if x.is_complex() else x for x in xs]
-        return [dist.P2POp(op, x, group=group, group_peer=self._group_rank(position)) for x in parts]
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Dims) -> PendingTransfer:
         widths = column_counts(into, dims, self.sizes)
@@ -142,7 +140,7 @@ class FunctionalGroup:
 
         return wait
 
-    def reduce(self, xs: Sequence[Tensor], *, fresh: bool = False) -> PendingTransfer:
+    def reduce(self, xs: Sequence[Tensor], fresh: bool) -> PendingTransfer:
         started = self._start(_ops.all_reduce, pack(xs), "sum", self.name)
 
         def wait() -> list[Tensor]:

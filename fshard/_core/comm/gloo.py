@@ -30,15 +30,17 @@ HEADER_TAG = 1 << 20
 _FIRST_TAG = 1 << 30
 _NUMBERS = 1 << 13  # more than there are pending transfers
 
-Counts = Mapping[int, tuple[int, int]]  # by rank: the numbers of rows that are sent to it, and received from it
+ByPeer = Mapping[int, Sequence[Tensor]]
+Counts = Mapping[int, tuple[int, int]]  # by peer: the numbers of rows that are sent to it, and received from it
 
 
 class Work(NamedTuple):
-    """A message that is being sent to a rank or received from it, and the tensor that it reads or writes."""
+    """A message that is being sent to a peer or received from it, and the tensor that it reads or writes."""
 
     work: Any
-    rank: int
+    peer: int
     tensor: Tensor
+    tag: int
 
 
 @dataclass(eq=False)
@@ -66,82 +68,89 @@ class GlooConnections:
             connections.abandoned.clear()
 
 
-class PendingMessages:
-    """The messages of one transfer: `outgoing[r]` is being sent to rank r, and `incoming[r]` received from it.
+@dataclass(frozen=True)
+class Peers:
+    """Ranks that exchange messages, with this one at position `me`."""
 
-    The sizes of `incoming[r]` are those that rank r sends. All `ranks`, or only the `entered` ones of them, must start
-    the same transfers with one another, in the same order. A transfer may have a second round of messages, another
-    `PendingMessages`: `second_round_of` is the first. Ranks whose `counts` of rows do not fit find out. Without
-    `compared` there is no header: ranks that start different transfers wait until the timeout.
+    connections: GlooConnections
+    ranks: Sequence[int]  # each one's rank in the mesh
+    me: int
+
+
+class PendingMessages:
+    """The messages of one transfer: `outgoing[r]` is being sent to the r-th peer, and `incoming[r]` received from it.
+
+    The sizes of `incoming[r]` are those that it sends. All peers, or only the `entered` ones, must start the same
+    transfers with one another, in the same order. A transfer may have a second round of messages, another
+    `PendingMessages`: `second_round_of` is the first. Peers whose `counts` of rows do not fit find out. Without
+    `compared` there is no header: peers that start different transfers wait until the timeout.
 
     Attributes: `description`, and `works`: the messages that are not known to have ended.
     """
 
     def __init__(
-        self, connections: GlooConnections, ranks: Sequence[int], description: Description,
-        outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]],
+        self, peers: Peers, description: Description, outgoing: ByPeer, incoming: ByPeer,
         second_round_of: PendingMessages | None = None, counts: Counts | None = None,
         entered: Collection[int] | None = None, compared: bool = True,
     ) -> None:  # fmt: skip
+        n, me = len(peers.ranks), peers.me
         self.description, self._counts = description, counts
         self.works: list[Work] = []
-        self._connections, self._ranks, self._entered = connections, ranks, ranks if entered is None else entered
+        self._peers, self._entered = peers, range(n) if entered is None else entered
         self._headers: list[Work] = []
-        self._sent_headers: set[int] = set()  # ids of tensors of `works`
-        self._received: dict[int, Tensor] = {}  # the header from each rank
-        self._awaited = connections.rank  # the rank that is waited for
+        self._received: dict[int, Tensor] = {}  # the header from each peer
+        self._awaited = me  # the peer that is waited for
         self._packed: list[tuple[Tensor, list[Tensor]]] = []  # received buffers, and the tensors packed in each
         if second_round_of is not None:
             self._tags: dict[int, int] = {r: tag + _NUMBERS for r, tag in second_round_of._tags.items()}
         else:
-            while connections.abandoned:
-                connections.abandoned.pop()._wait_for_works()
             self._tags = self._exchange_headers(compared)
-        n, me = connections.size, connections.rank
         for r in sorted(incoming, key=lambda r: (me - r) % n):  # each rank starts with another peer
             self._receive(r, incoming[r])
-        messages: dict[int, list[Tensor]] = {}  # a list for several ranks is packed once
+        messages: dict[int, list[Tensor]] = {}  # a list for several peers is packed once
         for r in sorted(outgoing, key=lambda r: (r - me) % n):
             xs = outgoing[r]
             if id(xs) not in messages:
                 messages[id(xs)] = pack_messages(xs)
-            for x in messages[id(xs)]:
-                self.works.append(self._start(connections.backend.send, x, r, self._tags[r]))
+            self.works += [self._start("send", x, r, self._tags[r]) for x in messages[id(xs)]]
 
     def _exchange_headers(self, compared: bool) -> dict[int, int]:
-        """Start to exchange headers, if they are compared; return the tag of the messages to and from each rank."""
-        connections, message = self._connections, self.description.message
+        """Start to exchange headers, if they are compared; return the tag of the messages to and from each peer."""
+        connections, me, message = self._peers.connections, self._peers.me, self.description.message
         tags, number, counts = {}, self.description.number, self._counts
+        while connections.abandoned:
+            connections.abandoned.pop()._wait_for_works()
         for r in self._entered:
-            if r == connections.rank:
+            if r == me:
                 continue
             if counts is not None:  # messages of other sizes must not match
                 message = self.description.message_with(counts[r])
-                both = counts[r] if connections.rank < r else counts[r][::-1]
+                both = counts[r] if me < r else counts[r][::-1]
                 number = hash((self.description.number, *both)) & 0xFFFF
             if compared:
                 self._received[r] = torch.empty(message.shape, dtype=torch.uint8, device="cpu")
-                self._headers.append(self._start(connections.backend.recv, self._received[r], r, HEADER_TAG))
-                self.works.append(self._start(connections.backend.send, message, r, HEADER_TAG))
-                self._sent_headers.add(id(message))
-            tags[r] = _FIRST_TAG + (number << 14) + connections.started[r] % _NUMBERS
-            connections.started[r] += 1
+                self._headers.append(self._start("recv", self._received[r], r, HEADER_TAG))
+                self.works.append(self._start("send", message, r, HEADER_TAG))
+            rank = self._peers.ranks[r]
+            tags[r] = _FIRST_TAG + (number << 14) + connections.started[rank] % _NUMBERS
+            connections.started[rank] += 1
         return tags
 
-    def _receive(self, rank: int, xs: Sequence[Tensor]) -> None:
+    def _receive(self, r: int, xs: Sequence[Tensor]) -> None:
         for indices in _messages(xs):
             targets = [xs[i] for i in indices]
             x = targets[0]
             if len(targets) > 1 or not x.is_contiguous():
                 x = x.new_empty(sum(t.numel() for t in targets))
                 self._packed.append((x, targets))
-            self.works.append(self._start(self._connections.backend.recv, x, rank, self._tags[rank]))
+            self.works.append(self._start("recv", x, r, self._tags[r]))
 
-    def _start(self, send_or_receive: Any, x: Tensor, rank: int, tag: int) -> Work:
-        return Work(call_distributed(send_or_receive, [x], rank, tag), rank, x)
+    def _start(self, verb: str, x: Tensor, r: int, tag: int) -> Work:
+        start = getattr(self._peers.connections.backend, verb)
+        return Work(call_distributed(start, [x], self._peers.ranks[r], tag), r, x, tag)
 
     def wait(self) -> None:
-        """Wait until all is sent and received. Raises ShardingError if a rank has failed, left, or sends another."""
+        """Wait until all is sent and received. Raises ShardingError if a peer has failed, left, or sends another."""
         self._wait_for_works()
         for x, targets in self._packed:
             foreach_copy_(targets, unpack(x, targets))
@@ -164,31 +173,29 @@ class PendingMessages:
         different = {r for r, header in received.items() if self.description.differs(header)}
         wrong = {r: counts_in(header) for r, header in received.items()
                  if self._counts and r not in different and counts_in(header) != self._counts[r][::-1]}  # fmt: skip
-        if failed := {*different, *wrong}:  # the messages to and from these ranks will never match
-            sent = self._sent_headers
-            self.works = [work for work in self.works if id(work.tensor) in sent or work.rank not in failed]
+        if failed := {*different, *wrong}:  # the messages to and from these peers will never match
+            self.works = [work for work in self.works if work.tag == HEADER_TAG or work.peer not in failed]
         if different:
-            headers = {i: received.get(r) for i, r in enumerate(self._ranks) if r in self._entered}
-            raise disagreement(self.description, headers)
+            raise disagreement(self.description, {r: received.get(r) for r in sorted(self._entered)})
         for r, (sends, expects) in wrong.items():
             assert self._counts is not None
-            (to, of), me, other = self._counts[r], self._ranks.index(self._connections.rank), self._ranks.index(r)
-            raise counts_differ(me, other, to, expects) if to != expects else counts_differ(other, me, sends, of)
+            (to, of), me = self._counts[r], self._peers.me
+            raise counts_differ(me, r, to, expects) if to != expects else counts_differ(r, me, sends, of)
 
     def _wait_for(self, work: Work) -> None:
-        self._awaited = work.rank
-        call_distributed(work.work.wait, self._connections.timeout)
+        self._awaited = work.peer
+        call_distributed(work.work.wait, self._peers.connections.timeout)
 
     def _describe_wait(self) -> tuple[str, str]:
         """Return the words for a report of a long wait, which another thread writes."""
-        rank, seconds = self._awaited, self._connections.timeout.total_seconds()
+        rank, seconds = self._peers.ranks[self._awaited], self._peers.connections.timeout.total_seconds()
         return f"for rank {rank} in {self.description.text}", f"rank {rank} {SLOW}; the timeout is {seconds:.0f} s"
 
     def __del__(self) -> None:
         # After an error a transfer may be dropped before the wait. Its messages must still be received, or they block
         # all later ones on the connection: at the next start, because ranks delete objects at different times.
         if self.works or self._headers:
-            self._connections.abandoned.append(self)
+            self._peers.connections.abandoned.append(self)
 
 
 def _messages(xs: Sequence[Tensor]) -> list[list[int]]:

@@ -6,7 +6,8 @@ reduces in the order of the ranks, so the results have the same bits on all of t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,35 +22,24 @@ from fshard._core.transfers import reduction
 from fshard.spec import part_lengths
 
 from .description import Description, describe_transfer
-from .gloo import Counts, GlooConnections, PendingMessages, pack_messages, unpack_messages
+from .gloo import ByPeer, Peers, PendingMessages, pack_messages, unpack_messages
+from .group import Pairs
 
 _WHOLE = 1 << 14  # bytes up to which every rank reduces everything: half the bytes are not worth a second round
 
 
 @dataclass(frozen=True)
-class PeerGroup:
-    """The ranks over some axes, in the order of the axes, with this one at `me`, and the verbs of `Comm`."""
+class PeerGroup(Peers):
+    """Peers that are the ranks over some axes, in their order, and the verbs of `Comm`."""
 
-    connections: GlooConnections
     axes: Axes
-    ranks: Sequence[int]  # each one's rank in the mesh
-    me: int
     sizes: Sequence[int]  # of the axes
 
-    @property
+    messages = PendingMessages  # a class: each transfer makes one
+
+    @functools.cached_property
     def others(self) -> list[int]:
         return [r for r in range(len(self.ranks)) if r != self.me]
-
-    def _exchange(
-        self, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
-        incoming: Mapping[int, Sequence[Tensor]], second_round_of: PendingMessages | None = None,
-        counts: Counts | None = None, entered: Collection[int] | None = None, compared: bool = True,
-    ) -> PendingMessages:  # fmt: skip
-        """Start to send and receive: `PendingMessages` by position over the axes, which only `entered` ones enter."""
-        ranks = self.ranks
-        return PendingMessages(self.connections, ranks, description, {ranks[r]: xs for r, xs in outgoing.items()},
-                               {ranks[r]: xs for r, xs in incoming.items()}, second_round_of, counts,
-                               None if entered is None else [ranks[r] for r in entered], compared)  # fmt: skip
 
     def _describe(self, op: str, xs: Sequence[Tensor], details: Sequence[Any] = ()) -> Description:
         """Describe a transfer of tensors whose shapes, and other details, are equal on every rank."""
@@ -57,12 +47,12 @@ class PeerGroup:
 
     def agree(self, description: Description) -> None:
         """Raise ShardingError on every rank unless all pass an equal description."""
-        self._exchange(description, {}, {}).wait()
+        self.messages(self, description, {}, {}).wait()
 
     def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Dims) -> PendingTransfer:
         rows = parts_by_rank(into, dims, self.sizes)
         description = self._describe("all_gather", into, dims)
-        messages = self._exchange(description, dict.fromkeys(self.others, xs), {r: rows[r] for r in self.others})
+        messages = self.messages(self, description, dict.fromkeys(self.others, xs), {r: rows[r] for r in self.others})
         foreach_copy_(list(rows[self.me]), list(xs))
 
         def wait() -> list[Tensor]:
@@ -79,7 +69,7 @@ class PeerGroup:
                        pack_messages(mine, contiguous=False))  # fmt: skip
         return lambda: unpack_messages(parts.reduce("sum"), mine)
 
-    def reduce(self, xs: Sequence[Tensor], op: str = "sum", *, fresh: bool = False) -> PendingTransfer:
+    def reduce(self, xs: Sequence[Tensor], fresh: bool, op: str = "sum") -> PendingTransfer:
         n, me, description = len(self.ranks), self.me, self._describe(reduction(op), xs)
         flats = [x.view(-1) for x in pack_messages(xs)]
         read_only = {storage_key(x) for x in xs} if fresh else set()
@@ -116,13 +106,13 @@ class PeerGroup:
             into = [_split_evenly(total, n) for total in full]
             reduced = parts.reduce(op, [row[me] for row in into])
             incoming = {r: [row[r] for row in into] for r in self.others}
-            self._exchange(description, dict.fromkeys(self.others, reduced), incoming, parts.messages).wait()
+            self.messages(self, description, dict.fromkeys(self.others, reduced), incoming, parts.messages).wait()
             return results(full)
 
         return wait
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        return self.reduce([x], op, fresh=True)()[0]
+        return self.reduce([x], True, op)()[0]
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = _empty(x, (len(self.ranks), *x.shape))
@@ -134,8 +124,8 @@ class PeerGroup:
 
     def all_to_all(self, x: Tensor) -> Tensor:
         out = _empty(x, x.shape)
-        messages = self._exchange(self._describe("all_to_all", [x]), {r: [x[r]] for r in self.others},
-                                  {r: [out[r]] for r in self.others})  # fmt: skip
+        messages = self.messages(self, self._describe("all_to_all", [x]), {r: [x[r]] for r in self.others},
+                                 {r: [out[r]] for r in self.others})  # fmt: skip
         out[self.me].copy_(x[self.me])
         messages.wait()
         return out
@@ -144,20 +134,19 @@ class PeerGroup:
         out = _empty(x, (sum(receive), *x.shape[1:]))
         parts, places = x.split_with_sizes(list(send)), out.split_with_sizes(list(receive))
         description = describe_transfer("all_to_all_rows", self.axes, x.dtype, (x.shape[1:],))
-        counts = {self.ranks[r]: (send[r], receive[r]) for r in self.others}
-        messages = self._exchange(description, {r: [parts[r]] for r in self.others},
-                                  {r: [places[r]] for r in self.others}, counts=counts)  # fmt: skip
+        counts = {r: (send[r], receive[r]) for r in self.others}
+        messages = self.messages(self, description, {r: [parts[r]] for r in self.others},
+                                 {r: [places[r]] for r in self.others}, counts=counts)  # fmt: skip
         places[self.me].copy_(parts[self.me])
         messages.wait()
         return out
 
-    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
+    def permute(self, x: Tensor, pairs: Pairs) -> Tensor:
         return self.send([x], pairs, entered=range(len(self.ranks)))()[0].contiguous()
 
     def send(
-        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], series: Series | None = None,
-        entered: Collection[int] | None = None,
-    ) -> PendingTransfer:  # fmt: skip
+        self, xs: Sequence[Tensor], pairs: Pairs, series: Series | None = None, entered: Collection[int] | None = None
+    ) -> PendingTransfer:
         """Exchange messages only with the ranks that a pair names with this one, or with all the `entered` ones."""
         me = self.me
         targets = {target for source, target in pairs if source == me}
@@ -166,9 +155,9 @@ class PeerGroup:
         if entered is None:
             entered = sorted({me, *targets, *sources})
         details = [*sorted(pairs), *([series.name] if series else [])]
-        messages = self._exchange(self._describe("permute", xs, details), dict.fromkeys(targets - {me}, xs),
-                                  dict.fromkeys(sources - {me}, out), entered=entered,
-                                  compared=series is None or series.is_first)  # fmt: skip
+        messages = self.messages(self, self._describe("permute", xs, details), dict.fromkeys(targets - {me}, xs),
+                                 dict.fromkeys(sources - {me}, out), entered=entered,
+                                 compared=series is None or series.is_first)  # fmt: skip
         if me in sources:
             foreach_copy_(out, list(xs))
 
@@ -183,13 +172,13 @@ class _Parts:
     """The parts of a reduction: this rank's, and the pending ones of each other rank."""
 
     def __init__(
-        self, peers: PeerGroup, description: Description, outgoing: Mapping[int, Sequence[Tensor]],
-        mine: Sequence[Tensor], buffers: Mapping[int, Sequence[Tensor]] | None = None,
+        self, peers: PeerGroup, description: Description, outgoing: ByPeer, mine: Sequence[Tensor],
+        buffers: ByPeer | None = None,
     ) -> None:  # fmt: skip
         received = buffers or {r: [_empty(x, x.shape) for x in mine] for r in peers.others}
         self._parts = list(zip(*(xs for _, xs in sorted({**received, peers.me: mine}.items())), strict=True))
         self._buffers = received[peers.others[0]]
-        self.messages = peers._exchange(description, outgoing, received)
+        self.messages = peers.messages(peers, description, outgoing, received)
 
     def reduce(self, op: str, outs: Sequence[Tensor | None] | None = None) -> list[Tensor]:
         """Wait, and reduce in the order of the ranks: into `outs`, or for `None` into a received part."""

@@ -10,11 +10,9 @@ So all ranks stop at the same call, although they learn of the signal at differe
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import datetime
 import math
-import multiprocessing.util
 import os
 import signal
 import threading
@@ -26,7 +24,7 @@ import torch.distributed as dist
 from fshard._core.torch import default_store
 from fshard.errors import fail
 
-from .watchdog import SLOW, Wait
+from .watchdog import SLOW, Wait, run_at_exit
 
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)]
 
@@ -169,10 +167,7 @@ def stop_agreement(rank: int, world: int, share: Callable[[str], str]) -> StopAg
         prefix = share(f"fshard/stop/{os.urandom(8).hex()}")
         _process.store = store
         agreement = _process.agreement = StopAgreement(dist.distributed_c10d.PrefixStore(prefix, store), rank, world)
-        if multiprocessing.parent_process() is None:
-            atexit.register(agreement.close)
-        else:  # such a process may end by os._exit, after its finalizers
-            multiprocessing.util.Finalize(None, agreement.close, exitpriority=0)
+        run_at_exit(agreement.close)
         if _process.received:
             agreement.ask()
     return _process.agreement

@@ -4,79 +4,22 @@ from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fshard._core.packing import pad
-from fshard._core.protocol import Axes, Dims, PendingTransfer, Series, index_of, ranks_over
+from fshard._core.protocol import Axes, index_of, ranks_over
 from fshard._core.torch import assume_constant_result, backend_of, timeout_of
-from fshard._core.transfers import Split, call_site, note, reduction
+from fshard._core.transfers import call_site
 
 from .description import Description, disagreement
 from .functional import FunctionalGroup, call_distributed
 from .gloo import GlooConnections
+from .group import GroupComm, TakeTexts
 from .p2p import PeerGroup
-
-
-class GroupComm:
-    """Base of comms whose transfers are verbs of a group: `_group` returns it for axes and a tensor's device."""
-
-    sizes: Mapping[str, int]
-    coords: Mapping[str, int]
-
-    def _group(self, axes: Axes, x: Tensor) -> PeerGroup | FunctionalGroup:
-        raise NotImplementedError
-
-    def _note(self, op: str, xs: Sequence[Tensor], axes: Axes, split: Split = ()) -> None:
-        note(self, op, xs, axes, split)
-
-    def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
-        self._note(reduction(op), [x], axes)
-        return self._group(axes, x).all_reduce(x, op)
-
-    def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
-        self._note("all_gather", [x], axes)
-        return self._group(axes, x).all_gather(x)
-
-    def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
-        self._note("reduce_scatter", [x], axes)
-        return self._group(axes, x).reduce_scatter(x)
-
-    def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
-        self._note("all_to_all", [x], axes)
-        return self._group(axes, x).all_to_all(x)
-
-    def all_to_all_rows(
-        self, x: Tensor, send: Sequence[int], receive: Sequence[int], axes: Axes, *, exchanged: bool
-    ) -> Tensor:  # fmt: skip
-        self._note("all_to_all_rows", [x], axes, send)
-        return self._group(axes, x).all_to_all_rows(x, send, receive, exchanged)
-
-    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
-        self._note("permute", [x], axes, pairs)
-        return self._group(axes, x).permute(x, pairs)
-
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Dims, axes: Axes) -> PendingTransfer:
-        self._note("all_gather", xs, axes)
-        return self._group(axes, xs[0]).gather(xs, into, dims)
-
-    def scatter(self, xs: Sequence[Tensor], dims: Dims, axes: Axes) -> PendingTransfer:
-        self._note("reduce_scatter", xs, axes, dims)
-        return self._group(axes, xs[0]).scatter(xs, dims)
-
-    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
-        self._note("all_reduce", xs, axes)
-        return self._group(axes, xs[0]).reduce(xs, fresh=fresh)
-
-    def send(
-        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes, series: Series | None = None
-    ) -> PendingTransfer:  # fmt: skip
-        self._note("send", xs, axes, pairs)
-        return self._group(axes, xs[0]).send(xs, pairs, series)
 
 
 class ProcessComm(GroupComm):
@@ -86,9 +29,6 @@ class ProcessComm(GroupComm):
     dynamo traces, a `FunctionalGroup` runs them: `torch.compile(fullgraph=True)` traces its operations, and keeps
     their order the same on every rank. It has a process group, made at the first collective over its axes.
     """
-
-    has_values = True
-    is_scheduled = True
 
     def __init__(
         self, sizes: Mapping[str, int], coords: Mapping[str, int], timeout: datetime.timedelta | None = None
@@ -101,19 +41,19 @@ class ProcessComm(GroupComm):
         if self._axes:
             world = dist.group.WORLD
             assert world is not None
-            timeout = timeout or _timeout(world)
+            # Groups made later do not inherit the timeout that the job was started with.
+            timeout = timeout or timeout_of(backend_of(world, "cuda" if dist.get_backend() == "nccl" else "cpu"))
             self._world_name = world.group_name
             self._group_name = _process_groups(timeout)
             self._grid = (id(world), *((axis, sizes[axis], coords[axis]) for axis in self._axes))
             if (backend := _gloo_backend(world)) is not None:
                 self._connections = GlooConnections(backend, world.rank(), world.size(), timeout)
 
-    def _group(self, axes: Axes, x: Tensor) -> PeerGroup | FunctionalGroup:
-        """Return the ranks over the axes, which may be in any order, in the form that sends tensors of this device."""
-        if self._connections is not None and self.direct and x.device.type == "cpu":
+    def _group(self, axes: Axes, device: torch.device) -> PeerGroup | FunctionalGroup:
+        if self._connections is not None and self.direct and device.type == "cpu":
             if axes not in self._peers:
                 ranks, me = ranks_over(axes, self.sizes, self.coords), index_of(axes, self.sizes, self.coords)
-                self._peers[axes] = PeerGroup(self._connections, axes, ranks, me, [self.sizes[a] for a in axes])
+                self._peers[axes] = PeerGroup(self._connections, ranks, me, axes, [self.sizes[a] for a in axes])
             return self._peers[axes]
         # Dynamo traces this, and each transfer on CUDA runs it: no tensors, and no list of ranks.
         axes = tuple(a for a in axes if self.sizes[a] > 1)
@@ -134,7 +74,7 @@ class ProcessComm(GroupComm):
         """Compare digests of `what`. If a rank has left the program, the others wait until the timeout."""
         mine = Description.make(axes, what, where=call_site())
         message = mine.message.to(device)
-        group = self._group(axes, message)
+        group = self._group(axes, device)
         if isinstance(group, PeerGroup):
             group.agree(mine)
             return
@@ -143,14 +83,12 @@ class ProcessComm(GroupComm):
             me = index_of(axes, self.sizes, self.coords)
             raise disagreement(mine, {i: None if i == me else header for i, header in enumerate(headers)})
 
-    def with_all_texts(
-        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
-    ) -> None:  # fmt: skip
+    def with_all_texts(self, text: str, verb: str, device: torch.device, f: TakeTexts) -> None:
         mine = torch.frombuffer(bytearray(f"{text}\n".encode()), dtype=torch.uint8).to(device)
         texts = [mine]
         if self._axes:
             self.agree(verb, self._axes, device)
-            group = self._group(self._axes, mine)
+            group = self._group(self._axes, device)
             lengths = group.all_gather(torch.tensor(len(mine), device=device)).tolist()
             rows = group.all_gather(pad(mine, 0, max(lengths)))
             texts = [row[:n] for row, n in zip(rows, lengths, strict=True)]
@@ -177,11 +115,6 @@ def _process_groups(timeout: datetime.timedelta) -> Callable[[Axes, tuple[Any, .
         return names[axes]
 
     return group_name
-
-
-def _timeout(world: dist.ProcessGroup) -> Any:
-    """Timeout that the job was started with, which groups made later do not inherit."""
-    return timeout_of(backend_of(world, "cuda" if dist.get_backend() == "nccl" else "cpu"))
 
 
 def _gloo_backend(group: dist.ProcessGroup) -> Any:

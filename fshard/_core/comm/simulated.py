@@ -22,14 +22,16 @@ from fshard._core.callsite import Site, site, user_frame
 from fshard._core.packing import flatten, pack, parts_by_rank, reduce_in_order, unpack
 from fshard._core.protocol import Axes, Comm, Dims, PendingTransfer, Series, index_of, ranks_over
 from fshard._core.torch import foreach_copy_
-from fshard._core.transfers import call_site, note, reduction
+from fshard._core.transfers import call_site, reduction
 from fshard.errors import ShardingError, fail
 
 from .description import counts_differ
+from .group import GroupComm, Pairs, TakeTexts
 from .rank_states import RankStates, torch_for_ranks
 from .rank_threads import Abandoned, RankThread, dismiss, give_back, take_threads
 
 T = TypeVar("T")
+X = TypeVar("X")
 
 _MOST_COMPUTE_THREADS = 256  # of all ranks together: torch keeps a team for each thread that computes
 
@@ -53,23 +55,6 @@ class _Message(NamedTuple):
     number: int
 
 
-class _End:
-    """The end of a run. A signal may interrupt the wait at any place: a threading.Event may then keep its lock."""
-
-    def __init__(self) -> None:
-        self._is_set, self._lock = False, threading.Lock()
-        self._lock.acquire()
-
-    def set(self) -> None:
-        """Let the caller go on; once."""
-        self._is_set = True
-        self._lock.release()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the end, and return whether it has come."""
-        return self._is_set or self._lock.acquire(timeout=seconds) or self._is_set
-
-
 class _Run:
     """One run of all ranks, which take turns: one runs until it waits in a collective or ends, then the next one.
 
@@ -88,30 +73,38 @@ class _Run:
         self.interrupted = False
         self.mail: dict[_Message, tuple[Any, tuple[Any, ...], Site | None]] = {}  # sent, and not received yet
         self.awaited: dict[_Message, int] = {}  # by the rank that waits
-        self.ended = _End()
+        self._is_over, self._until_over = False, threading.Lock()
+        self._until_over.acquire()
         self.failure: BaseException | None = None
         self.states = RankStates(n)
         self.process = os.getpid()
 
-    def exchange(self, rank: int, group: tuple[int, ...], x: Any, signature: tuple[Any, ...], combine: Any) -> Any:
-        """Wait for all ranks of the group, and return this rank's result of `combine`, which takes all their `x`."""
+    def exchange(
+        self, group: _ThreadGroup, op: str, x: X, combine: Callable[[list[X]], Sequence[T]], *facts: Any
+    ) -> T:  # fmt: skip
+        """Wait for all ranks of the group, and return this rank's result of `combine`, which takes all their `x`.
+
+        The ranks must pass the same `facts`, beginning with a shape and a dtype.
+        """
+        rank, ranks, signature = group.rank, group.ranks, (op, group.axes, *facts)
         self.stop_if_failed()
         if os.getpid() != self.process:
             raise fail(f"{_describe(signature)}: called in a fork of the process, which has no other rank",
                        fix="fork outside of shard_map, or call no collective in the fork")  # fmt: skip
         where = call_site()
-        current = self.entered.setdefault(group, _Collective(signature, rank, where))
+        current = self.entered.setdefault(ranks, _Collective(signature, rank, where))
         if current.signature != signature:
             raise _disagreement((current.first, current.signature, current.where), (rank, signature, where))
         current.arguments[rank] = x
-        if len(current.arguments) < len(group):
+        if len(current.arguments) < len(ranks):
             self.wait_for_turn(rank, signature, where)
         else:
-            del self.entered[group]
-            results = combine([current.arguments[r] for r in group])
-            current.results = dict(zip(group, results, strict=True))
-            self.ready.extend(r for r in group if self.waiting.pop(r, None))
-        return current.results.pop(rank)
+            del self.entered[ranks]
+            results = combine([current.arguments[r] for r in ranks])
+            current.results = dict(zip(ranks, results, strict=True))
+            self.ready.extend(r for r in ranks if self.waiting.pop(r, None))
+        out: T = current.results.pop(rank)
+        return out
 
     def post(self, message: _Message, x: Any, signature: tuple[Any, ...]) -> None:
         """Send a message, and let the rank go on that waits for it."""
@@ -165,6 +158,18 @@ class _Run:
         if self.ready:
             self.wake[self.ready.popleft()]()
 
+    def end(self) -> None:
+        """Let the caller go on; once."""
+        self._is_over = True
+        self._until_over.release()
+
+    def wait_for_end(self, seconds: float) -> bool:
+        """Wait for the end, and return whether it has come.
+
+        A signal may interrupt the wait at any place: a threading.Event may then keep its lock.
+        """
+        return self._is_over or self._until_over.acquire(timeout=seconds) or self._is_over
+
     def stop_if_failed(self) -> None:
         if self.failure is not None:
             raise Abandoned
@@ -184,68 +189,54 @@ def _describe(signature: tuple[Any, ...], where: Site | None = None) -> str:
     return f"{op} over {', '.join(map(repr, axes))}{of}{f', at {where}' if where else ''}"
 
 
-class SimulatedComm:
+class SimulatedComm(GroupComm):
     """One thread as a rank."""
 
-    has_values = True
-    is_scheduled = True
     direct = True
     static_sizes = False
 
     def __init__(self, sizes: Mapping[str, int], coords: Mapping[str, int], run: _Run) -> None:
         self.sizes, self.coords, self._run = sizes, coords, run
-        self._rank = index_of(tuple(sizes), sizes, coords)
-        self._started: Counter[int] = Counter()  # sends with each other rank
-        self._groups: dict[Axes, tuple[int, ...]] = {}  # the ranks over some axes, of transfers before
+        self._group = functools.cache(functools.partial(_ThreadGroup, run, Counter(), sizes, coords))
 
-    def _collective(
-        self, op: str, x: Tensor, axes: Axes, combine: Callable[[list[Tensor]], Any],
-        pairs: Sequence[tuple[int, int]] = (),
-    ) -> Tensor:  # fmt: skip
-        note(self, op, [x], axes, pairs)
-        out: Tensor = self._exchange((op, axes, tuple(x.shape), x.dtype, tuple(pairs)), x, combine)
-        return out
-
-    def _exchange(self, signature: tuple[Any, ...], x: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        axes = signature[1]
-        if (group := self._groups.get(axes)) is None:
-            group = self._groups[axes] = tuple(ranks_over(axes, self.sizes, self.coords))
-        return self._run.exchange(self._rank, group, x, signature, combine)
-
-    def agree(self, what: str, axes: Axes, device: torch.device) -> None:
-        pass  # every exchange compares what its ranks call
-
-    def with_all_texts(
-        self, text: str, verb: str, device: torch.device, f: Callable[[Mapping[int, str]], None]
-    ) -> None:  # fmt: skip
+    def with_all_texts(self, text: str, verb: str, device: torch.device, f: TakeTexts) -> None:
         def call(texts: list[str]) -> list[None]:  # on the last rank to enter, while the others wait
             f(dict(enumerate(texts)))
             return [None] * len(texts)
 
-        self._exchange((verb, tuple(self.sizes), None, None), text, call)
+        self._run.exchange(self._group(tuple(self.sizes), device), verb, text, call, None, None)
 
-    def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
+
+class _ThreadGroup:
+    """The threads that are the ranks over some axes, with this one at position `me`, and the verbs of `Comm`."""
+
+    def __init__(
+        self, run: _Run, started: Counter[int], sizes: Mapping[str, int], coords: Mapping[str, int], axes: Axes,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.run, self.axes = run, axes
+        self.started = started  # sends of this rank with each other rank, over any axes
+        self.ranks, self.me = tuple(ranks_over(axes, sizes, coords)), index_of(axes, sizes, coords)
+        self.rank, self.sizes = self.ranks[self.me], [sizes[a] for a in axes]
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
         def combine(xs: list[Tensor]) -> list[Tensor]:
             total = reduce_in_order(xs, op)
             return [total, *(total.clone() for _ in xs[1:])]
 
-        return self._collective(reduction(op), x, axes, combine)
+        return self.run.exchange(self, reduction(op), x, combine, x.shape, x.dtype)
 
-    def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
-        return self._collective("all_gather", x, axes, lambda xs: [torch.stack(xs) for _ in xs])
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self.run.exchange(self, "all_gather", x, lambda xs: [torch.stack(xs) for _ in xs], x.shape, x.dtype)
 
-    def reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
-        def combine(xs: list[Tensor]) -> list[Tensor]:
-            return [reduce_in_order(row, "sum") for row in zip(*xs, strict=True)]
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self.run.exchange(self, "reduce_scatter", x, _sum_columns, x.shape, x.dtype)
 
-        return self._collective("reduce_scatter", x, axes, combine)
+    def all_to_all(self, x: Tensor) -> Tensor:
+        combine = lambda xs: [torch.stack(row) for row in zip(*xs, strict=True)]  # noqa: E731
+        return self.run.exchange(self, "all_to_all", x, combine, x.shape, x.dtype)
 
-    def all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
-        return self._collective("all_to_all", x, axes, lambda xs: [torch.stack(r) for r in zip(*xs, strict=True)])
-
-    def all_to_all_rows(
-        self, x: Tensor, send: Sequence[int], receive: Sequence[int], axes: Axes, *, exchanged: bool
-    ) -> Tensor:  # fmt: skip
+    def all_to_all_rows(self, x: Tensor, send: Sequence[int], receive: Sequence[int], exchanged: bool) -> Tensor:
         def combine(ranks: list[tuple[Tensor, Sequence[int], Sequence[int]]]) -> list[Tensor]:
             parts = [x.split_with_sizes(list(send)) for x, send, _ in ranks]
             for (i, (_, send, _)), (j, (_, _, receive)) in itertools.product(enumerate(ranks), enumerate(ranks)):
@@ -253,71 +244,67 @@ class SimulatedComm:
                     raise counts_differ(i, j, send[j], receive[i])
             return [torch.cat(column) for column in zip(*parts, strict=True)]
 
-        note(self, "all_to_all_rows", [x], axes, send)
-        out: Tensor = self._exchange(("all_to_all_rows", axes, ("rows", *x.shape[1:]), x.dtype), (x, send, receive),
-                                     combine)  # fmt: skip
-        return out
+        facts = ("rows", *x.shape[1:]), x.dtype
+        return self.run.exchange(self, "all_to_all_rows", (x, send, receive), combine, *facts)
 
-    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]], axes: Axes) -> Tensor:
+    def permute(self, x: Tensor, pairs: Pairs) -> Tensor:
         def combine(xs: list[Tensor]) -> list[Tensor]:
             source = {target: xs[source] for source, target in pairs}
             return [source[i].clone() if i in source else torch.zeros_like(x) for i, x in enumerate(xs)]
 
-        return self._collective("permute", x, axes, combine, pairs)
+        return self.run.exchange(self, "permute", x, combine, x.shape, x.dtype, tuple(pairs))
 
     # All tensors are copied at the start, so that a rank that has waited may write to its arguments.
 
-    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Dims, axes: Axes) -> PendingTransfer:
-        note(self, "all_gather", xs, axes)
-        rows = parts_by_rank(into, dims, [self.sizes[a] for a in axes])
+    def gather(self, xs: Sequence[Tensor], into: Sequence[Tensor], dims: Dims) -> PendingTransfer:
+        rows = parts_by_rank(into, dims, self.sizes)
         shape = tuple(rows[0][0].shape) if len(xs) == 1 else (sum(part.numel() for part in rows[0]),)
         mine = flatten(xs)
-        signature = ("all_gather", axes, shape, mine.dtype, _joined(into, dims))
-        flats = self._exchange(signature, mine, lambda flats: [flats] * len(flats))
+        combine = lambda flats: [flats] * len(flats)  # noqa: E731
+        flats = self.run.exchange(self, "all_gather", mine, combine, shape, mine.dtype, _joined(into, dims))
         for parts, flat in zip(rows, flats, strict=True):
             foreach_copy_(list(parts), unpack(flat, parts))
         return list
 
-    def scatter(self, xs: Sequence[Tensor], dims: Dims, axes: Axes) -> PendingTransfer:
-        note(self, "reduce_scatter", xs, axes, dims)
-        rows = parts_by_rank(xs, dims, [self.sizes[a] for a in axes])
+    def scatter(self, xs: Sequence[Tensor], dims: Dims) -> PendingTransfer:
+        rows = parts_by_rank(xs, dims, self.sizes)
         flats = [flatten(parts) for parts in rows]
-        signature = ("reduce_scatter", axes, (len(flats), len(flats[0])), flats[0].dtype, _joined(xs, dims))
-        combine = lambda rows: [reduce_in_order(row, "sum") for row in zip(*rows, strict=True)]  # noqa: E731
-        total = self._exchange(signature, flats, combine)
-        mine = unpack(total, rows[index_of(axes, self.sizes, self.coords)])
+        shape = len(flats), len(flats[0])
+        total = self.run.exchange(self, "reduce_scatter", flats, _sum_columns, shape, flats[0].dtype, _joined(xs, dims))
+        mine = unpack(total, rows[self.me])
         return lambda: mine
 
-    def reduce(self, xs: Sequence[Tensor], axes: Axes, *, fresh: bool = False) -> PendingTransfer:
-        reduced = unpack(self.all_reduce(pack(xs), "sum", axes), xs)
+    def reduce(self, xs: Sequence[Tensor], fresh: bool) -> PendingTransfer:
+        reduced = unpack(self.all_reduce(pack(xs), "sum"), xs)
         if not fresh:
             foreach_copy_(list(xs), reduced)
         return lambda: reduced if fresh else list(xs)
 
-    def send(
-        self, xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], axes: Axes, series: Series | None = None
-    ) -> PendingTransfer:  # fmt: skip
-        note(self, "send", xs, axes, pairs)
-        ranks, me = ranks_over(axes, self.sizes, self.coords), index_of(axes, self.sizes, self.coords)
-        shapes = [list(x.shape) for x in xs]
-        signature = ("permute", axes, shapes[0] if len(xs) == 1 else shapes, xs[0].dtype, tuple(pairs))
-        numbers = {r: self._started[r] for r in {ranks[i] for pair in pairs if me in pair for i in pair}}
-        self._started.update(numbers.keys())
-        source = next((ranks[source] for source, target in pairs if target == me), None)
+    def send(self, xs: Sequence[Tensor], pairs: Pairs, series: Series | None) -> PendingTransfer:
+        ranks, rank, shapes = self.ranks, self.rank, [list(x.shape) for x in xs]
+        signature = ("permute", self.axes, shapes[0] if len(xs) == 1 else shapes, xs[0].dtype, tuple(pairs))
+        numbers = {r: self.started[r] for r in {ranks[i] for pair in pairs if self.me in pair for i in pair}}
+        self.started.update(numbers.keys())
+        source = next((ranks[source] for source, target in pairs if target == self.me), None)
         received: list[Tensor] | None = None
-        for target in [ranks[target] for source, target in pairs if source == me]:
+        for target in [ranks[target] for source, target in pairs if source == self.me]:
             copies = [x.clone(memory_format=torch.contiguous_format) for x in xs]
-            if target == self._rank:
+            if target == rank:
                 received = copies
             else:
-                self._run.post(_Message(self._rank, target, numbers[target]), copies, signature)
+                self.run.post(_Message(rank, target, numbers[target]), copies, signature)
         if source is None:
             received = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in xs]
         if received is not None:
             return lambda: received or []
         assert source is not None
-        message = _Message(source, self._rank, numbers[source])
-        return lambda: self._run.receive(self._rank, message, signature)
+        message = _Message(source, rank, numbers[source])
+        return lambda: self.run.receive(rank, message, signature)
+
+
+def _sum_columns(ranks: Sequence[Any]) -> list[Tensor]:
+    """Return for each rank the sum of what all ranks have for it."""
+    return [reduce_in_order(column, "sum") for column in zip(*ranks, strict=True)]
 
 
 def _joined(xs: Sequence[Tensor], dims: Dims) -> list[tuple[Any, ...]]:
@@ -360,7 +347,7 @@ def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
         if run.interrupted:
             dismiss(threads[rank])
         if is_last:
-            run.ended.set()
+            run.end()
 
     with torch_for_ranks:
         threads = take_threads(n)
@@ -369,7 +356,7 @@ def simulate(sizes: Mapping[str, int], f: Callable[[Comm, int], T]) -> list[T]:
                 job = functools.partial(copy_context().run, rank_main, rank, dict(zip(sizes, at, strict=True)))
                 run.wake.append(functools.partial(threads[rank].jobs.put, job))
             run.start_next()
-            while not run.ended.wait(_PATIENCE):
+            while not run.wait_for_end(_PATIENCE):
                 pass  # Python misses a signal that arrives just before a wait begins
         except BaseException as e:  # an interrupt of the caller
             _interrupt(run, threads, e)
@@ -404,7 +391,7 @@ def _interrupt(run: _Run, threads: Sequence[RankThread], e: BaseException) -> No
         for _ in range(_ATTEMPTS):  # the user's code may catch one
             if (rank := run.running) is not None:  # else the next rank finds the failure at its turn
                 threads[rank].interrupt()
-            if run.ended.wait(_PATIENCE):
+            if run.wait_for_end(_PATIENCE):
                 return
         e.add_note(f"rank {run.running} has not ended yet; its thread ends after the call that it is in")
     finally:

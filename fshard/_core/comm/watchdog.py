@@ -37,9 +37,7 @@ from .meeting import accept, announce, connect
 _POLL = 1.0  # seconds between two looks at the launcher and at the waits
 _GRACE = 10.0  # seconds for a rank to raise an error, which explains more, after another one has failed
 _LONG_WAIT = 30.0  # seconds of one wait, after which it is reported
-_LEAVE = datetime.timedelta(
-    seconds=5
-)  # that a rank waits at its end for the others: none waits long for one that hangs
+_LEAVE = datetime.timedelta(seconds=5)  # of a wait at the end for other ranks, which may hang
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 120_000}
 
 SLOW = "may be compiling, saving, slow, stopped, in a debugger, or may not make this call"  # reason of a long wait
@@ -320,10 +318,15 @@ def call_at_exit(leave: Callable[[bool], None], fail: Callable[[], None]) -> Non
         leave(raising or (getattr(sys, "last_value", None) is not before and not _is_interactive()))
 
     sys.excepthook = excepthook
+    run_at_exit(at_exit)
+
+
+def run_at_exit(f: Callable[[], None]) -> None:
+    """Call `f` when the program ends, after its threads."""
     if multiprocessing.parent_process() is None:
-        atexit.register(at_exit)
+        atexit.register(f)
     else:  # such a process may end by os._exit, after its finalizers
-        multiprocessing.util.Finalize(None, at_exit, exitpriority=0)
+        multiprocessing.util.Finalize(None, f, exitpriority=0)
 
 
 def _is_interactive() -> bool:

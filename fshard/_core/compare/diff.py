@@ -231,12 +231,11 @@ def _explain(d: Difference, evidence: Evidence) -> tuple[_SortKey, list[str]]:
     lines = [f"{count} differ"] * tolerance.bitwise
     lines.append(f"largest error {float(error.abs().max()):.2g}: {value} should be {expected}{place}")
     factors = _mesh_factors(d.sizes)
-    for mask in (torch.ones_like(wrong), wrong):
-        ratio = _constant_ratio(x, y, mask, factors, equal)
-        if ratio is not None:
-            which = f"{count} are wrong{_format_box(wrong)}, each" if mask is wrong else "every value is"
-            lines.append(f"{which} {ratio:.4g} times what it should be")
-            return (1.0, order[1]), lines + [text for factor, text in factors.items() if factor == ratio]
+    if found := _constant_ratio(x, y, wrong, factors, equal):
+        ratio, mask = found
+        which = f"{count} are wrong{_format_box(wrong)}, each" if mask is wrong else "every value is"
+        lines.append(f"{which} {ratio:.4g} times what it should be")
+        return (1.0, order[1]), lines + [text for factor, text in factors.items() if factor == ratio]
     for i in (i for i in range(x.ndim) if x.shape[i] > 1):
         if float((error - error.mean(i, keepdim=True)).abs().max()) < 1e-2 * float(error.abs().max()):
             return order, [*lines, f"the error is the same all along dim {i}, as of a bias that every rank adds"]
@@ -244,11 +243,10 @@ def _explain(d: Difference, evidence: Evidence) -> tuple[_SortKey, list[str]]:
         return order, [*lines, "every value should be 0"]
     if evidence.before is not None:
         name, old = evidence.before[0], widen(evidence.before[1])
-        for mask in (torch.ones_like(wrong), wrong):
-            ratio = _constant_ratio(x - old, y - old, mask, factors, lambda a, b: equal(a + old, b + old))
-            if ratio is not None and ratio >= 0:
-                lines.append(f"its change from {name} is {ratio:.4g} times what it should be")
-                return (1.0, order[1]), lines + [text for factor, text in factors.items() if factor == ratio]
+        found = _constant_ratio(x - old, y - old, wrong, factors, lambda a, b: equal(a + old, b + old))
+        if found and (ratio := found[0]) >= 0:
+            lines.append(f"its change from {name} is {ratio:.4g} times what it should be")
+            return (1.0, order[1]), lines + [text for factor, text in factors.items() if factor == ratio]
         step, expected_step = (x - old)[wrong], (y - old)[wrong]
         if max_finite_magnitude(step + expected_step) <= 1e-2 * max_finite_magnitude(expected_step):
             lines.append(f"the change of {count} from {name} has the other sign{_format_box(wrong)}")
@@ -300,19 +298,20 @@ def _mesh_factors(sizes: dict[str, tuple[int, int]]) -> dict[float, str]:
     return factors
 
 
-def _constant_ratio(x: Tensor, y: Tensor, mask: Tensor, factors: Iterable[float], equal: _Equal) -> float | None:
-    """Return the factor of `x` over `y` that is the same wherever `mask` is true; None if there is none."""
-    a, b = x[mask], y[mask]
-    large = (b.abs() > 1e-3 * max_finite_magnitude(b)) & torch.isfinite(a / b)  # smaller values are mostly rounding
-    if not bool(large.any()):
-        return None
-    median = float((a[large] / b[large]).real.median())
-    candidates = [r for r in factors if abs(median - r) <= 1e-2 * r] + [median] * (int(large.sum()) > 1)
-    for r in candidates:
-        scaled = torch.where(mask, r * y, y)
-        explained = max_finite_magnitude(x - scaled) <= 0.1 * max_finite_magnitude(x - y)
-        if explained and equal(x, scaled):
-            return r
+def _constant_ratio(
+    x: Tensor, y: Tensor, wrong: Tensor, factors: Iterable[float], equal: _Equal
+) -> tuple[float, Tensor] | None:  # fmt: skip
+    """Return the factor of `x` over `y` that is the same for all elements, or all `wrong` ones, and a mask of these."""
+    for mask in (torch.ones_like(wrong), wrong):
+        a, b = x[mask], y[mask]
+        large = (b.abs() > 1e-3 * max_finite_magnitude(b)) & torch.isfinite(a / b)  # smaller values are mostly rounding
+        ratios = (a[large] / b[large]).real
+        median = float(ratios.median()) if len(ratios) else math.nan
+        for r in [r for r in factors if abs(median - r) <= 1e-2 * r] + [median] * (len(ratios) > 1):
+            scaled = torch.where(mask, r * y, y)
+            explained = max_finite_magnitude(x - scaled) <= 0.1 * max_finite_magnitude(x - y)
+            if explained and equal(x, scaled):
+                return r, mask
     return None
 
 

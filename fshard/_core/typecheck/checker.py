@@ -50,6 +50,7 @@ from .type_table import TypeTable
 from .types import (
     NO_HISTORY,
     NONE,
+    Facts,
     GlobalShape,
     History,
     Mixture,
@@ -102,10 +103,11 @@ def _without_torch_function(method: _M) -> _M:
 _refused: WeakKeyDictionary[UntypedStorage, tuple[Mapping[str, int], TensorInfo]] = WeakKeyDictionary()
 
 
-class Checker(OperationMode):
+class Checker(OperationMode, Facts):
     """The types of one rank's tensors during one call. `axes` are the axes of more than one rank."""
 
     supports_higher_order_operators = True
+    differentiated: Differentiated
 
     def __init__(
         self, axes: Sequence[str], sizes: Mapping[str, int], coords: Mapping[str, int] | None = None,
@@ -113,18 +115,13 @@ class Checker(OperationMode):
     ) -> None:  # fmt: skip
         """Make the checker of the rank at `coords`, and add it to the `ranks` of the call in this process, if any."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.axes, self.sizes = frozenset(axes), sizes
-        self.arguments: list[TensorInfo] = []
-        self.mixtures: dict[tuple[callsite.Site, str], Mixture] = {}  # the first of each line and axis
-        self.mixtures_of_captured: dict[tuple[int, str], Mixture] = {}  # the first of each root and axis
+        Facts.__init__(self, sizes)
+        self.axes = frozenset(axes)
         self.differentiated = Differentiated(weakref.proxy(self))  # a cycle would keep the checker after its call
-        self.pvaried: set[callsite.Site | None] = set()  # lines
         # Arguments that split rows were multiplied by, by (root, axis): each rank has other columns for other rows.
         self.blocks: dict[tuple[int, str], tuple[callsite.Site | None, tuple[Operand, Operand]]] = {}
-        self.asked: set[str] = set()  # axes on which the program asked for the rank's place: a number may depend on it
         # (collective, (dim, size) of each tensor, axes, line) that splits a dim into parts of different sizes
         self.uneven_splits: dict[tuple[str, tuple[tuple[int, Size], ...], tuple[str, ...], Any], None] = {}
-        self.split_arguments: dict[int, TensorInfo] = {}  # that an axis splits, by root; and what `pvary` made of them
         self._argument_storages: set[int] = set()
         self._single_rows: dict[int, set[str]] = {}  # axes by whose ranks an argument has one row each, by their size
         self._placed: dict[int, Tensor] = {}  # arguments that the caller keeps as placed leaves, by storage
@@ -136,8 +133,6 @@ class Checker(OperationMode):
         self._permutes: Counter[tuple[str, ...]] = Counter()  # run so far, by their axes
         self._moved: set[str] = set()  # axes over which ranks sent each other parts
         self._paused = False
-        # Python numbers that invariant results were computed from: (operation, line, axes of the result, numbers).
-        self.numbers: list[tuple[str, callsite.Site | None, frozenset[str], tuple[Any, ...]]] = []
 
     def __enter__(self) -> Checker:
         self.differentiated.__enter__()  # type: ignore[no-untyped-call]
@@ -380,7 +375,7 @@ class Checker(OperationMode):
 
     def _run_on_tensors(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = [Operand(x, self._info_of_plain(x)) for x in op.read(args, kwargs)]
-        if op.uses_torch_generator is not None and op.uses_torch_generator(args, kwargs):
+        if op.is_random and op.uses_torch_generator(args, kwargs):
             raise messages.draw_from_torch_generator(op.name)
         if op.of_some_value and op.lacks_a_value(args, kwargs):
             raise messages.reduction_of_no_value(op.name, args[0])
@@ -513,11 +508,11 @@ class Checker(OperationMode):
         firsts = [(o.info.site, p) for o in operands for p in o.info.history.partials[:1]]
         is_product_of_sums = len(firsts) == len(operands) > 1 and all(p.axes and p.site == site for site, p in firsts)
         if op.completed_by and not is_product_of_sums:
-            dim, ndim = op.reduced_dim(args, kwargs), operands[0].tensor.ndim
-            to_scalar = ndim > 0 and (dim is None or ndim == 1) and op.name != "matmul"
             reduced = operands[-2:] if op.name == "matmul" else operands[:1]  # before them, a matrix to add
             axes = frozenset[str].intersection(*(o.info.type.varying - o.info.history.copies for o in reduced))
-            return Partial(op.name, op.completing(args, kwargs), callsite.site(), axes, dim, to_scalar), *known[:1]
+            return Partial(
+                op.name, op.completing(args, kwargs), callsite.site(), axes, op.reduced_dim(args, kwargs)
+            ), *known[:1]
         return known
 
     def _note_blocks(self, x: Operand, w: Operand) -> None:
@@ -541,7 +536,7 @@ class Checker(OperationMode):
         direct = all(o.info.site in (p.site, site) for p, o in found.items())  # sum() begins with 0 + x
         if direct and len(verbs) == 1 and len(found) == len(operands) and op.name in _LINEAR:
             axes = frozenset[str].intersection(*(p.axes for p in found))
-            return (Partial(op.name, verbs.pop(), site, axes, None, True),)
+            return (Partial(op.name, verbs.pop(), site, axes, None),)
         return tuple(found)[:2]
 
     def _mix(

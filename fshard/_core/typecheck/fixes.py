@@ -13,15 +13,7 @@ from torch import Tensor
 from fshard._core import callsite
 from fshard._core.torch import unwrapped
 
-from .suggestion import (
-    called_at,
-    executing,
-    line_without_call,
-    qualified_name,
-    rewritten,
-    with_axis,
-    with_first_operand,
-)
+from .suggestion import Expression, called_at, qualified_name, rewritten
 from .types import Facts, Operand, Partial, Reduction, TensorInfo, show_type
 
 CAPTURED = "a captured tensor"
@@ -45,14 +37,10 @@ class Scene:
     ) -> None:
         self.checker, self._op = checker, op
         self.frame = callsite.caller_of_models(frame or callsite.user_frame())
-        self.site, self.expression = callsite.site(self.frame), executing(self.frame)
+        self.site = callsite.site(self.frame)
+        self.expression = Expression(self.site, self.frame)
         self._positions = {id(o.tensor): i for i, o in reversed(list(enumerate(operands)))}
         self._nodes: dict[int, Any] = {}  # by the id of the tensor of an operand, which lives as long as its line runs
-
-    @property
-    def line(self) -> int:
-        """Line number, from 1; 0 if there is none."""
-        return self.site.line if self.site else 0
 
     def call(self, verb: str, *args: str) -> str:
         """Return the source of a call, as the user's imports spell it: `fs.pvary(x, "data")`."""
@@ -64,14 +52,14 @@ class Scene:
         def is_operand(x: object) -> bool:
             return isinstance(x, Tensor) and (unwrapped(x) is o.tensor or self.checker.info(x).root == o.info.root > 0)
 
-        if self.expression and (key := id(o.tensor)) not in self._nodes:
+        if (key := id(o.tensor)) not in self._nodes:
             self._nodes[key] = self.expression.find(is_operand, self._positions.get(key, -1), self._op)
-        return self._nodes.get(id(o.tensor))
+        return self._nodes[key]
 
     def known_name(self, o: Operand) -> str | None:
         """Return the source text of an operand, or its path among the arguments."""
         node = self.node(o)
-        return self.expression.source(node) if self.expression and node else o.info.name
+        return self.expression.source(node) if node else o.info.name
 
     def name(self, o: Operand) -> str:
         """Return the source text of an operand, else its path, else the operation that made it."""
@@ -83,38 +71,36 @@ class Scene:
         name, path, node = name or self.name(o), o.info.name, self.node(o)
         if o.info.is_captured and name != CAPTURED:
             path = "captured"
-        tensor = self.expression.value(node) if self.expression and node else None
+        tensor = self.expression.value(node)
         text = show_type(o, tensor.shape if isinstance(tensor, Tensor) else None)
         return name, text if path is None or path.replace("'", '"') == name.replace("'", '"') else f"{text}    {path}"
 
     def is_batched(self, o: Operand, other: Operand) -> bool:
         """Return whether an operand has a dim in front that the user's code does not see, and another has none."""
-        nodes = self.node(o), self.node(other)
-        values = [self.expression.value(node) if self.expression and node else None for node in nodes]
-        hidden = [x.tensor.ndim - value.ndim if isinstance(value, Tensor) else 0
-                  for x, value in zip((o, other), values, strict=True)]  # fmt: skip
-        return hidden[0] == 0 < hidden[1]
+
+        def hidden_dims(x: Operand) -> int:
+            value = self.expression.value(self.node(x))
+            return x.tensor.ndim - value.ndim if isinstance(value, Tensor) else 0
+
+        return hidden_dims(o) == 0 < hidden_dims(other)
 
     def without_pvary(self, o: Operand) -> str | None:
         """Return the line without the pvary that made an operand; `None` if it is elsewhere."""
         node = self.node(o) if o.info.op == "pvary" else None
-        return self.expression.unwrapped(node) if self.expression and node else None
+        return self.expression.without_call(node=node) if node else None
+
+    def with_calls(self, verb: str, *operands: tuple[Operand, str]) -> str | None:
+        """Return the line with a call around each operand, over its axes; `None` where it cannot be rewritten."""
+        nodes = [(self.node(o), axes) for o, axes in operands]
+        calls = [(node, self.call(verb, self.expression.source(node), axes)) for node, axes in nodes if node]
+        return self.expression.replaced(*calls) if len(calls) == len(nodes) else None
 
     def line_with(self, verb: str, *operands: tuple[Operand, str]) -> str:
-        """Return the line with a call around each operand, over its axes; else the calls, to make before the line."""
-        nodes = [self.node(o) for o, _ in operands]
-        if self.expression and all(nodes):
-            changes = [(node, self.call(verb, self.expression.source(node), axes))
-                       for node, (_, axes) in zip(nodes, operands, strict=True)]  # fmt: skip
-            line = self.expression.replaced(*changes)
-            if line:
-                return line
-        return ", and ".join(self.call_before(verb, o, axes) for o, axes in operands)
-
-    def call_before(self, verb: str, o: Operand, axes: str) -> str:
-        """Return the advice to call a function on an operand before the line."""
+        """Return the line `with_calls`, or else the advice to make the calls before it."""
         which = "invariant operand" if verb == "pvary" else "varying operand"
-        return f"apply {self.call(verb, self.known_name(o) or '...', axes)} to the {which} before this line"
+        calls = [self.call(verb, self.known_name(o) or "...", axes) for o, axes in operands]
+        advice = ", and ".join(f"apply {call} to the {which} before this line" for call in calls)
+        return self.with_calls(verb, *operands) or advice
 
 
 class Fix(NamedTuple):
@@ -158,17 +144,14 @@ def fix_before_vmap(checker: Facts, leaf: Operand, axes: str) -> str:
         frame = frame.f_back
     frame = frame and callsite.user_frame(frame)
     scene = Scene(checker, frame=frame)
-    node = scene.node(leaf)
-    line = scene.expression and node and scene.expression.replaced(
-        (node, scene.call("pvary", scene.expression.source(node), axes))
-    )  # fmt: skip
+    line = scene.with_calls("pvary", (leaf, axes))
     advice = f"{scene.call('pvary', leaf.info.name or '...', axes)} before torch.func.vmap, and not inside it"
     return fix_lines([Fix(line, "", scene.site) if line else Fix(advice)])
 
 
 def reduced_over_another_axis(r: Reduction, axes: Sequence[str]) -> Fix:
     """Return the fix of an earlier reduction that was meant to be over other axes."""
-    line = rewritten(r.site, lambda source: with_axis(source, axes_source([r.axis]), axes_source(axes)))
+    line = rewritten(r.site, lambda at: at.with_axis(axes_source([r.axis]), axes_source(axes)))
     return Fix(line or f"name {axes_text(axes)} there", f"the {r.verb} there is to be over {axes_text(axes)}", r.site)
 
 
@@ -185,10 +168,10 @@ def fixes_of_superfluous_sums(info: TensorInfo, axes: Sequence[str]) -> list[Fix
             continue
         if others:
             old = axes_source([x.axis for x in info.history.reductions if x.site == r.site])
-            line = rewritten(r.site, functools.partial(with_axis, old=old, new=axes_source(others)))
+            line = rewritten(r.site, functools.partial(Expression.with_axis, old=old, new=axes_source(others)))
             fixes.append(Fix(line or f"leave {r.axis!r} out there", f"the psum there is not over {r.axis!r}", r.site))
         elif product:
-            line = line_without_call(r.site)
+            line = rewritten(r.site, Expression.without_call_of_statement)
             fixes.append(Fix(line or "leave it out", "the psum there is one too many", r.site))
     return fixes
 
@@ -204,9 +187,9 @@ def fix_of_partial(checker: Facts, x: Operand, axes: Sequence[str]) -> str:
         loss = f"{name.removesuffix('pmean')}nn.cross_entropy(logits, targets, over={axes_source(axes)})"
         return fix_lines([Fix(f"{name}(..., {axes_source(axes)}) of what {package} returns to your code", IS_MEAN),
                           Fix(f"{loss} in your code", "counts differ, as with padding")])  # fmt: skip
-    if fix := fix_of_gather(x.info, axes, here.line if here else 0) or _fix_of_cross_entropy(checker, x, axes):
+    if fix := fix_of_gather(x.info, axes, here) or _fix_of_cross_entropy(checker, x, axes):
         return fix_lines([fix])
-    fixes = fixes_of_partials(x.info, axes, here.line if here else 0)
+    fixes = fixes_of_partials(x.info, axes, here)
     if (called_at(here) or "").endswith(".update"):  # of an optimizer: a mean of weights is another training
         return fix_lines(fixes) or f"sum the gradients over {axes_text(axes)} before the update"
     if not fixes:
@@ -230,19 +213,18 @@ def _fix_of_cross_entropy(checker: Facts, x: Operand, axes: Sequence[str]) -> Fi
     if not (called and name) or (mixed.intersection(axes) and name != "axis"):
         return None
 
-    def rebuild(source: str) -> str | None:
-        if f"{name}=" in source:
+    def rewrite(at: Expression) -> str | None:
+        if f"{name}=" in at.text:
             return None
         ours = qualified_name(callsite.user_frame(), "nn") + ".cross_entropy"
-        text = source if is_ours else source.replace(called, ours, 1)
-        return f"{text.removesuffix(')')}, {name}={axes_source(axes)})"
+        text = at.text if is_ours else at.text.replace(called, ours, 1)
+        return at.with_text(f"{text.removesuffix(')')}, {name}={axes_source(axes)})")
 
-    here = x.info.site.line if x.info.site else 0
-    line = rewritten(site, rebuild)
-    return Fix(line, "", site if site and site.line != here else None) if line else None
+    line = rewritten(site, rewrite)
+    return Fix(line, "", _elsewhere(site, x.info.site)) if line else None
 
 
-def fix_of_gather(x: TensorInfo, axes: Sequence[str], line: int) -> Fix | None:
+def fix_of_gather(x: TensorInfo, axes: Sequence[str], here: callsite.Site | None = None) -> Fix | None:
     """Return the fix of a value that varies over the axes only by an all_gather, and must not: at the all_gather."""
     sites = {r.site for r in x.history.gathers if r.axis in axes}
     if len(sites) != 1 or not set(axes) <= {r.axis for r in x.history.gathers}:
@@ -251,11 +233,11 @@ def fix_of_gather(x: TensorInfo, axes: Sequence[str], line: int) -> Fix | None:
     called = called_at(site)
     if called is not None and called.rpartition(".")[2] != "all_gather":  # of unshard, which gathers on the way
         return None
-    text = rewritten(site, lambda source: f'{source.removesuffix(")")}, to="invariant")')
-    return Fix(text or 'fs.all_gather(..., to="invariant")', "", site if site and site.line != line else None)
+    text = rewritten(site, lambda at: at.with_text(f'{at.text.removesuffix(")")}, to="invariant")'))
+    return Fix(text or 'fs.all_gather(..., to="invariant")', "", _elsewhere(site, here))
 
 
-def fixes_of_partials(x: TensorInfo, axes: Sequence[str], line: int) -> list[Fix]:
+def fixes_of_partials(x: TensorInfo, axes: Sequence[str], here: callsite.Site | None) -> list[Fix]:
     """Return the fixes of operations that reduced a dim on the way to a value, if the axes may split it."""
     partials = [p for p in x.history.partials if p.axes & set(axes)]
     if [p.verb for p in partials] == ["pmean", "psum"]:  # the mean of a sum that has a part on each rank
@@ -265,8 +247,13 @@ def fixes_of_partials(x: TensorInfo, axes: Sequence[str], line: int) -> list[Fix
         partials = [p for p in partials if p.verb != "pmean"]
     if any(r.verb == "pmean" for r in x.history.reductions):  # an accuracy: the other axis splits what argmax reduces
         partials.sort(key=lambda p: p.verb != "all_gather")
-    fixes = [_fix_of_reduction(p, axes, p.site if p.site and p.site.line != line else None) for p in partials]
+    fixes = [_fix_of_reduction(p, axes, _elsewhere(p.site, here)) for p in partials]
     return list(dict.fromkeys(fixes))
+
+
+def _elsewhere(site: callsite.Site | None, here: callsite.Site | None) -> callsite.Site | None:
+    """Return a place, if it is not on the line of the error."""
+    return site if site and (here is None or site.line != here.line) else None
 
 
 def _fix_of_reduction(p: Partial, axes: Sequence[str], site: callsite.Site | None) -> Fix:
@@ -279,7 +266,7 @@ def _fix_of_reduction(p: Partial, axes: Sequence[str], site: callsite.Site | Non
         return Fix(call_at(p.site, p.verb, axes), _WHOLE[p.verb], site)
     name = qualified_name(callsite.user_frame(), "all_gather")
     arguments = f'{axes_source(axes)}, {-1 if p.dim is None else p.dim}, to="invariant"'
-    line = rewritten(p.site, lambda source: with_first_operand(source, lambda x: f"{name}({x}, {arguments})"))
+    line = rewritten(p.site, lambda at: at.with_first_operand(lambda x: f"{name}({x}, {arguments})"))
     text = line or f"{name}(..., {arguments}) before this line"
     return Fix(text, f"{axes_text(axes)} splits what {p.op} reduces", site)
 
@@ -291,7 +278,7 @@ def call_at(site: callsite.Site | None, verb: str, axes: Sequence[str], *more: s
     """Return a line with a call around the expression that is at a place."""
     name = qualified_name(callsite.user_frame(), verb)
     arguments = ", ".join((axes_source(axes), *more))
-    return rewritten(site, lambda source: f"{name}({source}, {arguments})") or f"{name}(..., {arguments})"
+    return rewritten(site, lambda at: at.with_text(f"{name}({at.text}, {arguments})")) or f"{name}(..., {arguments})"
 
 
 def mixed_axes(invariant: TensorInfo, varying: TensorInfo) -> list[str]:

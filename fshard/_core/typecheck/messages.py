@@ -33,7 +33,7 @@ from .fixes import (
     mixed_axes,
     reduced_over_another_axis,
 )
-from .suggestion import called_at, mean_of_all, qualified_name, rewritten, sliced_operand, with_picked_operand
+from .suggestion import Expression, called_at, qualified_name, rewritten
 from .types import Facts, GlobalShape, History, Mixture, MixtureText, Operand, TensorInfo, show_type
 
 _SHOWN_RESULTS = 4
@@ -67,7 +67,7 @@ def invariant_mixed_with_varying(
     if axis in invariant.info.type.drawn | varying.info.type.drawn:
         return _random_draw_mixed(scene, axis, op, invariant, varying)
     is_bias = op in ("add", "sub") or (op == "matmul" and len(operands) == 3 and invariant.tensor is operands[0].tensor)
-    if is_bias and scene.expression and scene.expression.reduced_by().startswith("psum"):
+    if is_bias and scene.expression.reduced_by().startswith("psum"):
         n, name = size_of(axes, checker.sizes), scene.name(invariant)
         notes = [f"each of the {n} ranks of {axes_text(axes)} adds {name} to its part, so the sum has it {n} times"]
         fix = scene.expression.moved_out_of_sum(scene.node(invariant)) or f"add {name} after the sum, and not before it"
@@ -109,7 +109,7 @@ def _reason_and_fix(
     if scene.is_batched(invariant, varying):
         why = f"each of the {n} ranks of {axes_text(axes)} has different examples, with a gradient for each of them"
         return [why], fix_before_vmap(scene.checker, invariant, source)
-    gathered = fix_of_gather(varying.info, axes, scene.line)
+    gathered = fix_of_gather(varying.info, axes, scene.site)
     if gathered and not scene.checker.differentiated(varying.tensor):
         choices = [
             gathered._replace(condition=f"{many} is the same on every rank"),
@@ -122,7 +122,7 @@ def _reason_and_fix(
     notes += [f"the same is true of {scene.name(o)} and the ranks of {axes_text(more)}" for o, all_axes in to_vary
               if (more := [a for a in all_axes if o is not invariant or a not in axes])]  # fmt: skip
     choices = [Fix(scene.line_with("pvary", *((o, axes_source(all_axes)) for o, all_axes in to_vary)))]
-    partials = fixes_of_partials(varying.info, axes, scene.line)
+    partials = fixes_of_partials(varying.info, axes, scene.site)
     reduced = any(r.axis in axes for r in invariant.info.history.reductions)
     if op in ("add", "sub") and partials and (reduced or partials[0].site is None):
         choices = [*partials[:1], Fix(choices[0].text, f"each rank is to keep its own {many}")]
@@ -151,11 +151,11 @@ def _with_pvary_of_leaf(site: callsite.Site | None, axes: Sequence[str]) -> str:
     """Return a line that makes a tensor with a pvary of it, which leaves it a leaf."""
     pvary = f"{qualified_name(callsite.user_frame(), 'pvary')}({{}}, {axes_source(axes)})"
 
-    def rebuild(source: str) -> str:
-        plain = source.replace(", requires_grad=True", "")
-        return pvary.format(plain) + (".requires_grad_()" if plain != source else "")
+    def rewrite(at: Expression) -> str | None:
+        plain = at.text.replace(", requires_grad=True", "")
+        return at.with_text(pvary.format(plain) + (".requires_grad_()" if plain != at.text else ""))
 
-    return rewritten(site, rebuild) or f"{pvary.format('...')} where it is made"
+    return rewritten(site, rewrite) or f"{pvary.format('...')} where it is made"
 
 
 def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, varying: Operand) -> ShardingError:
@@ -165,8 +165,6 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
     n, name = size_of(axes, scene.checker.sizes), scene.known_name(draw) or "the draw"
     rows = [scene.row(draw, name), scene.row(other, scene.known_name(other) or "the other operand")]
     known = scene.known_name(other)
-    if draw is invariant and op in ("add", "sub") and draw.tensor.shape == other.tensor.shape:
-        return _noise_added(scene, axes, op, draw, other, rows)
     if draw is invariant:
         what = f"{op} of a random draw that is the same on every rank of {over} with a varying operand"
         why = f"the {n} ranks hold different parts, and would all use the same random numbers"
@@ -175,7 +173,9 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
                 "each rank is to have numbers of its own"),
             Fix(scene.line_with("pvary", (draw, source)), "all ranks are to use the same numbers"),
         ]  # fmt: skip
-        if (called_at(scene.site) or "").endswith("dropout"):
+        if op in ("add", "sub") and draw.tensor.shape == other.tensor.shape:
+            why, fixes = _reason_and_fixes_of_noise(scene, axes, op, draw, name, other, rows[1][0])
+        elif (called_at(scene.site) or "").endswith("dropout"):
             spec = f"P({source}) if {over} splits dim 0"
             if len(other.info.type.varying) > 1:
                 spec = f"P(...), with {axes_text(sorted(other.info.type.varying))} at the dims that they split"
@@ -191,34 +191,31 @@ def _random_draw_mixed(scene: Scene, axis: str, op: str, invariant: Operand, var
     return _error(scene.site, what, rows, why, *_drawn_at(scene, draw, name), fix=fix_lines(fixes))
 
 
-def _noise_added(
-    scene: Scene, axes: Sequence[str], op: str, draw: Operand, other: Operand, rows: Sequence[tuple[str, str]]
-) -> ShardingError:
-    """Word the error of a draw that is the same on every rank and is added to a value that varies.
+def _reason_and_fixes_of_noise(
+    scene: Scene, axes: Sequence[str], op: str, draw: Operand, name: str, other: Operand, to: str
+) -> tuple[str, list[Fix]]:
+    """Return why a draw that is the same on every rank is not to be added to a value that varies, and the fixes.
 
     A pvary is never right here: the sum over ranks would have the numbers n times, and parts would all use the same.
     """
-    (name, _), (to, _), over, add = *rows, axes_text(axes), "subtract" if op == "sub" else "add"
-    verb = scene.expression.reduced_by() if scene.expression else ""
-    what = f"{op} of a random draw that is the same on every rank of {over} with a varying operand"
+    over, add = axes_text(axes), "subtract" if op == "sub" else "add"
+    verb = scene.expression.reduced_by()
     if verb in ("psum", "pmean"):
         n = size_of(axes, scene.checker.sizes)
         times = f", so the sum has it {n} times" if verb == "psum" else ""
-        why = f"each of the {n} ranks of {over} adds {name} to its part{times}"
-        moved = scene.expression.moved_out_of_sum(scene.node(draw)) if scene.expression else None
-        fix = moved or f"{add} {name} after the {verb}, and not before it"
-    else:
-        parts = f"different parts of {to}{'' if other.info.name else ', or parts of a sum'}"
-        why = f"the ranks hold {parts}, and would all use the same random numbers"
-        spec_fix = f"name {over} in the spec of the draw, and pass its global shape"
-        after = Fix(f"{add} {name} after the psum of {to}, and not before it", IS_SUM)
-        fixes = [after, Fix(spec_fix, f"each rank has other elements of {to}")]
-        if verb:  # psum_scatter
-            fixes = [Fix(f"{spec_fix}; and {add} {name} after the {verb}, and not before it")]
-        elif other.info.name:
-            fixes = fixes[1:]
-        fix = fix_lines(fixes if other.info.history.partials else fixes[::-1])
-    return _error(scene.site, what, rows, why, *_drawn_at(scene, draw, name), fix=fix)
+        moved = scene.expression.moved_out_of_sum(scene.node(draw))
+        return (f"each of the {n} ranks of {over} adds {name} to its part{times}",
+                [Fix(moved or f"{add} {name} after the {verb}, and not before it")])  # fmt: skip
+    parts = f"different parts of {to}{'' if other.info.name else ', or parts of a sum'}"
+    spec_fix = f"name {over} in the spec of the draw, and pass its global shape"
+    fixes = [Fix(f"{add} {name} after the psum of {to}, and not before it", IS_SUM),
+             Fix(spec_fix, f"each rank has other elements of {to}")]  # fmt: skip
+    if verb:  # psum_scatter
+        fixes = [Fix(f"{spec_fix}; and {add} {name} after the {verb}, and not before it")]
+    elif other.info.name:
+        fixes = fixes[1:]
+    why = f"the ranks hold {parts}, and would all use the same random numbers"
+    return why, fixes if other.info.history.partials else fixes[::-1]
 
 
 def _drawn_at(scene: Scene, draw: Operand, name: str) -> list[str]:
@@ -284,8 +281,7 @@ def placed_written(checker: Facts, op: str, x: Operand, operands: Sequence[Opera
     """Word the error of an operation that writes to a placed leaf of the caller, which is not donated."""
     scene = Scene(checker, [x, *operands], op)
     name = scene.name(x)
-    line = scene.expression and scene.expression.out_of_place()
-    fixes = [Fix(line or f"{name} = {name}.clone() before this line"),
+    fixes = [Fix(scene.expression.out_of_place() or f"{name} = {name}.clone() before this line"),
              Fix("fs.shard_map(..., donate=the argument's position)", f"the caller needs {name} no more")]  # fmt: skip
     return _error(scene.site, f"{op} writes to {name}, a placed leaf that the caller keeps", [scene.row(x)],
                   "an argument is not written to unless it is donated", fix=fix_lines(fixes))  # fmt: skip
@@ -325,7 +321,7 @@ def copies_differ(
     name, n, over = m.text.rows[0][0], size_of(axes, checker.sizes), axes_text(axes)
     cause = (m.earlier or m).varying
     if cause.type.differentiable or cause.history.partials:
-        fixes = fixes_of_partials(m.varying, axes, m.site.line)
+        fixes = fixes_of_partials(m.varying, axes, m.site)
         fixes = fixes or [Fix(m.text.pmean, IS_MEAN), Fix(m.text.psum, IS_SUM)]
         fixes += [reduced_over_another_axis(r, axes) for r in m.varying.history.reductions
                   if r.axis in m.invariant.type.varying]  # fmt: skip
@@ -384,40 +380,36 @@ def number_differs(
     op: str, site: callsite.Site | str | None, axis: str, numbers: Sequence[tuple[str, tuple[Any, ...]]]
 ) -> ShardingError:
     """Word the error of an invariant value computed from a Python number that differs between ranks."""
+    rows, parts = [(rank, ", ".join(map(repr, values))) for rank, values in numbers], [values for _, values in numbers]
+    what = f"{op} of a value that is invariant over {axis!r} with a number that differs between its ranks"
+    why = "types do not cover Python numbers: the result is typed as invariant and is not"
+    same = Fix(f"use the same number on every rank of {axis!r}", "the result is to be one value")
     if op in ("pvary", "pslice"):  # of a tensor that starts at another element on each rank
         rows = [(rank, f"from element {offsets[0]}") for rank, offsets in numbers]
-        return _error(site, f"{op} of a different part, on each rank of {axis!r}, of an invariant value", rows,
-                      "types do not cover Python numbers: a part picked by a number is typed as the same on all ranks",
-                      fix=fix_lines([
-                          Fix(f'fs.pslice(x, "{axis}")', "it picks the part of each rank"),
-                          Fix("pick the same part on every rank", "the result is to be one value"),
-                      ]))  # fmt: skip
-    rows = [(rank, ", ".join(map(repr, values))) for rank, values in numbers]
-    if op == "pmean of a mean":
-        return _error(site, f"{op} over {axis!r}, of different counts of values", rows,
-                      "a mean of means is the mean only of equal counts",
-                      fix=rewritten(site if isinstance(site, callsite.Site) else None, mean_of_all) or
-                      f"divide the sum of all values by their number, each of them a psum over {axis!r}")  # fmt: skip
-    if isinstance(numbers[0][1][0], GlobalShape):
-        what = "shape" if op.startswith("random.") else "size"
-        return _error(site, f"{op} with a global {what} that differs between ranks of {axis!r}", rows,
-                      "each takes its part of another array: a local size times fs.axis_size is the global size only "
-                      "where the axis divides it",
-                      fix=fix_lines([
-                          Fix(f'fs.global_shape(x, P("{axis}"))', f"x is a tensor that {axis!r} splits"),
-                          Fix("use the same one on every rank", "it is of another array"),
-                      ]))  # fmt: skip
-    same = Fix(f"use the same number on every rank of {axis!r}", "the result is to be one value")
-    if op in _PICKS:
-        first, *_ = parts = [values for _, values in numbers]
+        what = f"{op} of a different part, on each rank of {axis!r}, of an invariant value"
+        why = "types do not cover Python numbers: a part picked by a number is typed as the same on all ranks"
+        fixes = [Fix(f'fs.pslice(x, "{axis}")', "it picks the part of each rank"),
+                 Fix("pick the same part on every rank", "the result is to be one value")]  # fmt: skip
+    elif op == "pmean of a mean":
+        what = f"{op} over {axis!r}, of different counts of values"
+        why = "a mean of means is the mean only of equal counts"
+        line = rewritten(site, Expression.mean_of_all) if isinstance(site, callsite.Site) else None
+        fixes = [Fix(line or f"divide the sum of all values by their number, each of them a psum over {axis!r}")]
+    elif isinstance(parts[0][0], GlobalShape):
+        which = "shape" if op.startswith("random.") else "size"
+        what = f"{op} with a global {which} that differs between ranks of {axis!r}"
+        why = ("each takes its part of another array: a local size times fs.axis_size is the global size only "
+               "where the axis divides it")  # fmt: skip
+        fixes = [Fix(f'fs.global_shape(x, P("{axis}"))', f"x is a tensor that {axis!r} splits"),
+                 Fix("use the same one on every rank", "it is of another array")]  # fmt: skip
+    elif op in _PICKS:
+        first = parts[0]
         size = first[2] - first[1] if op == "slice" else 0
         equal = size > 0 and all(x == (first[0], i * size, (i + 1) * size, 1) for i, x in enumerate(parts))
         fixes = [_fix_of_picked_part(site, [axis], first[0] if equal else None)._replace(site=None), same]
     else:
         fixes = [same, Fix(f'apply fs.pvary(..., "{axis}") to the operand of {op}', "the ranks are to differ")]
-    return _error(site, f"{op} of a value that is invariant over {axis!r} with a number that differs between its ranks",
-                  rows, "types do not cover Python numbers: the result is typed as invariant and is not",
-                  fix=fix_lines(fixes))  # fmt: skip
+    return _error(site, what, rows, why, fix=fix_lines(fixes))
 
 
 def _fixes_of_picks(checker: Facts, axes: Sequence[str], here: callsite.Site | None) -> list[Fix]:
@@ -436,10 +428,10 @@ def _fix_of_picked_part(site: callsite.Site | str | None, axes: Sequence[str], d
     """
     source = axes_source(axes)
 
-    def pick(text: str) -> str | None:
-        if dim is not None and (x := sliced_operand(text, dim)):
-            return f"fs.pslice({x}, {source}{f', {dim}' if dim else ''})"
-        return with_picked_operand(text, lambda x: f"fs.pvary({x}, {source})")
+    def pick(at: Expression) -> str | None:
+        if dim is not None and (x := at.sliced_operand(dim)):
+            return at.with_text(f"fs.pslice({x}, {source}{f', {dim}' if dim else ''})")
+        return at.with_picked_operand(lambda x: f"fs.pvary({x}, {source})")
 
     site = site if isinstance(site, callsite.Site) else None  # a str is from another process
     line = rewritten(site, pick)
@@ -456,8 +448,7 @@ def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[
     why = _WRONG_COLLECTIVE[verb].format(n=size_of(axes, checker.sizes))
     if m.origin is not None:
         state = f"does not vary over {axes_text(axes)}" if m.takes == "V" else f"varies over {axes_text(axes)} already"
-        line = m.origin.line
-        gathers = [fix_of_gather(mixture.varying, axes, line) for mixture in _index_mixtures(checker, axes)]
+        gathers = [fix_of_gather(mixture.varying, axes, m.origin) for mixture in _index_mixtures(checker, axes)]
         fixes = list(dict.fromkeys(filter(None, gathers)))
         return _error(m.origin, f"the gradient of this collective's result {state}", [("gradient", show_type(x))],
                       *_index_notes(checker, axes), f"the transpose of this collective is {verb}: {why}",
@@ -467,11 +458,11 @@ def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[
         return copies_differ(checker, update, axes, f"{scene.name(x)} varies at the {verb} of {scene.site}", [])
     drop, operand = _fix_of_superfluous(scene, m, x, axes)
     other_axes = [a for a in m.axes if a not in axes]
-    called = scene.expression.called() if scene.expression else None
+    called = scene.expression.called()
     meant = sorted(x.info.type.varying if m.takes == "V" else x.info.type.invariant)
     choices = []
     is_twice = x.info.op == verb and x.tensor.ndim > 0
-    if not other_axes and meant and scene.expression and len(axes) == 1 and called == verb and not is_twice:
+    if not other_axes and meant and len(axes) == 1 and called == verb and not is_twice:
         moved = scene.expression.with_axis(axes_source(axes), axes_source(meant))
         state = "varies" if m.takes == "V" else "does not"
         choices += [Fix(moved, f"{axes_text(meant)} is meant, over which the value {state}")] if moved else []
@@ -481,7 +472,7 @@ def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[
         is_written = (called_at(r.site) or "psum").endswith("psum")  # and not in a batch norm
         of_products = any(p.op == "matmul" and r.axis in p.axes for p in x.info.history.partials)
         if r.verb == "psum" and r.axis in axes and is_written and not of_products:
-            line = rewritten(r.site, lambda source: source.replace("psum(", "pmean(", 1))
+            line = rewritten(r.site, lambda at: at.with_text(at.text.replace("psum(", "pmean(", 1)))
             choices.append(Fix(line or "use pmean there", "the psum there is to be a mean", r.site))
     if verb == "pvary" and scene.site in checker.pvaried:
         why = f"{why}\nat an earlier run of this line the value did not vary over {axes_text(axes)}"
@@ -492,7 +483,7 @@ def collective_of_wrong_type(checker: Facts, m: Any, x: Operand, axes: Sequence[
         choices.append(Fix(line, "a number of each rank, which types do not cover, picked or made its value"))
     if set(axes) & x.info.type.drawn:
         choices.append(Fix(f"name {axes_text(axes)} in the spec of the draw", "each rank is to draw its part"))
-    if verb == "pvary" and (gather := fix_of_gather(x.info, axes, scene.site.line if scene.site else 0)):
+    if verb == "pvary" and (gather := fix_of_gather(x.info, axes, scene.site)):
         choices.append(gather)
     choices = (_fixes_of_picks(checker, axes, scene.site) if m.takes == "V" else []) + choices
     superfluous = Fix(drop, f"the {verb} is one too many" if choices else "")
@@ -517,8 +508,7 @@ def parts_of_gradient_reduced(
 ) -> ShardingError:  # fmt: skip
     """Word the error of a psum or pmean of a gradient that the axes split."""
     scene, over = Scene(checker), axes_text(axes)
-    called = scene.expression.called() if scene.expression else None
-    line = scene.expression.without_call(lambda sources: sources[0]) if scene.expression and called == verb else None
+    line = scene.expression.without_call() if scene.expression.called() == verb else None
     return _error(scene.site, f"{verb} over {over} of a gradient whose dim {dim} is split over {over}", [scene.row(x)],
                   f"each rank has other elements of it, and the {verb} would mix them: the gradient of a split leaf is "
                   "complete", f"of a mean over the ranks the loss is fs.pmean(loss, {axes_source(axes)})",
@@ -528,7 +518,7 @@ def parts_of_gradient_reduced(
 def _fix_of_superfluous(scene: Scene, m: Any, x: Operand, axes: Sequence[str]) -> tuple[str, str | None]:
     """Return the fix of a collective that is one too many over `axes`, and its operand as the line has it."""
     verb, over = m.verb, axes_text(axes)
-    called = scene.expression.called() if scene.expression else None
+    called = scene.expression.called()
     arguments: list[str] = []
 
     def narrowed(sources: list[str]) -> str:
@@ -536,7 +526,7 @@ def _fix_of_superfluous(scene: Scene, m: Any, x: Operand, axes: Sequence[str]) -
         other_axes = [a for a in m.axes if a not in axes]
         return scene.call(verb, sources[0], axes_source(other_axes)) if other_axes else sources[0]
 
-    line = scene.expression.without_call(narrowed) if scene.expression and called == verb else None
+    line = scene.expression.without_call(narrowed) if called == verb else None
     operand = arguments[0] if arguments else None
     if called not in (None, verb):
         if verb == "pvary" and (x.info.name or called.rpartition(".")[2] in ("unshard", "scan")):
@@ -582,10 +572,9 @@ def loss_varies(checker: Facts, x: Tensor, loss: Operand, leaf: Operand, axes: S
     else:
         why = f"each of the {n} ranks would differentiate its own loss, and {parameter} has one gradient"
         fix = fix_of_partial(checker, loss, axes)
-    what, site = f"the loss that is differentiated varies over {axes_text(axes)}", loss.info.site
-    if callsite.package_of(site):
-        return _error(callsite.site(), what, rows, f"the loss was made at {site}", why, fix=fix)
-    return _error(site or callsite.site(), what, rows, why, fix=fix)
+    where, made = _place_of("the loss", loss.info.site, callsite.site())
+    what = f"the loss that is differentiated varies over {axes_text(axes)}"
+    return _error(where, what, rows, *made, why, fix=fix)
 
 
 def loss_of_gathered_varies(checker: Facts, loss: Operand, leaf: Operand, axes: Sequence[str]) -> ShardingError:
@@ -662,10 +651,11 @@ def results_have_wrong_type(
     table = [(path, f"{show_type(o)}    out spec {spec}") for path, o, spec in rows[:_SHOWN_RESULTS]]
     if len(rows) > _SHOWN_RESULTS:
         table.append(("...", f"and {len(rows) - _SHOWN_RESULTS} more"))
+    where, made = _place_of(path, x.info.site, name)
     if parted := _parted(x.info.history, axes):
         what = f"{subject} {'were' if many else 'was'} computed from a part of a gradient on each rank of {over}"
         why, fix = parted
-        return _error(name if callsite.package_of(x.info.site) else x.info.site or name, what, table, why, fix=fix)
+        return _error(where, what, table, why, fix=fix)
     if extra:
         what = f"{subject} {vary} over {over}, which {'their out specs do' if many else 'its out spec does'} not name"
         update = update_of(x, extra)
@@ -674,15 +664,13 @@ def results_have_wrong_type(
         notes = [f"{path} varies since {m.site}: {m.op} of {m.text.rows[0][0]} with {m.text.rows[1][0]}"
                  for m in x.info.history.mixtures if m.axis in extra]  # fmt: skip
         differ = f"the {n} ranks would return different values, and the out spec declares one value"
-        why, fix = _GATHERED if fix_of_gather(x.info, axes, 0) else differ, fix_of_partial(checker, x, axes)
+        why, fix = _GATHERED if fix_of_gather(x.info, axes) else differ, fix_of_partial(checker, x, axes)
         if any(o.info.op.endswith("batch_norm") for _, o, _ in rows):
             fix = f"apply.batch_norm_over({axes_source(extra)}), of all rows; or fs.pmean of the returned buffers"
         without = [Fix(m.text.without_pvary, "both operands are the same on every rank", m.site)
                    for m in x.info.history.mixtures if m.axis in extra and m.text.without_pvary]  # fmt: skip
         fix = "\n  or, ".join(filter(None, (fix, fix_lines(without))))
-        if callsite.package_of(x.info.site):
-            return _error(name, what, table, f"{path} was made at {x.info.site}", why, *notes, fix=fix)
-        return _error(x.info.site or name, what, table, why, *notes, fix=fix)
+        return _error(where, what, table, *made, why, *notes, fix=fix)
     named = "their out specs name" if many else "its out spec names"
     what = f"{subject} {are} invariant over {over}, which {named}"
     why = f"the result would be {n} equal copies, and would have another size on another mesh"
@@ -700,6 +688,15 @@ def results_have_wrong_type(
 
 def _parameter(info: TensorInfo) -> str:
     return info.name or (CAPTURED if info.is_captured else "a parameter")
+
+
+def _place_of(
+    subject: str, site: callsite.Site | None, default: callsite.Site | str | None
+) -> tuple[callsite.Site | str | None, list[str]]:
+    """Return the place of an error about a value made at `site`; of one made in an installed package, also a note."""
+    if callsite.package_of(site):
+        return default, [f"{subject} was made at {site}"]
+    return site or default, []
 
 
 def _reason_for_pvary(n: int, axes: Sequence[str], use: str) -> list[str]:

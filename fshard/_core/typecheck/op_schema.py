@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,30 +42,41 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-@dataclass(frozen=True)
 class Operation:
-    """One overload of one operation."""
+    """One overload of one operation. An operator that takes functions has no schema, only a name, and so has `None`."""
 
-    func: Any
-    name: str  # as a user calls it
-    namespace: str = "aten"
-    constant: bool = False  # the result has no values of the arguments
-    like: bool = False  # a `constant` that has a value for each of the argument's
-    fresh: bool = False  # the argument was made just now, by no operation: torch.tensor, torch.from_numpy
-    compares: bool = False
-    pointwise: bool = False
-    completed_by: str | None = None  # the collective that completes a result computed from a part of a dim
-    view: bool = False  # the result has the values of the first argument, or some of them
-    copies: bool = False  # a `view` in separate memory
-    overwrites: bool = False  # does not read the arguments that it writes
-    writes: tuple[tuple[int, str], ...] = ()  # positions and names of the arguments that are written
-    on_lists: bool = False  # computes row i of its results from row i of each list of tensors
-    lists_written: int = 0
-    writes_statistics: bool = False  # of a batch norm, in training: its schema does not mark them
-    of_some_value: bool = False  # has no result of an argument without elements
-    uses_torch_generator: Callable[[Args, Kwargs], bool] | None = None  # asked for each call; None: never
-    # Name and default of each argument; whether it is a shape.
-    arguments: tuple[tuple[str, Any, bool], ...] = ()
+    def __init__(self, func: Any, name: str = "") -> None:
+        is_known = func is not None and func.namespace != "higher_order"
+        schema = schema_of(func) if is_known else SimpleNamespace(name=name or str(func), arguments=(), returns=())
+        tags, writes = (func.tags, written_arguments(func)) if is_known else ((), [])
+        schema_name, arguments = schema.name.split("::")[-1], schema.arguments
+        self.func = func
+        self.namespace = getattr(func, "namespace", "aten")
+        self.name = name = _user_name(schema_name)  # as a user calls it
+        self.constant = schema_name in _CONSTANT  # the result has no values of the arguments
+        self.like = schema_name in _LIKE  # a `constant` that has a value for each of the argument's
+        # The argument was made just now, by no operation: torch.tensor, torch.from_numpy.
+        self.fresh = schema_name == "lift_fresh"
+        self.compares = schema_name in _COMPARES
+        self.pointwise = torch.Tag.pointwise in tags
+        self.completed_by = _COMPLETED_BY.get(name)  # the collective that completes a result of a part of a dim
+        # The result has the values of the first argument, or some of them; with `copies` in separate memory.
+        aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]
+        self.view = schema_name in _SAME_VALUES or any(not a.is_write for a in aliases)
+        self.copies = schema_name in ("clone", "_to_copy", "contiguous")
+        self.writes = [(i, a.name) for i, a in writes]  # positions and names of the arguments that are written
+        # It does not read the arguments that it writes.
+        self.overwrites = schema_name in _OVERWRITES or (bool(writes) and all(a.kwarg_only for _, a in writes))
+        self.writes_statistics = name.endswith("batch_norm")  # in training: its schema does not mark them
+        # It computes row i of its results from row i of each list of tensors.
+        self.on_lists = schema_name.startswith(("_foreach_", "_fused_")) and _is_list(arguments[0])
+        lists_written = [a for _, a in writes if _is_list(a) and a.name not in _SHARED_SCALARS]
+        self.lists_written = len(lists_written) if self.on_lists else 0
+        self.of_some_value = name in _OF_SOME_VALUE  # it has no result of an argument without elements
+        self.is_random = torch.Tag.nondeterministic_seeded in tags
+        self._rates = ("dropout_p", "dropout", *(["p"] if "dropout" in schema_name else []))  # arguments
+        # Name and default of each argument; whether it is a shape.
+        self.arguments = [(a.name, a.default_value, a.name in _SHAPES) for a in arguments]
 
     def written(self, args: Args, kwargs: Kwargs) -> list[Tensor]:
         """Return the tensors that a call writes in place."""
@@ -82,6 +92,16 @@ class Operation:
         dim = self._values(args, kwargs).get("dim")
         dims = [dim] if isinstance(dim, int) else dim
         return not dims or any(args[0].shape[d] == 0 for d in dims)
+
+    def uses_torch_generator(self, args: Args, kwargs: Kwargs) -> bool:
+        """Return whether a call of a random operation draws from torch's generator."""
+        values = self._values(args, kwargs)
+        if values.get("generator") is not None or values.get("training") is False:
+            return False
+        if any(x.is_meta for x in args if isinstance(x, Tensor)):  # nothing is drawn on meta
+            return False
+        rate = next((name for name, *_ in self.arguments if name in self._rates), None)
+        return rate is None or (values.get(rate, 0.0) > 0 and values.get("train", True) is not False)
 
     def completing(self, args: Args, kwargs: Kwargs) -> str:
         """Return the collective that completes the result of a call; of a loss it depends on the reduction."""
@@ -135,60 +155,15 @@ _operations: dict[int, Operation] = {}  # by the id of an OpOverload, whose hash
 
 
 def operation(func: Any) -> Operation:
-    """Return the facts about `func`, an OpOverload; of an operator that takes functions only its name is known."""
-    return _operations.get(id(func)) or _operations.setdefault(id(func), _read_schema(func))
+    """Return the facts about `func`, an OpOverload or an operator that takes functions."""
+    return _operations.get(id(func)) or _operations.setdefault(id(func), Operation(func))
 
 
-def _read_schema(func: Any) -> Operation:
-    if func.namespace == "higher_order":
-        return Operation(func, str(func), func.namespace)
-    schema = schema_of(func)
-    name = schema.name.split("::")[-1]
-    arguments = schema.arguments
-    writes = written_arguments(func)
-    out_variant = bool(writes) and all(a.kwarg_only for _, a in writes)
-    aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]
-    on_lists = name.startswith(("_foreach_", "_fused_")) and "List[Tensor]" in str(arguments[0].type)
-    lists_written = [a for _, a in writes if "List[Tensor]" in str(a.type) and a.name not in _SHARED_SCALARS]
-    return Operation(
-        func,
-        _user_name(name),
-        func.namespace,
-        constant=name in _CONSTANT,
-        like=name in _LIKE,
-        fresh=name == "lift_fresh",
-        compares=name in _COMPARES,
-        completed_by=_COMPLETED_BY.get(_user_name(name)),
-        pointwise=torch.Tag.pointwise in func.tags,
-        copies=name in ("clone", "_to_copy", "contiguous"),
-        view=name in _SAME_VALUES or any(not a.is_write for a in aliases),
-        overwrites=name in _OVERWRITES or out_variant,
-        writes=tuple((i, a.name) for i, a in writes),
-        writes_statistics=_user_name(name).endswith("batch_norm"),
-        of_some_value=_user_name(name) in _OF_SOME_VALUE,
-        on_lists=on_lists,
-        lists_written=len(lists_written) if on_lists else 0,
-        uses_torch_generator=_generator_use(name, schema) if torch.Tag.nondeterministic_seeded in func.tags else None,
-        arguments=tuple((a.name, a.default_value, a.name in _SHAPES) for a in arguments),
-    )
+def _is_list(argument: Any) -> bool:
+    return "List[Tensor]" in str(argument.type)
 
 
 def _user_name(name: str) -> str:
     if "scaled_dot_product" in name:
         return "attention" if "backward" not in name else "the backward of attention"
     return _USER_NAMES.get(name, name.strip("_"))
-
-
-def _generator_use(name: str, schema: Any) -> Callable[[Args, Kwargs], bool]:
-    names = [a.name for a in schema.arguments]
-    rate = next((n for n in ("dropout_p", "dropout") if n in names), "p" if "dropout" in name else None)
-
-    def uses_torch_generator(args: Args, kwargs: Kwargs) -> bool:
-        values = {**dict(zip(names, args, strict=False)), **kwargs}
-        if values.get("generator") is not None or values.get("training") is False:
-            return False
-        if any(x.is_meta for x in args if isinstance(x, Tensor)):  # nothing is drawn on meta
-            return False
-        return rate is None or (values.get(rate, 0.0) > 0 and values.get("train", True) is not False)
-
-    return uses_torch_generator

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import dis
 import inspect
+import operator
 import re
 import sys
 import threading
@@ -34,41 +35,62 @@ _parsing = threading.Lock()  # the parser of Python 3.11 counts its depth for al
 
 
 class Expression:
-    """The expression or augmented assignment that a frame executes. Raises LookupError where its source is missing."""
+    """The expression or augmented assignment at a place, without a node where its source is missing or was edited.
 
-    def __init__(self, frame: FrameType) -> None:
-        site = Site(frame.f_code, frame.f_lasti)
+    Its names have values in the `frame` that executes it. The lines that its methods return have code in the place of
+    the expression, or of a part; they are `None` where that cannot be written.
+    """
+
+    def __init__(self, site: Site | None, frame: FrameType | None = None) -> None:
+        self.node: Any = None
+        self._line: bytes | None = None  # if it can be rewritten
+        self._frame, self._code, self._preceding = frame, "", ""
+        if site is not None:
+            with contextlib.suppress(LookupError, SyntaxError, ValueError, RecursionError, MemoryError):
+                self._read(site)
+
+    def _read(self, site: Site) -> None:
         first, last, start, end = site.columns
-        lines = text_of(site.file, frame.f_globals).encode().splitlines()
+        lines = text_of(site.file, self._frame and self._frame.f_globals).encode().splitlines()
         if first is None or last is None or start is None or end is None or last > len(lines):
-            raise LookupError
+            return
         code = b"\n".join([*lines[first - 1 : last - 1], lines[last - 1][:end]])[start:].decode()
-        self._frame, (self._code, self.node) = frame, _parse(code)
+        self._code, node = _parse(code)
         self._preceding = b"\n".join([*lines[: first - 1], lines[first - 1][:start]]).decode()
         # Neither several lines nor an assignment to x[0], which must not become one to pvary(x)[0], can be rewritten.
-        stores = dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("STORE", "DELETE"))
+        stores = dis.opname[site.code.co_code[site.lasti]].startswith(("STORE", "DELETE"))
         self._line = _without_comment(lines[first - 1]) if first == last and not stores else None
         self._start = start - (len(self._code) - len(code)) // 2  # column of the parsed code
+        self.node = node
+
+    @property
+    def text(self) -> str:
+        """The source text of the expression."""
+        return self.source(self.node)
+
+    @property
+    def is_in_a_line(self) -> bool:
+        """Return whether it is an expression in one line, which can be rewritten."""
+        return self._line is not None and isinstance(self.node, ast.expr)
 
     def find(self, is_it: Callable[[object], bool], position: int = -1, op: str = "") -> Any:
         """Return the node of a tensor, or `None` where its source is unknown or takes several lines.
 
         `position` is the tensor's among the operands of the operation `op`; -1 if it is unknown.
         """
-        node = next((part for part in _parts(self.node) if is_it(self.value(part))), None)
+        node = next((part for part in _parts(self.node) if is_it(self.value(part))), None) if self.node else None
         if node is None and position >= 0:
             node = next(iter(self._operands(op)[position:]), None)
         return node if node is not None and node.lineno == node.end_lineno else None
 
-    def _operands(self, op: str) -> list[Any]:
-        """Return the nodes of the operands of an operator, or of a call of the method or the function `op`."""
+    def _operands(self, op: str | None = None) -> list[Any]:
+        """Return the nodes of the operands of an operator, or of a call of a method or function: of `op`, if given."""
         match self.node:
             case ast.BinOp(left=left, right=right):
                 return [left, right]
-            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=args) if name.strip("_") == op:
-                return args if ast.unparse(owner) in MODULES else [owner, *args]
-            case ast.Call(func=ast.Name(id=name), args=args) if name.strip("_") == op:
-                return args
+            case ast.Call(func=func, args=args) if op in (None, (self.called() or "").strip("_")):
+                owners = [func.value] if isinstance(func, ast.Attribute) else []
+                return [*(x for x in owners if ast.unparse(x) not in MODULES), *args]
         return []
 
     def source(self, node: Any) -> str:
@@ -82,7 +104,7 @@ class Expression:
                 return node.value
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(n))):
                 return -n
-            case ast.Name():
+            case ast.Name() if self._frame is not None:
                 return self._frame.f_locals.get(node.id, self._frame.f_globals.get(node.id))
             case ast.Attribute():
                 return _attribute(self.value(node.value), node.attr)
@@ -95,7 +117,7 @@ class Expression:
         return None
 
     def replaced(self, *changes: tuple[Any, str]) -> str | None:
-        """Return the line with new text for each node; `None` where the line cannot be rewritten."""
+        """Return the line with new text for each node."""
         target = getattr(self.node, "target", None)  # x += y assigns to x as well
         if self._line is None or any(node is target for node, _ in changes):
             return None
@@ -105,17 +127,74 @@ class Expression:
             line = f"{before}{new}{after}".encode()
         return line.decode().strip()
 
-    def without_call(self, rebuild: Callable[[list[str]], str]) -> str | None:
-        """Return the line with `rebuild(source of each positional argument)` for the call that is executing."""
-        if not isinstance(self.node, ast.Call) or not self.node.args:
-            return None
-        new = rebuild([self.source(arg) for arg in self.node.args])
-        return self.replaced((self.node, new if isinstance(_parse(new)[1], _ATOMS) else f"({new})"))
+    def with_text(self, new: str) -> str | None:
+        """Return the line with another text for the expression."""
+        return self.replaced((self.node, new))
 
     def with_axis(self, old: str, new: str) -> str | None:
-        """Return the line with `new` for the axis `old` of the call that is executing."""
-        source = with_axis(self.source(self.node), old, new)
-        return source and self.replaced((self.node, source))
+        """Return the line with `new` for the axis `old` of a call: its second argument, or `axis=`."""
+        keywords = [k.value for k in getattr(self.node, "keywords", []) if k.arg == "axis"]
+        axes = [*getattr(self.node, "args", [])[1:2], *keywords]
+        axis = next((x for x in axes if ast.unparse(x) == ast.unparse(_parse(old)[1])), None)
+        return axis and self.replaced((axis, new))
+
+    def with_first_operand(self, rebuild: Callable[[str], str]) -> str | None:
+        """Return the line with `rebuild(first operand of a call)`: `x` of `x.sum(0)` and of `torch.sum(x, 0)`."""
+        operand = next(iter(self._operands()), None)
+        return operand and self.replaced((operand, rebuild(self.source(operand))))
+
+    def with_picked_operand(self, rebuild: Callable[[str], str]) -> str | None:
+        """Return the line with `rebuild(x)` of `x[a:b]`, or of a call of narrow or select, if no constant picks."""
+        index = getattr(self.node, "slice", None) or ast.Tuple(getattr(self.node, "args", []))
+        if not any(isinstance(part, ast.Name) for part in ast.walk(index)):
+            return None
+        if isinstance(self.node, ast.Subscript):
+            x = self._before_bracket()
+            return self.with_text(rebuild(x) + self.text.removeprefix(x))
+        return self.with_first_operand(rebuild) if self.called() in ("narrow", "select") else None
+
+    def sliced_operand(self, dim: int) -> str | None:
+        """Return `x` of `x[a:b]`, or of `x[:, a:b]` for `dim` 1; `None` for another expression."""
+        if not isinstance(self.node, ast.Subscript):
+            return None
+        entries = self.node.slice.elts if isinstance(self.node.slice, ast.Tuple) else [self.node.slice]
+        which = [i for i, x in enumerate(entries) if ast.unparse(x) != ":"]
+        return self._before_bracket() if which == [dim] and isinstance(entries[dim], ast.Slice) else None
+
+    def _before_bracket(self) -> str:
+        text = self.text.encode()  # columns count bytes
+        return text[: text.index(b"[", self.node.value.end_col_offset - self.node.col_offset)].decode()
+
+    def mean_of_all(self) -> str | None:
+        """Return the line with `pmean(x.mean(), axis)` as the sum of all elements over their number."""
+        match self.node:
+            case ast.Call(
+                func=f, args=[ast.Call(func=ast.Attribute(value=x, attr="mean"), args=[], keywords=[]), axis]
+            ):
+                psum = ast.unparse(f).removesuffix("pmean") + "psum"
+                text, over = self.source(x), self.source(axis)
+                values = text if isinstance(x, _ATOMS) else f"({text})"
+                return self.with_text(f"{psum}({values}.sum(), {over}) / {psum}(torch.ones_like({text}).sum(), {over})")
+        return None
+
+    def without_call(
+        self, rebuild: Callable[[list[str]], str] = operator.itemgetter(0), node: Any = None
+    ) -> str | None:  # fmt: skip
+        """Return the line with `rebuild(source of each positional argument)`, or the first one, in place of a call.
+
+        `node` is the call, by default the expression.
+        """
+        node = node or self.node
+        if not isinstance(node, ast.Call) or not node.args:
+            return None
+        new = rebuild([self.source(arg) for arg in node.args])
+        return self.replaced((node, new if isinstance(_parse(new)[1], _ATOMS) else f"({new})"))
+
+    def without_call_of_statement(self) -> str | None:
+        """Return the line with the first argument of a call in its place, if the call is all of its statement."""
+        is_all = re.fullmatch(r"[\w\s,]+=|return", self.with_text("") or "")
+        args = getattr(self.node, "args", [])
+        return self.with_text(self.source(args[0])) if is_all and args else None
 
     def out_of_place(self) -> str | None:
         """Return the line `x += y` as `x = x + y`, and `x.add_(y)` as `x = x.add(y)`; `None` for others."""
@@ -128,12 +207,6 @@ class Expression:
                 if attr.endswith("_") and hasattr(torch.Tensor, attr[:-1]):
                     return f"{self.source(x)} = {self.source(self.node).replace(f'.{attr}(', f'.{attr[:-1]}(', 1)}"
         return None
-
-    def unwrapped(self, node: Any) -> str | None:
-        """Return the line with the first argument of a call in place of the call."""
-        if not isinstance(node, ast.Call) or not node.args:
-            return None
-        return self.replaced((node, self.source(node.args[0])))
 
     def called(self) -> str | None:
         """Return the name of the function that the expression calls; `None` if it is not a call."""
@@ -170,30 +243,15 @@ class Expression:
         return line[: self._start + node.col_offset].decode(), line[self._start + node.end_col_offset :].decode()
 
 
-def executing(frame: FrameType | None) -> Expression | None:
-    """Return the expression that a frame executes; `None` where its source is missing or was edited."""
-    try:
-        return None if frame is None else Expression(frame)
-    except (LookupError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+def rewritten(site: Site | None, rewrite: Callable[[Expression], str | None]) -> str | None:
+    """Return `rewrite(the expression at a place)`; `None` where its line is unknown, or is one of several."""
+    at = Expression(site)
+    return rewrite(at) if at.is_in_a_line else None
 
 
-def rewritten(site: Site | None, rebuild: Callable[[str], str | None]) -> str | None:
-    """Return the line of an expression with `rebuild(its source)` in its place; `None` where that cannot be written."""
-    if site is None:
-        return None
-    first, last, start, end = site.columns
-    lines = text_of(site.file).encode().splitlines()
-    if first is None or first != last or start is None or end is None or first > len(lines):
-        return None
-    line = _without_comment(lines[first - 1])
-    source, (before, after) = line[start:end].decode(), _without_group(line[:start].decode(), line[end:].decode())
-    try:
-        _parse_expression(source)
-    except SyntaxError:  # an augmented assignment
-        return None
-    new = rebuild(source)
-    return None if new is None else f"{before}{new}{after}".strip()
+def called_at(site: Site | None) -> str | None:
+    """Return the function that the expression at a place calls, as its source has it; `None` if it is not a call."""
+    return rewritten(site, lambda at: ast.unparse(at.node.func) if isinstance(at.node, ast.Call) else None)
 
 
 def _without_group(before: str, after: str) -> tuple[str, str]:
@@ -202,115 +260,12 @@ def _without_group(before: str, after: str) -> tuple[str, str]:
     return (before[:-1], after[1:]) if is_group else (before, after)
 
 
-def with_first_operand(source: str, rebuild: Callable[[str], str]) -> str | None:
-    """Return a call with `rebuild(its first operand)`: `x` in `x.sum(0)` and in `torch.sum(x, 0)`."""
-    node = _parse_expression(source)
-    if not isinstance(node, ast.Call):
-        return None
-    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-    is_function = owner is None or ast.unparse(owner) in MODULES
-    operand = (node.args[0] if node.args else None) if is_function else owner
-    if operand is None:
-        return None
-    before, text, after = _around(source, operand)
-    return before + rebuild(text) + after
-
-
-def _around(source: str, part: ast.expr) -> tuple[str, str, str]:
-    """Return the text before a part of an expression, of the part, and after it."""
-    text = f"({source})".encode()  # columns count bytes of the text that was parsed
-    start, end = part.col_offset, part.end_col_offset
-    return text[1:start].decode(), text[start:end].decode(), text[end or -1 : -1].decode()
-
-
-def with_axis(source: str, old: str, new: str) -> str | None:
-    """Return a call with `new` for its argument `old`, the second one or `axis=`: not one of a call inside it."""
-    node = _parse_expression(source)
-    if not isinstance(node, ast.Call):
-        return None
-    for x in (*node.args[1:2], *(k.value for k in node.keywords if k.arg == "axis")):
-        if ast.unparse(x) == ast.unparse(_parse_expression(old)):
-            before, _, after = _around(source, x)
-            return before + new + after
-    return None
-
-
-def mean_of_all(source: str) -> str | None:
-    """Return `pmean(x.mean(), axis)` as the sum of all elements over their number; `None` for another expression."""
-    match _parse_expression(source):
-        case ast.Call(func=func, args=[ast.Call(func=ast.Attribute(value=x, attr="mean"), args=[], keywords=[]), axis]):
-            psum = ast.unparse(func).removesuffix("pmean") + "psum"
-            x_text, axes = (_around(source, part)[1] for part in (x, axis))
-            bare, x_text = x_text, x_text if isinstance(x, _ATOMS) else f"({x_text})"
-            return f"{psum}({x_text}.sum(), {axes}) / {psum}(torch.ones_like({bare}).sum(), {axes})"
-    return None
-
-
-def line_without_call(site: Site | None) -> str | None:
-    """Return the line of a call, which is all of its statement, with its first argument in place of the call."""
-
-    def rebuild(source: str) -> str | None:
-        args = getattr(_parse_expression(source), "args", [])
-        return _around(source, args[0])[1] if args else None
-
-    line, call = rewritten(site, rebuild), rewritten(site, lambda source: "")
-    return line if call and re.fullmatch(r"[\w\s,]+=|return", call) else None
-
-
-def sliced_operand(source: str, dim: int) -> str | None:
-    """Return `x` of `x[a:b]`, or of `x[:, a:b]` for `dim` 1; `None` for another expression."""
-    node = _parse_expression(source)
-    if not isinstance(node, ast.Subscript):
-        return None
-    entries = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    if [i for i, x in enumerate(entries) if ast.unparse(x) != ":"] != [dim] or not isinstance(entries[dim], ast.Slice):
-        return None
-    return _split_subscript(source, node)[0]
-
-
-def with_picked_operand(source: str, rebuild: Callable[[str], str]) -> str | None:
-    """Return `x[a:b]`, or a call of narrow or select, with `rebuild(x)`; `None` for others, and for constants."""
-    node = _parse_expression(source)
-    index = node.slice if isinstance(node, ast.Subscript) else ast.Tuple(getattr(node, "args", []))
-    if not any(isinstance(part, ast.Name) for part in ast.walk(index)):
-        return None
-    if not isinstance(node, ast.Subscript):
-        func = getattr(node, "func", None)
-        name = getattr(func, "attr", getattr(func, "id", ""))
-        return with_first_operand(source, rebuild) if name in ("narrow", "select") else None
-    value, index_text = _split_subscript(source, node)
-    return rebuild(value) + index_text
-
-
-def _split_subscript(source: str, node: ast.Subscript) -> tuple[str, str]:
-    text = source.encode()  # columns count bytes, from the parenthesis before it
-    bracket = text.index(b"[", (node.value.end_col_offset or 1) - 1)
-    return text[:bracket].decode(), text[bracket:].decode()
-
-
-def called_at(site: Site | None) -> str | None:
-    """Return the function that the expression at a place calls, as its source has it; `None` if it is not a call."""
-    names: list[str] = []
-
-    def note(source: str) -> None:
-        if func := getattr(_parse_expression(source), "func", None):
-            names.append(ast.unparse(func))
-
-    rewritten(site, note)
-    return names[0] if names else None
-
-
-def _parse_expression(source: str) -> Any:
-    with _parsing:
-        return ast.parse(f"({source})", mode="eval").body
-
-
 def _parse(text: str) -> tuple[str, Any]:
     """Return a text, in parentheses unless it is an assignment, and its node."""
-    try:
-        return f"({text})", _parse_expression(text)
-    except SyntaxError:
-        with _parsing:
+    with _parsing:
+        try:
+            return f"({text})", ast.parse(f"({text})", mode="eval").body
+        except SyntaxError:
             return text, ast.parse(text, mode="single").body[0]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -36,9 +36,7 @@ class History(NamedTuple):
     reductions: tuple[Reduction, ...] = ()  # made it invariant: at most one for each axis
     partials: tuple[Partial, ...] = ()  # the last two reductions of a dim that a value that varies was computed from
     copies: frozenset[str] = NONE  # axes over which a value varies only by pvary: each rank has a copy of one value
-    gathers: tuple[
-        Reduction, ...
-    ] = ()  # all_gathers, by which it varies over an axis and by nothing else: at most one each
+    gathers: tuple[Reduction, ...] = ()  # all_gathers, by which it varies over an axis and by nothing else
     like: frozenset[str] = NONE  # axes of a free value that was made like one that varies over them (zeros_like)
     # (axis, collective before the loss: pvary or all_gather) of the gradients in it that have a part on each rank
     parted: frozenset[tuple[str, str]] = frozenset()
@@ -72,7 +70,6 @@ class Partial(NamedTuple):
     site: Site | None
     axes: frozenset[str]  # those that may split the dims
     dim: int | None  # that is reduced; None for all
-    to_scalar: bool
     averaged: int = 0  # number of values of a mean
 
 
@@ -142,24 +139,25 @@ class Operand(NamedTuple):
     info: TensorInfo
 
 
-class Facts(Protocol):
+class Facts:
     """The facts that a checker knows of a region, for messages and fixes."""
 
-    sizes: Mapping[str, int]  # of the mesh axes
-    arguments: list[TensorInfo]
-    mixtures: dict[tuple[Site, str], Mixture]  # the first of each line and axis
-    mixtures_of_captured: dict[tuple[int, str], Mixture]  # the first of each root and axis
-    pvaried: set[Site | None]  # lines
-    split_arguments: dict[int, TensorInfo]  # arguments that an axis splits, by their roots and the roots of a pvary
-    asked: set[str]  # axes on which the program asked for the rank's place: a number may depend on it
-    numbers: list[tuple[str, Site | None, frozenset[str], tuple[Any, ...]]]  # (operation, line, axes, Python numbers)
+    differentiated: Callable[[Tensor], bool]  # whether a gradient can flow to a tensor
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes = sizes  # of the mesh axes
+        self.arguments: list[TensorInfo] = []
+        self.mixtures: dict[tuple[Site, str], Mixture] = {}  # the first of each line and axis
+        self.mixtures_of_captured: dict[tuple[int, str], Mixture] = {}  # the first of each root and axis
+        self.pvaried: set[Site | None] = set()  # lines
+        self.split_arguments: dict[int, TensorInfo] = {}  # that an axis splits, by root; and what `pvary` made of them
+        self.asked: set[str] = set()  # axes on which the program asked for the rank's place: a number may depend on it
+        # Python numbers that invariant results were computed from: (operation, line, axes of the result, numbers).
+        self.numbers: list[tuple[str, Site | None, frozenset[str], tuple[Any, ...]]] = []
 
     def info(self, x: Tensor) -> TensorInfo:
         """Return the type and origin of a tensor."""
-
-    @property
-    def differentiated(self) -> Callable[[Tensor], bool]:
-        """A test of whether a gradient can flow to a tensor."""
+        raise NotImplementedError
 
 
 def join(types: Sequence[Type], result: Tensor | None = None) -> Type:

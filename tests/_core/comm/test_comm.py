@@ -485,7 +485,7 @@ def test_shard_map_inside_shard_map_is_an_error(outer_axes, inner_axes):
 def test_a_run_ends_once_where_a_rank_ends_its_turn_late(monkeypatch):
     """A second end is an error in the thread of a rank, which dies, and the next run waits for it forever."""
     ends, over, done = [], threading.Event(), threading.Event()
-    end_turn, set_ = simulated._Run.end_turn, simulated._End.set
+    end_turn, set_ = simulated._Run.end_turn, simulated._Run.end
 
     def late(run, rank):
         end_turn(run, rank)
@@ -498,7 +498,7 @@ def test_a_run_ends_once_where_a_rank_ends_its_turn_late(monkeypatch):
         over.set()
 
     monkeypatch.setattr(simulated._Run, "end_turn", late)
-    monkeypatch.setattr(simulated._End, "set", end)
+    monkeypatch.setattr(simulated._Run, "end", end)
     threads = fs.make_mesh(a=2).run(lambda comm, rank: threading.current_thread())
     threads[0].jobs.put(done.set)
     assert done.wait(LIMIT)
@@ -507,13 +507,13 @@ def test_a_run_ends_once_where_a_rank_ends_its_turn_late(monkeypatch):
 
 def test_nothing_refers_to_a_program_and_its_results_after_a_run_whose_threads_end_late(monkeypatch):
     """Neither does a cycle, also where no rank waits for another one."""
-    leave, set_ = threading.Event(), simulated._End.set
+    leave, set_ = threading.Event(), simulated._Run.end
 
     def end(self):
         set_(self)
         assert leave.wait(LIMIT)
 
-    monkeypatch.setattr(simulated._End, "set", end)
+    monkeypatch.setattr(simulated._Run, "end", end)
     given, enabled = torch.ones(1), gc.isenabled()
     gc.disable()
     try:

@@ -36,7 +36,7 @@ def rank_of(n: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=n // 2, world_size=n)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(process, "_timeout", lambda *_: datetime.timedelta(1))  # the fake backend has none
+            patch.setattr(process, "timeout_of", lambda *_: datetime.timedelta(1))  # the fake backend has none
             yield
     finally:
         dist.destroy_process_group()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fshard import ShardingError
 from fshard._core.comm.description import describe_transfer
-from fshard._core.comm.gloo import GlooConnections, PendingMessages
+from fshard._core.comm.gloo import GlooConnections, Peers, PendingMessages
 from fshard._core.comm.meeting import ACCEPTED, HELLO, KEY, listen
 from fshard._core.comm.watchdog import _NUMBER, Wait, Watchdog, call_at_exit, launcher_id
 from tests.lib.forked import free_port
@@ -435,7 +435,8 @@ def test_wait_for_messages_names_the_rank_and_the_collective() -> None:
     backend = SimpleNamespace(send=work, recv=work)
     connections = GlooConnections(backend, 0, 6, datetime.timedelta(seconds=1800))
     xs = [torch.ones(30_000)]
-    messages = PendingMessages(connections, (0, 3, 5), description, {3: xs}, {3: [torch.empty(30_000)]})
+    peers = Peers(connections, (0, 3, 5), 0)
+    messages = PendingMessages(peers, description, {1: xs}, {1: [torch.empty(30_000)]})
     messages.wait()
     ranks = [5, 3, 3, 3, 5, 3]  # headers from 5 and 3, messages to and from 3, headers to 5 and 3
     said = "may be compiling, saving, slow, stopped, in a debugger, or may not make this call; the timeout is 1800 s"

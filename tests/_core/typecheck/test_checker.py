@@ -536,6 +536,24 @@ def test_fix_of_a_line_that_cannot_be_rewritten_is_a_call_before_it():
         assert text.endswith(f"fix: apply {call} to the invariant operand before this line")
 
 
+def test_fix_of_an_entry_that_is_assigned_is_code():
+    def assigns(x):
+        totals = torch.zeros(2)
+        totals[0] = x.sum()
+        return totals
+
+    text = error_of(assigns, ROWS, P(), X)
+    assert 'totals[0] = fs.psum(x.sum(), "data")' in text
+    assert text.endswith('if each rank has some rows:  fs.all_gather(..., "data", to="invariant")')
+
+
+def test_fix_without_a_pvary_keeps_the_sum_in_it_together():
+    def f(w, v):
+        return fs.grad(lambda w: (w * fs.pvary(v + v, "data")).sum())(w)
+
+    assert "(w * (v + v)).sum()" in error_of(f, (P(), P()), P(), torch.ones(4), torch.ones(4))
+
+
 # --- calls that are checked -----------------------------------------------------------------------------------
 
 

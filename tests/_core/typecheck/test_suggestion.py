@@ -16,7 +16,8 @@ import torch
 import fshard
 import fshard as fs
 from fshard import pvary as as_imported
-from fshard._core.typecheck.suggestion import executing, qualified_name
+from fshard._core.callsite import Site
+from fshard._core.typecheck.suggestion import Expression, qualified_name
 from tests._core.typecheck.probe import Probe, run, run_without_source, set_source
 
 X, Y, W = Probe(), Probe(), Probe()
@@ -70,11 +71,15 @@ def pvary(text: str) -> str:
     return f'fs.pvary({text}, "m")'
 
 
+def executing(frame: FrameType) -> Expression:
+    return Expression(Site(frame.f_code, frame.f_lasti), frame)
+
+
 def replaced(frame: FrameType, is_it: Any = is_x, position: int = -1) -> tuple[str | None, str | None]:
     """The source text of a tensor, and the line with pvary of it."""
     expression = executing(frame)
-    node = expression and expression.find(is_it, position)
-    if expression is None or node is None:
+    node = expression.find(is_it, position)
+    if node is None:
         return None, None
     return expression.source(node), expression.replaced((node, pvary(expression.source(node))))
 
@@ -165,7 +170,7 @@ CALLS = [
 def test_call_is_replaced_by_its_argument(program: str, line: str | None) -> None:
     def without_call(frame: FrameType) -> str | None:
         expression = executing(frame)
-        return expression and expression.without_call(lambda args: args[0])
+        return expression.without_call()
 
     assert run(program, values(), without_call) == line
 
@@ -191,7 +196,6 @@ SUMS = [
 def test_term_is_moved_out_of_a_sum(program: str, verb: str, line: str | None) -> None:
     def moved(frame: FrameType) -> Any:
         expression = executing(frame)
-        assert expression is not None
         return expression.reduced_by(), expression.moved_out_of_sum(expression.find(is_x))
 
     psum = lambda v, axis: torch.ones(())  # noqa: E731
@@ -203,7 +207,7 @@ def test_term_is_moved_out_of_a_sum(program: str, verb: str, line: str | None) -
 
 @pytest.mark.parametrize("file", ["<stdin>", "<string>", "/nowhere/train.py", "train.py"])
 def test_missing_source_gives_no_expression(file: str) -> None:
-    assert run_without_source("h = x + w\n", values(), executing, file) is None
+    assert run_without_source("h = x + w\n", values(), executing, file).node is None
 
 
 @pytest.mark.parametrize("text", ["", "1 +\n", "\n", "\x00", "h = 1\n", "if 1:\n  if"])
@@ -230,7 +234,7 @@ def test_code_without_columns_gives_no_expression() -> None:
     set_source("train", text)
     Probe.ask, Probe.answer = staticmethod(executing), X  # type: ignore[assignment]
     exec(code, values())
-    assert Probe.answer is None
+    assert Probe.answer.node is None
 
 
 # --- names of functions of the library ------------------------------------------------------------------------
