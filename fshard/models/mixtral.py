@@ -213,7 +213,7 @@ def _forward(
         )
     parts: Pieces = pieces(cfg, ids, layout=layout, key=key, mask=mask)
     if each:
-        parts = parts._replace(each=[(*own, *more) for own, more in zip(parts.each or (), each, strict=True)])
+        parts = parts._replace(each=[(*first, *more) for first, more in zip(parts.each or (), each, strict=True)])
     return parts.run(params, names, described=described, specs=specs, key=key, has_aux=True, **options)
 
 
