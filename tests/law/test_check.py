@@ -159,10 +159,12 @@ def test_sizes_that_ranks_would_exchange_must_be_passed():
 
 
 def test_an_uneven_batch_needs_the_sizes_of_parameters_that_are_split_over_its_axes_alone():
+    """Of computed ones: the sizes of arguments are known."""
     mesh, described = fs.make_mesh(data=2, model=3), {"w": fs.init.zeros((8, 3))}
 
-    def program(x_spec, **options):
+    def program(x_spec, scale=1, **options):
         def loss(p, x):
+            p = {"w": p["w"] * scale} if scale else p
             return fs.psum(fs.unshard(p, P("data"), "data", **options)["w"].sum() + x.sum(), ("data", "model"))
 
         return loss, mapped(loss, mesh, ins=(P("data"), x_spec), out=P())
@@ -177,10 +179,11 @@ def test_an_uneven_batch_needs_the_sizes_of_parameters_that_are_split_over_its_a
             "unshard: sizes that the axis does not divide must be known to an abstract mesh\n"
             f"  {why}\n"
             "  so where this rank has 4, another may have another size\n"
-            f"  at test_check.py:{inspect.getsourcelines(loss)[1] + 1} in loss\n"
+            f"  at test_check.py:{inspect.getsourcelines(loss)[1] + 2} in loss\n"
             f"  fix: pass shapes=, the described tree, such as init(); or make {dim} a multiple of {n}, such as {even}"
         )
-        assert fs.check(program(spec, shapes=described)[1], described, torch.ones(shape)).result.shape == ()
+        for known in (program(spec, shapes=described), program(spec, scale=None)):
+            assert fs.check(known[1], described, torch.ones(shape)).result.shape == ()
         assert fs.check(f, described, torch.ones([even if s in (9, 5) else s for s in shape])).result.shape == ()
     _, f = program(P("model"))  # over another axis: the parts of the parameters are equal, and no sizes are exchanged
     assert fs.check(f, described, torch.ones(4, 3)).result.shape == ()

@@ -104,8 +104,8 @@ def uneven(kind: str, data: int = 4) -> Any:
         return fs.shard_map(lambda w: w, mesh=mesh, in_specs=(specs,), out_specs=specs), (w,)
     if kind == "size":
         w = {"a": fs.init.zeros((10, 8)), "b": fs.init.zeros((8, 10))}
-        f = fs.shard_map(lambda w: fs.unshard(w, P("data"), "data")["a"], mesh=mesh, in_specs=(P("data"),),
-                         out_specs=P("data"))  # fmt: skip
+        f = fs.shard_map(lambda w: fs.unshard({k: 2 * x for k, x in w.items()}, P("data"), "data")["a"], mesh=mesh,
+                         in_specs=(P("data"),), out_specs=P("data"))  # fmt: skip
         return f, (w,)
     apply, module = fs.defer(lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(10), torch.nn.Dropout(0.5)))
     apply = apply.draws_over("data")
