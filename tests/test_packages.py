@@ -41,7 +41,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "optim": 2_762,
     "planning": 5_504,
     "recipes": 2_112,
-    "schedule": 3_195,
+    "schedule": 3_192,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library

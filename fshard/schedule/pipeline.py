@@ -183,16 +183,13 @@ class Pipelined:
         names, dim = known_axes("pipelined", current, self.axis), int(self.chunks > 1)
         spec_of = argument_specs()
         for name, part in (("params[1]", params[1]), ("each", each)):
-            listed = isinstance(part, (list, tuple))
             for path, x in tree.leaves_with_path(part):
-                spec = spec_of(x)
-                if spec is None or (set(names) <= set(spec.axes) and len(_stages_of(spec, names, current.sizes)) < 2
-                                    if listed else spec.parts(x.ndim)[dim : dim + 1] == (names,)):  # fmt: skip
-                    continue
-                stacked_as = f"{self.chunks}, layers of a chunk" if dim else "layers"
-                raise fail(f"pipelined: {tree.show(name, path)}: the layers are not split over the axis",
-                           shape=list(x.shape), spec=spec, chunks=self.chunks, fix="the specs of fs.on_stages" if listed
-                           else f"P({'None, ' * dim}{self.axis!r}, ...), of leaves [{stacked_as}, ...]")  # fmt: skip
+                spec = None if isinstance(part, (list, tuple)) else spec_of(x)  # `_listed_places` looks at lists
+                if spec is not None and spec.parts(x.ndim)[dim : dim + 1] != (names,):
+                    stacked_as = f"{self.chunks}, layers of a chunk" if dim else "layers"
+                    raise fail(f"pipelined: {tree.show(name, path)}: the layers are not split over the axis",
+                               shape=list(x.shape), spec=spec, chunks=self.chunks,
+                               fix=f"P({'None, ' * dim}{self.axis!r}, ...), of leaves [{stacked_as}, ...]")  # fmt: skip
         live = live_axes(current.comm, names)
         of_ends = tree.map(lambda x: spec_of(x) or P(), params[0])
         return live, size_of(live, current.sizes), batches, lambda ends: unshard(ends, of_ends, live)
@@ -284,7 +281,7 @@ def _listed_places(layers: Sequence[Any], axes: tuple[str, ...], chunks: int, n:
             found = {stage if any(x.numel() for x in leaves) else (at + (at % n == stage)) % n}
         places[i] = at if chunks > 1 else max([at, *found])
         if found - {places[i] % n}:
-            raise fail(f"pipelined: params[1][{i}] is on stage {', '.join(map(str, sorted(found)))}, and stage "
+            raise fail(f"pipelined: params[1][{i}] is on stage {' and '.join(map(str, sorted(found)))}, and stage "
                        f"{places[i] % n} is next", chunks=chunks, stages=n,
                        fix=f"fs.on_stages(specs, layers, axis, {n}, chunks={chunks})")  # fmt: skip
     return places

@@ -200,7 +200,7 @@ pipelined: params[1][2] is on stage 0, and stage 1 is next
   fix: fs.on_stages(specs, layers, axis, 2, chunks=1)"""
     )
     text = error_text(listed, layers, [{"w": P(("stage", "data"))}] * 4)
-    assert text.startswith("pipelined: params[1][0]['w']: the layers are not split over the axis"), text
+    assert text.startswith("pipelined: params[1][0] is on stage 0 and 1, and stage 1 is next"), text
 
 
 def pipelines_on_two_processes():
