@@ -44,9 +44,8 @@ def reachable(
         yield x
         if isinstance(x, Tensor) or (isinstance(x, FunctionType) and (not closures or _is_global(x))):
             continue
-        of = next((of for kind, of in _CONTENTS.items() if isinstance(x, kind)), None)
-        if of is not None:
-            pending.extend(iter(of(x)))  # `+=` would call the `__len__` of a subclass, and e3nn's raises
+        of = next((of for kind, of in _CONTENTS.items() if isinstance(x, kind)), lambda _: ())
+        pending.extend(iter(of(x)))  # `+=` would call the `__len__` of a subclass, and e3nn's raises
         if hasattr(x, "__dict__") and not isinstance(x, type):
             pending.append(x.__dict__)
 

@@ -60,7 +60,7 @@ class Replaced:
                             f"{by[outer]} computes all of {outer!r}", fix="replace one of them")
                        for outer in by if name.startswith(f"{outer}.")]  # fmt: skip
         raise_all(errors)
-        specs, users = _specs_of_leaves(by, specs_in, places)
+        specs, users = _specs_of_leaves(module, by, specs_in, places)
         leaves = leaves_at(places)
         splits = {
             leaf: Split(tuple(leaves["params"][leaf].shape), spec, *_users(leaf, users[leaf], by, places))
@@ -192,16 +192,16 @@ def _parameters(m: nn.Module) -> dict[str, Tensor]:
 
 
 def _specs_of_leaves(
-    by: Mapping[str, Replacement], specs_in: Mapping[str, Mapping[str, P]], places: Sequence[Place]
+    module: nn.Module, by: Mapping[str, Replacement], specs_in: Mapping[str, Mapping[str, P]], places: Sequence[Place]
 ) -> tuple[dict[str, P], dict[str, list[str]]]:
     """Return the spec of each leaf of a replaced module, and the names of the modules. Raises for ties that differ."""
-    place_of = {name: p for p in places for name in p.names}
+    place_of = {id(p.value): p for p in places}
     specs: dict[str, P] = {}
     users: dict[str, list[str]] = {}
     errors = []
     for name, of_module in specs_in.items():
         for key, spec in of_module.items():
-            place = place_of[f"{name}.{key}"]
+            place = place_of[id(module.get_parameter(f"{name}.{key}"))]
             leaf = place.leaf
             users.setdefault(leaf, []).append(name)
             if not same_placement(specs.setdefault(leaf, spec), spec, len(place.value.shape)):

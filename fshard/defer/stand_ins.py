@@ -252,11 +252,10 @@ def adapted_as(module: nn.Module, places: Sequence[Place]) -> dict[str, Leaf]:
             continue
         name, _, part = p.leaf.rpartition(".")
         m = module.get_submodule(p.name.removesuffix(p.key).rstrip("."))
-        layouts = [_LAYOUTS[kind] for c in type(m).__mro__ for kind in (c, c.__name__) if kind in _LAYOUTS]
+        kinds = {kind for c in type(m).__mro__ for kind in (c, c.__name__)}
+        layout = next((layout for kind, layout in _LAYOUTS.items() if kind in kinds), None)
         if part != "weight" or p.value.ndim != 2:
             out[p.leaf] = Leaf(name, part, why=f"it is the {part} of a {type(m).__name__}")
-        elif not layouts:
-            out[p.leaf] = Leaf(name, part, why=f"its module is a {type(m).__name__}")
         else:
-            out[p.leaf] = Leaf(name, part, layouts[0])
+            out[p.leaf] = Leaf(name, part, layout, why="" if layout else f"its module is a {type(m).__name__}")
     return out

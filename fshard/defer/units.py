@@ -163,6 +163,8 @@ def _with_hooks(m: nn.Module) -> Callable[..., Any]:
 class UnitForwards:
     """The forwards of the units in one copy of a module, which run by the schedule of the call that is running."""
 
+    __slots__ = ("_original", "_places", "_splits", "_units", "running")  # no dict: `reachable` ends here
+
     def __init__(
         self, module: nn.Module, units: Mapping[str, Sequence[str]], places: Sequence[Place],
         splits: Mapping[str, Split],

@@ -146,7 +146,7 @@ def apply(
     targets, over = _targets("ia3.apply", cfg, params, of), model_axes("ia3.apply", model, specs)
     wanted = {name: {"scale": len(_of_side(cfg, leaf, tuple(x.shape)))} for name, (leaf, x) in targets.adapted.items()}
     check_adapters(targets, adapters, wanted, (Tensor,))
-    by_name = targets.specs(params, specs)
+    by_name = {} if specs is None else targets.specs(params, specs)
     given = given_specs("ia3.apply", adapters, adapter_specs)
     placed = {}
     for name, (leaf, x) in targets.adapted.items():  # as the bias that is multiplied: over all axes, and not varied

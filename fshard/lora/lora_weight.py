@@ -198,7 +198,8 @@ def apply(
     over = model_axes("lora.apply", model, specs)
     targets = Targets.among("lora.apply", cfg, named_leaves("lora.apply", params), of)
     leaves = checked_leaves(targets, cfg, adapters, (Tensor,))
-    factors, placed = _aligned(cfg, leaves, adapters, targets.specs(params, specs), adapter_specs, over)
+    base_specs = {} if specs is None else targets.specs(params, specs)
+    factors, placed = _aligned(cfg, leaves, adapters, base_specs, adapter_specs, over)
     has_dropout = cfg.dropout > 0 and key is not None
     sizes = _input_sizes(factors, placed, leaves, shapes) if has_dropout else {}
     found: dict[str, Any] = {}

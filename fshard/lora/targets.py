@@ -77,9 +77,7 @@ class Targets(NamedTuple):
                        {name: named[name][1] for name in copied})  # fmt: skip
 
     def specs(self, params: Any, specs: Any) -> dict[str, P]:
-        """Return the spec of each leaf of the tree; `specs` may be a prefix; none for None."""
-        if specs is None:
-            return {}
+        """Return the spec of each leaf of the tree; `specs` may be a prefix."""
         flat = tree.broadcast(specs, params, name=f"{self.verb}: specs", leaf=is_spec, is_leaf=is_weight)
         return dict(zip(self.named, flat, strict=True))
 

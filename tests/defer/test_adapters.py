@@ -426,6 +426,8 @@ def test_use_of_an_adapted_parameter_that_adapters_do_not_take_part_in_is_an_err
     text = error_text(lora.init, lora.Config(["conv"]), tree["params"], of=apply)
     assert "params['conv.weight'] is a target and no matrix: it is the weight of a Conv1d" in text
     assert "is not a parameter of the module" in error_text(lora.init, lora.Config(["up"]), tree, of=apply)
+    named_alike, _ = fs.defer(lambda: type("Conv1D", (nn.Linear,), {})(3, 2), reference=0)
+    assert named_alike.module_leaf(("weight",), 2).layout == "oi"  # it is no Conv1D of transformers
     table, _ = fs.defer(lambda: nn.Embedding(5, 3, max_norm=1.0), reference=0)
     weights = {"weight": torch.ones(5, 3)}
     cfg = lora.Config(".*", rank=1)

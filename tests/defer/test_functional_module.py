@@ -259,15 +259,15 @@ def test_shared_module_has_a_tie_for_each_of_its_names():
 
 def test_module_that_contains_itself_has_each_leaf_once():
     def cycle():
-        module = nn.Sequential(nn.Linear(4, 4))
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         module[0].parent = module
         return module
 
     apply, tree = fs.defer(cycle)
-    assert list(tree["params"]) == ["0.weight", "0.bias"]
+    assert list(tree["params"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     module, x = cycle(), torch.randn(2, 4)
-    params = dict(nn.Sequential(module[0]).named_parameters())
-    assert torch.equal(apply({n: params[n] for n in tree["params"]}, {}, x), module(x))
+    params = {n: module.get_parameter(n) for n in tree["params"]}
+    assert torch.equal(apply(params, {}, x), module(x))
     assert fs.defer(cycle, replace={"0": fs.nn.column_linear("model")})[0].specs["params"]["0.weight"] == P("model")
 
 
@@ -560,6 +560,21 @@ def test_buffer_written_without_a_version_is_an_error():
     for _ in range(2):
         with pytest.raises(ShardingError, match="running_mean, running_var"):
             apply(*state, torch.randn(4, 2))
+
+
+def test_buffer_whose_data_has_another_dtype_is_compared_by_its_values():
+    class Casts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.tensor([2.0, torch.nan]))
+
+        def forward(self, x, change=0):
+            self.scale.data = self.scale.data.to(x.dtype) + change
+            return x * self.scale[0]
+
+    apply, (_, buffers), x = Apply(Casts()), leaves(Casts()), torch.ones(2, dtype=torch.float64)
+    assert "a plain call returns none: scale\n" in error_text(apply, {}, buffers, x, change=1)
+    assert torch.equal(apply({}, buffers, x), 2 * x)
 
 
 def test_buffer_that_changes_in_a_later_call_under_vmap_is_an_error():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fshard as fs
 from fshard import P, ShardingError
 from fshard.defer.constructor import defer
+from fshard.defer.references import reachable
 from tests.lib.assertions import assert_same, error_text
 from tests.lib.operations import Operations
 from tests.lib.tiers import slow_unless
@@ -497,6 +498,13 @@ def test_step_leaves_no_reference_cycle_and_no_gathered_leaf() -> None:
             assert gc.collect() == 0, how
         finally:
             gc.enable()
+
+
+def test_unit_is_restored_without_the_other_units() -> None:
+    module = deferred(Stack, "Block")[0]._take_copy().module
+    found = {id(x) for x in reachable(module.blocks[0])}
+    assert id(vars(module.blocks[0])) in found
+    assert id(vars(module.blocks[1])) not in found
 
 
 def test_module_of_the_user_is_not_changed() -> None:

@@ -237,6 +237,7 @@ def test_specs_that_do_not_fit_the_base_are_refused():
     step = fs.shard_map(run, mesh=mesh, in_specs=(specs, wrong), out_specs=P())
     text = error_text(step, params, made)
     assert "adapters['h.0.qkv.w']['a'] has dim 0 over ('model',), and its base that dim over None" in text
+    assert "lora.specs: specs" in error_text(lora.specs, cfg, PARAMS, None, of=gpt2.theirs)
 
 
 def test_uses_of_an_adapted_leaf_as_a_tensor_are_refused():

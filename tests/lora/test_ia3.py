@@ -124,6 +124,7 @@ def test_scales_that_do_not_fit_are_all_listed() -> None:
         assert part in text, part
     assert "a dict of Tensor leaves" in error_text(ia3.apply, cfg, PARAMS, {"k.w": 1})
     assert "model='model', and no specs" in error_text(ia3.apply, cfg, PARAMS, {}, model="model")
+    assert "ia3.specs: specs" in error_text(ia3.specs, cfg, PARAMS, None)
     model = gpt2.init(gpt2.Config(vocab_size=13, n_positions=8, n_embd=12, n_layer=1, n_head=3))
     text = error_text(ia3.init, ia3.Config(("wte",)), model, of=gpt2.theirs)
     assert text.startswith("ia3.init: 'wte' is a table of embeddings, which has no scale")
