@@ -30,7 +30,7 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_464,
     "cli": 1_844,
-    "core": 17_393,
+    "core": 17_399,
     "data": 1_047,
     "defer": 5_115,
     "interop": 4_398,
@@ -41,7 +41,7 @@ BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "optim": 2_762,
     "planning": 5_504,
     "recipes": 2_112,
-    "schedule": 3_195,
+    "schedule": 3_197,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library
