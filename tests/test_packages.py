@@ -30,7 +30,7 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_464,
     "cli": 1_844,
-    "core": 17_399,
+    "core": 17_398,
     "data": 1_047,
     "defer": 5_115,
     "interop": 4_398,
