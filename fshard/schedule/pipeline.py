@@ -363,6 +363,8 @@ class _Run:
         self.layers, self.each = _layers(params[1], each, pipe.chunks)
         places, first, step = _places(evenly(len(self.layers), pipe.chunks)), 0, 1  # of stacked layers all are here
         if self.is_listed:
+            if not isinstance(placed, (list, tuple)) or len(placed) != len(self.layers):
+                placed = self.layers  # a list that `gather` has made
             places, first, step = _listed_places(placed, axes, pipe.chunks, n, self.stage), self.stage, n
         self.chunks = [[i for i, place in enumerate(places) if place == first + c * step] for c in range(pipe.chunks)]
         self.parts = list(microbatches(tree.leaves(batch), pipe.microbatches))
@@ -432,7 +434,7 @@ class _Run:
     def from_last_stage(self, xs: Any) -> Any:
         """Return the last stage's tensors on each stage: a sum, in which the others have zeros."""
         tensors, rest = split_tensors(xs)
-        # Bools, and some integers and floats of 8 bits, have no sum: what is not floating is summed by its bytes.
+        # Bools, and some integers and floats of 8 bits, have no sum: these and all integers are summed by their bytes.
         numbers = [x if x.is_complex() or (x.is_floating_point() and x.itemsize > 1)
                    else x.unsqueeze(-1).view(torch.uint8) for x in tensors]  # fmt: skip
         if not self.is_last:

@@ -130,13 +130,21 @@ def test_error_text_of_a_program_that_needs_values():
 
 
 def test_error_of_shapes_is_raised_and_not_logged_too():
+    """Also after a pipeline, which computes shapes itself."""
+    pipe = fs.pipelined(lambda ends, x: x, lambda w, h, x: h * w, lambda ends, h, x: h.mean(), axis="data",
+                        microbatches=1)  # fmt: skip
+
+    def f(x):
+        pipe(({}, x[:1]), x)
+        return x @ x
+
     logger, records = logging.getLogger("torch._subclasses.fake_tensor"), []
     handler = logging.Handler()
     handler.emit = records.append
     logger.addHandler(handler)
     try:
         with pytest.raises(RuntimeError, match="must have same reduction dim"):
-            fs.check(mapped(lambda x: x @ x, ins=(P("data"),), out=P()), torch.ones(4, 3))
+            fs.check(mapped(f, ins=(P("data"),), out=P()), torch.ones(4, 3))
     finally:
         logger.removeHandler(handler)
     assert records == []

@@ -161,6 +161,17 @@ def test_layers_may_be_a_list_each_on_one_stage(kind, v, n, layers):
     assert_same((loss, d_ends, got), (want, want_ends, want_layers), **CLOSE)
 
 
+def test_gather_may_make_a_list_of_stacked_layers():
+    params, b, specs = parameters(4), batch(ROWS * 2), (P(), P("stage"))
+
+    def unstacked(p):
+        return p[0], [{name: x[i] for name, x in p[1].items()} for i in range(len(p[1]["up"]))]
+
+    f = fs.pipelined(first, layer, mean, axis="stage", microbatches=2, gather=unstacked)
+    step = fs.shard_map(f, mesh=fs.make_mesh(stage=2), in_specs=(specs, P()), out_specs=(P(), specs), check="always")
+    assert_same(fs.device_get(step(params, b)), dense(params, b, 2), **CLOSE)
+
+
 def listed(layers, specs, chunks=1, data=1):
     """Loss and gradients of layers that scale h and may have no leaves, on two stages; and of the dense model."""
     x, rows = numbers(4 * data, D), P("data")

@@ -69,6 +69,7 @@ def explain_missing_values(
 
     Torch logs the traceback of each failed operation, too, before its error: that log is left out.
     """
+    is_outermost = _is_no_failure not in _log_of_fake_tensors.filters
     _log_of_fake_tensors.addFilter(_is_no_failure)
     try:
         yield
@@ -83,7 +84,8 @@ def explain_missing_values(
             fix=f"keep it a tensor (torch.where, indexing by tensors){instead}",
         ) from e
     finally:
-        _log_of_fake_tensors.removeFilter(_is_no_failure)
+        if is_outermost:
+            _log_of_fake_tensors.removeFilter(_is_no_failure)
 
 
 _ABOUT_SHAPES = re.compile(r"shape|size|dim|broadcast|element|\dd\b|index out of range in self", re.IGNORECASE)

@@ -6,6 +6,7 @@ same structure, dtypes and local shapes are joined by that plan.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -129,6 +130,9 @@ def finish(plan: CallPlan, results: Sequence[RankResult], used: set[int]) -> Any
         raise_all(errors)
     columns = [_copy_shared(result.leaves, output, plan.mesh, used) for result in results]
     plan.output = output
+    for x in itertools.chain(*columns) if plan.donated else ():
+        if isinstance(x, Tensor) and hasattr(x, "placed"):  # a donated one: torch.save would keep its spec, too
+            del x.placed
     return tree.unflatten(output.treedef, joined(output.placements, columns))
 
 

@@ -50,7 +50,6 @@ class GlooConnections:
     existing: ClassVar[weakref.WeakSet[GlooConnections]] = weakref.WeakSet()
 
     backend: Any
-    rank: int
     size: int
     timeout: datetime.timedelta
     started: list[int] = field(init=False)  # number of transfers with each rank

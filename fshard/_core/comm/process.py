@@ -47,7 +47,7 @@ class ProcessComm(GroupComm):
             self._group_name = _process_groups(timeout)
             self._grid = (id(world), *((axis, sizes[axis], coords[axis]) for axis in self._axes))
             if (backend := _gloo_backend(world)) is not None:
-                self._connections = GlooConnections(backend, world.rank(), world.size(), timeout)
+                self._connections = GlooConnections(backend, world.size(), timeout)
 
     def _group(self, axes: Axes, device: torch.device) -> PeerGroup | FunctionalGroup:
         if self._connections is not None and self.direct and device.type == "cpu":

@@ -177,7 +177,7 @@ def global_shape(verb: str, x: Tensor, spec: P, *, word: str) -> tuple[int, ...]
 
 
 def argument_shape(x: Tensor, spec: P) -> tuple[int, ...] | None:
-    """Return the global shape of an argument that was placed by this spec, if an axis is uneven, else None."""
+    """Return the global shape of an argument that was placed by this spec: of one donated or over an uneven axis."""
     if torch.compiler.is_dynamo_compiling():
         return None
     shape, placed = getattr(unwrapped(x), "placed", ((), None))

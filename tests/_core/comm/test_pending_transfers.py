@@ -103,7 +103,7 @@ class InMemoryComm(ProcessComm):
     def __init__(self, sizes: dict[str, int], coords: dict[str, int], backend: Any) -> None:
         super().__init__(dict.fromkeys(sizes, 1), dict.fromkeys(sizes, 0))  # a mesh of one rank has no connections
         self.sizes, self.coords = sizes, coords
-        self._connections = GlooConnections(backend, backend.me, math.prod(sizes.values()), TIMEOUT)
+        self._connections = GlooConnections(backend, math.prod(sizes.values()), TIMEOUT)
 
 
 def run_in_memory(sizes: dict[str, int], kind: type[ProcessComm] = InMemoryComm) -> Any:

@@ -434,7 +434,7 @@ def test_wait_for_messages_names_the_rank_and_the_collective() -> None:
         return SimpleNamespace(wait=lambda timeout: waits.append(messages._describe_wait()))
 
     backend = SimpleNamespace(send=work, recv=work)
-    connections = GlooConnections(backend, 0, 6, datetime.timedelta(seconds=1800))
+    connections = GlooConnections(backend, 6, datetime.timedelta(seconds=1800))
     xs = [torch.ones(30_000)]
     peers = Peers(connections, (0, 3, 5), 0)
     messages = PendingMessages(peers, description, {1: xs}, {1: [torch.empty(30_000)]})
