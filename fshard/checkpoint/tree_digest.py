@@ -55,9 +55,9 @@ def digest(tree_: Any) -> dict[str, str]:
     ranks = Ranks.from_leaves("digest", leaves.values())
     tensors = {name: x for name, x in leaves.items() if type(x) not in SCALARS}
 
-    def sums_of_parts() -> dict[str, Tensor]:
+    def sums_of_parts() -> dict[str, np.ndarray[Any, Any]]:
         raise_all(errors)
-        out: dict[str, Tensor] = {}
+        out: dict[str, np.ndarray[Any, Any]] = {}
         for (name, leaf), boxes in zip(tensors.items(), assign_writers(tensors.values()), strict=True):
             for box, rank in boxes:
                 if ranks.writes_for(rank):
@@ -65,8 +65,8 @@ def digest(tree_: Any) -> dict[str, str]:
         return out
 
     everyone = ranks.run(sums_of_parts)
-    sums = {name: torch.stack([of_rank[name] for of_rank in everyone if name in of_rank]).sum(0) for name in tensors}
-    return {name: f"{describe(leaf)} {sums[name].numpy().astype('>i8').tobytes().hex()}"
+    sums = {name: np.sum([of_rank[name] for of_rank in everyone if name in of_rank], axis=0) for name in tensors}
+    return {name: f"{describe(leaf)} {sums[name].astype('>i8').tobytes().hex()}"
             if name in sums else repr(leaf) for name, leaf in leaves.items()}  # fmt: skip
 
 
@@ -87,12 +87,12 @@ def named_leaves(verb: str, tree_: Any) -> tuple[dict[str, Any], list[ShardingEr
     return leaves, errors
 
 
-def _digest_part(x: Tensor, box: Box) -> Tensor:
-    """Return the sums over the words of the part of a leaf that is in this box: int64 [sums], on the CPU."""
+def _digest_part(x: Tensor, box: Box) -> np.ndarray[Any, Any]:
+    """Return the sums over the words of the part of a leaf in this box: int64 [sums]. A tensor is slow to pickle."""
     words, per_element = _as_words(x.detach())
     starts = [s.start for s in box] or [0]
     starts[-1] *= per_element
-    return _sums(words, 0, starts).cpu()
+    return _sums(words, 0, starts).cpu().numpy()
 
 
 def _as_words(x: Tensor) -> tuple[Tensor, int]:

@@ -157,7 +157,8 @@ class _Search:
         while missing := [row for row in self._fastest() if row.plan is None]:
             at = next(i for i, row in enumerate(self.rows) if row is missing[0])
             self.rows[at] = row = row_or_error(self._whole, missing[0].layout, self.repeats[at])
-            self.waiting = [self._raised(bound, [row]) for bound in self.waiting]
+            # Anew: of the predicted row, which this one replaces, the bounds may have been too high.
+            self.waiting = [self._raised(replace(b, peak=0, seconds=0.0), self.rows) for b in self.waiting]
             self.advance(row, len(self.rows) + self.best)
 
     def _screen(self, layouts: Iterable[Layout]) -> None:
@@ -201,8 +202,7 @@ class _Search:
         f, args = self.task.step(layout)
         least, limit = rank_bytes(args, f._in_specs, f.mesh.axes), self.task.limit
         if limit is not None and least > limit:
-            note = "its arguments alone do not fit"
-            return PlanRow(dict(layout), f.mesh.size, peak=least, limit=limit, note=note)
+            return PlanRow(dict(layout), f.mesh.size, peak=least, limit=limit, note="its arguments alone do not fit")
         blocks = self.blocks(**layout)
         if blocks is None or blocks[0] <= blocks[1] + 1:
             return self.task.row_of(layout, plan_ranks(f, args, self.task.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, checkpoint
+from fshard._core.files.io import Ranks
 from fshard.checkpoint import tree_digest as base_module
 from fshard.spec import describe
 from tests.checkpoint.test_checkpoint import MESHES, place, values
@@ -93,6 +95,18 @@ def test_digest_streams_over_the_leaf(shape: tuple[int, ...]) -> None:
         checkpoint.digest({"x": x})
     block = 8 * base_module._BLOCK  # the words, the sums of rows, and a few random factors
     assert seen.peak <= 7 * block + 1000 < x.nbytes
+
+
+def test_ranks_exchange_little_for_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, exchanged = Ranks.run, []
+
+    def measured(ranks: Ranks, job: Any) -> Any:
+        exchanged.append(len(pickle.dumps(result := job())))
+        return run(ranks, lambda: result)
+
+    monkeypatch.setattr(Ranks, "run", measured)
+    checkpoint.digest({f"w{i}": torch.ones(2) for i in range(100)})
+    assert exchanged[0] < 100 * 100  # for each leaf two sums, of 8 bytes, and its name
 
 
 def adapters(mesh: fs.Mesh) -> Any:

@@ -273,6 +273,14 @@ def test_blocks_that_do_not_repeat_are_planned_directly(counts: dict[int, int]):
     assert (row.peak, row.seconds, len(row.plan.events)) == (want.memory.peak, want.time.seconds, len(want.events))
 
 
+def test_a_layout_that_a_whole_plan_does_not_rule_out_may_be_among_the_best():
+    """The predicted row, with 9 sines, would: one is in the whole plan."""
+    make = functools.partial(sines, lambda n: {6: 7, 9: 1}.get(n, n))
+    got = search(make, [{}, {"rows": 32}], device=SMALL, best=1, blocks=9, work=lambda **_: 2,
+                 least=lambda a, row: (0, 0.9 * row.seconds))  # fmt: skip
+    assert "1 more layouts are not planned, and may be among the best 1: rows=32, takes at least" in got.note
+
+
 def test_a_layout_whose_arguments_do_not_fit_is_not_planned():
     calls = []
 
