@@ -30,18 +30,18 @@ MAY_IMPORT_EXTRAS = ("defer", "interop", "models", "recipes", "cli")
 BUDGET = {  # lines of each room: to raise one, give the reason in the commit
     "checkpoint": 1_464,
     "cli": 1_844,
-    "core": 17_393,
+    "core": 17_398,
     "data": 1_047,
     "defer": 5_115,
     "interop": 4_398,
     "law": 1_249,
-    "lora": 1_770,
+    "lora": 1_769,
     "models": 4_655,
     "nn": 3_819,
     "optim": 2_762,
     "planning": 5_504,
     "recipes": 2_112,
-    "schedule": 3_192,
+    "schedule": 3_194,
     "fshard": 97,
 }
 FACADE = "fshard"  # `fshard/__init__.py`, and the programs above it: no layer of the library
